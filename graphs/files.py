@@ -1,0 +1,171 @@
+"""Reading and writing the project's JSON files: whole or not at all, and never trusting them.
+
+The files come from strangers. `Record` reads one field at a time and refuses a wrong type with the
+place and the name of the field; nothing is converted silently.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, overload
+
+MAX_FILE_BYTES = 2**30
+MAX_ENTRIES = 2_000_000
+"""A graph of 2 million nodes is some hundred times the largest model that people trace."""
+
+
+class FormatError(ValueError):
+    """A file is not what it should be; the message names the field."""
+
+
+def read_json(path: str | Path) -> object:
+    """Parse a JSON file. Raises FormatError (not JSON, too large), OSError (not readable)."""
+    path = Path(path)
+    size_bytes = path.stat().st_size
+    if size_bytes > MAX_FILE_BYTES:
+        raise FormatError(f"{path}: {size_bytes} bytes; files above {MAX_FILE_BYTES} are refused")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not UTF-8 text ({error.reason})") from error
+    except json.JSONDecodeError as error:
+        raise FormatError(
+            f"{path}: not valid JSON at line {error.lineno}, column {error.colno} ({error.msg}); "
+            "is the file truncated?"
+        ) from error
+    except RecursionError as error:
+        raise FormatError(f"{path}: nested too deeply") from error
+    except ValueError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def write_json(path: str | Path, value: object) -> None:
+    """Write JSON so that the file appears whole or not at all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    write_whole(path, (text + "\n").encode())
+
+
+def write_whole(path: str | Path, content: bytes) -> None:
+    """Write beside the target and rename over it; an existing file's permissions are kept."""
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent or ".", prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, _mode(path))
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _mode(path: Path) -> int:
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+_REQUIRED: Any = object()
+
+
+class Record:
+    """One JSON object that is read field by field, each with the type that it must have."""
+
+    def __init__(self, value: object, *, where: str) -> None:
+        if not isinstance(value, dict):
+            raise FormatError(f"{where}: expected an object, got {_shown(value)}")
+        self._value: dict[str, object] = value
+        self._where = where
+
+    def _get(self, field: str, default: Any) -> Any:
+        if field in self._value:
+            value = self._value[field]
+            return default if value is None and default is not _REQUIRED else value
+        if default is _REQUIRED:
+            raise FormatError(f"{self._where}: field {field!r} is missing")
+        return default
+
+    def _wrong(self, field: str, value: object, right: str) -> FormatError:
+        return FormatError(f"{self._where}: field {field!r} is {_shown(value)}; expected {right}")
+
+    def expect_format(self, expected: str) -> None:
+        value = self._get("format", _REQUIRED)
+        if value != expected:
+            raise self._wrong("format", value, repr(expected))
+
+    @overload
+    def string(self, field: str) -> str: ...
+    @overload
+    def string(self, field: str, *, default: str) -> str: ...
+    @overload
+    def string(self, field: str, *, default: None) -> str | None: ...
+    def string(self, field: str, *, default: Any = _REQUIRED) -> str | None:
+        value = self._get(field, default)
+        if value is not default and not isinstance(value, str):
+            raise self._wrong(field, value, "a string")
+        return value  # type: ignore[no-any-return]
+
+    def integer(self, field: str, *, default: Any = _REQUIRED) -> int:
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(field, value, "an integer that is not negative")
+        return value
+
+    def number(self, field: str, *, default: Any = _REQUIRED) -> float:
+        value = self._get(field, default)
+        if value is None and default is None:
+            return math.nan
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(field, value, "a number")
+        if not math.isfinite(value) or value < 0:
+            raise self._wrong(field, value, "a finite number that is not negative")
+        return float(value)
+
+    def boolean(self, field: str, *, default: Any = _REQUIRED) -> bool:
+        value = self._get(field, default)
+        if not isinstance(value, bool):
+            raise self._wrong(field, value, "true or false")
+        return value
+
+    def choice(self, field: str, choices: tuple[str, ...], *, default: Any = _REQUIRED) -> str:
+        value = self._get(field, default)
+        if not isinstance(value, str) or value not in choices:
+            raise self._wrong(field, value, "one of " + ", ".join(choices))
+        return value
+
+    def strings(self, field: str, *, default: Any = _REQUIRED) -> tuple[str, ...]:
+        value = self.items(field, default=default)
+        for item in value:
+            if not isinstance(item, str):
+                raise self._wrong(field, value, "a list of strings")
+        return tuple(value)
+
+    def mapping(self, field: str, *, default: Any = _REQUIRED) -> Mapping[str, Any]:
+        value = self._get(field, default)
+        if not isinstance(value, dict):
+            raise self._wrong(field, value, "an object")
+        return value
+
+    def items(self, field: str, *, default: Any = _REQUIRED) -> list[Any]:
+        value = self._get(field, default)
+        if not isinstance(value, list):
+            raise self._wrong(field, value, "a list")
+        if len(value) > MAX_ENTRIES:
+            raise self._wrong(field, f"{len(value)} entries", f"at most {MAX_ENTRIES}")
+        return value
+
+    def records(self, field: str) -> Iterable[Record]:
+        for index, item in enumerate(self.items(field)):
+            yield Record(item, where=f"{self._where}: {field}[{index}]")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,1 @@
+"""The run: execute a Schedule inside a PyTorch module."""

@@ -1,0 +1,23 @@
+"""The methods by name. Each proposes; `solver.solve` has every proposal judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from graphs.graph import Graph
+from solver.proposal import Method, Proposal
+from solver.rematerialise import baseline
+from solver.simulate import simulate
+
+
+def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+    """No checkpointing: each node once, in the framework's order; optimal when it fits."""
+    schedule = baseline(graph)
+    trace = simulate(graph, schedule)
+    return Proposal(
+        schedule=schedule if trace.peak_bytes <= budget_bytes else None,
+        lower_bound_s=graph.baseline_time_s,
+    )
+
+
+METHODS: Mapping[str, Method] = {"none": none, "auto": none}

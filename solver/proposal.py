@@ -1,0 +1,36 @@
+"""What a method hands to the judge: a schedule, or none, and a lower bound if it proved one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from graphs.graph import Graph
+from solver.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """schedule: None when the method found nothing that fits.
+
+    lower_bound_s: no schedule of this graph within the budget is faster, on the clock of
+    `Node.time_s` (0: nothing proven; inf: proven that nothing fits). timed_out: the time limit
+    ended the search, so more time might find more.
+    """
+
+    schedule: Schedule | None
+    lower_bound_s: float = 0.0
+    timed_out: bool = False
+
+
+class Method(Protocol):
+    """Finds a schedule whose peak, by the judge, is at most `budget_bytes`.
+
+    `time_limit_s` bounds the search, not the run time of the schedule. Same input and seed, same
+    answer. A method that finds nothing returns Proposal(None); it never returns one that it knows
+    not to fit.
+    """
+
+    def __call__(
+        self, graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int
+    ) -> Proposal: ...

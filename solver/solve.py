@@ -1,0 +1,138 @@
+"""The front door: a model or a graph and a budget in bytes, and back comes a judged Solution.
+
+Methods propose a schedule, `solver.simulate` decides what it costs and whether it fits, and
+`solver.bounds` proves how far from the best it can be. A new method is a function with the
+signature of `proposal.Method` and a line in `methods.METHODS`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphs.graph import Graph
+from solver import bounds
+from solver.budget import BudgetError, parse_size
+from solver.methods import METHODS
+from solver.proposal import Proposal
+from solver.rematerialise import baseline as baseline_schedule
+from solver.simulate import Trace, simulate
+from solver.solution import OPTIMAL_GAP, Request, Solution, Status
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def solve(
+    problem: nn.Module | Graph | str | Path,
+    batch: Any = None,
+    *,
+    budget: int | str,
+    reserve: int | str = 0,
+    method: str = "auto",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    capacity_bytes: int | None = None,
+    **trace_options: Any,
+) -> Solution:
+    """Find the schedule that fits the training step into `budget` at the least extra time.
+
+    problem: a module (traced with `batch` and the keyword arguments of `graphs.trace.trace`: loss,
+    optimizer, gradients, device), a Graph, or the path of a graph file.
+    budget: bytes of the device for the whole step, "16GB", "60%" of `capacity_bytes`.
+    reserve: bytes of the budget that the step may not use.
+
+    Raises ValueError for a budget, reserve or method that is none; TraceError (a module that cannot
+    be traced), FormatError (a file). That nothing fits is no error but the Solution's status.
+    """
+    started_s = time.monotonic()
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    graph = _as_graph(problem, batch, trace_options)
+    request = Request(
+        budget_bytes=parse_size(budget, capacity_bytes=capacity_bytes),
+        reserve_bytes=0 if reserve in (0, "0") else parse_size(reserve),
+        method=method,
+        time_limit_s=time_limit_s,
+        seed=seed,
+    )
+    if request.available_bytes <= 0:
+        raise BudgetError(
+            f"the reserve of {request.reserve_bytes} bytes takes all of the budget of "
+            f"{request.budget_bytes} bytes"
+        )
+    return answer(graph, request, started_s=started_s)
+
+
+def answer(graph: Graph, request: Request, *, started_s: float | None = None) -> Solution:
+    """Run the requested method on a graph and have its proposal judged."""
+    started_s = time.monotonic() if started_s is None else started_s
+    plain = baseline_schedule(graph)
+    baseline = simulate(graph, plain)
+    proposal, lower_bound_s = _propose(graph, request, Proposal(plain), baseline)
+    trace = None
+    if proposal.schedule is not None:
+        trace = simulate(graph, proposal.schedule)
+        if trace.peak_bytes > request.available_bytes:
+            raise AssertionError(
+                f"method {request.method} proposed a schedule whose peak is {trace.peak_bytes} "
+                f"bytes, above {request.available_bytes}; please report this as a bug"
+            )
+    status = _status(proposal, trace, baseline, lower_bound_s)
+    return Solution(
+        status=status,
+        graph=graph,
+        schedule=proposal.schedule,
+        trace=trace,
+        request=request,
+        baseline=baseline,
+        lower_bound_s=lower_bound_s,
+        method=request.method,
+        solve_time_s=time.monotonic() - started_s,
+        obstacle=bounds.obstacle(graph) if trace is None else None,
+    )
+
+
+def _propose(
+    graph: Graph, request: Request, plain: Proposal, baseline: Trace
+) -> tuple[Proposal, float]:
+    if baseline.peak_bytes <= request.available_bytes and request.method == "auto":
+        return plain, baseline.time_s
+    begun_s = time.monotonic()
+    proposal = METHODS[request.method](
+        graph,
+        budget_bytes=request.available_bytes,
+        time_limit_s=request.time_limit_s,
+        seed=request.seed,
+    )
+    if request.method == "auto":  # its own proof includes the bound
+        return proposal, max(proposal.lower_bound_s, baseline.time_s)
+    left_s = max(1.0, request.time_limit_s - (time.monotonic() - begun_s))
+    bound_s = bounds.lower_bound_s(graph, budget_bytes=request.available_bytes, time_limit_s=left_s)
+    return proposal, max(proposal.lower_bound_s, bound_s, baseline.time_s)
+
+
+def _status(
+    proposal: Proposal, trace: Trace | None, baseline: Trace, lower_bound_s: float
+) -> Status:
+    if trace is not None:
+        gap_s = trace.time_s - lower_bound_s
+        return "optimal" if gap_s <= OPTIMAL_GAP * baseline.time_s else "feasible"
+    if math.isinf(lower_bound_s) or not proposal.timed_out:
+        return "infeasible"
+    return "time_limit"
+
+
+def _as_graph(
+    problem: nn.Module | Graph | str | Path, batch: Any, trace_options: dict[str, Any]
+) -> Graph:
+    if isinstance(problem, Graph | str | Path):
+        if batch is not None or trace_options:
+            given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
+            raise TypeError(f"a graph is traced already: {given} would have no effect")
+        return problem if isinstance(problem, Graph) else Graph.load(problem)
+    from graphs.trace import trace
+
+    return trace(problem, batch, **trace_options)
