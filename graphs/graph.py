@@ -166,26 +166,18 @@ class Graph:
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
     def module_part(self) -> Graph:
-        """The graph without what its caller computes (phases outside and optimizer).
+        """What `apply` runs: no nodes of phases outside and optimizer, no resident tensor unread.
 
-        What the caller computes and hands back to the backward pass becomes resident, as `apply`
-        sees it when it traces the module alone.
+        What the caller computes and hands back to the backward pass becomes resident. Tracing the
+        module alone and tracing it with its loss and optimizer give the same module part.
         """
         nodes = tuple(node for node in self.nodes if node.phase in ("forward", "backward"))
-        if len(nodes) == len(self.nodes):
-            return self
+        used = {name for node in nodes for name in (*node.inputs, *node.outputs)}
+        used |= {t.alias_of for t in self.tensors if t.alias_of and t.name in used}
         made = {name for node in nodes for name in node.outputs}
-        read = {name for node in nodes for name in node.inputs}
-        gone = {name for node in self.nodes for name in node.outputs} - made - read
-        alone = {
-            tensor.name
-            for tensor in self.tensors
-            if tensor.kind == "optimizer_state"
-            or (tensor.kind == "input" and tensor.name not in read)
-        }
         return Graph(
             nodes=nodes,
-            tensors=tuple(t for t in self.tensors if t.name not in gone and t.name not in alone),
+            tensors=tuple(tensor for tensor in self.tensors if tensor.name in used),
             outputs=tuple(name for name in self.outputs if name in made),
             meta=self.meta,
         )

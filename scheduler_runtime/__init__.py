@@ -1,1 +1,6 @@
 """The run: execute a Schedule inside a PyTorch module."""
+
+from scheduler_runtime.apply import PlanMismatchError, apply, remove
+from scheduler_runtime.replan import ReplanError
+
+__all__ = ["PlanMismatchError", "ReplanError", "apply", "remove"]

@@ -1,0 +1,394 @@
+"""From a module and a batch to one fx graph of the whole step, forward and backward, on paper.
+
+AOTAutograd's joint export records every operator that the forward pass and autograd run, with
+mutations turned into outputs (functionalised). Everything happens on fake tensors: no weights, no
+batch and no activation is ever allocated, and the module is left as it was.
+
+What is done to make that true for modules as people write them:
+
+- Parameters and buffers are handed in deduplicated (tied weights otherwise count twice), through
+  `torch.func.functional_call` on a shell that owns the fake ones.
+- torch.compiler's compiling flag is set (else the transformers library branches on data).
+- Outputs that get no gradient are detached inside, so that the backward pass does not expect
+  zeros as large as they are.
+- Modules call global hooks, for the time of the trace only, that note the path of the module which
+  an operator belongs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.traceback import annotate
+from torch.utils import _pytree as pytree
+
+
+class TraceError(ValueError):
+    """The step cannot be captured as one graph; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input of the joint graph comes from.
+
+    kind: "parameter", "buffer", "input" or "tangent". name: the parameter's or buffer's path, or
+    "input.3", "tangent.0". index: among its kind.
+    """
+
+    kind: str
+    name: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The joint fx graph and the meaning of what goes in and comes out.
+
+    sources: per placeholder. outputs: fx nodes (or constants) of the model's flat outputs, in the
+    order of `output_spec`. gradient_outputs: indices of those that get a gradient; tangents come in
+    this order. gradients: parameter (or batch tensor) placeholder -> fx node of its gradient.
+    mutations: placeholder -> fx node of the new value.
+    """
+
+    graph: torch.fx.Graph
+    module: torch.fx.GraphModule
+    sources: Mapping[torch.fx.Node, Source]
+    outputs: tuple[Any, ...]
+    output_spec: pytree.TreeSpec
+    gradient_outputs: tuple[int, ...]
+    gradients: Mapping[torch.fx.Node, torch.fx.Node]
+    mutations: Mapping[torch.fx.Node, torch.fx.Node]
+
+
+@dataclass
+class Call:
+    """A call of a model with its tensors taken out: `tensors` fill the holes of `rest`."""
+
+    tensors: list[torch.Tensor]
+    rest: list[Any]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        flat, spec = pytree.tree_flatten((args, dict(kwargs)))
+        tensors = [item for item in flat if isinstance(item, torch.Tensor)]
+        rest = [_HOLE if isinstance(item, torch.Tensor) else item for item in flat]
+        return cls(tensors=tensors, rest=rest, spec=spec)
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The (args, kwargs) of the call with these tensors in the holes."""
+        values = iter(tensors)
+        flat = [next(values) if item is _HOLE else item for item in self.rest]
+        args, kwargs = pytree.tree_unflatten(flat, self.spec)
+        return args, kwargs
+
+
+class _Hole:
+    """Stands where a tensor was."""
+
+
+_HOLE = _Hole()
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor is called as model(x), a tuple as model(*x), a dict as model(**x)."""
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch,), {}
+
+
+def find_loss(output: Any) -> torch.Tensor:
+    """The scalar to differentiate: the output, its `.loss`, or the only scalar of a tuple."""
+    if isinstance(output, torch.Tensor):
+        candidates = [output]
+    elif isinstance(output, Mapping) and "loss" in output:
+        candidates = [output["loss"]]
+    elif getattr(output, "loss", None) is not None:
+        candidates = [output.loss]
+    else:
+        flat = pytree.tree_leaves(output)
+        candidates = [
+            t for t in flat if isinstance(t, torch.Tensor) and t.dim() == 0 and t.requires_grad
+        ]
+    if len(candidates) != 1 or not isinstance(candidates[0], torch.Tensor):
+        raise TraceError(
+            f"the model returns {_described(output)}, in which no single loss can be found; return "
+            "a scalar, or something with .loss, or give loss=function(output, batch)"
+        )
+    loss = candidates[0]
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise TraceError(
+            f"the loss must be one floating-point number; it is {_described(loss)}; reduce it "
+            "(mean or sum), or give loss=function(output, batch)"
+        )
+    if not loss.requires_grad:
+        raise TraceError(
+            "the loss does not depend on any parameter that requires a gradient; is the model "
+            "frozen, or the loss detached?"
+        )
+    return loss
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def capture(
+    model: nn.Module,
+    call: Call,
+    *,
+    device: torch.device | None,
+    choose: Callable[[Any], tuple[int, ...]],
+) -> Capture:
+    """Capture forward and backward of `model` called with `call`.
+
+    device: where the fake tensors stand (None: where the real ones are).
+    choose: flat model output -> indices of the outputs that get a gradient.
+    Raises TraceError with the reason.
+    """
+    shell = _Shell(model, call, choose=choose, device=device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_compiling())
+        stack.enter_context(_module_paths(model))
+        try:
+            joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(_reason(model, error)) from error
+        return _read(joint, shell)
+
+
+def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
+    """What the model returns for this call, on fake tensors, without recording anything."""
+    shell = _Shell(model, call, choose=lambda _output: (), device=device)
+    with _compiling(), shell.mode:
+        try:
+            return shell.call(shell.batch)
+        except Exception as error:
+            raise TraceError(_reason(model, error)) from error
+
+
+class _Forward(nn.Module):
+    """Calls the model's forward and not the model: its own hooks run around the planned step."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.forward(*args, **kwargs)
+
+
+class _Shell(nn.Module):
+    """Owns fake copies of a module's tensors and calls the module with them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        *,
+        choose: Callable[[Any], tuple[int, ...]],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
+        self._parameter_names = []
+        self._buffer_names = []
+        self.spec: pytree.TreeSpec | None = None
+        self.chosen: tuple[int, ...] = ()
+        self.flat_constants: list[Any] = []
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.mode:
+            for name, parameter in model.named_parameters():
+                fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)
+                self.register_parameter(f"p{len(self._parameter_names)}", fake)
+                self._parameter_names.append(name)
+            for name, buffer in model.named_buffers():
+                self.register_buffer(f"b{len(self._buffer_names)}", _fake(buffer, device))
+                self._buffer_names.append(name)
+            self.batch = [_fake(t, device).requires_grad_(t.requires_grad) for t in call.tensors]
+
+    def path(self, target: str) -> str:
+        """The model's name of the shell's parameter or buffer."""
+        names = self._parameter_names if target[0] == "p" else self._buffer_names
+        return names[int(target[1:])]
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The model's output for the shell's parameters and these tensors."""
+        model, call, _ = self._outside
+        state = {f"inner.{n}": getattr(self, f"p{i}") for i, n in enumerate(self._parameter_names)}
+        state |= {f"inner.{n}": getattr(self, f"b{i}") for i, n in enumerate(self._buffer_names)}
+        args, kwargs = call.arguments(tensors)
+        return torch.func.functional_call(_Forward(model), state, args, kwargs, tie_weights=True)
+
+    def forward(self, *tensors: torch.Tensor) -> list[Any]:
+        output = self.call(tensors)
+        self.chosen = self._outside[2](output)
+        flat, self.spec = pytree.tree_flatten(output)
+        for item in flat:
+            if not isinstance(item, torch.Tensor | int | float | bool | str | None):
+                raise TraceError(
+                    f"the model returns an object of type {type(item).__name__}, which hides its "
+                    "tensors; return tensors, tuples, lists, dicts, or register the type with "
+                    "torch.utils._pytree"
+                )
+        self.flat_constants = [None if isinstance(t, torch.Tensor) else t for t in flat]
+        return [
+            item if not isinstance(item, torch.Tensor) or i in self.chosen else item.detach()
+            for i, item in enumerate(flat)
+            if isinstance(item, torch.Tensor)
+        ]
+
+
+def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """An empty tensor of the same size, strides and type (called under a fake mode)."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and not isinstance(tensor, nn.Parameter):
+        name = type(tensor).__name__
+        if name != "FakeTensor":
+            raise TraceError(f"tensors of type {name} cannot be planned for yet")
+    if tensor.layout != torch.strided:
+        raise TraceError(f"a tensor of layout {tensor.layout} cannot be planned for; use strided")
+    target = device if device is not None else tensor.device
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target, requires_grad=False
+    )
+
+
+def _read(joint: Any, shell: _Shell) -> Capture:
+    """Translate AOT's descriptors into the words of `Capture`."""
+    module: torch.fx.GraphModule = joint.graph_module
+    sources: dict[torch.fx.Node, Source] = {}
+    by_desc: dict[Any, torch.fx.Node] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        desc = node.meta["desc"]
+        by_desc[desc] = node
+        sources[node] = _source(
+            desc, shell, n_tangents=sum(source.kind == "tangent" for source in sources.values())
+        )
+    output_node = module.graph.output_node()
+    values = list(pytree.tree_leaves(output_node.args[0], is_leaf=lambda item: item is None))
+    flat: dict[int, Any] = {}
+    gradients: dict[torch.fx.Node, torch.fx.Node] = {}
+    mutations: dict[torch.fx.Node, torch.fx.Node] = {}
+    for value, desc in zip(values, output_node.meta["desc"], strict=True):
+        if isinstance(desc, descriptors.PlainAOTOutput):
+            flat[desc.idx] = value
+        elif isinstance(desc, descriptors.InputMutationAOTOutput):
+            mutations[by_desc[desc.mutated_input]] = value
+        elif isinstance(desc, descriptors.GradAOTOutput):
+            if value is not None:
+                gradients[by_desc[desc.grad_of]] = value
+        elif value is not None and not isinstance(desc, descriptors.IntermediateBaseAOTOutput):
+            raise TraceError(f"an output of kind {type(desc).__name__} cannot be planned for yet")
+    tensors = iter([flat[index] for index in sorted(flat)])
+    outputs = tuple(
+        next(tensors) if constant is None else constant for constant in shell.flat_constants
+    )
+    if shell.spec is None:
+        raise TraceError("the model was never called while it was traced")
+    return Capture(
+        graph=module.graph,
+        module=module,
+        sources=sources,
+        outputs=outputs,
+        output_spec=shell.spec,
+        gradient_outputs=shell.chosen,
+        gradients=gradients,
+        mutations=mutations,
+    )
+
+
+def _source(desc: Any, shell: _Shell, *, n_tangents: int) -> Source:
+    if isinstance(desc, descriptors.ParamAOTInput):
+        return Source("parameter", shell.path(desc.target), int(desc.target[1:]))
+    if isinstance(desc, descriptors.BufferAOTInput):
+        return Source("buffer", shell.path(desc.target), int(desc.target[1:]))
+    if isinstance(desc, descriptors.PlainAOTInput):
+        return Source("input", f"input.{desc.idx}", desc.idx)
+    if isinstance(desc, descriptors.TangentAOTInput):
+        return Source("tangent", f"tangent.{n_tangents}", n_tangents)
+    raise TraceError(f"an input of kind {type(desc).__name__} cannot be planned for yet")
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Set the flag that torch.compiler.is_compiling() reads."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _module_paths(model: nn.Module) -> Iterator[None]:
+    """Write the path of the running module of `model` into each fx node's meta."""
+    paths = {module: name for name, module in model.named_modules()}
+    entered: list[contextlib.ExitStack] = []
+
+    def before(module: nn.Module, _args: Any) -> None:
+        stack = contextlib.ExitStack()
+        if module in paths:
+            stack.enter_context(annotate({"module_path": paths[module]}))
+        entered.append(stack)
+
+    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if entered:
+            entered.pop().close()
+
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(before),
+        nn.modules.module.register_module_forward_hook(after, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while entered:
+            entered.pop().close()
+
+
+def _reason(model: nn.Module, error: Exception) -> str:
+    """One line: what failed and where in the user's code."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    what = lines[0] if lines else "no message"
+    place = ""
+    frame = error.__traceback__
+    while frame is not None:
+        path = frame.tb_frame.f_code.co_filename
+        if "/torch/" not in path and path != __file__ and not path.startswith("<"):
+            place = f" ({path}, line {frame.tb_lineno})"
+        frame = frame.tb_next
+    return f"{type(model).__name__} cannot be traced{place}: {type(error).__name__}: {what}"
+
+
+def environment_of(call: Call, model: nn.Module) -> dict[str, Any]:
+    """What the traced graph depends on: another value of any of these is another graph."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    autocast = (
+        str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        if device != "meta" and torch.is_autocast_enabled(device)
+        else None
+    )
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "train": model.training,
+        "autocast": autocast,
+        "shapes": [list(t.shape) for t in call.tensors],
+        "dtypes": [str(t.dtype).removeprefix("torch.") for t in call.tensors],
+    }

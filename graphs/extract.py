@@ -1,0 +1,289 @@
+"""From the joint fx graph to a cost/memory Graph, and the way back to the fx nodes.
+
+Most fx nodes are views, `getitem` and `detach`: they allocate nothing, so they are folded into the
+storage that they point at. What remains are the operators that allocate: the nodes of the Graph.
+Its tensors are storages; there are no aliases left. A mutated buffer becomes a `copy_` node at the
+end of the forward pass, which runs once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphs.capture import Capture, TraceError
+from graphs.graph import Kind, Node, Phase, Tensor
+
+CPU_RANDOM_STATE_BYTES = 5056
+"""What torch.get_rng_state() takes on the CPU; on CUDA 16 bytes on the host."""
+
+
+class NodeCost(Protocol):
+    """Seconds and workspace bytes of one call (made by graphs.costs)."""
+
+    time_s: float
+    workspace_bytes: int
+
+
+@dataclass
+class Layout:
+    """The step as nodes and tensors, and what each of them is in the fx graph.
+
+    calls: node name -> the fx node that it runs. storage: fx node -> the tensor it lives on (for
+    the first tensor of a multi-output call there is none: its getitems have one each).
+    updates: name of a copy_ node -> (placeholder that is written, fx node of the new value).
+    gradients: tensors that hold a parameter's gradient, once each.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    calls: dict[str, torch.fx.Node] = field(default_factory=dict)
+    storage: dict[torch.fx.Node, str] = field(default_factory=dict)
+    updates: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = field(default_factory=dict)
+    gradients: list[str] = field(default_factory=list)
+
+
+def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], NodeCost]) -> Layout:
+    """Fold views into storages and list what remains. Raises TraceError for what has no size."""
+    return _Extraction(captured, cost).run()
+
+
+class _Extraction:
+    def __init__(self, captured: Capture, cost: Callable[[torch.fx.Node], NodeCost]) -> None:
+        self.captured = captured
+        self.cost = cost
+        self.layout = Layout()
+        self.sizes: dict[str, int] = {}
+        self.kinds: dict[str, Kind] = {}
+        self._names: dict[int, str] = {}  # storage identity -> tensor name
+        self._alive: list[Any] = []  # keeps the storages, so that identities stay unique
+        self._n_random = 0
+
+    def run(self) -> Layout:
+        for node in self.captured.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._resident(node)
+        updates_done = False
+        for node in self.captured.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if not updates_done and _is_backward(node):
+                self._updates()
+                updates_done = True
+            self._call(node)
+        if not updates_done:
+            self._updates()
+        self._label()
+        self.layout.tensors.extend(
+            Tensor(name, self.sizes[name], self.kinds[name]) for name in self.sizes
+        )
+        return self.layout
+
+    def _resident(self, node: torch.fx.Node) -> None:
+        source = self.captured.sources.get(node)
+        value = node.meta.get("val")
+        if value is None and node.op == "get_attr":
+            value = getattr(self.captured.module, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            return
+        kind: Kind = source.kind if source else "buffer"  # type: ignore[assignment]
+        self._place(node, value, node.name, kind)
+
+    def _place(self, node: torch.fx.Node, value: torch.Tensor, name: str, kind: Kind) -> str:
+        """The tensor that holds the value; a new one called `name` when the storage is new."""
+        storage = value.untyped_storage()
+        known = self._names.get(storage._cdata)
+        if known is None:
+            known = name
+            self._names[storage._cdata] = name
+            self._alive.append(storage)
+            self.sizes[name] = _static_bytes(storage, node)
+            self.kinds[name] = kind
+        self.layout.storage[node] = known
+        return known
+
+    def _call(self, node: torch.fx.Node) -> None:
+        value = node.meta.get("val")
+        if node.target is operator.getitem:
+            if isinstance(value, torch.Tensor):
+                self._place(node, value, node.name, "activation")
+            return
+        values = [value] if isinstance(value, torch.Tensor) else list(value or ())
+        made = self._made(node, values)
+        if not made:
+            return  # a view, or nothing at all
+        inputs = tuple(
+            dict.fromkeys(
+                self.layout.storage[argument]
+                for argument in _tensor_arguments(node)
+                if argument in self.layout.storage
+            )
+        )
+        cost = self.cost(node)
+        phase: Phase = "backward" if _is_backward(node) else "forward"
+        self.layout.calls[node.name] = node
+        self.layout.nodes.append(
+            Node(
+                name=node.name,
+                op=str(node.target),
+                inputs=inputs,
+                outputs=tuple(made),
+                time_s=cost.time_s,
+                workspace_bytes=cost.workspace_bytes,
+                phase=phase,
+                recomputable=phase == "forward" and self._may_run_again(node),
+                module=_module_path(node),
+            )
+        )
+
+    def _made(self, node: torch.fx.Node, values: list[Any]) -> list[str]:
+        """Names of the storages that the call allocates (none: it is a view)."""
+        made = []
+        single = isinstance(node.meta.get("val"), torch.Tensor)
+        for index, item in enumerate(values):
+            if not isinstance(item, torch.Tensor):
+                continue
+            name = node.name if single else f"{node.name}.{index}"
+            known = self._names.get(item.untyped_storage()._cdata)
+            if known is None:
+                made.append(self._place(node, item, name, "activation"))
+            elif single:
+                self.layout.storage[node] = known
+        if not single:
+            self.layout.storage.pop(node, None)
+        return made
+
+    def _may_run_again(self, node: torch.fx.Node) -> bool:
+        target = node.target
+        if getattr(target, "namespace", "").startswith(("_c10d", "c10d")):
+            return False  # a collective must run as often on every rank
+        if is_random(node):
+            device = _device_of(node)
+            if device not in ("cpu", "cuda"):
+                return False  # no way to replay its random numbers
+            self._n_random += 1
+        mutated = [p for p in self.captured.mutations if p in _origins(node)]
+        return not mutated or _ignores_running_statistics(node)
+
+    def _updates(self) -> None:
+        """The buffers change once, at the end of the forward pass."""
+        for placeholder, new_value in self.captured.mutations.items():
+            name = f"copy_to_{placeholder.name}"
+            old, new = self.layout.storage[placeholder], self.layout.storage[new_value]
+            if old == new:
+                continue
+            self.layout.updates[name] = (placeholder, new_value)
+            self.layout.nodes.append(
+                Node(
+                    name=name,
+                    op="aten.copy_.default",
+                    inputs=(new, old),
+                    outputs=(),
+                    time_s=0.0,
+                    phase="forward",
+                    recomputable=False,
+                )
+            )
+
+    def _label(self) -> None:
+        """Name gradients and outputs for what they are, and count the random state."""
+        layout = self.layout
+        for placeholder, gradient in self.captured.gradients.items():
+            name = layout.storage[gradient]
+            kind = self.captured.sources[placeholder].kind
+            if kind == "parameter" and name not in layout.gradients:
+                layout.gradients.append(name)
+                if self.kinds[name] == "activation":
+                    self.kinds[name] = "gradient"
+        made = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
+        for value in self.captured.outputs:
+            name = layout.storage.get(value) if isinstance(value, torch.fx.Node) else None
+            if name is not None and name in made and name not in layout.outputs:
+                layout.outputs.append(name)
+                self.kinds[name] = "output"
+                # The caller holds what the model returns: dropping it would free nothing.
+                node = layout.nodes[made[name]]
+                layout.nodes[made[name]] = dataclasses.replace(node, recomputable=False)
+        layout.outputs.extend(n for n in layout.gradients if n in made and n not in layout.outputs)
+        if self._n_random and self._device() == "cpu":
+            self.sizes["random_state"] = CPU_RANDOM_STATE_BYTES * self._n_random
+            self.kinds["random_state"] = "buffer"
+
+    def _device(self) -> str:
+        return next((_device_of(node) for node in self.layout.calls.values()), "cpu")
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether the call draws from a random generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _tensor_arguments(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    return (item for item in pytree.tree_leaves((node.args, node.kwargs)) if _is_node(item))
+
+
+def _is_node(item: object) -> bool:
+    return isinstance(item, torch.fx.Node)
+
+
+def _origins(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """The placeholders that the call reads, directly or through views."""
+    found: set[torch.fx.Node] = set()
+    stack = list(_tensor_arguments(node))
+    while stack:
+        argument = stack.pop()
+        if argument.op == "placeholder":
+            found.add(argument)
+        elif _is_view(argument):
+            stack.extend(_tensor_arguments(argument))
+    return found
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.is_view
+
+
+def _ignores_running_statistics(node: torch.fx.Node) -> bool:
+    """Training batch norm reads the running statistics only to write new ones, which are dropped.
+
+    Its other outputs do not depend on them, so it may run again after they have changed.
+    """
+    target = node.target
+    if target is not torch.ops.aten._native_batch_norm_legit_functional.default:
+        return False
+    return node.args[5] is True
+
+
+def _is_backward(node: torch.fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _module_path(node: torch.fx.Node) -> str:
+    custom = node.meta.get("custom")
+    return custom.get("module_path", "") if isinstance(custom, dict) else ""
+
+
+def _device_of(node: torch.fx.Node) -> str:
+    value = node.meta.get("val")
+    for item in pytree.tree_leaves(value):
+        if isinstance(item, torch.Tensor):
+            return item.device.type
+    return "cpu"
+
+
+def _static_bytes(storage: Any, node: torch.fx.Node) -> int:
+    n_bytes = storage.nbytes()
+    if not isinstance(n_bytes, int):
+        raise TraceError(
+            f"the size of {node.name} ({node.target}) depends on the data ({n_bytes}); a plan in "
+            "bytes needs sizes that are known before the step"
+        )
+    return n_bytes

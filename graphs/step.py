@@ -1,0 +1,83 @@
+"""What stands around the module in a training step: accumulation and the optimizer.
+
+Both are added to a traced module's graph here, without torch, so that a plan can be made anew from
+what a schedule file says of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from graphs.graph import Graph, Node, Tensor
+
+ACCUMULATED = ".accumulated"
+
+
+def with_accumulation(graph: Graph, gradients: Iterable[str]) -> Graph:
+    """Gradients are there from the start; each new one is added as soon as it is made.
+
+    gradients: the tensors that hold a new gradient of a parameter.
+    """
+    gradients = tuple(name for name in gradients if name in graph.producer)
+    made_by: dict[str, list[str]] = {}
+    for name in gradients:
+        made_by.setdefault(graph.producer[name].name, []).append(name)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes.append(node)
+        nodes.extend(_accumulate(name) for name in made_by.get(node.name, ()))
+    resident = tuple(
+        Tensor(name + ACCUMULATED, graph.tensor_by_name[name].size_bytes, "gradient")
+        for name in gradients
+    )
+    return dataclasses.replace(
+        graph,
+        nodes=tuple(nodes),
+        tensors=graph.tensors + resident,
+        outputs=tuple(name for name in graph.outputs if name not in gradients),
+    )
+
+
+def _accumulate(name: str) -> Node:
+    return Node(
+        name=f"accumulate_{name}",
+        op="aten.add_.Tensor",
+        inputs=(name, name + ACCUMULATED),
+        outputs=(),
+        time_s=0.0,
+        phase="backward",
+        recomputable=False,
+    )
+
+
+def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
+    """The optimizer's state is resident, and its step is the last node.
+
+    optimizer: name, state_bytes, workspace_bytes, time_s (None: the graph as it is).
+    """
+    if optimizer is None:
+        return graph
+    gradients = [tensor.name for tensor in graph.tensors if tensor.kind == "gradient"]
+    resident = [name for name in gradients if name not in graph.producer]
+    gradients = resident or gradients  # accumulated: the new ones are gone by then
+    parameters = [tensor.name for tensor in graph.tensors if tensor.kind == "parameter"]
+    step = Node(
+        name="optimizer_step",
+        op=str(optimizer["name"]),
+        inputs=(*gradients, *parameters, "optimizer_state"),
+        outputs=(),
+        time_s=float(optimizer["time_s"]),
+        workspace_bytes=int(optimizer["workspace_bytes"]),
+        phase="optimizer",
+        recomputable=False,
+    )
+    state = Tensor("optimizer_state", int(optimizer["state_bytes"]), "optimizer_state")
+    environment = {**graph.meta.get("environment", {}), "optimizer": dict(optimizer)}
+    return dataclasses.replace(
+        graph,
+        nodes=(*graph.nodes, step),
+        tensors=(*graph.tensors, state),
+        meta={**graph.meta, "environment": environment},
+    )

@@ -1,0 +1,195 @@
+"""From a PyTorch model and a batch to the Graph of one training step.
+
+    graph = trace(model, batch, optimizer=optimizer)
+
+The step is: forward, loss, backward, optimizer. `graphs.capture` records it on fake tensors,
+`graphs.extract` folds views away, `graphs.costs` says what each operator costs, and here the rest
+of the step is put around it: a loss that the caller computes, accumulation, the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs import hardware
+from graphs.capture import (
+    Call,
+    Capture,
+    TraceError,
+    as_call,
+    capture,
+    environment_of,
+    find_loss,
+)
+from graphs.costs import Cost, CostModel, OpCall, Roofline
+from graphs.extract import Layout, extract
+from graphs.graph import Graph
+from graphs.optimizer import optimizer_costs
+from graphs.outside import OutsideLoss
+from graphs.step import with_accumulation, with_optimizer
+
+__all__ = ["StepTrace", "TraceError", "trace", "trace_module"]
+
+GRADIENTS = ("fresh", "accumulate")
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """The captured program beside its graph: what `apply` needs to run a schedule of it."""
+
+    captured: Capture
+    layout: Layout
+    graph: Graph
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    gradients: str = "fresh",
+    device: torch.device | str | None = None,
+    costs: CostModel | None = None,
+) -> Graph:
+    """Trace one training step into a cost/memory Graph; nothing is allocated or changed.
+
+    model: real, fake or on the meta device. The ambient autocast and its train/eval state are
+        those of the step.
+    batch: a tensor is called as model(x), a tuple as model(*x), a dict as model(**x).
+    loss: None: the model returns the loss (a scalar, `.loss`, or the only scalar of a tuple).
+        A function of (output, batch): the caller computes the loss; its operators are counted
+        (phase "outside"), and no schedule touches them.
+    optimizer: its state and the memory of its step are counted; None: no optimizer.
+    gradients: "fresh": set to None before the step; "accumulate": there from the start.
+    device: where the tensors of the graph stand (default: where the model's are; meta means CPU).
+    costs: seconds and workspace of each operator (default: roofline of a generic CPU).
+
+    Raises TraceError, saying what cannot be traced and why.
+    """
+    if gradients not in GRADIENTS:
+        raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
+    costs = Roofline(hardware.named("cpu")) if costs is None else costs
+    args, kwargs = as_call(batch)
+    call = Call.of(args, kwargs)
+    target = _device(model, call, device)
+    if loss is None:
+        step = trace_module(
+            model, call, device=target, choose=loss_index, gradients=gradients, costs=costs
+        )
+        graph = step.graph
+    else:
+        outside = OutsideLoss(loss, batch, model, call, device=target, choose=loss_index)
+        chosen = outside.gradient_outputs()
+        step = trace_module(
+            model, call, device=target, choose=lambda _: chosen, gradients=gradients, costs=costs
+        )
+        loss_layout = extract(outside.captured, cost=_cost_of(costs))
+        graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
+    return with_optimizer(graph, _optimizer_of(optimizer, model, target, costs))
+
+
+def trace_module(
+    model: nn.Module,
+    call: Call,
+    *,
+    device: torch.device | None,
+    choose: Callable[[Any], tuple[int, ...]],
+    gradients: str,
+    costs: CostModel | None,
+) -> StepTrace:
+    """Trace the module alone: no loss outside of it, no optimizer. `costs=None`: all zero."""
+    captured = capture(model, call, device=device, choose=choose)
+    layout = extract(captured, cost=_cost_of(costs))
+    names = {source.name: node.name for node, source in captured.sources.items()}
+    graph = Graph(
+        nodes=tuple(layout.nodes),
+        tensors=tuple(layout.tensors),
+        outputs=tuple(layout.outputs),
+        meta={
+            "model": type(model).__name__,
+            "gradients": gradients,
+            "parameters": {
+                source.name: names[source.name]
+                for source in captured.sources.values()
+                if source.kind == "parameter"
+            },
+            "costs": {} if costs is None else dict(costs.description),
+            "environment": {
+                **environment_of(call, model),
+                "device": _kind_of(device),
+                "gradients": gradients,
+                "gradient_outputs": list(captured.gradient_outputs),
+            },
+        },
+    )
+    if gradients == "accumulate":
+        graph = with_accumulation(graph, layout.gradients)
+    return StepTrace(captured=captured, layout=layout, graph=graph)
+
+
+def _cost_of(costs: CostModel | None) -> Callable[[torch.fx.Node], Cost]:
+    if costs is None:
+        return lambda _node: Cost(time_s=0.0, workspace_bytes=0)
+    return lambda node: costs.cost(OpCall.from_node(node))
+
+
+def loss_index(output: Any) -> tuple[int, ...]:
+    """The model returns the loss: which of its flat outputs is it."""
+    loss = find_loss(output)
+    flat = pytree.tree_leaves(output)
+    return (next(index for index, item in enumerate(flat) if item is loss),)
+
+
+def _kind_of(device: torch.device | None) -> str:
+    return "cpu" if device is None else device.type
+
+
+def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> torch.device:
+    """One device for the whole step; meta tensors are planned as if they were on the CPU."""
+    if device is not None:
+        target = torch.device(device)
+    else:
+        state = [*model.parameters(), *model.buffers(), *call.tensors]
+        kinds = {t.device for t in state if t.dim() > 0 or t.device.type != "cpu"}
+        kinds = {d for d in kinds if d.type != "meta"} or {torch.device("cpu")}
+        if len(kinds) > 1:
+            names = ", ".join(sorted(map(str, kinds)))
+            raise TraceError(
+                f"model and batch are on several devices ({names}); "
+                "a plan is for one device: move them together"
+            )
+        target = kinds.pop()
+    if target.type == "meta":
+        target = torch.device("cpu")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        # Fake CUDA tensors abort a CPU-only build's process beyond any `except`.
+        raise TraceError(
+            "a graph for CUDA can only be traced where CUDA is available; trace on the CPU and "
+            "plan with the named device's rates"
+        )
+    return target
+
+
+def _optimizer_of(
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    model: nn.Module,
+    device: torch.device,
+    costs: CostModel,
+) -> dict[str, Any] | None:
+    """What the optimizer takes, as plain figures: they travel with the schedule file."""
+    if optimizer is None:
+        return None
+    cost = optimizer_costs(optimizer, model, device=device, costs=costs)
+    return {
+        "name": cost.name,
+        "state_bytes": cost.state_bytes,
+        "workspace_bytes": cost.workspace_bytes,
+        "time_s": cost.time_s,
+    }

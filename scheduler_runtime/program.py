@@ -1,0 +1,306 @@
+"""From a schedule to straight-line code: one piece for the forward pass, several for the backward.
+
+Each `Compute` becomes one call of the operator that was traced, each `Free` the end of its names:
+fx's code generator deletes a name after its last use, so what is on the device is what the judge
+saw. Views are not ops of a schedule: they are derived again from the storage that they point at
+whenever a new version of it is read.
+
+The backward pass is cut after every op that finishes a parameter's gradient, so that gradients can
+leave as they are made (see `scheduler_runtime.function`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from graphs.extract import is_random
+from graphs.trace import StepTrace
+from scheduler_runtime.random_state import run_again, run_and_keep_state
+from solver.schedule import Free, Schedule
+
+Value = fx.Node
+"""A value of the program: a node of the straight line that defines it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of the program as one generated function.
+
+    inputs: the values it reads, in the order of its arguments; those in `last` nobody reads later.
+    results: the values that it defines and that are read later. gradients: placeholder of the
+    joint graph -> the value of its gradient, finished here. handed_out: values that leave the
+    program here and that nobody reads later.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Value, ...]
+    last: frozenset[Value]
+    results: tuple[Value, ...]
+    gradients: tuple[tuple[fx.Node, Value], ...]
+    handed_out: tuple[Value, ...]
+
+    def run(self, state: dict[Value, Any]) -> None:
+        """Take the inputs out of `state`, where nobody reads them later, and put results in."""
+        arguments = [state.pop(v) if v in self.last else state[v] for v in self.inputs]
+        results = self.module.forward(arguments)
+        state.update(zip(self.results, results, strict=True))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule as code.
+
+    forward: one piece; backward: pieces in order. sources: placeholder of the traced graph -> the
+    value to put into the state. constants: tensors that the model holds in plain attributes.
+    outputs: the model's flat outputs: values, placeholders that are returned as they are, or plain
+    constants. made_outputs: those of them that the program makes. tangents: position among the
+    made outputs -> the value that takes its gradient.
+    """
+
+    forward: Piece
+    backward: tuple[Piece, ...]
+    sources: dict[fx.Node, Value]
+    constants: dict[Value, torch.Tensor]
+    outputs: tuple[Any, ...]
+    made_outputs: tuple[Value, ...]
+    tangents: tuple[tuple[int, Value], ...]
+
+
+def compile_schedule(step: StepTrace, schedule: Schedule) -> Program:
+    """Generate the program of a legal schedule of `step.graph` (what its caller runs left out)."""
+    line = _Line(step, schedule)
+    line.emit()
+    return line.program()
+
+
+class _Line:
+    """The whole step as one straight line of fx nodes, with marks where pieces end."""
+
+    def __init__(self, step: StepTrace, schedule: Schedule) -> None:
+        self.step = step
+        self.schedule = schedule
+        self.graph = fx.Graph()
+        self.sources: dict[fx.Node, Value] = {}
+        self.constants: dict[Value, torch.Tensor] = {}
+        self._current: dict[fx.Node, Value] = {}  # traced node -> its value in force
+        self._of_storage: dict[str, list[fx.Node]] = {}
+        self._states: dict[str, Value] = {}
+        self._ends: list[int] = []  # number of line nodes at the end of each piece
+        self._finished: list[list[tuple[fx.Node, Value]]] = []
+        self._outputs: tuple[Any, ...] = ()
+        self._gradients_of: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+        for placeholder, gradient in step.captured.gradients.items():
+            maker = self._maker(gradient)
+            self._gradients_of.setdefault(maker, []).append((placeholder, gradient))
+
+    def _maker(self, gradient: fx.Node) -> str:
+        """The node after which a gradient is there ("": before any, it is an input)."""
+        storage = self.step.layout.storage[gradient]
+        node = self.step.graph.producer.get(storage)
+        return "" if node is None else node.name
+
+    def emit(self) -> None:
+        layout = self.step.layout
+        runs: dict[str, int] = {}
+        for name in self.schedule.order:
+            runs[name] = runs.get(name, 0) + 1
+        for node in self.step.captured.graph.nodes:
+            if node.op == "placeholder":
+                self._resident(node)
+        in_forward = True
+        phases = {node.name: node.phase for node in self.step.graph.nodes}
+        n_forward = len(self.step.graph.forward_nodes)
+        started: set[str] = set()
+        for op in self.schedule.ops:
+            if isinstance(op, Free):
+                self._forget(op.tensor)
+                continue
+            phase = phases[op.node]
+            if in_forward and len(started) == n_forward:
+                self._end_forward()
+                in_forward = False
+            if op.node in layout.updates:
+                self._update(op.node)
+            elif op.node in layout.calls:
+                self._call(op.node, again=op.node in started, repeats=runs[op.node] > 1)
+            started.add(op.node)
+            if phase == "backward" and op.node in self._gradients_of:
+                self._end_piece(self._gradients_of[op.node])
+        if in_forward:
+            self._end_forward()
+        self._end_piece(self._gradients_of.get("", []))
+
+    def _resident(self, node: fx.Node) -> None:
+        value = self.graph.placeholder(node.name)
+        self.sources[node] = value
+        self._current[node] = value
+
+    def _constant(self, node: fx.Node) -> Value:
+        value = self.graph.placeholder(str(node.target))
+        self.constants[value] = getattr(self.step.captured.module, str(node.target))
+        return value
+
+    def value(self, node: fx.Node) -> Value:
+        """The value in force of a traced node; a view is derived where there is none."""
+        known = self._current.get(node)
+        if known is not None:
+            return known
+        if node.op == "get_attr":
+            new = self._constant(node)
+        elif node.name in self.step.layout.calls:
+            raise AssertionError(f"{node.name} is read while it is not there")
+        else:
+            for argument in node.all_input_nodes:
+                self.value(argument)
+            new = self.graph.node_copy(node, self.value)
+        self._define(node, new)
+        return new
+
+    def _define(self, node: fx.Node, value: Value) -> None:
+        self._current[node] = value
+        storage = self.step.layout.storage.get(node)
+        if storage is None:
+            storage = self._storage_of_parts(node)
+        self._of_storage.setdefault(storage, []).append(node)
+
+    def _storage_of_parts(self, node: fx.Node) -> str:
+        """A view with several outputs (split) lives on the storage that it is derived from."""
+        stack = list(node.all_input_nodes)
+        while stack:
+            argument = stack.pop()
+            if argument in self.step.layout.storage:
+                return self.step.layout.storage[argument]
+            stack.extend(argument.all_input_nodes)
+        return node.name
+
+    def _forget(self, storage: str) -> None:
+        for node in self._of_storage.pop(storage, ()):
+            self._current.pop(node, None)
+
+    def _call(self, name: str, *, again: bool, repeats: bool) -> None:
+        node = self.step.layout.calls[name]
+        for argument in node.all_input_nodes:
+            self.value(argument)
+        new = self._emit_operator(node, again=again, repeats=repeats)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            self._define(node, new)
+            return
+        for part in node.users:  # the tuple is dropped once its parts have names
+            if part.target is operator.getitem and part not in self._current:
+                self._define(part, self.graph.call_function(operator.getitem, (new, part.args[1])))
+
+    def _emit_operator(self, node: fx.Node, *, again: bool, repeats: bool) -> Value:
+        if not (repeats and is_random(node)):
+            return self.graph.node_copy(node, self.value)
+        args = fx.map_arg(node.args, self.value)
+        kwargs = fx.map_arg(node.kwargs, self.value)
+        device = _device_of(node)
+        if again:
+            state = self._states[node.name]
+            return self.graph.call_function(run_again, (node.target, device, state, *args), kwargs)
+        both = self.graph.call_function(run_and_keep_state, (node.target, device, *args), kwargs)
+        result = self.graph.call_function(operator.getitem, (both, 0))
+        self._states[node.name] = self.graph.call_function(operator.getitem, (both, 1))
+        return result
+
+    def _update(self, name: str) -> None:
+        placeholder, new_value = self.step.layout.updates[name]
+        self.graph.call_function(
+            torch.ops.aten.copy_.default, (self.value(placeholder), self.value(new_value))
+        )
+
+    def _end_forward(self) -> None:
+        self._outputs = tuple(
+            self.value(item) if isinstance(item, fx.Node) and item.op != "placeholder" else item
+            for item in self.step.captured.outputs
+        )
+        self._end_piece([])
+
+    def _end_piece(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
+        finished = [(placeholder, self.value(gradient)) for placeholder, gradient in gradients]
+        self._ends.append(len(self.graph.nodes))
+        self._finished.append(finished)
+
+    def program(self) -> Program:
+        """Cut the line into pieces and generate the code of each."""
+        line = list(self.graph.nodes)
+        starts = [0, *self._ends[:-1]]
+        pieces = [line[a:b] for a, b in zip(starts, self._ends, strict=True)]
+        made = tuple(v for v in self._outputs if isinstance(v, fx.Node) and v.graph is self.graph)
+        wanted = [{value for _, value in finished} for finished in self._finished]
+        wanted[0].update(made)
+        built: list[Piece] = []
+        read_later: set[Value] = set()
+        resident = {*self.sources.values(), *self.constants}
+        for index in range(len(pieces) - 1, -1, -1):
+            body = [node for node in pieces[index] if node.op != "placeholder"]
+            piece = _piece(body, read_later, wanted[index], resident, tuple(self._finished[index]))
+            built.append(piece)
+            read_later = (read_later | wanted[index] | set(piece.inputs)) - set(body)
+        built.reverse()
+        return Program(
+            forward=built[0],
+            backward=tuple(p for p in built[1:] if p.results or p.gradients),
+            sources=self.sources,
+            constants=self.constants,
+            outputs=self._outputs,
+            made_outputs=made,
+            tangents=self._tangents(made),
+        )
+
+    def _tangents(self, made: tuple[Value, ...]) -> tuple[tuple[int, Value], ...]:
+        captured = self.step.captured
+        placeholders = [n for n, source in captured.sources.items() if source.kind == "tangent"]
+        return tuple(
+            (made.index(self._outputs[position]), self.sources[placeholder])
+            for position, placeholder in zip(captured.gradient_outputs, placeholders, strict=True)
+        )
+
+
+def _piece(
+    body: list[fx.Node],
+    read_later: set[Value],
+    wanted: set[Value],
+    resident: set[Value],
+    gradients: tuple[tuple[fx.Node, Value], ...],
+) -> Piece:
+    defined = set(body)
+    inputs = dict.fromkeys(
+        argument for node in body for argument in node.all_input_nodes if argument not in defined
+    )
+    results = tuple(v for v in body if v in read_later or v in wanted)
+    graph = fx.Graph()
+    graph.set_codegen(_BoxedCodeGen())
+    names = {value: graph.placeholder(value.name) for value in inputs}
+    for node in body:
+        names[node] = graph.node_copy(node, names.__getitem__)
+    graph.output([names[value] for value in results])
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    kept = read_later | resident
+    return Piece(
+        module=module,
+        inputs=tuple(inputs),
+        last=frozenset(v for v in inputs if v not in kept and v not in wanted),
+        results=results,
+        gradients=gradients,
+        handed_out=tuple(v for v in wanted if v not in kept),
+    )
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    return (value if isinstance(value, torch.Tensor) else value[0]).device
+
+
+def generated_code(program: Program) -> Iterator[str]:
+    """The Python source of each piece, forward first; for people who want to read it."""
+    yield program.forward.module.code
+    for piece in program.backward:
+        yield piece.module.code

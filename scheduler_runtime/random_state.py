@@ -1,0 +1,51 @@
+"""The same random numbers when an operator runs again.
+
+Before a random operator runs for the first time the state of its device's generator is kept; when
+it runs again that state is put back for the time of the call, and the global stream goes on as if
+nothing had happened. So fused attention, which cannot be handed a seed, replays too: it draws its
+seed from the generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def run_and_keep_state(
+    operator: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any
+) -> tuple[Any, torch.Tensor]:
+    """Run the operator; return its result and the generator's state from before."""
+    state = _get_state(device)
+    return operator(*args, **kwargs), state
+
+
+def run_again(
+    operator: Callable[..., Any],
+    device: torch.device,
+    state: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run the operator with the state of its first run; the global stream is untouched."""
+    current = _get_state(device)
+    _set_state(state, device)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        _set_state(current, device)
+
+
+def _get_state(device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
