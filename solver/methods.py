@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graphs.graph import Graph
+from solver.every_block import every_block
 from solver.proposal import Method, Proposal
 from solver.rematerialise import baseline
 from solver.simulate import simulate
+from solver.sqrt import sqrt
 
 
 def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
@@ -20,4 +22,9 @@ def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
     )
 
 
-METHODS: Mapping[str, Method] = {"none": none, "auto": none}
+METHODS: Mapping[str, Method] = {
+    "auto": none,
+    "none": none,
+    "every_block": every_block,
+    "sqrt": sqrt,
+}

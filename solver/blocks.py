@@ -1,0 +1,318 @@
+"""Cut a graph into a chain of blocks where it is narrow.
+
+Checkpointing by segments, revolve and the dynamic programs think of a chain: block after block,
+each handing a few bytes to the next. A traced model is a DAG of operators. Here its forward nodes
+are partitioned into contiguous blocks at the moments when few bytes cross, and its later nodes into
+the backward segments of these blocks. Only structure decides: who reads what, how large, in what
+order.
+
+*Width.* The width of a moment between two forward nodes is the bytes of the storages that a node
+before it made and a forward node after it reads. Resident tensors, tensors that only later phases
+read, and outputs of the graph (held to its end anyway) do not count. While a node runs, its outputs
+stand beside what crosses: a hump.
+
+*Where to cut.* At a moment that is a bottleneck: on either side, memory rises to nearly twice its
+width before a narrower moment comes. In a plain chain of layers that is every moment; in a
+transformer the ends of the residual branches; next to a pooling layer its narrow side. (A plain
+local minimum will not do: along a network whose tensors shrink, only the last moment is one.)
+
+*Companions.* Attention masks, position tables, an encoder's output, a long skip: what crosses many
+cuts belongs to no block. Companions are not counted in widths, and methods keep them throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+
+from graphs.graph import Graph, Node
+
+BOTTLENECK = 1.75
+"""Memory must rise to this multiple of a moment's width on both sides. Between equal tensors it
+rises to 2; between a residual stream with one branch and the next narrower moment to 1.5."""
+
+COMPANION_CUTS = 4
+"""What crosses so many cuts accompanies the chain. A skip over one block crosses two."""
+
+COMPANION_NODES = (8, 128)
+"""The first guess, before cuts are known: what spans a quarter of the forward pass, within these
+limits."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A chain of L blocks. All names are of nodes or of storages (the tensor that owns it).
+
+    forward: the forward nodes of blocks 1 .. L, contiguous in graph order.
+    backward: the later nodes that belong to blocks 1 .. L, and as last entry the nodes of the loss
+        that the caller computes (phase outside). Contiguous in graph order from the last to the
+        first.
+    after: the nodes after the backward pass (phase optimizer).
+    crossing: L + 1 entries; the storages x_0 .. x_L handed on at each cut, companions included.
+        x_0 is empty (the batch is resident); x_L is what the caller's loss reads.
+    companions: storages that cross many cuts.
+    """
+
+    forward: tuple[tuple[str, ...], ...]
+    backward: tuple[tuple[str, ...], ...]
+    after: tuple[str, ...]
+    crossing: tuple[tuple[str, ...], ...]
+    companions: frozenset[str]
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self.forward)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes that a forward node makes: from which forward node to which reader (by position).
+
+    last_read: position of the last forward node that reads a tensor on it (`born` if none does).
+    read_later: whether a later node reads it. held: an output of the graph is on it, so it stays.
+    size_bytes: 0 for a view of something resident.
+    """
+
+    name: str
+    size_bytes: int
+    born: int
+    last_read: int
+    read_later: bool
+    held: bool
+
+
+def cut(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
+    """Partition the graph into a chain of at most `max_blocks` blocks (default: all there are).
+
+    Cost: O(n log n) in the size of the graph. A graph without a narrow moment is one block.
+    """
+    if max_blocks is not None and max_blocks < 1:
+        raise ValueError(f"max_blocks is {max_blocks}; it must be at least 1")
+    storages = forward_storages(graph)
+    n_nodes = len(graph.forward_nodes)
+    shortest, longest = COMPANION_NODES
+    span = max(shortest, min(longest, n_nodes // 4))
+    guessed = frozenset(s.name for s in storages if s.last_read - s.born >= span)
+    companions = _crossing_many(storages, _bottlenecks(storages, guessed, n_nodes))
+    positions = _bottlenecks(storages, companions, n_nodes)
+    if max_blocks is not None and len(positions) >= max_blocks:
+        positions = _coarsened(graph, storages, companions, positions, max_blocks)
+    return _blocks(graph, storages, companions, positions)
+
+
+def forward_storages(graph: Graph) -> tuple[Storage, ...]:
+    """The storages that forward nodes make, in order of birth."""
+    born: dict[str, int] = {}
+    last_read: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    for position, node in enumerate(graph.forward_nodes):
+        for name in node.inputs:
+            if name in owner:
+                last_read[owner[name]] = position
+        for name in node.outputs:
+            owner[name] = graph.root(name)
+            born.setdefault(owner[name], position)
+    read_later = {
+        owner[name] for node in graph.later_nodes for name in node.inputs if name in owner
+    }
+    held = {graph.root(name) for name in graph.outputs}
+    return tuple(
+        Storage(
+            name=name,
+            size_bytes=graph.tensor_by_name[name].size_bytes if name in graph.producer else 0,
+            born=position,
+            last_read=max(position, last_read.get(name, position)),
+            read_later=name in read_later,
+            held=name in held,
+        )
+        for name, position in born.items()
+    )
+
+
+def crossing_at(storages: Iterable[Storage], position: int) -> tuple[str, ...]:
+    """The storages that cross the moment before the forward node at `position`."""
+    return tuple(s.name for s in storages if s.born < position <= s.last_read)
+
+
+def _crossing_many(storages: Sequence[Storage], positions: Sequence[int]) -> frozenset[str]:
+    n_before = [0]  # cuts at or before each position
+    cuts = set(positions)
+    for position in range(1, max((s.last_read for s in storages), default=0) + 1):
+        n_before.append(n_before[-1] + (position in cuts))
+    return frozenset(
+        s.name for s in storages if n_before[s.last_read] - n_before[s.born] >= COMPANION_CUTS
+    )
+
+
+def _widths(
+    storages: Iterable[Storage], ignored: frozenset[str], n_nodes: int
+) -> tuple[list[int], list[int]]:
+    """The width of each moment (before node p; 0 is unused) and the hump of each node."""
+    change = [0] * (n_nodes + 1)
+    made = [0] * n_nodes
+    for storage in storages:
+        if storage.name not in ignored and not storage.held:
+            made[storage.born] += storage.size_bytes
+            change[storage.born + 1] += storage.size_bytes
+            if storage.last_read < n_nodes:
+                change[storage.last_read + 1] -= storage.size_bytes
+    widths = [0] * n_nodes
+    for position in range(1, n_nodes):
+        widths[position] = widths[position - 1] + change[position]
+    return widths, [widths[position] + made[position] for position in range(n_nodes)]
+
+
+def _bottlenecks(storages: Sequence[Storage], ignored: frozenset[str], n_nodes: int) -> list[int]:
+    widths, humps = _widths(storages, ignored, n_nodes)
+    moments = range(1, n_nodes)
+    from_left = _rises(moments, widths, [humps[p - 1] for p in moments])
+    from_right = _rises(moments[::-1], widths, [humps[p] for p in moments[::-1]])
+    return [p for p in moments if min(from_left[p], from_right[p]) >= BOTTLENECK * widths[p]]
+
+
+def _rises(moments: Iterable[int], widths: Sequence[int], humps: Iterable[int]) -> dict[int, float]:
+    """The highest hump between each moment and the nearest narrower one before it in `moments`.
+
+    humps: the one just before each moment. Infinite where no narrower moment comes before.
+    """
+    rises: dict[int, float] = {}
+    stack: list[tuple[int, float]] = []  # moments of rising width, each with its highest hump
+    for moment, hump in zip(moments, humps, strict=True):
+        highest: float = hump
+        while stack and stack[-1][0] >= widths[moment]:
+            highest = max(highest, stack.pop()[1])
+        rises[moment] = highest if stack else float("inf")
+        stack.append((widths[moment], highest))
+    return rises
+
+
+def _coarsened(
+    graph: Graph,
+    storages: Sequence[Storage],
+    companions: frozenset[str],
+    positions: Sequence[int],
+    max_blocks: int,
+) -> list[int]:
+    """Fewer cuts, evenly spaced by what the blocks would save; the narrowest of each stretch.
+
+    Bytes that later nodes read measure a block's share; a graph that saves nothing is divided by
+    its number of nodes.
+    """
+    n_nodes = len(graph.forward_nodes)
+    widths, _ = _widths(storages, companions, n_nodes)
+    made = [0] * n_nodes
+    for storage in storages:
+        if storage.read_later and not storage.held:
+            made[storage.born] += storage.size_bytes
+    weights = made if any(made) else [1] * n_nodes
+    before = [0]
+    for weight in weights:
+        before.append(before[-1] + weight)
+    chosen: dict[int, tuple[int, float, int]] = {}
+    for position in positions:
+        share = before[position] * max_blocks / before[-1]
+        stretch = round(share)
+        if 1 <= stretch < max_blocks:
+            candidate = (widths[position], abs(share - stretch), position)
+            chosen[stretch] = min(candidate, chosen.get(stretch, candidate))
+    return sorted(position for _, _, position in chosen.values())
+
+
+def _blocks(
+    graph: Graph,
+    storages: Sequence[Storage],
+    companions: frozenset[str],
+    positions: Sequence[int],
+) -> Blocks:
+    names = [node.name for node in graph.forward_nodes]
+    bounds = [0, *positions, len(names)] if names else [0]
+    forward = tuple(tuple(names[start:stop]) for start, stop in pairwise(bounds))
+    outside_reads = {
+        graph.root(name) for n in graph.later_nodes if n.phase == "outside" for name in n.inputs
+    }
+    return Blocks(
+        forward=forward,
+        backward=_backward(graph, storages, companions, positions, n_blocks=len(forward)),
+        after=tuple(node.name for node in graph.later_nodes if node.phase == "optimizer"),
+        crossing=(
+            *(crossing_at(storages, position) for position in bounds[:-1]),
+            tuple(s.name for s in storages if s.name in outside_reads),
+        ),
+        companions=companions,
+    )
+
+
+def _backward(
+    graph: Graph,
+    storages: Sequence[Storage],
+    companions: frozenset[str],
+    positions: Sequence[int],
+    *,
+    n_blocks: int,
+) -> tuple[tuple[str, ...], ...]:
+    """Give each backward node to a block, from the last to the first.
+
+    A node belongs where the forward tensors that it reads were last used. Some read out of turn (a
+    weight's gradient that was put off, a skip): the descent that disagrees with the fewest is
+    taken. A node that reads none stays in the segment before it, so that what the next block needs
+    is made again as late as possible.
+    """
+    block_of = _block_by_position(positions, n_nodes=len(graph.forward_nodes))
+    last_block = {s.name: block_of[s.last_read] for s in storages if s.name not in companions}
+    nodes = [node for node in graph.later_nodes if node.phase == "backward"]
+    reading: list[tuple[Node, int]] = []
+    for node in nodes:
+        blocks = [last_block[r] for r in map(graph.root, node.inputs) if r in last_block]
+        if blocks:
+            reading.append((node, min(blocks)))
+    fitted = _nearest_descent([block for _, block in reading])
+    block_of_node = {node.name: block for (node, _), block in zip(reading, fitted, strict=True)}
+    segments: list[list[str]] = [[] for _ in range(n_blocks + 1)]
+    segments[n_blocks] = [node.name for node in graph.later_nodes if node.phase == "outside"]
+    current = n_blocks - 1
+    for node in nodes:
+        current = block_of_node.get(node.name, current)
+        segments[max(current, 0)].append(node.name)
+    return tuple(map(tuple, segments))
+
+
+def _block_by_position(positions: Sequence[int], *, n_nodes: int) -> list[int]:
+    cuts = set(positions)
+    block = 0
+    blocks = []
+    for position in range(n_nodes):
+        block += position in cuts
+        blocks.append(block)
+    return blocks
+
+
+def _nearest_descent(values: Sequence[int]) -> list[int]:
+    """The sequence that never rises and has the least sum of absolute differences to `values`.
+
+    Isotonic regression in the L1 norm by a heap (the "slope trick"), O(n log n).
+    """
+    heap: list[int] = []  # a min-heap: the sequence is fitted from its falling side
+    tops: list[int] = []
+    for value in values:
+        heappush(heap, value)
+        if heap[0] < value:
+            heappop(heap)
+            heappush(heap, value)
+        tops.append(heap[0])
+    for index in range(len(tops) - 2, -1, -1):
+        tops[index] = max(tops[index], tops[index + 1])
+    return tops
+
+
+def checkpoints(graph: Graph, blocks: Blocks, *, n_whole: int) -> frozenset[str]:
+    """What is on the device at the cuts, and all that the last `n_whole` blocks make.
+
+    The words of `rematerialise.keep`: storages kept from the forward pass.
+    """
+    kept = {name for crossing in blocks.crossing for name in crossing} | blocks.companions
+    for block in blocks.forward[max(0, blocks.n_blocks - n_whole) :]:
+        for node in block:
+            kept.update(graph.root(name) for name in graph.node_by_name[node].outputs)
+    return frozenset(kept)

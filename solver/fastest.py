@@ -1,0 +1,45 @@
+"""A method's memory of its search: of all schedules judged so far, the fastest that fits."""
+
+from __future__ import annotations
+
+import time
+
+from graphs.graph import Graph
+from solver.proposal import Proposal
+from solver.schedule import Schedule
+from solver.simulate import Trace, simulate
+
+
+class Fastest:
+    """Judges schedules for one budget, within one time limit, and keeps the best.
+
+    Of equally fast schedules the one with the smaller peak is kept, then the first.
+    """
+
+    def __init__(self, graph: Graph, *, budget_bytes: int, time_limit_s: float) -> None:
+        self._graph = graph
+        self._budget_bytes = budget_bytes
+        self._deadline_s = time.monotonic() + time_limit_s
+        self._best: tuple[Trace, Schedule] | None = None
+        self._stopped = False
+
+    def fits(self, schedule: Schedule) -> bool:
+        """Have the schedule judged, remember it if it is the best so far."""
+        trace = simulate(self._graph, schedule)
+        if trace.peak_bytes > self._budget_bytes:
+            return False
+        if self._best is None or _rank(trace) < _rank(self._best[0]):
+            self._best = trace, schedule
+        return True
+
+    def time_is_up(self) -> bool:
+        """Whether the search has to stop; the proposal will say that it was stopped."""
+        self._stopped = self._stopped or time.monotonic() > self._deadline_s
+        return self._stopped
+
+    def proposal(self) -> Proposal:
+        return Proposal(schedule=self._best[1] if self._best else None, timed_out=self._stopped)
+
+
+def _rank(trace: Trace) -> tuple[float, int]:
+    return trace.time_s, trace.peak_bytes

@@ -1,0 +1,60 @@
+"""Checkpoint the ends of k segments, recompute each segment once: sublinear memory.
+
+Tianqi Chen, Bing Xu, Chiyuan Zhang, Carlos Guestrin: Training Deep Nets with Sublinear Memory Cost,
+arXiv:1604.06174 (2016). With k near the square root of the number of blocks, the kept ends and the
+one segment that is being recomputed take about equally much: O(√L) memory for at most one more
+forward pass.
+
+Here the budget is the dial, in both directions that people turn it by hand: k is not √L but every
+small count and a geometric choice of larger ones, and for each the last segments stay whole, as
+many as fit. The fastest schedule that fits is taken. One segment, whole, is the step without
+checkpointing; as many segments as blocks, one whole, is `every_block`.
+
+Optimal for nothing. Segments are equal in the bytes that they save, whatever they cost to
+recompute; each is kept whole or not at all, however cheap a part of it is; nothing is recomputed
+twice, so budgets below about 2√L blocks are out of reach.
+
+Cost: some 15 counts times log L schedules, each linear in the graph.
+"""
+
+from __future__ import annotations
+
+from graphs.graph import Graph
+from solver.blocks import Blocks, checkpoints, cut
+from solver.fastest import Fastest
+from solver.proposal import Proposal
+from solver.rematerialise import keep
+
+N_SEGMENTS_ALL_UP_TO = 6
+N_SEGMENTS_GROWTH = 1.5
+
+
+def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+    """The fastest of the segment counts whose schedule fits. No randomness."""
+    search = Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    finest = cut(graph)
+    for n_segments in segment_counts(finest.n_blocks):
+        segments = finest if n_segments == finest.n_blocks else cut(graph, max_blocks=n_segments)
+        _keep_last_segments(graph, segments, search)
+        if search.time_is_up():
+            break
+    return search.proposal()
+
+
+def _keep_last_segments(graph: Graph, segments: Blocks, search: Fastest) -> None:
+    """By bisection, as many of the last segments whole as fit."""
+    fits, overflows = -1, segments.n_blocks + 1
+    while overflows - fits > 1 and not search.time_is_up():
+        n_whole = 1 if fits < 0 and overflows > segments.n_blocks else (fits + overflows) // 2
+        if search.fits(keep(graph, checkpoints(graph, segments, n_whole=n_whole))):
+            fits = n_whole
+        else:
+            overflows = n_whole
+
+
+def segment_counts(n_blocks: int) -> list[int]:
+    """All counts up to 6, then growing by half, and at last the number of blocks itself."""
+    counts = list(range(1, max(1, min(n_blocks, N_SEGMENTS_ALL_UP_TO)) + 1))
+    while counts[-1] < n_blocks:
+        counts.append(min(n_blocks, int(counts[-1] * N_SEGMENTS_GROWTH)))
+    return counts
