@@ -242,8 +242,8 @@ class _Shell(nn.Module):
             if not isinstance(item, torch.Tensor | int | float | bool | str | None):
                 raise TraceError(
                     f"the model returns an object of type {type(item).__name__}, which hides its "
-                    "tensors; return tensors, tuples, lists, dicts, or register the type with "
-                    "torch.utils._pytree"
+                    "tensors; return tensors, tuples, lists or dicts (a model of transformers: set "
+                    "model.config.use_cache = False for training)"
                 )
         self.flat_constants = [None if isinstance(t, torch.Tensor) else t for t in flat]
         return [
