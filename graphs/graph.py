@@ -140,6 +140,15 @@ class Graph:
         return self.tensor_by_name[name].alias_of or name
 
     @cached_property
+    def views(self) -> dict[str, tuple[str, ...]]:
+        """The aliases that nodes make of each storage; only storages with such aliases."""
+        views: dict[str, tuple[str, ...]] = {}
+        for tensor in self.tensors:
+            if tensor.alias_of is not None and tensor.name in self.producer:
+                views[tensor.alias_of] = (*views.get(tensor.alias_of, ()), tensor.name)
+        return views
+
+    @cached_property
     def graph_id(self) -> str:
         """SHA-256 of the structure: what a schedule needs in order to mean the same thing.
 

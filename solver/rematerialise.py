@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from graphs.graph import Graph
-from solver.schedule import Schedule, free_after_last_use
+from graphs.graph import Graph, Node
+from solver.schedule import Schedule, free_after_last_use, needs
 
 
 def baseline(graph: Graph) -> Schedule:
@@ -34,41 +34,70 @@ def keep_order(graph: Graph, kept: Collection[str]) -> list[str]:
     order: list[str] = []
     for node in graph.forward_nodes:
         order.append(node.name)
-        for name in node.outputs:
-            if graph.root(name) in kept or not node.recomputable:
-                available.add(name)
+        again = may_run_again(graph, node)
+        available.update(n for n in node.outputs if not again or graph.root(n) in kept)
     for node in graph.later_nodes:
-        order.extend(missing_computes(graph, node.inputs, available))
+        order.extend(missing_computes(graph, needs(graph, node), available))
         order.append(node.name)
         available.update(node.outputs)
+    order.extend(missing_computes(graph, lost_views(graph, order), available))
     return order
 
 
-def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -> list[str]:
-    """Forward nodes to run, in graph order of need, so that `needed` is there; adds to `available`.
+def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:
+    """Outputs of the graph that are views of a storage which was made again after them."""
+    last = {name: position for position, name in enumerate(order)}
+    lost = []
+    for name in graph.outputs:
+        maker = graph.producer.get(name)
+        owner = graph.producer.get(graph.root(name))
+        if maker and owner and last[maker.name] < last[owner.name]:
+            lost.append(name)
+    return lost
 
-    Depth first, without recursion: a chain of a thousand blocks may have to be made again.
+
+def may_run_again(graph: Graph, node: Node) -> bool:
+    """Whether a schedule may run the node a second time.
+
+    Not where a later node makes a view of its output: that node runs once, and its view would stay
+    on the old storage.
     """
+    views = (view for name in node.outputs for view in graph.views.get(name, ()))
+    return node.recomputable and all(graph.producer[view].phase == "forward" for view in views)
+
+
+def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -> list[str]:
+    """Forward nodes to run, in an order in which they can run, so that all `needed` are there.
+
+    Updates `available`: what the nodes make is added; views of what they make again are removed,
+    since they show the old storage. Depth first, without recursion: a chain of a thousand blocks
+    may have to be made again.
+    """
+    needed = tuple(needed)
     order: list[str] = []
-    stack = [name for name in needed if name not in available]
-    stack.reverse()
+    stack = [name for name in reversed(needed) if name not in available]
     while stack:
         name = stack[-1]
         if name in available:
             stack.pop()
-            continue
-        node = graph.producer[name]
-        wanted = [other for other in node.inputs if other not in available]
-        root = graph.root(name)
-        if root != name and root in graph.producer and root not in available:
-            wanted.append(root)
-        if wanted:
-            stack.extend(reversed(wanted))
-            continue
-        order.append(node.name)
-        available.update(node.outputs)
-        stack.pop()
+        else:
+            node = graph.producer[name]
+            wanted = [other for other in needs(graph, node) if other not in available]
+            if wanted:
+                stack.extend(reversed(wanted))
+                continue
+            order.append(node.name)
+            _make(graph, node, available)
+            stack.pop()
+        if not stack:  # a view among the needed may have been lost on the way
+            stack = [other for other in reversed(needed) if other not in available]
     return order
+
+
+def _make(graph: Graph, node: Node, available: set[str]) -> None:
+    for name in node.outputs:
+        available.difference_update(graph.views.get(name, ()))
+    available.update(node.outputs)
 
 
 def without_dead_computes(graph: Graph, order: Sequence[str]) -> list[str]:
@@ -86,7 +115,7 @@ def without_dead_computes(graph: Graph, order: Sequence[str]) -> list[str]:
         if first[node.name] < position and not wanted.intersection(node.outputs):
             continue
         wanted.difference_update(node.outputs)
-        wanted.update(node.inputs)
+        wanted.update(needs(graph, node))
         alive.append(node.name)
     alive.reverse()
     return alive

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.files import MAX_ENTRIES, FormatError
-from graphs.graph import Graph
+from graphs.graph import Graph, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,64 +72,41 @@ def free_after_last_use(graph: Graph, order: Iterable[str]) -> Schedule:
     """The schedule that runs these nodes and frees every tensor as early as it can.
 
     A tensor made by one run of its node is held until the last op that reads it before the next
-    run of that node (through any alias of its storage), and outputs of the graph, once made for
-    the last time, to the end. No choice of frees for the same order holds less at any moment.
+    run of that node; outputs of the graph, once made for the last time, to the end. No choice of
+    frees for the same order holds less at any moment.
 
     Cost: linear in the length of the order.
     """
     order = tuple(order)
-    members = _members(graph)
-    unit_of = {name: unit for unit, names in members.items() for name in names}
     frees_after: list[list[str]] = [[] for _ in order]
-    awaited = {unit_of[name] for name in graph.outputs if name in unit_of}
-    read_later: set[str] = set()  # units that an op further on reads before they are made again
+    awaited = set(graph.outputs)
+    read_later: set[str] = set()  # what an op further on reads before it is made again
     for position in range(len(order) - 1, -1, -1):
         node = graph.node_by_name[order[position]]
-        made = dict.fromkeys(unit_of[name] for name in node.outputs)
-        read = dict.fromkeys(unit_of[name] for name in node.inputs if name in unit_of)
-        for unit in {**read, **made}:
-            if unit not in read_later and unit not in awaited:
-                frees_after[position].append(unit)
-            read_later.add(unit)
-        for unit in made:
-            if graph.producer[unit] is node:
-                read_later.discard(unit)
-                awaited.discard(unit)
-    return Schedule(ops=_with_frees(graph, order, frees_after, members), graph_id=graph.graph_id)
-
-
-def _members(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """What is held and dropped together: each storage made in the step, with all tensors on it.
-
-    An alias of something resident holds nothing and is a unit by itself.
-    """
-    members: dict[str, list[str]] = {}
-    for tensor in graph.tensors:
-        if tensor.name in graph.producer:
-            root = graph.root(tensor.name)
-            members.setdefault(root if root in graph.producer else tensor.name, []).append(
-                tensor.name
-            )
-    return {unit: tuple(names) for unit, names in members.items()}
-
-
-def _with_frees(
-    graph: Graph,
-    order: Sequence[str],
-    frees_after: Sequence[Sequence[str]],
-    members: dict[str, tuple[str, ...]],
-) -> tuple[Op, ...]:
-    held: set[str] = set()
+        for name in dict.fromkeys((*needs(graph, node), *node.outputs)):
+            if name in graph.producer and name not in read_later and name not in awaited:
+                frees_after[position].append(name)
+            read_later.add(name)
+        read_later.difference_update(node.outputs)
+        awaited.difference_update(node.outputs)
     ops: list[Op] = []
-    outputs = set(graph.outputs)
-    last_made = {name: position for position, name in enumerate(order)}
-    for position, name in enumerate(order):
+    for name, freed in zip(order, frees_after, strict=True):
         ops.append(Compute(name))
-        held.update(graph.node_by_name[name].outputs)
-        for unit in frees_after[position]:
-            for tensor in members[unit]:
-                final = tensor in outputs and last_made[graph.producer[tensor].name] <= position
-                if tensor in held and not final:
-                    held.discard(tensor)
-                    ops.append(Free(tensor))
-    return tuple(ops)
+        ops.extend(map(Free, freed))
+    return Schedule(ops=tuple(ops), graph_id=graph.graph_id)
+
+
+def needs(graph: Graph, node: Node) -> tuple[str, ...]:
+    """What must be on the device for the node to run: its inputs, and what it makes a view of.
+
+    A view node normally reads a tensor on the storage; where the graph does not say so, the root of
+    the storage is needed all the same.
+    """
+    if not graph.views:
+        return node.inputs
+    on_hand = {graph.root(name) for name in node.inputs} | set(node.outputs)
+    roots = (graph.root(name) for name in node.outputs)
+    return (
+        *node.inputs,
+        *dict.fromkeys(root for root in roots if root not in on_hand and root in graph.producer),
+    )

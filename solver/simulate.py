@@ -5,9 +5,10 @@ the two file formats and nothing of how a schedule was found. The rules:
 
 1. Tensors that no node outputs are resident: there from before the first op to the end.
 2. A storage's bytes are held as long as any tensor on it is on the device.
-3. `Compute` needs all inputs on the device. It allocates all its outputs: those still there from
-   before are counted a second time while it runs. It is illegal when all of them are there, or
-   when an alias still holds the old storage. The workspace counts while it runs.
+3. `Compute` needs all inputs on the device, and the storages of which it makes aliases. It
+   allocates all its outputs: those still there from before are counted a second time while it
+   runs. It is illegal when all of them are there, or when an alias that another node made, or one
+   left over without its root, still holds the old storage. The workspace counts while it runs.
 4. Each forward node runs at least once, first runs in graph order; a node that is not recomputable
    and each node of a later phase runs exactly once, in graph order. All forward nodes have run
    before the first later one.
@@ -143,14 +144,29 @@ class _Device:
         for name in node.inputs:
             if name not in self._live:
                 raise _BrokenRuleError(f"{node.name!r} reads {name!r}, which is not on the device")
-        if node.name not in self._ran:
-            return
-        if all(name in self._live for name in node.outputs):
+        for name in node.outputs:
+            root = self.graph.root(name)
+            made_elsewhere = root in self.graph.producer and root not in node.outputs
+            if made_elsewhere and not self._holders.get(root, 0):
+                raise _BrokenRuleError(
+                    f"{node.name!r} makes {name!r}, an alias of {root!r}, whose storage is not on "
+                    "the device"
+                )
+        if node.name in self._ran:
+            self._check_again(node)
+
+    def _check_again(self, node: Node) -> None:
+        there = [name for name in node.outputs if name in self._live]
+        if len(there) == len(node.outputs):
             raise _BrokenRuleError(
                 f"{node.name!r} runs again while all its outputs are on the device"
             )
         for name in node.outputs:
-            if name not in self._live and self._holders.get(name, 0):
+            if self.graph.root(name) != name:
+                continue
+            holders = self._holders.get(name, 0)
+            replaced = [other for other in there if self.graph.root(other) == name]
+            if holders and (name not in there or holders > len(replaced)):
                 raise _BrokenRuleError(
                     f"{node.name!r} makes {name!r} again while an alias holds its old storage"
                 )
