@@ -1,14 +1,174 @@
-"""Lower bounds (placeholder of the package's first commit: the sum of all times)."""
+"""What no schedule can do: the least time within a budget, and the least budget at all.
+
+The bound is the largest over moments of the cut bound (`solver.cut` states and proves it, for every
+schedule that the judge accepts: order of first runs kept, later nodes once, recomputation anywhere
+and in any order). Every moment bounds by itself, so looking at a few is as valid as looking at all
+and only less sharp. The moments where the baseline holds most are tried first, by the LP
+relaxation (milliseconds); the search climbs from the best to its neighbours; the best ones are
+then solved as MILPs, stopped when their dual bound is within GAP of the baseline's time, and the
+dual bound counts, not the solution. Moments at which the baseline fits have the bound zero.
+
+What falls short: the memory that the recomputation itself takes is only seen where a moment stands
+in it, and never its order. For deep budgets the bound is therefore weak; `solver.auto` sharpens it
+with several cuts at once.
+
+The least budget: the most that any one op must have on the device (its inputs, outputs, workspace,
+and what later ops need and cannot be made again), or, where ops may not run again, the least
+budget at which no cut is proven infeasible, by bisection.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
 from graphs.graph import Graph
+from solver.cut import Cuts, solve_cuts
 from solver.solution import Obstacle
+from solver.step import Step
+
+GAP = 1e-4
+"""A MILP stops when its bound is within this share of the baseline's time of its solution."""
+N_MOMENTS = 12
+"""Moments at which the LP is tried before the search climbs."""
 
 
 def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0) -> float:
-    return graph.baseline_time_s
+    """Seconds of the whole step below which no schedule within the budget can come.
+
+    math.inf when nothing fits. The time limit stops the sharpening; what is proven by then counts.
+    """
+    found = binding_cut(Step.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    return graph.baseline_time_s * (1.0 + found.lost_share)
 
 
 def obstacle(graph: Graph) -> Obstacle:
-    return Obstacle(0, None, "", ())
+    """The least budget that is not proven too small, and the op that asks for it.
+
+    reached_bytes is left to the search for a schedule (`solver.auto.least_budget`).
+    """
+    step = Step.of(graph)
+    proven_bytes, p = least_budget_bytes(step)
+    here = [
+        (step.unit_names[u], step.unit_bytes[u])
+        for u in range(step.n_units)
+        if step.must_be_there(u, p) or (p < step.n_nodes and u in step.makes[p])
+    ]
+    here += [(t.name, t.size_bytes) for t in graph.resident if t.alias_of is None]
+    return Obstacle(
+        proven_bytes=proven_bytes,
+        reached_bytes=None,
+        op=graph.nodes[p].name if p < step.n_nodes else "",
+        on_device=tuple(sorted(here, key=lambda item: (-item[1], item[0]))),
+    )
+
+
+def least_budget_bytes(step: Step) -> tuple[int, int]:
+    """Bytes below which nothing fits, proven, and the moment that proves it."""
+    p = int(np.argmax(step.least_bytes))
+    proven_bytes = int(step.least_bytes[p])
+    fixed = [u for u in range(step.n_units) if not step.again[step.maker[u]] and step.uses[u]]
+    if not any(step.maker[u] < step.n_forward for u in fixed):
+        return proven_bytes, p
+    # What may not be made again may have to stay for the sake of what is made from it: a cut says.
+    low, high = proven_bytes, int(np.max(step.baseline_bytes))
+    while low < high:
+        middle = (low + high) // 2
+        lost = _first_infeasible(step, budget_bytes=middle)
+        if lost is None:
+            high = middle
+        else:
+            low, p = middle + 1, lost
+    return low, p
+
+
+def _first_infeasible(step: Step, *, budget_bytes: int) -> int | None:
+    """A moment among the fullest at which the cut's LP has no solution."""
+    for p in _fullest(step, budget_bytes=budget_bytes):
+        cuts = solve_cuts(step, positions=[p], budget_bytes=budget_bytes, whole=False)
+        if math.isinf(cuts.lost_share):
+            return p
+    return None
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The strongest single cut found. lost_share: proven (inf: nothing fits). ranked: moments by
+    their LP bound, the best first, with it. cuts: the MILP's answer at the best (None: not solved).
+    """
+
+    lost_share: float
+    ranked: tuple[tuple[int, float], ...]
+    cuts: Cuts | None
+    timed_out: bool = False
+
+
+def binding_cut(
+    step: Step, *, budget_bytes: int, time_limit_s: float = math.inf, gap: float = GAP
+) -> Binding:
+    """Search the moment whose cut loses the most time; see the module."""
+    deadline_s = time.monotonic() + time_limit_s
+    if int(np.max(step.least_bytes)) > budget_bytes:
+        return Binding(math.inf, (), None)
+    bound: dict[int, float] = {}
+
+    def try_moments(positions: Iterable[int]) -> None:
+        for p in positions:
+            if p in bound or not 0 <= p <= step.n_nodes or time.monotonic() > deadline_s:
+                continue
+            full = step.baseline_bytes[p] > budget_bytes
+            cuts = solve_cuts(step, positions=[p], budget_bytes=budget_bytes, whole=False)
+            bound[p] = cuts.lost_share if full else 0.0
+
+    try_moments(_fullest(step, budget_bytes=budget_bytes))
+    reach = max(1, step.n_nodes // 64)
+    while bound and reach >= 1 and not math.isinf(max(bound.values())):
+        best = _best(bound)
+        try_moments((best - reach, best + reach))
+        if _best(bound) == best:
+            reach //= 2
+    ranked = tuple(sorted(bound.items(), key=lambda item: (-item[1], item[0])))
+    if not ranked or math.isinf(ranked[0][1]):
+        return Binding(ranked[0][1] if ranked else 0.0, ranked, None)
+    lost_share, first = ranked[0][1], None
+    for p, lp_share in ranked[:2]:
+        left_s = deadline_s - time.monotonic()
+        if lp_share < 0.98 * ranked[0][1] or left_s <= 0:
+            break
+        cuts = solve_cuts(
+            step,
+            positions=[p],
+            budget_bytes=budget_bytes,
+            whole=True,
+            gap=gap,
+            time_limit_s=left_s,
+        )
+        if first is None or cuts.lost_share > lost_share:
+            first = cuts
+        lost_share = max(lost_share, cuts.lost_share)
+    return Binding(lost_share, ranked, first, timed_out=time.monotonic() > deadline_s)
+
+
+def _best(bound: dict[int, float]) -> int:
+    return max(bound, key=lambda p: (bound[p], -p))
+
+
+def _fullest(step: Step, *, budget_bytes: int) -> list[int]:
+    """Moments to try: those where the baseline is furthest above the budget, each a local peak.
+
+    Half of them the highest peaks, half spread over the step; none where the baseline fits.
+    """
+    live = step.baseline_bytes
+    over = live > budget_bytes
+    around = np.maximum(np.r_[0, live[:-1]], np.r_[live[1:], 0])
+    peaks = np.flatnonzero(over & (live >= around))
+    if not len(peaks):
+        return []
+    highest = peaks[np.argsort(-live[peaks], kind="stable")][: N_MOMENTS // 2]
+    spread = peaks[np.linspace(0, len(peaks) - 1, N_MOMENTS // 2).astype(int)]
+    tightest = np.argmax(np.where(over, step.least_bytes, -1))
+    return [int(p) for p in dict.fromkeys([*highest, tightest, *spread])]

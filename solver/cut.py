@@ -1,0 +1,209 @@
+"""Moments of the step, and the least time that any schedule must lose because of them.
+
+**One cut.** Stand at the moment at which node p runs for the first time. By the two facts of
+`solver.step`, the device then holds everything pinned, the inputs of p beside its outputs and
+workspace, and of the other forward units made so far some set S. What S lacks of that which later
+first runs (or the end) read, is made again after this moment, with whatever is missing for that in
+turn. So over all schedules within the budget the time lost is at least
+
+    minimise    sum of time_s[n] * r[n]
+    subject to  x[u] + r[maker(u)] >= 1          for each unit u that a node > p or the end reads
+                x[v] + r[maker(v)] >= r[n]       for each unit v that n reads
+                sum of bytes[u] * x[u] <= budget - bytes that are there anyway
+                x[u] = 1 where p reads u; r[n] = 0 where n may not run again, or never fits
+
+over x[u] (u is on the device at p) and r[n] (n runs again after p), both binary.
+
+**Several cuts.** At moments p_1 < ... < p_K there are x[u,k] and r[n,k] (n runs again between p_k
+and p_{k+1}, or the end), each with the rows above for the first runs between p_k and p_{k+1}, and
+
+                x[u,k+1] <= x[u,k] + r[maker(u),k]   for each unit u made before p_k
+
+so that what is there at a moment was there at the one before or was made again in between. One
+budget row per moment. This is Checkmate (Jain et al. 2020) with the step coarsened to the moments
+that matter and the recomputation in between left free, hence a relaxation.
+
+**Why it bounds every legal schedule.** Take one whose peak is within the budget. Let x[.,k] be what
+it has on the device while p_k runs, r[.,k] the nodes that it runs again between the two moments.
+First row: the reader's run needs the unit, so it was there all along or was made after p_k, and its
+maker's first run lies before p_k. Second row: the same for the rerun's inputs; v was made before
+p_k as well, since n was. Byte row: the judge's count while p_k runs, from which things are only
+left out. r[n,k] = 0 where n cannot fit even beside what every schedule holds (`Step.fits_again`).
+Reruns cost their time on top of the baseline's, and r counts each node at most once in each span.
+Nothing is assumed about the order of recomputation, about the forward pass, or about outputs of the
+forward pass staying (they too may be dropped and made again). Moments of the forward pass serve as
+well. Units of size zero cost nothing to keep, so x = 1 for them.
+
+Bytes are scaled to the largest unit, times to the baseline, and every bound gives away TIME_ERROR
+of the baseline for the solver's tolerances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from solver.highs import Answer, Program
+from solver.step import Step
+
+TIME_ERROR = 1e-6
+"""The solver's tolerance on the objective as a share of the baseline: every bound gives it away."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The cuts at these moments, solved.
+
+    lost_share: recompute time that no schedule within the budget avoids, as a share of the
+    baseline's (inf: nothing fits); it means that only if no allowance was made. kept: by moment,
+    the units that the solution holds (None: no solution found).
+    """
+
+    positions: tuple[int, ...]
+    lost_share: float
+    kept: tuple[frozenset[int], ...] | None
+    timed_out: bool = False
+
+
+class CutProgram:
+    """The program of the cuts at the given moments, in order."""
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        positions: Sequence[int],
+        budget_bytes: int,
+        allowance_bytes: Mapping[int, int] | None = None,
+    ) -> None:
+        """allowance_bytes: by moment, bytes that the solution may not use beyond what the proof
+        asks; given when the schedule that follows the solution would overflow there.
+        """
+        self.step = step
+        self.positions = tuple(positions)
+        self.budget_bytes = budget_bytes
+        self._allowance_bytes = allowance_bytes or {}
+        baseline_s = step.graph.baseline_time_s or 1.0
+        self.program = Program(constant=step.graph.baseline_time_s / baseline_s)
+        self._time_share = [time_s / baseline_s for time_s in step.time_s]
+        self._scale = float(max(step.unit_bytes, default=0) or 1)
+        self.keep: list[dict[int, int]] = []
+        self.rerun: list[dict[int, int]] = []
+        for k in range(len(self.positions)):
+            self._add_moment(k)
+
+    def _add_moment(self, k: int) -> None:
+        step, p = self.step, self.positions[k]
+        end = self.positions[k + 1] if k + 1 < len(self.positions) else step.n_nodes + 1
+        needed, through = self._closure(p)
+        here = {u for u in needed if p in step.uses[u]}
+        keep: dict[int, int] = {}
+        for u in sorted(needed):
+            sure = u in here or step.is_pinned(u, p) or step.unit_bytes[u] == 0
+            keep[u] = self.program.variable(least=float(sure))
+        now = step.fits_again(after=p, before=end, budget_bytes=self.budget_bytes)
+        rerun = {
+            n: self.program.variable(cost=self._time_share[n]) for n in sorted(through) if now[n]
+        }
+        for u in keep.keys() - here:
+            if any(p < use < end for use in step.uses[u]):
+                self._cover(u, keep, rerun, ())
+        for n, column in rerun.items():
+            for u in step.reads[n]:
+                self._cover(u, keep, rerun, (column,))
+        if k:
+            before_keep, before_rerun = self.keep[-1], self.rerun[-1]
+            for u, column in keep.items():
+                if u in before_keep:
+                    self._cover(u, before_keep, before_rerun, (column,))
+        self._add_bytes(p, keep)
+        self.keep.append(keep)
+        self.rerun.append(rerun)
+
+    def _closure(self, p: int) -> tuple[set[int], set[int]]:
+        """Units that may matter at p (read later, or by what may run again) and those nodes."""
+        step = self.step
+        made = min(p, step.n_forward)
+        may = step.fits_again(after=p, before=step.n_nodes + 1, budget_bytes=self.budget_bytes)
+        needed = {
+            u
+            for u, positions in enumerate(step.uses)
+            if positions and step.maker[u] < made and positions[-1] >= p
+        }
+        through: set[int] = set()
+        for n in range(made - 1, -1, -1):
+            if may[n] and not needed.isdisjoint(step.makes[n]):
+                through.add(n)
+                needed.update(step.reads[n])
+        return needed, through
+
+    def _cover(
+        self, u: int, keep: Mapping[int, int], rerun: Mapping[int, int], readers: tuple[int, ...]
+    ) -> None:
+        """Unit u is kept or made again, if its reader is there (no reader: in any case)."""
+        columns = [keep[u], *readers]
+        values = [1.0, *(-1.0 for _ in readers)]
+        maker = self.step.maker[u]
+        if maker in rerun:
+            columns.append(rerun[maker])
+            values.append(1.0)
+        self.program.row(columns, values, lower=0.0 if readers else 1.0)
+
+    def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
+        step = self.step
+        room = self.budget_bytes - self._allowance_bytes.get(p, 0)
+        room -= int(step.held_bytes[p]) + int(step.own_bytes[p])
+        counted = [u for u in keep if not step.is_pinned(u, p) and step.unit_bytes[u]]
+        self.program.row(
+            [keep[u] for u in counted],
+            [step.unit_bytes[u] / self._scale for u in counted],
+            upper=room / self._scale,
+        )
+
+    def read(self, answer: Answer) -> Cuts:
+        """The cuts from the solver's answer; an LP's shares are rounded."""
+        kept = None
+        if answer.values is not None:
+            values = answer.values
+            kept = tuple(
+                frozenset(u for u, column in keep.items() if values[column] > 0.5)
+                for keep in self.keep
+            )
+        lost = answer.bound - self.program.constant - TIME_ERROR
+        return Cuts(
+            positions=self.positions,
+            lost_share=max(0.0, lost),
+            kept=kept,
+            timed_out=answer.timed_out,
+        )
+
+
+def solve_cuts(
+    step: Step,
+    *,
+    positions: Sequence[int],
+    budget_bytes: int,
+    whole: bool,
+    allowance_bytes: Mapping[int, int] | None = None,
+    gap: float = 5e-4,
+    node_limit: int = 2000,
+    time_limit_s: float = float("inf"),
+) -> Cuts:
+    """The cuts at these moments as one LP (milliseconds) or, `whole`, as a MILP.
+
+    gap: the MILP stops when its bound is within this share of the baseline's time.
+    """
+    program = CutProgram(
+        step, positions=positions, budget_bytes=budget_bytes, allowance_bytes=allowance_bytes
+    )
+    answer = program.program.solve(
+        whole=whole, gap=gap, node_limit=node_limit, time_limit_s=time_limit_s
+    )
+    return program.read(answer)
+
+
+def hopeless(step: Step, *, budget_bytes: int) -> bool:
+    """Whether some op alone has more on the device than the budget, in any schedule."""
+    return int(np.max(step.least_bytes)) > budget_bytes

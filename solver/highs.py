@@ -1,0 +1,129 @@
+"""Linear and integer programs by HiGHS as scipy ships it: sparse rows, one thread, repeatable."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass
+class Program:
+    """Minimise cost·x + constant over rows lower <= A x <= upper, 0 <= x <= most, built row by row.
+
+    fixed variables are those with least = most. `binary` marks what must be whole in a MILP.
+    """
+
+    constant: float = 0.0
+    cost: list[float] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+    _row_starts: list[int] = field(default_factory=lambda: [0])
+    _columns: list[int] = field(default_factory=list)
+    _values: list[float] = field(default_factory=list)
+    _lower: list[float] = field(default_factory=list)
+    _upper: list[float] = field(default_factory=list)
+
+    def variable(self, *, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
+        self.cost.append(cost)
+        self.least.append(least)
+        self.most.append(most)
+        return len(self.cost) - 1
+
+    def row(
+        self,
+        columns: list[int],
+        values: list[float],
+        *,
+        lower: float = -math.inf,
+        upper: float = math.inf,
+    ) -> int:
+        self._columns.extend(columns)
+        self._values.extend(values)
+        self._row_starts.append(len(self._columns))
+        self._lower.append(lower)
+        self._upper.append(upper)
+        return len(self._lower) - 1
+
+    def solve(
+        self,
+        *,
+        whole: bool,
+        gap: float = 0.0,
+        node_limit: int | None = None,
+        time_limit_s: float = math.inf,
+    ) -> Answer:
+        """Solve as a MILP (`whole`) or as its LP relaxation.
+
+        gap: a MILP stops when its bound is within this share of the objective's value, constant
+        included. The node limit makes the work, and so the answer, independent of the machine's
+        load; the clock is the last resort.
+        """
+        if time_limit_s <= 0:
+            return Answer(values=None, bound=-math.inf, infeasible=False, timed_out=True)
+        if not self.cost:
+            return self._solve_empty()
+        started_s = time.monotonic()
+        options: dict[str, float | int | bool] = {"presolve": True, "mip_rel_gap": gap}
+        if node_limit is not None:
+            options["node_limit"] = node_limit
+        if math.isfinite(time_limit_s):
+            options["time_limit"] = time_limit_s
+        # The constant is a column of its own, so that the gap is a share of the whole.
+        columns = len(self.cost) + 1
+        matrix = csr_array(
+            (self._values, self._columns, self._row_starts), shape=(len(self._lower), columns)
+        )
+        result = milp(
+            c=np.array([*self.cost, self.constant]),
+            integrality=np.array([1] * len(self.cost) + [0]) if whole else None,
+            bounds=Bounds(np.array([*self.least, 1.0]), np.array([*self.most, 1.0])),
+            constraints=LinearConstraint(matrix, np.array(self._lower), np.array(self._upper))
+            if self._lower
+            else None,
+            options=options,
+        )
+        values = None if result.x is None else np.asarray(result.x[:-1], dtype=np.float64)
+        if whole:
+            bound = result.mip_dual_bound
+            bound = -math.inf if bound is None or math.isnan(bound) else float(bound)
+        else:
+            bound = float(result.fun) if result.status == 0 else -math.inf
+        infeasible = result.status == 2
+        return Answer(
+            values=values,
+            bound=math.inf if infeasible else bound,
+            infeasible=infeasible,
+            timed_out=result.status == 1 and time.monotonic() - started_s >= 0.9 * time_limit_s,
+        )
+
+    def _solve_empty(self) -> Answer:
+        feasible = all(
+            low <= 0.0 <= high for low, high in zip(self._lower, self._upper, strict=True)
+        )
+        return Answer(
+            values=np.zeros(0) if feasible else None,
+            bound=self.constant if feasible else math.inf,
+            infeasible=not feasible,
+            timed_out=False,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """values: of the variables (None: none found). bound: no feasible point costs less.
+
+    infeasible: proven. timed_out: the clock ended the search.
+    """
+
+    values: Floats | None
+    bound: float
+    infeasible: bool
+    timed_out: bool

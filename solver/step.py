@@ -1,0 +1,241 @@
+"""A graph in numbers: what the cut bound, the ILP and `auto` need to know, once per graph.
+
+Tensors are folded into storages, called units here: a unit is there when any tensor on it is. A
+node reads the units of its inputs and makes the units whose root it outputs; what lies on resident
+storage is there anyway and drops out. Folding forgets that a view has to be taken again and that
+an alias alone does not serve a reader of its sibling, so every bound on the folded step is a bound
+on the graph.
+
+The two facts that all bounds rest on, for a legal schedule and the moment at which node p runs for
+the first time (the judge fixes the order of first runs, so nodes 0..p-1 have run and no other):
+
+- A later node (phase outside, backward, optimizer) never runs again. What it made before p and what
+  a node from p on, or the end, still reads is on the device now.
+- A forward unit made before p that a node from p on, or the end, still reads is on the device now
+  or its maker runs again after this moment. If p reads it, it is on the device now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from graphs.graph import Graph
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The folded graph. Nodes and units are numbered; forward nodes are 0 .. n_forward - 1.
+
+    time_s, workspace_bytes, reads, makes: by node. again: the node may run more than once.
+    unit_bytes, maker: by unit. uses: by unit, the nodes that read it, in order, and n_nodes (the
+    end) if it holds an output of the graph. pinned: by unit, spans (first, last) of nodes during
+    which it must be on the device whatever else is decided.
+    """
+
+    graph: Graph
+    n_forward: int
+    time_s: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    again: tuple[bool, ...]
+    reads: tuple[tuple[int, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    unit_names: tuple[str, ...]
+    unit_bytes: tuple[int, ...]
+    maker: tuple[int, ...]
+    uses: tuple[tuple[int, ...], ...]
+    pinned: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Step:
+        """Fold the graph; linear in its size."""
+        roots = [
+            (name, p)
+            for p, node in enumerate(graph.nodes)
+            for name in node.outputs
+            if graph.root(name) == name
+        ]
+        unit = {name: u for u, (name, _) in enumerate(roots)}
+        maker = tuple(p for _, p in roots)
+        n_forward = len(graph.forward_nodes)
+
+        def units(names: Iterable[str]) -> tuple[int, ...]:
+            found = (unit.get(graph.root(name)) for name in names)
+            return tuple(dict.fromkeys(u for u in found if u is not None))
+
+        reads = tuple(units(node.inputs) for node in graph.nodes)
+        uses: list[list[int]] = [[] for _ in roots]
+        for p, read in enumerate(reads):
+            for u in read:
+                uses[u].append(p)
+        for u in units(graph.outputs):
+            uses[u].append(len(graph.nodes))
+        again = tuple(node.phase == "forward" and node.recomputable for node in graph.nodes)
+        return cls(
+            graph=graph,
+            n_forward=n_forward,
+            time_s=tuple(node.time_s for node in graph.nodes),
+            workspace_bytes=tuple(node.workspace_bytes for node in graph.nodes),
+            again=again,
+            reads=reads,
+            makes=tuple(
+                units(name for name in node.outputs if graph.root(name) == name)
+                for node in graph.nodes
+            ),
+            unit_names=tuple(name for name, _ in roots),
+            unit_bytes=tuple(graph.tensor_by_name[name].size_bytes for name, _ in roots),
+            maker=maker,
+            uses=tuple(tuple(positions) for positions in uses),
+            pinned=_pinned(graph, unit, maker, uses, again),
+        )
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.time_s)
+
+    @property
+    def n_units(self) -> int:
+        return len(self.unit_bytes)
+
+    @cached_property
+    def held_bytes(self) -> Bytes:
+        """By moment p = 0 .. n_nodes: bytes that any schedule holds while p runs, before p's own.
+
+        Resident tensors and pinned units, without what p reads (unless pinned), makes and takes as
+        workspace. They are there from the end of node p - 1 on. At n_nodes: the end of the step.
+        """
+        change = np.zeros(self.n_nodes + 2, dtype=np.int64)
+        for u, spans in enumerate(self.pinned):
+            for first, last in spans:
+                change[first] += self.unit_bytes[u]
+                change[last + 1] -= self.unit_bytes[u]
+        return self.graph.resident_bytes + np.cumsum(change)[:-1]
+
+    @cached_property
+    def own_bytes(self) -> Bytes:
+        """By node: what it makes and its workspace, and nothing (at the end)."""
+        own = [
+            sum(self.unit_bytes[u] for u in made) + workspace
+            for made, workspace in zip(self.makes, self.workspace_bytes, strict=True)
+        ]
+        return np.array([*own, 0], dtype=np.int64)
+
+    @cached_property
+    def least_bytes(self) -> Bytes:
+        """By moment: bytes that any schedule whatever has on the device while p runs."""
+        least = self.held_bytes + self.own_bytes
+        for p, read in enumerate(self.reads):
+            least[p] += sum(self.unit_bytes[u] for u in read if not self.is_pinned(u, p))
+        return least
+
+    @cached_property
+    def baseline_bytes(self) -> Bytes:
+        """By moment: bytes on the device while p runs when each node runs once, at most as early
+        freed as its last use allows.
+        """
+        change = np.zeros(self.n_nodes + 2, dtype=np.int64)
+        for u, positions in enumerate(self.uses):
+            if positions:
+                change[self.maker[u] + 1] += self.unit_bytes[u]
+                change[positions[-1] + 1] -= self.unit_bytes[u]
+        live: Bytes = np.cumsum(change)[:-1]
+        return live + self.graph.resident_bytes + self.own_bytes
+
+    def is_pinned(self, u: int, p: int) -> bool:
+        return any(first <= p <= last for first, last in self.pinned[u])
+
+    def must_be_there(self, u: int, p: int) -> bool:
+        """Whether every schedule has unit u on the device while node p runs."""
+        return self.is_pinned(u, p) or (p < self.n_nodes and u in self.reads[p])
+
+    @cached_property
+    def last_need(self) -> tuple[int, ...]:
+        """By forward node: the last moment that anything it makes can serve, over any number of
+        recomputations in between.
+        """
+        last = [0] * self.n_forward
+        readers: list[list[int]] = [[] for _ in range(self.n_forward)]
+        for n in range(self.n_forward):
+            for u in self.reads[n]:
+                readers[self.maker[u]].append(n)
+        for n in reversed(range(self.n_forward)):
+            direct = (self.uses[u][-1] for u in self.makes[n] if self.uses[u])
+            through = (last[m] for m in readers[n] if self.again[m])
+            last[n] = max((*direct, *through), default=0)
+        return tuple(last)
+
+    def fits_again(self, *, after: int, before: int, budget_bytes: int) -> npt.NDArray[np.bool_]:
+        """By forward node: may it run again between these two moments, in any schedule at all?
+
+        It runs between two first runs, beside what is held from one to the other, and while what
+        it makes can still serve: if that never fits, what it made is kept or is lost. `before` is
+        n_nodes + 1 for up to the end.
+        """
+        may = np.array(self.again[: self.n_forward], dtype=bool)
+        least_gap = np.minimum.accumulate(self.held_bytes[after + 1 : before + 1])
+        for n in np.flatnonzero(may):
+            window = min(self.last_need[n], before) - after - 1
+            window = min(window, len(least_gap) - 1)
+            may[n] = window >= 0 and least_gap[window] + self._run_bytes[n] <= budget_bytes
+        return may
+
+    @cached_property
+    def _run_bytes(self) -> Bytes:
+        """By forward node: what it makes, its workspace, and what it reads and is never pinned."""
+        return np.array(
+            [
+                self.own_bytes[n]
+                + sum(self.unit_bytes[u] for u in self.reads[n] if not self.pinned[u])
+                for n in range(self.n_forward)
+            ],
+            dtype=np.int64,
+        )
+
+
+def _pinned(
+    graph: Graph,
+    unit: dict[str, int],
+    maker: tuple[int, ...],
+    uses: list[list[int]],
+    again: tuple[bool, ...],
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Spans of moments during which each unit must be there.
+
+    From its making to its last use for what cannot be made again, and likewise for what a node that
+    runs once makes as an alias: the alias is there, so is its storage.
+    """
+    spans: list[list[tuple[int, int]]] = [[] for _ in maker]
+    for u, p in enumerate(maker):
+        if not again[p] and uses[u] and uses[u][-1] > p:
+            spans[u].append((p + 1, uses[u][-1]))
+    outputs = set(graph.outputs)
+    position = {node.name: p for p, node in enumerate(graph.nodes)}
+    for p, node in enumerate(graph.nodes):
+        if again[p]:
+            continue
+        for name in node.outputs:
+            u = unit.get(graph.root(name))
+            if u is None or name in unit or not again[maker[u]]:
+                continue
+            last = max((position[n.name] for n in graph.consumers[name]), default=p)
+            last = len(graph.nodes) if name in outputs else last
+            if last > p:
+                spans[u].append((p + 1, last))
+    return tuple(_disjoint(parts) for parts in spans)
+
+
+def _disjoint(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same moments as spans that do not overlap, so that no byte is counted twice."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
