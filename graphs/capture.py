@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
+
+from graphs.eager_kernels import eager_kernels
 
 
 class TraceError(ValueError):
@@ -161,6 +164,7 @@ def capture(
     shell = _Shell(model, call, choose=choose, device=device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling())
+        stack.enter_context(eager_kernels(device or torch.device("cpu")))
         stack.enter_context(_module_paths(model))
         try:
             joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
@@ -236,7 +240,6 @@ class _Shell(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         output = self.call(tensors)
-        self.chosen = self._outside[2](output)
         flat, self.spec = pytree.tree_flatten(output)
         for item in flat:
             if not isinstance(item, torch.Tensor | int | float | bool | str | None):
@@ -245,6 +248,7 @@ class _Shell(nn.Module):
                     "tensors; return tensors, tuples, lists or dicts (a model of transformers: set "
                     "model.config.use_cache = False for training)"
                 )
+        self.chosen = self._outside[2](output)
         self.flat_constants = [None if isinstance(t, torch.Tensor) else t for t in flat]
         return [
             item if not isinstance(item, torch.Tensor) or i in self.chosen else item.detach()
@@ -371,7 +375,8 @@ def _reason(model: nn.Module, error: Exception) -> str:
     frame = error.__traceback__
     while frame is not None:
         path = frame.tb_frame.f_code.co_filename
-        if "/torch/" not in path and path != __file__ and not path.startswith("<"):
+        ours = Path(path).parent == Path(__file__).parent
+        if "/torch/" not in path and not ours and not path.startswith("<"):
             place = f" ({path}, line {frame.tb_lineno})"
         frame = frame.tb_next
     return f"{type(model).__name__} cannot be traced{place}: {type(error).__name__}: {what}"

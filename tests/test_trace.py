@@ -1,0 +1,217 @@
+"""Tracing: what is counted, what is left as it was, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.graph import Graph
+from graphs.trace import TraceError, trace
+from solver.rematerialise import baseline
+from solver.simulate import simulate
+from tests.models import Classifier, ConvNet, NormAndDropout, TiedLanguageModel
+
+ADAMW = torch.optim.AdamW
+
+
+def kind_bytes(graph: Graph, kind: str) -> int:
+    return sum(t.size_bytes for t in graph.tensors if t.kind == kind)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_parameters_gradients_and_optimizer_state_take_what_they_take() -> None:
+    model = TiedLanguageModel()
+    graph = trace(model, model.batch(), optimizer=ADAMW(model.parameters()))
+    n_bytes = parameter_bytes(model)  # the tied weight once
+    assert kind_bytes(graph, "parameter") == n_bytes
+    assert kind_bytes(graph, "gradient") == n_bytes
+    n_tensors = len(list(model.parameters()))
+    assert kind_bytes(graph, "optimizer_state") == 2 * n_bytes + 4 * n_tensors  # and step counts
+    assert kind_bytes(graph, "input") == model.batch().numel() * 8
+
+
+def test_batch_norm_writes_its_buffers_once() -> None:
+    model = NormAndDropout()
+    graph = trace(model, model.batch())
+    updates = [node for node in graph.nodes if node.op == "aten.copy_.default"]
+    assert len(updates) == 3
+    assert not any(node.recomputable for node in updates)
+    assert kind_bytes(graph, "buffer") == 2 * 16 * 4 + 8 + 5056  # and the dropout's random state
+
+
+def test_what_the_model_returns_is_held_to_the_end() -> None:
+    model = NormAndDropout()
+    graph = trace(model, model.batch())
+    returned = [t.name for t in graph.tensors if t.kind == "output"]
+    assert len(returned) == 2
+    assert set(returned) <= set(graph.outputs)
+    assert not any(graph.producer[name].recomputable for name in returned)
+
+
+def test_module_paths_reach_forward_and_backward_nodes() -> None:
+    model = TiedLanguageModel()
+    graph = trace(model, model.batch())
+    paths = {(node.phase, node.module) for node in graph.nodes}
+    assert ("forward", "blocks.1.qkv") in paths
+    assert ("backward", "blocks.1.qkv") in paths
+
+
+def test_tracing_leaves_no_trace() -> None:
+    model = NormAndDropout()
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    random_state = torch.get_rng_state()
+    trace(model, model.batch(), optimizer=ADAMW(model.parameters()))
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+    assert not torch.compiler.is_compiling()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("make", [NormAndDropout, TiedLanguageModel, ConvNet])
+def test_meta_and_real_models_give_the_same_graph(make: type) -> None:
+    real = make()
+    with torch.device("meta"):
+        meta = make()
+    batch = real.batch()
+    on_meta = torch.utils._pytree.tree_map(lambda t: t.to("meta"), batch)
+    assert trace(real, batch).graph_id == trace(meta, on_meta).graph_id
+
+
+def test_another_shape_mode_or_autocast_is_another_graph() -> None:
+    model = TiedLanguageModel()
+    batch = model.batch()
+    ids = {trace(model, batch).graph_id, trace(model, batch[:2]).graph_id}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ids.add(trace(model, batch).graph_id)
+    model.eval()
+    ids.add(trace(model, batch).graph_id)
+    assert len(ids) == 4
+
+
+def test_a_loss_outside_is_counted_and_never_recomputed() -> None:
+    model = Classifier()
+    graph = trace(model, model.batch(), loss=model.loss)
+    outside = [node for node in graph.nodes if node.phase == "outside"]
+    assert [node.op for node in outside] == [
+        "aten._log_softmax.default",
+        "aten.nll_loss_forward.default",
+        "aten.nll_loss_backward.default",
+        "aten._log_softmax_backward_data.default",
+    ]
+    assert not any(node.recomputable for node in outside)
+    alone = trace(
+        model, model.batch(), loss=lambda output, batch: output.square().mean()
+    ).module_part()
+    assert graph.module_part().graph_id == alone.graph_id
+
+
+def test_a_loss_whose_gradient_is_expanded_is_made_contiguous() -> None:
+    model = Classifier()
+    graph = trace(model, model.batch(), loss=lambda output, batch: output.sum())
+    tangent = next(t for t in graph.tensors if t.kind == "tangent" and t.name in graph.producer)
+    assert tangent.size_bytes == 7 * 5 * 4
+    simulate(graph, baseline(graph))
+
+
+def test_accumulated_gradients_are_resident_from_the_start() -> None:
+    model = TiedLanguageModel()
+    fresh = trace(model, model.batch())
+    accumulated = trace(model, model.batch(), gradients="accumulate")
+    added = accumulated.resident_bytes - fresh.resident_bytes
+    assert added == parameter_bytes(model)
+    peak = simulate(accumulated, baseline(accumulated)).peak_bytes
+    assert peak > simulate(fresh, baseline(fresh)).peak_bytes
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    model = TiedLanguageModel()
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    graph = trace(model, model.batch(), optimizer=ADAMW(model.parameters()))
+    trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
+    assert kind_bytes(graph, "gradient") == trained
+
+
+class _Wrong(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class _DataDependent(_Wrong):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return x.sum() if x.sum() > 0 else x.mean()
+
+
+class _Opaque(_Wrong):
+    def forward(self, x: torch.Tensor) -> object:
+        return _Box(self.layer(x).sum())
+
+
+class _Box:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (_Wrong(), torch.zeros(2, 4), "the loss must be one floating-point number"),
+        (_Wrong(), torch.zeros(2, 5), "_Wrong cannot be traced"),
+        (_DataDependent(), torch.zeros(2, 4), "_DataDependent cannot be traced"),
+        (_Opaque(), torch.zeros(2, 4), "hides its tensors"),
+        (_Wrong(), {"y": torch.zeros(2, 4)}, "_Wrong cannot be traced"),
+    ],
+)
+def test_what_cannot_be_traced_is_said(model: nn.Module, batch: object, message: str) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
+        trace(model, batch)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_frozen_model_has_no_loss_to_differentiate() -> None:
+    model = TiedLanguageModel().requires_grad_(False)
+    with pytest.raises(TraceError, match="does not depend on any parameter"):
+        trace(model, model.batch())
+
+
+def test_cuda_is_refused_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    model = TiedLanguageModel()
+    with pytest.raises(TraceError, match="can only be traced where CUDA is available"):
+        trace(model, model.batch(), device="cuda")
+
+
+def test_unknown_gradient_mode() -> None:
+    model = TiedLanguageModel()
+    with pytest.raises(ValueError, match="fresh, accumulate"):
+        trace(model, model.batch(), gradients="summed")
+
+
+def test_shared_parameters_through_functional_weights() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(F.linear(x, self.weight), self.weight).sum()
+
+    graph = trace(Twice(), torch.zeros(2, 4))
+    assert kind_bytes(graph, "parameter") == 64
+    assert kind_bytes(graph, "gradient") == 64
