@@ -33,6 +33,8 @@ BOTTLENECK = 1.75
 """Memory must rise to this multiple of a moment's width on both sides. Between equal tensors it
 rises to 2; between a residual stream with one branch and the next narrower moment to 1.5."""
 
+MUCH_WIDER = 1.5
+
 COMPANION_CUTS = 4
 """What crosses so many cuts accompanies the chain. A skip over one block crosses two."""
 
@@ -169,7 +171,21 @@ def _bottlenecks(storages: Sequence[Storage], ignored: frozenset[str], n_nodes: 
     moments = range(1, n_nodes)
     from_left = _rises(moments, widths, [humps[p - 1] for p in moments])
     from_right = _rises(moments[::-1], widths, [humps[p] for p in moments[::-1]])
-    return [p for p in moments if min(from_left[p], from_right[p]) >= BOTTLENECK * widths[p]]
+    found = [p for p in moments if min(from_left[p], from_right[p]) >= BOTTLENECK * widths[p]]
+    return _without_wide_ones(found, widths)
+
+
+def _without_wide_ones(positions: Sequence[int], widths: Sequence[int]) -> list[int]:
+    """Leave out a bottleneck much wider than both its neighbours: it helps nobody."""
+    inner = range(1, len(positions) - 1)
+    wide = {
+        positions[i]
+        for i in inner
+        if widths[positions[i]]
+        >= MUCH_WIDER * max(widths[positions[i - 1]], widths[positions[i + 1]])
+        and widths[positions[i]] > 0
+    }
+    return [position for position in positions if position not in wide]
 
 
 def _rises(moments: Iterable[int], widths: Sequence[int], humps: Iterable[int]) -> dict[int, float]:

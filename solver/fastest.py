@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 
 from graphs.graph import Graph
 from solver.proposal import Proposal
@@ -31,6 +33,13 @@ class Fastest:
         if self._best is None or _rank(trace) < _rank(self._best[0]):
             self._best = trace, schedule
         return True
+
+    def is_faster(self, order: Sequence[str]) -> bool:
+        """Whether running these nodes would be faster than the best so far."""
+        if self._best is None:
+            return True
+        nodes = self._graph.node_by_name
+        return math.fsum(nodes[name].time_s for name in order) < self._best[0].time_s
 
     def time_is_up(self) -> bool:
         """Whether the search has to stop; the proposal will say that it was stopped."""

@@ -23,7 +23,8 @@ from graphs.graph import Graph
 from solver.blocks import Blocks, checkpoints, cut
 from solver.fastest import Fastest
 from solver.proposal import Proposal
-from solver.rematerialise import keep
+from solver.rematerialise import keep_order
+from solver.schedule import free_after_last_use
 
 N_SEGMENTS_ALL_UP_TO = 6
 N_SEGMENTS_GROWTH = 1.5
@@ -42,14 +43,19 @@ def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
 
 
 def _keep_last_segments(graph: Graph, segments: Blocks, search: Fastest) -> None:
-    """By bisection, as many of the last segments whole as fit."""
-    fits, overflows = -1, segments.n_blocks + 1
-    while overflows - fits > 1 and not search.time_is_up():
-        n_whole = 1 if fits < 0 and overflows > segments.n_blocks else (fits + overflows) // 2
-        if search.fits(keep(graph, checkpoints(graph, segments, n_whole=n_whole))):
-            fits = n_whole
+    """By bisection, as many of the last segments whole as fit.
+
+    More whole segments are faster, so a number that would not beat the best is raised unjudged.
+    """
+    low, high = -1, segments.n_blocks + 1
+    n_whole = min(1, segments.n_blocks)
+    while low < n_whole < high and not search.time_is_up():
+        order = keep_order(graph, checkpoints(graph, segments, n_whole=n_whole))
+        if not search.is_faster(order) or search.fits(free_after_last_use(graph, order)):
+            low = n_whole
         else:
-            overflows = n_whole
+            high = n_whole
+        n_whole = (low + high) // 2
 
 
 def segment_counts(n_blocks: int) -> list[int]:
