@@ -238,7 +238,10 @@ class _Line:
         wanted[0].update(made)
         built: list[Piece] = []
         read_later: set[Value] = set()
-        resident = {*self.sources.values(), *self.constants}
+        resident = {*self.constants}
+        for node, value in self.sources.items():
+            if self.step.captured.sources[node].kind != "tangent":
+                resident.add(value)
         for index in range(len(pieces) - 1, -1, -1):
             body = [node for node in pieces[index] if node.op != "placeholder"]
             piece = _piece(body, read_later, wanted[index], resident, tuple(self._finished[index]))
