@@ -184,7 +184,7 @@ def transformer(
     flops_per_s: float = 4e14,
     bytes_per_s: float = 3e12,
 ) -> Graph:
-    """A decoder in the shape of Llama: norms, rotary attention, gated feed-forward, a large head."""
+    """A decoder in the shape of Llama: norms, rotary attention, gated feed-forward, large head."""
     tape = Tape()
     row = n_tokens * element_bytes
     inner = 7 * hidden // 2

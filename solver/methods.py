@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graphs.graph import Graph
+from solver.auto import auto
 from solver.every_block import every_block
 from solver.proposal import Method, Proposal
 from solver.rematerialise import baseline
@@ -23,7 +24,7 @@ def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
 
 
 METHODS: Mapping[str, Method] = {
-    "auto": none,
+    "auto": auto,
     "none": none,
     "every_block": every_block,
     "sqrt": sqrt,

@@ -47,7 +47,7 @@ def fastest(graph: Graph, *, budget_bytes: int) -> Truth:
 
 
 def least_peak_bytes(graph: Graph) -> int:
-    """The least budget within which a legal schedule exists: Dijkstra on the largest peak so far."""
+    """The least budget within which a legal schedule exists: Dijkstra on the peak so far."""
     states = _States(graph)
     first = graph.resident_bytes
     best = {states.start: first}
