@@ -53,7 +53,9 @@ def solve(
     graph = _as_graph(problem, batch, trace_options)
     request = Request(
         budget_bytes=parse_size(budget, capacity_bytes=capacity_bytes),
-        reserve_bytes=0 if reserve in (0, "0") else parse_size(reserve),
+        reserve_bytes=parse_size(
+            reserve, capacity_bytes=capacity_bytes, what="reserve", least_bytes=0
+        ),
         method=method,
         time_limit_s=time_limit_s,
         seed=seed,

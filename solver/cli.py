@@ -1,0 +1,244 @@
+"""The command `solve`: a model or a graph and a budget in; a report, a schedule and pictures out.
+
+    solve --budget 8GB examples/gpt2.py
+
+Planning a saved graph starts at once: torch and matplotlib are imported only where a model has to
+be traced or a picture drawn. Everything that a person can get wrong ends in one line on stderr and
+an exit code (`Exit`), never in a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+from rich.console import Console
+
+from graphs.files import FormatError
+from graphs.graph import GraphError
+from solver import table
+from solver.arguments import Arguments, UsageError, parse
+from solver.budget import BudgetError, format_both
+from solver.model_file import LoadError, SizeError
+from solver.problem import Problem, opened_problem
+from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
+from solver.solution import Request, Solution
+from solver.solve import answer
+from solver.verification import Verification, Verifier
+
+VERIFIER = "scheduler_runtime.verify"
+"""The module whose `verify` runs a step both ways.
+
+Imports go one way: solver must not import scheduler_runtime. The command is the outermost layer,
+the one place that knows every part and puts them together; it lives in solver because it must start
+without torch, which scheduler_runtime imports. So it finds the verifier by this name, here and
+nowhere else, and speaks to it through the protocol `solver.verification.Verifier`.
+"""
+
+
+class Exit(IntEnum):
+    """What the command's exit status means."""
+
+    SOLVED = 0
+    USAGE = 2
+    INFEASIBLE = 3
+    NOT_LOADED = 4
+    NOT_VERIFIED = 5
+    NOT_FOUND = 6
+    INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. argv: without the program's name."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = parse(words)
+    except UsageError as error:
+        return _failed(Exit.USAGE, str(error), as_json=False)
+    try:
+        return _run(arguments)
+    except (UsageError, BudgetError, SizeError) as error:
+        return _failed(Exit.USAGE, str(error), as_json=arguments.json)
+    except (LoadError, FormatError, GraphError) as error:
+        return _failed(Exit.NOT_LOADED, str(error), as_json=arguments.json)
+    except BrokenPipeError:
+        # Whoever read our output has enough; the interpreter must not complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.SOLVED
+    except KeyboardInterrupt:
+        message = "interrupted before a schedule was found"
+        return _failed(Exit.INTERRUPTED, message, as_json=arguments.json)
+
+
+def _failed(code: Exit, message: str, *, as_json: bool) -> int:
+    """One line on stderr, and with --json an object on stdout as well."""
+    line = " ".join(message.split())
+    print(f"solve: {line}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"status": "error", "error": line, "exit_code": int(code)}))
+    return code
+
+
+def _run(arguments: Arguments) -> int:
+    progress = _Progress(quiet=arguments.quiet)
+    with opened_problem(arguments, progress=progress.says) as problem:
+        report = _plan(arguments, problem, progress)
+        verification = None
+        if arguments.verify and report.best.schedule is not None:
+            with progress.says("verifying: running the step with and without the plan"):
+                verification = _verify(problem, report.best)
+            report = dataclasses.replace(report, verification=verification)
+    code = _exit_code(report)
+    if arguments.json:
+        print(json.dumps({**to_json(report), "exit_code": int(code)}, indent=1, allow_nan=False))
+    elif not arguments.quiet:
+        table.show(report, Console(highlight=False, emoji=False, markup=False))
+    if code is not Exit.SOLVED:
+        print(f"solve: {_why(code, report)}", file=sys.stderr)
+    return code
+
+
+def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report:
+    """Search, and write what was asked for."""
+    files = []
+    if arguments.graph_out is not None:
+        problem.graph.save(arguments.graph_out)
+        files.append(("graph", arguments.graph_out))
+    solutions, refused, interrupted = _search(arguments, problem, progress)
+    notes = list(problem.notes)
+    if interrupted:
+        notes.append("Interrupted: this is the best that was found until then.")
+    chosen = best(solutions)
+    if chosen.schedule is not None:
+        if arguments.schedule_out is not None:
+            chosen.save(arguments.schedule_out)
+            files.insert(0, ("schedule", arguments.schedule_out))
+        if arguments.plot is not None:
+            from solver import plot
+
+            with progress.says("drawing"):
+                plot.save(plot.memory(chosen), arguments.plot)
+            files.append(("memory plot", arguments.plot))
+    if arguments.pareto is not None and not interrupted:
+        with progress.says("sweeping budgets for the curve"):
+            _draw_curve(arguments, problem, solutions)
+        files.append(("budget plot", arguments.pareto))
+    return Report(
+        problem=problem.name,
+        device=problem.device,
+        costs=problem.costs,
+        solutions=tuple(solutions),
+        refused=tuple(refused),
+        files=tuple(files),
+        notes=tuple(notes),
+        reserve_reason=problem.reserve_reason,
+    )
+
+
+def _search(
+    arguments: Arguments, problem: Problem, progress: _Progress
+) -> tuple[list[Solution], list[tuple[str, str]], bool]:
+    """The answer of each method; a comparison goes on past a method that refuses the graph.
+
+    Ctrl-C ends the search; raises KeyboardInterrupt if no method has answered by then.
+    """
+    solutions: list[Solution] = []
+    refused: list[tuple[str, str]] = []
+    for method in arguments.methods:
+        request = Request(
+            budget_bytes=problem.budget_bytes,
+            reserve_bytes=problem.reserve_bytes,
+            method=method,
+            time_limit_s=arguments.time_limit_s,
+            seed=arguments.seed,
+        )
+        try:
+            with progress.says(f"searching with {method} ({len(problem.graph.nodes)} ops)"):
+                solutions.append(answer(problem.graph, request))
+        except ValueError as error:  # the graph is not one for this method, and it says why
+            if len(arguments.methods) == 1:
+                raise UsageError(f"--method {method}: {error}") from error
+            refused.append((method, str(error)))
+        except KeyboardInterrupt:
+            if not solutions:
+                raise
+            return solutions, refused, True
+    return solutions, refused, False
+
+
+def _draw_curve(arguments: Arguments, problem: Problem, solutions: list[Solution]) -> None:
+    from solver import pareto, plot
+
+    assert arguments.pareto is not None
+    curve = pareto.sweep(
+        problem.graph,
+        methods=arguments.methods,
+        reserve_bytes=problem.reserve_bytes,
+        time_limit_s=arguments.time_limit_s / pareto.N_BUDGETS,
+        seed=arguments.seed,
+        known=solutions,
+    )
+    plot.save(plot.pareto(curve, chosen=best(solutions)), arguments.pareto)
+
+
+def _verify(problem: Problem, solution: Solution) -> Verification:
+    verifier: Verifier = importlib.import_module(VERIFIER).verify
+    return problem.verified(verifier, solution)
+
+
+def _exit_code(report: Report) -> Exit:
+    if report.best.schedule is not None:
+        failed = report.verification is not None and not report.verification.passed
+        return Exit.NOT_VERIFIED if failed else Exit.SOLVED
+    proven = any(proven_infeasible(solution) for solution in report.solutions)
+    late = any(solution.status == "time_limit" for solution in report.solutions)
+    return Exit.NOT_FOUND if late and not proven else Exit.INFEASIBLE
+
+
+def _why(code: Exit, report: Report) -> str:
+    """The one line on stderr beside a report that holds no schedule, or one that failed."""
+    solution = report.best
+    budget = format_both(solution.request.budget_bytes)
+    if code is Exit.NOT_VERIFIED:
+        assert report.verification is not None
+        if not report.verification.fits:
+            return "--verify: the measured peak is above the budget"
+        return f"--verify: not the same bits: {report.verification.differences[0]}"
+    if code is Exit.NOT_FOUND:
+        return f"nothing found for {budget} within the time limit; --time-limit gives it longer"
+    line = f"infeasible: nothing fits {budget}"
+    if not any(proven_infeasible(s) for s in report.solutions):
+        line = f"infeasible: {solution.method} found nothing that fits {budget}"
+    least_bytes = least_budget_bytes(solution)
+    if least_bytes is not None:
+        line += f"; the least budget found is {format_both(least_bytes)}"
+    if solution.obstacle is not None and solution.obstacle.op in solution.graph.node_by_name:
+        node = solution.graph.node_by_name[solution.obstacle.op]
+        line += f"; in the way is {table.described(node)}"
+    return line
+
+
+class _Progress:
+    """A spinner on stderr while something takes its time; silent when stderr is no terminal."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._shown = self._console.is_terminal and not quiet
+
+    @contextlib.contextmanager
+    def says(self, what: str) -> Iterator[None]:
+        if not self._shown:
+            yield
+            return
+        with self._console.status(what):
+            yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""A person's model file: load it, and call what it defines.
+
+A model file defines `get_model()` and `get_batch(batch_size=…, seq_length=…)`, each taking what it
+likes of the two, and may define `get_loss(output, batch)` and `get_optimizer(model)`. Whatever goes
+wrong in it is told in one line with the file, the line and the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SIZE_NAMES = ("batch_size", "seq_length")
+_MODULE_AND_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FILE_AND_FACTORY = re.compile(r"(.*\.py):([A-Za-z_]\w*)", re.DOTALL)
+
+
+class LoadError(ValueError):
+    """The model file cannot be loaded, or something it defines fails; names file and line."""
+
+
+class SizeError(ValueError):
+    """A batch size or sequence length that the file does not take, or needs and was not given."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from: a file, or a module to import; and the name of its factory."""
+
+    place: Path | str
+    factory: str = "get_model"
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+
+def parse_source(text: str) -> ModelSource | None:
+    """`model.py[:factory]` or `package.module:factory`; None for anything else."""
+    if text.endswith(".py"):
+        return ModelSource(Path(text))
+    match = _FILE_AND_FACTORY.fullmatch(text)
+    if match:
+        return ModelSource(Path(match.group(1)), match.group(2))
+    if _MODULE_AND_FACTORY.fullmatch(text):
+        place, factory = text.split(":")
+        return ModelSource(place, factory)
+    return None
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A loaded model file. sizes: the batch size and sequence length that were asked for."""
+
+    source: ModelSource
+    module: ModuleType
+    sizes: Mapping[str, int]
+
+    def model(self) -> Any:
+        """Call the factory. Raises LoadError, SizeError."""
+        from torch import nn
+
+        model = self._call(self.source.factory, self._sizes_for(self.source.factory))
+        if not isinstance(model, nn.Module):
+            raise LoadError(
+                f"{self._place(self.source.factory)}: {self.source.factory}() returned "
+                f"{_kind(model)}; it must return a torch.nn.Module"
+            )
+        return model
+
+    def batch(self) -> Any:
+        """Call get_batch. Raises LoadError, SizeError."""
+        batch = self._call("get_batch", self._sizes_for("get_batch"))
+        if batch is None:
+            raise LoadError(
+                f"{self._place('get_batch')}: get_batch() returned None; it must return a tensor, "
+                "or a tuple or dict of what the model is called with"
+            )
+        return batch
+
+    @property
+    def loss(self) -> Callable[[Any, Any], Any] | None:
+        """get_loss(output, batch), or None: the model returns its loss."""
+        if not hasattr(self.module, "get_loss"):
+            return None
+        return self._function("get_loss")
+
+    def optimizer(self, model: Any) -> Any:
+        """The file's optimizer for `model`, by default AdamW. Raises LoadError."""
+        import torch
+
+        if not hasattr(self.module, "get_optimizer"):
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            if not parameters:
+                raise LoadError(f"{self.source}: the model has no parameter that is trained")
+            return torch.optim.AdamW(parameters)
+        optimizer = self._call("get_optimizer", {}, model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise LoadError(
+                f"{self._place('get_optimizer')}: get_optimizer(model) returned "
+                f"{_kind(optimizer)}; it must return a torch.optim.Optimizer"
+            )
+        return optimizer
+
+    def check(self) -> None:
+        """Everything that can be known without calling anything. Raises LoadError, SizeError."""
+        accepted = set(self._sizes_for(self.source.factory)) | set(self._sizes_for("get_batch"))
+        for name, size in self.sizes.items():
+            if name not in accepted:
+                raise SizeError(
+                    f"--{name.replace('_', '-')} {size} has no effect: neither "
+                    f"{self.source.factory} nor get_batch of {self.source} takes {name}"
+                )
+        for name in ("get_loss", "get_optimizer"):
+            if hasattr(self.module, name):
+                self._function(name)
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        function = getattr(self.module, name, None)
+        if function is None:
+            raise LoadError(
+                f"{self.source} defines no {name}(); a model file defines get_model() and "
+                f"get_batch(); what it defines: {_defined(self.module)}"
+            )
+        if not callable(function):
+            raise LoadError(f"{self.source}: {name} is {_kind(function)}; it must be a function")
+        return function  # type: ignore[no-any-return]
+
+    def _sizes_for(self, name: str) -> dict[str, int]:
+        """What of the sizes the function takes."""
+        try:
+            parameters = inspect.signature(self._function(name)).parameters.values()
+        except (TypeError, ValueError):  # a builtin does not tell its signature
+            return {}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return dict(self.sizes)
+        for parameter in parameters:
+            optional = parameter.kind is parameter.VAR_POSITIONAL or (
+                parameter.default is not parameter.empty
+            )
+            if optional or parameter.name in self.sizes:
+                continue
+            if parameter.name in SIZE_NAMES:
+                option = parameter.name.replace("_", "-")
+                raise SizeError(f"{name} of {self.source} needs {parameter.name}: give --{option}")
+            raise LoadError(
+                f"{self._place(name)}: {name} needs an argument {parameter.name!r}, which solve "
+                "does not give; give it a default"
+            )
+        taken = {parameter.name for parameter in parameters}
+        return {key: size for key, size in self.sizes.items() if key in taken}
+
+    def _call(self, name: str, sizes: Mapping[str, int], *args: Any) -> Any:
+        function = self._function(name)
+        try:
+            return function(*args, **sizes)
+        except (Exception, SystemExit) as error:
+            raise LoadError(f"{located(error, self.source)} (in {name})") from error
+
+    def _place(self, name: str) -> str:
+        code = getattr(getattr(self.module, name), "__code__", None)
+        return str(self.source) if code is None else f"{self.source}, line {code.co_firstlineno}"
+
+
+@contextlib.contextmanager
+def opened(source: ModelSource, *, sizes: Mapping[str, int]) -> Iterator[ModelFile]:
+    """Load a model file; while it is open its directory is where it imports its neighbours from.
+
+    Raises LoadError (missing, no Python, lacks a function, raises) and SizeError.
+    """
+    is_file = isinstance(source.place, Path)
+    directory = str(source.place.resolve().parent) if is_file else str(Path.cwd())  # type: ignore[union-attr]
+    sys.path.insert(0, directory)
+    try:
+        module = _load_file(source) if is_file else _import(source)
+        file = ModelFile(source=source, module=module, sizes=sizes)
+        file.check()
+        yield file
+    finally:
+        if directory in sys.path:
+            sys.path.remove(directory)
+
+
+def _load_file(source: ModelSource) -> ModuleType:
+    path = source.place
+    assert isinstance(path, Path)
+    if path.is_dir():
+        raise LoadError(f"{path}: that is a directory; give a model file (model.py)")
+    if not path.exists():
+        raise LoadError(f"{path}: no such file; give a model file (model.py) or graph.json")
+    # A name of its own: a file called torch.py must not become the module torch.
+    name = f"model_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{path}: cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise LoadError(located(error, source)) from error
+    return module
+
+
+def _import(source: ModelSource) -> ModuleType:
+    name = str(source.place)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise LoadError(
+                f"{name}: there is no module {error.name!r} in the working directory or among the "
+                "installed packages"
+            ) from error
+        raise LoadError(located(error, source)) from error
+    except (Exception, SystemExit) as error:
+        raise LoadError(located(error, source)) from error
+
+
+def located(error: BaseException, source: ModelSource) -> str:
+    """One line: file, line and reason of an error in a person's code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}"
+    if isinstance(error, SystemExit):
+        reason = f"it ended the program (sys.exit({error.code!r}))"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if _is_theirs(frame.filename, source)]
+    if not theirs:
+        return f"{source}: {reason}"
+    return f"{theirs[-1].filename}, line {theirs[-1].lineno}: {reason}"
+
+
+def _is_theirs(filename: str, source: ModelSource) -> bool:
+    """Whether a frame is of the person's code: their file or one near it, no library, not ours."""
+    file = Path(filename).resolve()
+    if any(file.is_relative_to(directory) for directory in _not_theirs()):
+        return False
+    if isinstance(source.place, Path):
+        return file.is_relative_to(source.place.resolve().parent)
+    module = sys.modules.get(source.place.partition(".")[0])
+    roots = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    return any(root is not None and file.is_relative_to(Path(root).resolve()) for root in roots)
+
+
+def _not_theirs() -> Iterator[Path]:
+    for kind in ("stdlib", "purelib", "platlib"):
+        yield Path(sysconfig.get_path(kind)).resolve()
+    here = Path(__file__).resolve().parent
+    yield from (here, here.parent / "graphs", here.parent / "scheduler_runtime")
+
+
+def _defined(module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if callable(value)
+        and getattr(value, "__module__", None) == module.__name__
+        and not name.startswith("_")
+    ]
+    return ", ".join(names[:8]) or "no function"
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

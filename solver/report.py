@@ -1,0 +1,155 @@
+"""What there is to report, and the object of `--json`; `solver.table` prints it for a person."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphs.graph import Graph, Node
+from solver.breakdown import memory_at, node_at
+from solver.rematerialise import baseline
+from solver.schedule import Schedule
+from solver.simulate import Trace
+from solver.solution import Solution
+from solver.verification import Verification
+
+FORMAT = "report/1"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that both printers need.
+
+    problem: what was given. device, costs: in words, "" where the graph file says nothing.
+    solutions: one, or one per method of a comparison. refused: method -> why it gave no answer.
+    files: (what, path) of each file written. notes: whole sentences. reserve_reason: where the
+    reserve comes from, "" if the caller named it.
+    """
+
+    problem: str
+    device: str
+    costs: str
+    solutions: tuple[Solution, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, Path], ...] = ()
+    notes: tuple[str, ...] = ()
+    verification: Verification | None = None
+    reserve_reason: str = ""
+
+    @property
+    def best(self) -> Solution:
+        return best(self.solutions)
+
+
+def best(solutions: Iterable[Solution]) -> Solution:
+    """The fastest that fits, of equal ones the smallest; without any, the first asked for."""
+    solutions = tuple(solutions)
+    found = [s for s in solutions if s.trace is not None]
+    return min(found, key=_rank) if found else solutions[0]
+
+
+def _rank(solution: Solution) -> tuple[float, int]:
+    assert solution.trace is not None
+    return solution.trace.time_s, solution.trace.peak_bytes
+
+
+def proven_infeasible(solution: Solution) -> bool:
+    """No schedule whatever fits, of any method."""
+    obstacle, asked = solution.obstacle, solution.request
+    if solution.trace is not None:
+        return False
+    return math.isinf(solution.lower_bound_s) or (
+        obstacle is not None and obstacle.proven_bytes > asked.available_bytes
+    )
+
+
+def least_budget_bytes(solution: Solution) -> int | None:
+    """The least budget, reserve included, for which a schedule was found; None: none was."""
+    if solution.obstacle is None or solution.obstacle.reached_bytes is None:
+        return None
+    return solution.obstacle.reached_bytes + solution.request.reserve_bytes
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The object of `--json`: sizes in bytes, times in seconds, null where there is nothing."""
+    answer = report.best
+    graph, request = answer.graph, answer.request
+    plain = baseline(graph)
+    return {
+        "format": FORMAT,
+        "problem": report.problem,
+        "graph_id": graph.graph_id,
+        "n_ops": len(graph.nodes),
+        "n_forward_ops": len(graph.forward_nodes),
+        "device": report.device or None,
+        "costs": report.costs or None,
+        "budget_bytes": request.budget_bytes,
+        "reserve_bytes": request.reserve_bytes,
+        "baseline": _run(graph, plain, answer.baseline),
+        **_answer(answer),
+        "methods": [_answer(solution) for solution in report.solutions],
+        "refused": dict(report.refused),
+        "verification": _verification(report.verification),
+        "files": {what: str(path) for what, path in report.files},
+        "notes": list(report.notes),
+    }
+
+
+def _answer(solution: Solution) -> dict[str, Any]:
+    """One method's answer; the fields of a schedule are null when there is none."""
+    found = solution.schedule is not None and solution.trace is not None
+    return {
+        "status": solution.status,
+        "method": solution.method,
+        "schedule": _run(solution.graph, solution.schedule, solution.trace) if found else None,
+        "overhead": solution.overhead,
+        "lower_bound_s": _finite(solution.lower_bound_s),
+        "lower_bound_overhead": _finite(solution.lower_bound_overhead),
+        "gap": solution.gap,
+        "solve_time_s": solution.solve_time_s,
+        "infeasible": None if found else _infeasible(solution),
+    }
+
+
+def _run(graph: Graph, schedule: Schedule | None, trace: Trace | None) -> dict[str, Any]:
+    assert schedule is not None
+    assert trace is not None
+    return {
+        "peak_bytes": trace.peak_bytes,
+        "peak_op": _op(node_at(graph, schedule, trace)),
+        "memory_bytes": memory_at(graph, schedule, trace.peak_op),
+        "time_s": trace.time_s,
+        "n_recomputed": trace.n_recomputed,
+    }
+
+
+def _op(node: Node | None) -> dict[str, str] | None:
+    if node is None:
+        return None
+    return {"node": node.name, "op": node.op, "phase": node.phase, "module": node.module}
+
+
+def _infeasible(solution: Solution) -> dict[str, Any]:
+    obstacle = solution.obstacle
+    node = solution.graph.node_by_name.get(obstacle.op) if obstacle else None
+    proven_bytes = obstacle.proven_bytes + solution.request.reserve_bytes if obstacle else None
+    return {
+        "proven": proven_infeasible(solution),
+        "least_budget_bytes": least_budget_bytes(solution),
+        "proven_budget_bytes": proven_bytes,
+        "op": _op(node),
+        "on_device": [list(item) for item in obstacle.on_device] if obstacle else [],
+    }
+
+
+def _verification(found: Verification | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {**asdict(found), "fits": found.fits, "passed": found.passed}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,281 @@
+"""The report as a person reads it: what was asked, where the memory goes, the answer, its proof.
+
+Nothing is computed here that the judge has not. Long values fold; none is cut off. Colour is
+Rich's business: it honours NO_COLOR and drops colour where stdout is no terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from graphs.graph import Graph, Node
+from solver.breakdown import CATEGORIES, memory_at, node_at
+from solver.budget import format_both, format_size
+from solver.rematerialise import baseline
+from solver.report import Report, least_budget_bytes, proven_infeasible
+from solver.solution import Obstacle, Solution
+from solver.verification import Verification
+
+STYLE_OF_STATUS = {"optimal": "bold green", "feasible": "bold cyan", "time_limit": "bold yellow"}
+N_SHOWN = 4
+"""How many of the tensors that stand in the way, or of the values that differ, are named."""
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report for a person."""
+    with console.capture() as printed:
+        console.print(Group(*_sections(report)))
+    text = "\n".join(line.rstrip() for line in printed.get().splitlines())
+    console.file.write(text.lstrip("\n") + "\n")
+
+
+def _sections(report: Report) -> Iterator[RenderableType]:
+    answer = report.best
+    yield _heading("Problem", report.problem)
+    yield _pairs(_asked(report))
+    yield _heading("Memory at the peak of the step")
+    yield _memory(answer)
+    yield _pairs(_peaks(answer))
+    if len(report.solutions) + len(report.refused) > 1:
+        yield _heading("Methods")
+        yield _comparison(report)
+    yield _heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
+    yield _pairs(_answer(report))
+    if report.verification is not None:
+        passed = report.verification.passed
+        style = "bold green" if passed else "bold red"
+        yield _heading("Verified", "passed" if passed else "FAILED", style)
+        yield _measured(report.verification)
+        yield _pairs(_verified(report.verification))
+    for method, reason in report.refused:
+        yield Text(f"\nRefused by {method}: {reason}")
+    for note in report.notes:
+        yield Text(f"\nNote: {note}")
+
+
+def _heading(title: str, value: str = "", style: str = "") -> RenderableType:
+    text = Text.assemble("\n", (title, "bold"), ("  " if value else ""), (value, style))
+    return Padding(text, 0)
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
+    """Name and value side by side; a long value folds under itself and loses nothing."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=15, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _asked(report: Report) -> Iterator[tuple[str, str]]:
+    graph, request = report.best.graph, report.best.request
+    n_forward = len(graph.forward_nodes)
+    yield "graph", f"{len(graph.nodes)} ops, {n_forward} of them forward"
+    yield "device", report.device or "the graph file does not say"
+    yield "costs", report.costs or "as in the graph file"
+    yield "budget", format_both(request.budget_bytes)
+    if request.reserve_bytes:
+        why = f", {report.reserve_reason}" if report.reserve_reason else ""
+        yield "reserve", f"{format_both(request.reserve_bytes)}{why}"
+        yield "to plan with", format_both(request.available_bytes)
+
+
+def _memory(solution: Solution) -> RenderableType:
+    """The breakdown at the peak without the plan and, where that differs, with it."""
+    plain = baseline(solution.graph)
+    before = memory_at(solution.graph, plain, solution.baseline.peak_op)
+    columns = [before]
+    heads = ["without plan", ""]
+    if solution.schedule is not None and solution.trace is not None and _differs(solution):
+        columns.append(memory_at(solution.graph, solution.schedule, solution.trace.peak_op))
+        heads += ["with plan", ""]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=15, no_wrap=True)
+    for _ in heads:
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row("", *(Text(head, style="dim") for head in heads))
+    for name in CATEGORIES:
+        table.add_row(name, *(cell for parts in columns for cell in _part(name, parts)))
+    totals = [cell for parts in columns for cell in (format_size(sum(parts.values())), "")]
+    table.add_row(*(Text(cell, style="bold") for cell in ("peak", *totals)))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _differs(solution: Solution) -> bool:
+    """Whether the plan does anything: a plan that recomputes nothing is the step as it is."""
+    return solution.trace is not None and (
+        solution.trace.n_recomputed > 0 or solution.trace.peak_bytes != solution.baseline.peak_bytes
+    )
+
+
+def _part(name: str, parts: dict[str, int]) -> tuple[str, str]:
+    share = parts[name] / (sum(parts.values()) or 1)
+    return format_size(parts[name]), _percent(share, digits=1) if parts[name] else ""
+
+
+def _peaks(solution: Solution) -> Iterator[tuple[str, str]]:
+    graph = solution.graph
+    yield (
+        "peak without",
+        f"stands at {described(node_at(graph, baseline(graph), solution.baseline))}",
+    )
+    if solution.schedule is not None and solution.trace is not None and _differs(solution):
+        node = node_at(graph, solution.schedule, solution.trace)
+        yield "peak with", f"stands at {described(node)}"
+
+
+def described(node: Node | None) -> str:
+    """An op for a person: name, operator, phase and the module that called it."""
+    if node is None:
+        return "before the first op (all of it is resident)"
+    where = f" in {node.module}" if node.module else ""
+    return f"{node.name} ({node.op}, {node.phase}){where}"
+
+
+def _answer(report: Report) -> Iterator[tuple[str, str]]:
+    solution = report.best
+    yield "method", solution.method
+    if solution.trace is None:
+        yield from _nothing(solution)
+    else:
+        spare = solution.request.available_bytes - solution.trace.peak_bytes
+        yield "peak", f"{format_both(solution.trace.peak_bytes)}, {format_size(spare)} to spare"
+        times = f"{format_time(solution.trace.time_s)}, {format_time(solution.baseline.time_s)}"
+        yield "time of a step", f"{times} without checkpointing"
+        yield "overhead", format_share(solution.overhead)
+    bound = solution.lower_bound_overhead
+    if not math.isinf(bound):
+        yield "lower bound", f"{format_share(bound)}: no schedule within the budget is faster"
+    if solution.gap is not None:
+        yield "gap", f"{_percent(solution.gap)} of the step"
+    if solution.trace is not None:
+        yield "ops run again", str(solution.trace.n_recomputed)
+    yield "planned in", format_time(solution.solve_time_s)
+    for what, path in report.files:
+        yield what, str(path)
+    if solution.trace is not None and not any(what == "schedule" for what, _ in report.files):
+        yield "schedule", "not written; -o schedule.json writes it"
+
+
+def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
+    """Why there is no schedule, and what would be enough."""
+    asked, obstacle = solution.request, solution.obstacle
+    if solution.status == "time_limit":
+        yield "result", "nothing found within the time limit; --time-limit gives it longer"
+    elif proven_infeasible(solution):
+        yield "result", f"no schedule whatever fits {format_both(asked.budget_bytes)}"
+    else:
+        yield "result", f"no schedule of this method fits {format_both(asked.budget_bytes)}"
+    if obstacle is None:
+        return
+    least = least_budget_bytes(solution)
+    if least is not None:
+        yield "least budget", f"{format_both(least)} is the least for which a schedule was found"
+    if obstacle.proven_bytes:
+        floor = format_both(obstacle.proven_bytes + asked.reserve_bytes)
+        yield "proven", f"nothing fits below {floor}"
+    if obstacle.op in solution.graph.node_by_name:
+        yield "in the way", described(solution.graph.node_by_name[obstacle.op])
+        yield "which needs", _needed(solution.graph, obstacle)
+
+
+def _needed(graph: Graph, obstacle: Obstacle) -> str:
+    """The largest tensors at the op in the way, resident ones in one figure."""
+    made = [(n, size) for n, size in obstacle.on_device if n in graph.producer]
+    shown = [f"{name} {format_size(size)}" for name, size in made[:N_SHOWN]]
+    if len(made) > N_SHOWN:
+        rest = sum(size for _, size in made[N_SHOWN:])
+        shown.append(f"{len(made) - N_SHOWN} more {format_size(rest)}")
+    shown.append(f"resident {format_size(graph.resident_bytes)}")
+    return ", ".join(shown)
+
+
+def _comparison(report: Report) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("method")
+    table.add_column("status")
+    for title in ("peak", "overhead", "bound", "gap", "again", "planned in"):
+        table.add_column(title, justify="right", no_wrap=True)
+    chosen = report.best
+    for solution in report.solutions:
+        style = "bold" if solution is chosen and solution.trace is not None else ""
+        table.add_row(*_compared(solution), style=style)
+    for method, _ in report.refused:
+        table.add_row(method, "refused")
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _compared(solution: Solution) -> tuple[str, ...]:
+    trace, bound = solution.trace, solution.lower_bound_overhead
+    return (
+        solution.method,
+        solution.status,
+        "" if trace is None else format_size(trace.peak_bytes),
+        format_share(solution.overhead),
+        "" if math.isinf(bound) else format_share(bound),
+        "" if solution.gap is None else _percent(solution.gap),
+        "" if trace is None else str(trace.n_recomputed),
+        format_time(solution.solve_time_s),
+    )
+
+
+def _measured(found: Verification) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=15, no_wrap=True)
+    for _ in range(4):
+        table.add_column(justify="right", no_wrap=True)
+    heads = ("", "predicted", "measured", "predicted", "measured")
+    table.add_row("", Text("plan", style="dim"), "", Text("without", style="dim"), "")
+    table.add_row(*(Text(head, style="dim") for head in heads))
+    peaks = (found.predicted_peak_bytes, found.measured_peak_bytes)
+    plain_peaks = (found.baseline_predicted_peak_bytes, found.baseline_measured_peak_bytes)
+    table.add_row("peak", *(format_size(size) for size in (*peaks, *plain_peaks)))
+    times = (found.predicted_time_s, found.measured_time_s)
+    plain_times = (found.baseline_predicted_time_s, found.baseline_measured_time_s)
+    table.add_row("time of a step", *(format_time(time) for time in (*times, *plain_times)))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _verified(found: Verification) -> Iterator[tuple[str, str]]:
+    yield "ran on", found.device
+    if found.fits:
+        yield "budget", f"kept: at most {format_both(found.available_bytes)} was to be used"
+    else:
+        over = found.measured_peak_bytes - found.available_bytes
+        yield "budget", f"OVERRUN by {format_both(over)}"
+    if found.reserved_bytes is not None:
+        yield "allocator took", format_both(found.reserved_bytes)
+    if not found.differences:
+        count = f"{found.n_gradients} gradients"
+        yield "bits", f"loss, {count} and buffers are the same, bit for bit, as without the plan"
+        return
+    for difference in found.differences[:N_SHOWN]:
+        yield "DIFFERS", difference
+    if len(found.differences) > N_SHOWN:
+        yield "", f"and {len(found.differences) - N_SHOWN} more"
+
+
+def format_share(share: float | None) -> str:
+    """+4.73 %; empty for None."""
+    return "" if share is None else f"{100 * share:+.2f} %"
+
+
+def _percent(share: float, *, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def format_time(time_s: float) -> str:
+    """Three figures and a unit: 1.23 s, 45.6 ms, 789 us."""
+    for factor, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
+        if time_s >= factor:
+            amount = time_s / factor
+            digits = 0 if amount >= 100 else 1 if amount >= 10 else 2
+            return f"{amount:.{digits}f} {unit}"
+    return f"{time_s:.1e} s" if time_s else "0 s"

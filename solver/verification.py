@@ -1,0 +1,64 @@
+"""What `--verify` found: one training step run both ways beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from solver.solution import Solution
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn, optim
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The measured step with the plan (and without), on the device that it ran on.
+
+    available_bytes: what the plan may take. differences: what is not bit for bit the same with
+    the plan as without, in words ("gradient of head.weight"); empty: all of it is.
+    reserved_bytes: what CUDA's allocator took from the device with the plan (None on the CPU).
+    """
+
+    device: str
+    available_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    baseline_predicted_peak_bytes: int
+    baseline_measured_peak_bytes: int
+    predicted_time_s: float
+    measured_time_s: float
+    baseline_predicted_time_s: float
+    baseline_measured_time_s: float
+    n_gradients: int
+    differences: tuple[str, ...]
+    reserved_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.measured_peak_bytes <= self.available_bytes
+
+    @property
+    def passed(self) -> bool:
+        return self.fits and not self.differences
+
+
+class Verifier(Protocol):
+    """Runs the step both ways; scheduler_runtime.verify has the only one.
+
+    model, batch, optimizer: make them anew, for real. Raises ValueError for a plan that cannot be
+    run here.
+    """
+
+    def __call__(
+        self,
+        solution: Solution,
+        *,
+        model: Callable[[], nn.Module],
+        batch: Callable[[], Any],
+        loss: Callable[[Any, Any], Tensor] | None,
+        optimizer: Callable[[nn.Module], optim.Optimizer],
+        device: str,
+        autocast: str | None,
+    ) -> Verification: ...
