@@ -59,11 +59,12 @@ def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:
 def may_run_again(graph: Graph, node: Node) -> bool:
     """Whether a schedule may run the node a second time.
 
-    Not where a later node makes a view of its output: that node runs once, and its view would stay
-    on the old storage.
+    Not where another node makes a view of its output that cannot be made again: that view would
+    stay on the old storage.
     """
     views = (view for name in node.outputs for view in graph.views.get(name, ()))
-    return node.recomputable and all(graph.producer[view].phase == "forward" for view in views)
+    makers = (node, *(graph.producer[view] for view in views))
+    return all(maker.recomputable and maker.phase == "forward" for maker in makers)
 
 
 def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -> list[str]:
