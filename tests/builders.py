@@ -71,7 +71,7 @@ def uniform_chain(n_blocks: int, *, unit_bytes: int = 1) -> Graph:
 
 
 def odd_graph(seed: int, *, n_forward: int = 7, n_later: int = 5) -> Graph:
-    """A random DAG with every phase: some of its later nodes are the caller's or the optimizer's."""
+    """A random DAG; in some, later nodes are the caller's (outside) or the optimizer's."""
     graph = random_dag(seed=seed, n_forward=n_forward, n_later=n_later)
     if seed % 3:
         return graph

@@ -12,7 +12,7 @@ from solver.rematerialise import baseline, keep
 from solver.schedule import Compute, Free, Op, Schedule
 from solver.simulate import IllegalScheduleError, simulate
 from tests.builders import make, odd_graph, op, plan, uniform_chain
-from tests.referee import Foul, play
+from tests.referee import FoulError, play
 
 
 def curve(graph: Graph, text: str) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def refused(graph: Graph, text: str) -> IllegalScheduleError:
 
 @pytest.fixture
 def step() -> Graph:
-    """x, w resident (10 + 3 bytes); f: a (5), g: b (7), loss: c (1); backward q: d (2) from a, b."""
+    """x, w resident (10 + 3 bytes); f: a (5), g: b (7), loss: c (1); q: d (2) from a, b."""
     return make(
         [
             op("f", "x w", "a", time_s=2.0),
@@ -215,7 +215,7 @@ def agree(graph: Graph, schedule: Schedule) -> bool:
     """Ask both; returns whether the schedule is legal."""
     try:
         time_s, peak_bytes, live_bytes = play(graph, schedule)
-    except Foul:
+    except FoulError:
         with pytest.raises(IllegalScheduleError):
             simulate(graph, schedule)
         return False
