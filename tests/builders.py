@@ -49,6 +49,10 @@ def make(
     )
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 def plan(graph: Graph, text: str) -> Schedule:
     """ "f g -a f": run f, run g, free a, run f."""
     ops = (Free(word[1:]) if word.startswith("-") else Compute(word) for word in text.split())
