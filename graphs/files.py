@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -124,7 +125,7 @@ class Record:
             return math.nan
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(field, value, "a number")
-        if not math.isfinite(value) or value < 0:
+        if not 0 <= value <= sys.float_info.max:  # NaN is neither; whole numbers have no limit
             raise self._wrong(field, value, "a finite number that is not negative")
         return float(value)
 

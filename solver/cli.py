@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from pathlib import Path
 
 from rich.console import Console
 
@@ -106,7 +107,7 @@ def _run(arguments: Arguments) -> int:
 
 def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report:
     """Search, and write what was asked for."""
-    files = []
+    files: list[tuple[str, Path]] = []
     if arguments.graph_out is not None:
         problem.graph.save(arguments.graph_out)
         files.append(("graph", arguments.graph_out))
@@ -120,14 +121,12 @@ def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report
             chosen.save(arguments.schedule_out)
             files.insert(0, ("schedule", arguments.schedule_out))
         if arguments.plot is not None:
-            from solver import plot
-
             with progress.says("drawing"):
-                plot.save(plot.memory(chosen), arguments.plot)
+                _draw_memory(arguments.plot, chosen)
             files.append(("memory plot", arguments.plot))
     if arguments.pareto is not None and not interrupted:
         with progress.says("sweeping budgets for the curve"):
-            _draw_curve(arguments, problem, solutions)
+            _draw_curve(arguments.pareto, arguments, problem, solutions)
         files.append(("budget plot", arguments.pareto))
     return Report(
         problem=problem.name,
@@ -172,19 +171,27 @@ def _search(
     return solutions, refused, False
 
 
-def _draw_curve(arguments: Arguments, problem: Problem, solutions: list[Solution]) -> None:
-    from solver import pareto, plot
+def _draw_memory(path: Path, solution: Solution) -> None:
+    from solver.plot import memory, save  # imports Matplotlib
 
-    assert arguments.pareto is not None
-    curve = pareto.sweep(
+    save(memory(solution), path)
+
+
+def _draw_curve(
+    path: Path, arguments: Arguments, problem: Problem, solutions: list[Solution]
+) -> None:
+    from solver.pareto import N_BUDGETS, sweep
+    from solver.plot import pareto, save  # imports Matplotlib
+
+    curve = sweep(
         problem.graph,
-        methods=arguments.methods,
+        methods=[solution.method for solution in solutions],
         reserve_bytes=problem.reserve_bytes,
-        time_limit_s=arguments.time_limit_s / pareto.N_BUDGETS,
+        time_limit_s=arguments.time_limit_s / N_BUDGETS,
         seed=arguments.seed,
         known=solutions,
     )
-    plot.save(plot.pareto(curve, chosen=best(solutions)), arguments.pareto)
+    save(pareto(curve, chosen=best(solutions)), path)
 
 
 def _verify(problem: Problem, solution: Solution) -> Verification:

@@ -258,8 +258,8 @@ def _is_theirs(filename: str, source: ModelSource) -> bool:
 def _not_theirs() -> Iterator[Path]:
     for kind in ("stdlib", "purelib", "platlib"):
         yield Path(sysconfig.get_path(kind)).resolve()
-    here = Path(__file__).resolve().parent
-    yield from (here, here.parent / "graphs", here.parent / "scheduler_runtime")
+    for module in ("solver", "graphs"):
+        yield from (Path(root).resolve() for root in sys.modules[module].__path__)
 
 
 def _defined(module: ModuleType) -> str:

@@ -1,0 +1,139 @@
+"""Overhead against budget: the same graph planned for many budgets.
+
+A schedule that fits a budget fits every larger one, and a bound for a budget holds for every
+smaller one. The sweep uses both: a cheaper schedule is carried up, a better bound is carried down.
+So along a method's curve the overhead never rises with the budget, and neither does the bound,
+whatever a method happens to find at one budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from solver import bounds
+from solver.rematerialise import baseline
+from solver.simulate import simulate
+from solver.solution import OPTIMAL_GAP, Request, Solution
+from solver.solve import answer
+
+N_BUDGETS = 12
+
+
+@dataclass(frozen=True)
+class Curve:
+    """points: a Solution for each method and budget, in the order of budgets, method by method.
+
+    Where nothing was found a point has no schedule.
+    """
+
+    graph: Graph
+    points: tuple[Solution, ...]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(point.method for point in self.points))
+
+    def of(self, method: str) -> tuple[Solution, ...]:
+        """The points of one method, smallest budget first."""
+        return tuple(point for point in self.points if point.method == method)
+
+
+def sweep(
+    graph: Graph,
+    *,
+    budgets: Iterable[int] | None = None,
+    methods: Sequence[str] = ("auto",),
+    reserve_bytes: int = 0,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    known: Sequence[Solution] = (),
+) -> Curve:
+    """Plan for every budget with every method.
+
+    budgets: bytes for the whole step, reserve included (None: `default_budgets`).
+    time_limit_s: of each search, so the sweep takes at most budgets times methods times this.
+    known: answers for this graph that are there already; their budgets become points as well.
+
+    Raises ValueError for a budget that the reserve takes all of, or when there is none.
+    """
+    asked = default_budgets(graph, reserve_bytes=reserve_bytes) if budgets is None else budgets
+    asked = {*asked, *(solution.request.budget_bytes for solution in known)}
+    if not asked or min(asked) <= reserve_bytes:
+        raise ValueError(
+            f"the smallest budget is {min(asked, default=0)} bytes; it must be above the reserve "
+            f"of {reserve_bytes} bytes"
+        )
+    answers = {(s.method, s.request.budget_bytes): s for s in known}
+    points: list[Solution] = []
+    for method in methods:
+        line = []
+        for budget_bytes in sorted(asked):
+            found = answers.get((method, budget_bytes))
+            if found is None:
+                found = answer(
+                    graph,
+                    Request(
+                        budget_bytes=budget_bytes,
+                        reserve_bytes=reserve_bytes,
+                        method=method,
+                        time_limit_s=time_limit_s,
+                        seed=seed,
+                    ),
+                )
+            line.append(found)
+        points.extend(_schedules_carried_up(line))
+    return Curve(graph=graph, points=tuple(_bounds_carried_down(points)))
+
+
+def default_budgets(
+    graph: Graph, *, reserve_bytes: int = 0, n_budgets: int = N_BUDGETS
+) -> tuple[int, ...]:
+    """Evenly spaced budgets from the least feasible one to the peak without checkpointing."""
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    obstacle = bounds.obstacle(graph)
+    least_bytes = min(obstacle.reached_bytes or obstacle.proven_bytes, peak_bytes)
+    steps = max(1, n_budgets - 1)
+    span_bytes = peak_bytes - least_bytes
+    sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}
+    return tuple(reserve_bytes + size for size in sorted(sizes))
+
+
+def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
+    """line: the answers of one method, smallest budget first."""
+    carried: list[Solution] = []
+    best: Solution | None = None
+    for point in line:
+        if best is not None and _time_s(best) < _time_s(point):
+            point = dataclasses.replace(
+                point, schedule=best.schedule, trace=best.trace, status=best.status, obstacle=None
+            )
+        if point.trace is not None:
+            best = point
+        carried.append(point)
+    return carried
+
+
+def _time_s(point: Solution) -> float:
+    return math.inf if point.trace is None else point.trace.time_s
+
+
+def _bounds_carried_down(points: Sequence[Solution]) -> list[Solution]:
+    """A bound is of the graph and the budget, not of the method: the best at or above counts."""
+    best_s: dict[int, float] = {}
+    running_s = 0.0
+    for point in sorted(points, key=lambda p: p.request.budget_bytes, reverse=True):
+        running_s = max(running_s, point.lower_bound_s)
+        best_s[point.request.budget_bytes] = running_s
+    return [_with_bound(point, best_s[point.request.budget_bytes]) for point in points]
+
+
+def _with_bound(point: Solution, lower_bound_s: float) -> Solution:
+    point = dataclasses.replace(point, lower_bound_s=lower_bound_s)
+    if point.trace is None:
+        return point
+    proven = point.trace.time_s - lower_bound_s <= OPTIMAL_GAP * point.baseline.time_s
+    return dataclasses.replace(point, status="optimal" if proven else "feasible")
