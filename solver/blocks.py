@@ -22,12 +22,12 @@ cuts belongs to no block. Companions are not counted in widths, and methods keep
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import pairwise
 
-from graphs.graph import Graph, Node
+from graphs.graph import Graph
 
 BOTTLENECK = 1.75
 """Memory must rise to this multiple of a moment's width on both sides. Between equal tensors it
@@ -270,26 +270,24 @@ def _backward(
 ) -> tuple[tuple[str, ...], ...]:
     """Give each backward node to a block, from the last to the first.
 
-    A node belongs where the forward tensors that it reads were last used. Some read out of turn (a
-    weight's gradient that was put off, a skip): the descent that disagrees with the fewest is
-    taken. A node that reads none stays in the segment before it, so that what the next block needs
-    is made again as late as possible.
+    A node belongs where the forward pass last used the tensors that it reads (a parameter counts
+    where one block uses it). Some nodes read out of turn: a weight's gradient that was put off, a
+    skip. The longest descent decides; the nodes that are not of it, and those that read nothing of
+    the forward pass, stay in the segment before them.
     """
     block_of = _block_by_position(positions, n_nodes=len(graph.forward_nodes))
-    last_block = {s.name: block_of[s.last_read] for s in storages if s.name not in companions}
+    home = _block_of_resident(graph, block_of)
+    home.update((s.name, block_of[s.last_read]) for s in storages if s.name not in companions)
     nodes = [node for node in graph.later_nodes if node.phase == "backward"]
-    reading: list[tuple[Node, int]] = []
-    for node in nodes:
-        blocks = [last_block[r] for r in map(graph.root, node.inputs) if r in last_block]
-        if blocks:
-            reading.append((node, min(blocks)))
-    fitted = _nearest_descent([block for _, block in reading])
-    block_of_node = {node.name: block for (node, _), block in zip(reading, fitted, strict=True)}
+    homes = [[home[root] for root in map(graph.root, n.inputs) if root in home] for n in nodes]
+    telling = [index for index, blocks in enumerate(homes) if blocks]
+    descent = _longest_descent([min(homes[index]) for index in telling])
+    block_from = {telling[place]: min(homes[telling[place]]) for place in descent}
     segments: list[list[str]] = [[] for _ in range(n_blocks + 1)]
     segments[n_blocks] = [node.name for node in graph.later_nodes if node.phase == "outside"]
     current = n_blocks - 1
-    for node in nodes:
-        current = block_of_node.get(node.name, current)
+    for index, node in enumerate(nodes):
+        current = block_from.get(index, current)
         segments[max(current, 0)].append(node.name)
     return tuple(map(tuple, segments))
 
@@ -304,22 +302,32 @@ def _block_by_position(positions: Sequence[int], *, n_nodes: int) -> list[int]:
     return blocks
 
 
-def _nearest_descent(values: Sequence[int]) -> list[int]:
-    """The sequence that never rises and has the least sum of absolute differences to `values`.
+def _block_of_resident(graph: Graph, block_of: Sequence[int]) -> dict[str, int]:
+    """The block of each resident storage that only one block reads."""
+    readers: dict[str, set[int]] = {}
+    for position, node in enumerate(graph.forward_nodes):
+        for root in map(graph.root, node.inputs):
+            if root not in graph.producer:
+                readers.setdefault(root, set()).add(block_of[position])
+    return {root: blocks.pop() for root, blocks in readers.items() if len(blocks) == 1}
 
-    Isotonic regression in the L1 norm by a heap (the "slope trick"), O(n log n).
-    """
-    heap: list[int] = []  # a min-heap: the sequence is fitted from its falling side
-    tops: list[int] = []
-    for value in values:
-        heappush(heap, value)
-        if heap[0] < value:
-            heappop(heap)
-            heappush(heap, value)
-        tops.append(heap[0])
-    for index in range(len(tops) - 2, -1, -1):
-        tops[index] = max(tops[index], tops[index + 1])
-    return tops
+
+def _longest_descent(values: Sequence[int]) -> list[int]:
+    """The places of a longest subsequence that never rises (patience sorting, O(n log n))."""
+    lowest: list[int] = []  # by length - 1: the last value, negated, of the best descent so far
+    last: list[int] = []  # and its place
+    before: list[int] = []
+    for place, value in enumerate(values):
+        length = bisect_right(lowest, -value)
+        before.append(last[length - 1] if length else -1)
+        lowest[length : length + 1] = [-value]
+        last[length : length + 1] = [place]
+    places: list[int] = []
+    place = last[-1] if last else -1
+    while place >= 0:
+        places.append(place)
+        place = before[place]
+    return places[::-1]
 
 
 def checkpoints(graph: Graph, blocks: Blocks, *, n_whole: int) -> frozenset[str]:
