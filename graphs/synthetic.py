@@ -405,7 +405,7 @@ def random_dag(*, seed: int, n_forward: int, n_later: int) -> Graph:
     tensors = [Tensor(f"p{i}", rng.randint(0, 3), "parameter") for i in range(rng.randint(1, 2))]
     nodes: list[Node] = []
     for i in range(n_forward + n_later):
-        phase: Phase = "forward" if i < n_forward else rng.choice(("backward", "backward"))
+        phase: Phase = "forward" if i < n_forward else "backward"
         inputs = _pick_inputs(rng, tensors, recent=i > 0 and rng.random() < 0.7)
         if rng.random() < 0.12 and inputs:
             nodes.append(_view(rng, i, inputs[0], phase, tensors))

@@ -115,7 +115,7 @@ def auto(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
 
 def _refine(search: Search, cuts: Cuts) -> None:
     """Replay the cuts; where the schedule overflows, cut there too; see the module, step 3."""
-    allowance_bytes = {p: 0 for p in cuts.positions}
+    allowance_bytes = dict.fromkeys(cuts.positions, 0)
     for _ in range(MAX_ROUNDS):
         if cuts.kept is None:
             return

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from graphs.graph import Graph
 from solver.auto import auto
 from solver.every_block import every_block
+from solver.ilp import ilp
 from solver.proposal import Method, Proposal
 from solver.rematerialise import baseline
 from solver.simulate import simulate
@@ -25,6 +26,7 @@ def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
 
 METHODS: Mapping[str, Method] = {
     "auto": auto,
+    "ilp": ilp,
     "none": none,
     "every_block": every_block,
     "sqrt": sqrt,

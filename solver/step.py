@@ -159,15 +159,18 @@ class Step:
         """By forward node: the last moment that anything it makes can serve, over any number of
         recomputations in between.
         """
-        last = [0] * self.n_forward
-        readers: list[list[int]] = [[] for _ in range(self.n_forward)]
+        graph = self.graph
+        unit = {name: u for u, name in enumerate(self.unit_names)}
+        readers: list[list[int]] = [[] for _ in range(self.n_units)]
         for n in range(self.n_forward):
             for u in self.reads[n]:
-                readers[self.maker[u]].append(n)
+                readers[u].append(n)
+        last = [0] * self.n_forward
         for n in reversed(range(self.n_forward)):
-            direct = (self.uses[u][-1] for u in self.makes[n] if self.uses[u])
-            through = (last[m] for m in readers[n] if self.again[m])
-            last[n] = max((*direct, *through), default=0)
+            roots = {graph.root(name) for name in graph.nodes[n].outputs}
+            for u in {unit[root] for root in roots if root in unit}:
+                through = (last[m] for m in readers[u] if m > n and self.again[m])
+                last[n] = max((last[n], *self.uses[u][-1:], *through))
         return tuple(last)
 
     def fits_again(self, *, after: int, before: int, budget_bytes: int) -> npt.NDArray[np.bool_]:
@@ -178,8 +181,10 @@ class Step:
         n_nodes + 1 for up to the end.
         """
         may = np.array(self.again[: self.n_forward], dtype=bool)
-        least_gap = np.minimum.accumulate(self.held_bytes[after + 1 : before + 1])
-        for n in np.flatnonzero(may):
+        least_gap: Bytes = np.minimum.accumulate(self.held_bytes[after + 1 : before + 1])
+        for n in range(self.n_forward):
+            if not may[n]:
+                continue
             window = min(self.last_need[n], before) - after - 1
             window = min(window, len(least_gap) - 1)
             may[n] = window >= 0 and least_gap[window] + self._run_bytes[n] <= budget_bytes
@@ -220,8 +225,10 @@ def _pinned(
         if again[p]:
             continue
         for name in node.outputs:
-            u = unit.get(graph.root(name))
-            if u is None or name in unit or not again[maker[u]]:
+            if name in unit or graph.root(name) not in unit:
+                continue
+            u = unit[graph.root(name)]
+            if not again[maker[u]]:
                 continue
             last = max((position[n.name] for n in graph.consumers[name]), default=p)
             last = len(graph.nodes) if name in outputs else last
