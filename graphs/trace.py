@@ -186,7 +186,14 @@ def _optimizer_of(
     """What the optimizer takes, as plain figures: they travel with the schedule file."""
     if optimizer is None:
         return None
-    cost = optimizer_costs(optimizer, model, device=device, costs=costs)
+    planned_for = hardware.DEVICES.get(str(costs.description.get("device")))
+    cost = optimizer_costs(
+        optimizer,
+        model,
+        device=device,
+        costs=costs,
+        foreach=planned_for is not None and planned_for.kind == "cuda",
+    )
     return {
         "name": cost.name,
         "state_bytes": cost.state_bytes,

@@ -1,0 +1,59 @@
+"""Llama 3 8B's shape from the transformers library, bf16, 1 x 4096 tokens.
+
+    pip install 'checkpoint-solver[transformers]'
+    solve --budget 80GB --device h100 examples/llama.py
+
+Built from its configuration: nothing is downloaded, and planning allocates no weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    raise ImportError(
+        "examples/llama.py needs transformers: pip install 'checkpoint-solver[transformers]'"
+    ) from error
+
+
+class LossOnly(nn.Module):
+    """Returns the loss alone, so that nobody holds the logits (1 GB here) to the end of the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, labels=labels).loss
+
+
+def get_model(
+    n_layers: int = 32,
+    width: int = 4096,
+    mlp_width: int = 14336,
+    n_heads: int = 32,
+    n_kv_heads: int = 8,
+    n_tokens: int = 128256,
+    dtype: torch.dtype = torch.bfloat16,
+) -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=mlp_width,
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv_heads,
+        vocab_size=n_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        use_cache=False,
+    )
+    return LossOnly(LlamaForCausalLM(config).to(dtype)).train()
+
+
+def get_batch(
+    batch_size: int = 1, seq_length: int = 4096, n_tokens: int = 128256
+) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(n_tokens, (batch_size, seq_length))
+    return {"input_ids": tokens, "labels": tokens}
