@@ -20,7 +20,7 @@ except ImportError as error:
 
 
 class LossOnly(nn.Module):
-    """Returns the loss alone, so that nobody holds the logits (1 GB here) to the end of the step."""
+    """Returns the loss alone, so that nobody holds the logits (1 GB) to the end of the step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A language model of LSTM cells (Hochreiter & Schmidhuber 1997), unrolled over 200 steps.
 
-    solve --budget 500MB examples/lstm.py
-    solve --budget 1GB --seq-length 500 examples/lstm.py
+    solve --budget 200MB examples/lstm.py
+    solve --budget 400MB --seq-length 500 examples/lstm.py
 
 nn.LSTM is one opaque operator, of which nothing can be kept or dropped; a loop of cells can be
 scheduled step by step, which is where checkpointing began.

@@ -1,6 +1,6 @@
 """A U-Net (Ronneberger et al. 2015) with four levels of long skips, 8 images of 256 x 256.
 
-    solve --budget 3GB examples/unet.py
+    solve --budget 1GB examples/unet.py
 
 Long skips are what breaks block-level checkpointing: the first activations are read again last.
 """
