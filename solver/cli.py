@@ -195,8 +195,9 @@ def _draw_curve(
 
 
 def _verify(problem: Problem, solution: Solution) -> Verification:
+    assert problem.verify is not None  # a graph file was refused with --verify
     verifier: Verifier = importlib.import_module(VERIFIER).verify
-    return problem.verified(verifier, solution)
+    return problem.verify(verifier, solution)
 
 
 def _exit_code(report: Report) -> Exit:

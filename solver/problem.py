@@ -1,29 +1,43 @@
 """From the command line to a Graph: load or trace, and say for which device and budget.
 
-A graph file is read; a model file is loaded, its model built on the meta device (no weights are
-allocated), and one training step of it traced.
+A graph file is read. A model file is loaded, its model built on the meta device (no weights are
+ever allocated), and one training step of it traced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from graphs.graph import Graph
+from graphs.hardware import Hardware
 from solver.arguments import Arguments, UsageError
-from solver.budget import parse_size
-from solver.model_file import LoadError, parse_source
+from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
+from solver.model_file import LoadError, ModelFile, ModelSource, opened, parse_source
 from solver.solution import Solution
+from solver.target import Target, cost_words, find_target, named_device
 from solver.verification import Verification, Verifier
 
+if TYPE_CHECKING:
+    from torch import nn
+
 Progress = Callable[[str], AbstractContextManager[None]]
+
+NOTABLE_OUTPUT_SHARE = 0.01
+"""Returned tensors beside the loss are worth a note from this share of the baseline's peak on."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned. name, device, costs: for the report. notes: whole sentences."""
+    """What is to be planned. name, device, costs: for the report. notes: whole sentences.
+
+    verify: runs the model both ways through a verifier (None: a graph file holds no model).
+    """
 
     name: str
     graph: Graph
@@ -33,9 +47,7 @@ class Problem:
     reserve_bytes: int
     reserve_reason: str = ""
     notes: tuple[str, ...] = ()
-
-    def verified(self, verifier: Verifier, solution: Solution) -> Verification:
-        raise UsageError("--verify runs the model: a graph file has none; give the model file")
+    verify: Callable[[Verifier, Solution], Verification] | None = None
 
 
 @contextlib.contextmanager
@@ -52,27 +64,178 @@ def opened_problem(arguments: Arguments, *, progress: Progress) -> Iterator[Prob
     source = parse_source(arguments.problem)
     if source is None:
         raise LoadError(
-            f"{arguments.problem!r} is none of model.py[:function], package.module:function, "
+            f"{arguments.problem!r} is none of model.py[:function], package.module:function and "
             "graph.json"
         )
-    raise LoadError("not yet")
+    # What a model file prints must not get into the report or the JSON object.
+    with contextlib.redirect_stdout(sys.stderr), _model_problem(arguments, source, progress) as it:
+        yield it
 
 
 def _graph_problem(arguments: Arguments) -> Problem:
     _refuse_for_graphs(arguments)
+    hardware = None if arguments.device is None else named_device(arguments.device)
+    budget_bytes, reserve_bytes, why_reserve = _sizes(arguments, hardware)
     try:
         graph = Graph.load(arguments.problem)
     except OSError as error:
-        raise LoadError(f"{arguments.problem}: {error.strerror}; give a graph file") from error
+        reason = error.strerror or str(error)
+        raise LoadError(f"{arguments.problem}: {reason}; give a graph file") from error
+    device = (
+        "not named: sizes and times are the graph file's" if hardware is None else hardware.title
+    )
     return Problem(
         name=arguments.problem,
         graph=graph,
-        device="",
-        costs="",
-        budget_bytes=parse_size(arguments.budget),
-        reserve_bytes=0,
+        device=device,
+        costs=cost_words(graph.meta.get("costs", graph.meta.get("cost"))),
+        budget_bytes=budget_bytes,
+        reserve_bytes=reserve_bytes,
+        reserve_reason=why_reserve,
     )
 
 
 def _refuse_for_graphs(arguments: Arguments) -> None:
-    """What a graph file has in it already cannot be asked for again."""
+    """What a graph file has in it already cannot be asked for again; a model it has not."""
+    asked = {
+        "--costs": arguments.costs,
+        "--batch-size": arguments.batch_size,
+        "--seq-length": arguments.seq_length,
+        "--autocast": arguments.autocast,
+        "--accumulate": arguments.accumulate or None,
+        "--verify": arguments.verify or None,
+    }
+    given = [option for option, value in asked.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: a graph file is traced already and holds no model; give the "
+            "model file instead"
+        )
+
+
+def _sizes(arguments: Arguments, hardware: Hardware | None) -> tuple[int, int, str]:
+    """Budget and reserve in bytes, and why the reserve is what it is ("" where it was given)."""
+    capacity_bytes = None if hardware is None else hardware.capacity_bytes
+    budget_bytes = parse_size(arguments.budget, capacity_bytes=capacity_bytes)
+    reserve_bytes, reason = 0, ""
+    if arguments.reserve is not None:
+        reserve_bytes = parse_size(
+            arguments.reserve, capacity_bytes=capacity_bytes, what="reserve", least_bytes=0
+        )
+    elif hardware is not None and hardware.kind == "cuda":
+        reserve_bytes = CUDA_RESERVE_BYTES
+        reason = "for CUDA's context and its allocator's rounding; --reserve sets another"
+    if reserve_bytes >= budget_bytes:
+        raise BudgetError(
+            f"the reserve of {format_both(reserve_bytes)} takes all of the budget of "
+            f"{format_both(budget_bytes)}; give a larger --budget or a smaller --reserve"
+        )
+    return budget_bytes, reserve_bytes, reason
+
+
+@contextlib.contextmanager
+def _model_problem(
+    arguments: Arguments, source: ModelSource, progress: Progress
+) -> Iterator[Problem]:
+    with progress("loading PyTorch"):
+        target = find_target(arguments.device, costs=arguments.costs)
+    budget_bytes, reserve_bytes, why_reserve = _sizes(arguments, target.hardware)
+    asked = {"batch_size": arguments.batch_size, "seq_length": arguments.seq_length}
+    sizes = {name: size for name, size in asked.items() if size is not None}
+    with opened(source, sizes=sizes) as file:
+        with progress(f"tracing {arguments.problem}"):
+            graph, notes = _traced(file, target, arguments)
+        yield Problem(
+            name=f"{arguments.problem} ({graph.meta.get('model', 'model')})",
+            graph=graph,
+            device=target.hardware.title,
+            costs=cost_words(graph.meta.get("costs")),
+            budget_bytes=budget_bytes,
+            reserve_bytes=reserve_bytes,
+            reserve_reason=why_reserve,
+            notes=(*target.notes, *notes),
+            verify=partial(_verified, file, target, arguments.autocast),
+        )
+
+
+def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Graph, list[str]]:
+    """Build on the meta device, trace, and note what a reader of the report should know."""
+    from graphs.trace import TraceError, trace
+
+    notes: list[str] = []
+    model: nn.Module = _on_meta(file.model, "the model", notes)
+    batch = _on_meta(file.batch, "the batch", notes)
+    optimizer = file.optimizer(model)
+    try:
+        with autocast(arguments.autocast, target.torch_device):
+            graph = trace(
+                model,
+                batch,
+                loss=file.loss,
+                optimizer=optimizer,
+                gradients="accumulate" if arguments.accumulate else "fresh",
+                device=target.torch_device,
+                costs=target.costs,
+            )
+    except TraceError as error:
+        raise LoadError(f"{file.source}: {error}") from error
+    if not model.training:
+        notes.append("The model is in evaluation mode, as get_model() returned it.")
+    notes.extend(_note_on_outputs(graph))
+    return graph, notes
+
+
+def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
+    """Build without allocating anything; what reads values while it is built is built for real."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return build()
+    except LoadError as error:
+        built = build()  # raises the real reason, if there is one
+        notes.append(f"Built for real, in memory: {what}, because without values: {error}.")
+        return built
+
+
+def autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
+    """torch.autocast to "bf16" or "fp16" on the device, or nothing (None)."""
+    import torch
+
+    if name is None:
+        return contextlib.nullcontext()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    return torch.autocast(device, dtype=dtype)
+
+
+def _note_on_outputs(graph: Graph) -> Iterator[str]:
+    """What the model returns beside the loss is held to the end of the step."""
+    returned_bytes = sum(
+        tensor.size_bytes
+        for tensor in graph.tensors
+        if tensor.kind == "output" and tensor.name in graph.outputs
+    )
+    all_bytes = sum(t.size_bytes for t in graph.tensors if t.alias_of is None)
+    if returned_bytes > NOTABLE_OUTPUT_SHARE * all_bytes:
+        yield (
+            f"The model returns {format_size(returned_bytes)} of tensors beside the loss; whoever "
+            "holds them holds these bytes to the end of the step. Returning the loss alone frees "
+            "them."
+        )
+
+
+def _verified(
+    file: ModelFile, target: Target, autocast: str | None, verifier: Verifier, solution: Solution
+) -> Verification:
+    try:
+        return verifier(
+            solution,
+            model=file.model,
+            batch=file.batch,
+            loss=file.loss,
+            optimizer=file.optimizer,
+            device=target.torch_device,
+            autocast=autocast,
+        )
+    except MemoryError as error:
+        raise LoadError(f"--verify: not enough memory to run {file.source} here") from error

@@ -78,8 +78,8 @@ def _asked(report: Report) -> Iterator[tuple[str, str]]:
     graph, request = report.best.graph, report.best.request
     n_forward = len(graph.forward_nodes)
     yield "graph", f"{len(graph.nodes)} ops, {n_forward} of them forward"
-    yield "device", report.device or "the graph file does not say"
-    yield "costs", report.costs or "as in the graph file"
+    yield "device", report.device
+    yield "costs", report.costs or "the graph file does not say"
     yield "budget", format_both(request.budget_bytes)
     if request.reserve_bytes:
         why = f", {report.reserve_reason}" if report.reserve_reason else ""
