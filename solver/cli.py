@@ -31,7 +31,7 @@ from solver.problem import Problem, opened_problem
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
 from solver.solution import Request, Solution
 from solver.solve import answer
-from solver.verification import Verification, Verifier
+from solver.verification import Verifier, VerifyError
 
 VERIFIER = "scheduler_runtime.verify"
 """The module whose `verify` runs a step both ways.
@@ -90,11 +90,9 @@ def _run(arguments: Arguments) -> int:
     progress = _Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress=progress.says) as problem:
         report = _plan(arguments, problem, progress)
-        verification = None
         if arguments.verify and report.best.schedule is not None:
             with progress.says("verifying: running the step with and without the plan"):
-                verification = _verify(problem, report.best)
-            report = dataclasses.replace(report, verification=verification)
+                report = _verify(problem, report)
     code = _exit_code(report)
     if arguments.json:
         print(json.dumps({**to_json(report), "exit_code": int(code)}, indent=1, allow_nan=False))
@@ -194,15 +192,21 @@ def _draw_curve(
     save(pareto(curve, chosen=best(solutions)), path)
 
 
-def _verify(problem: Problem, solution: Solution) -> Verification:
+def _verify(problem: Problem, report: Report) -> Report:
+    """The report with what the run found; raises LoadError if the model cannot be built."""
     assert problem.verify is not None  # a graph file was refused with --verify
     verifier: Verifier = importlib.import_module(VERIFIER).verify
-    return problem.verify(verifier, solution)
+    try:
+        verification = problem.verify(verifier, report.best)
+    except VerifyError as error:
+        return dataclasses.replace(report, verify_error=str(error))
+    return dataclasses.replace(report, verification=verification)
 
 
 def _exit_code(report: Report) -> Exit:
     if report.best.schedule is not None:
-        failed = report.verification is not None and not report.verification.passed
+        found = report.verification
+        failed = report.verify_error or (found is not None and not found.passed)
         return Exit.NOT_VERIFIED if failed else Exit.SOLVED
     proven = any(proven_infeasible(solution) for solution in report.solutions)
     late = any(solution.status == "time_limit" for solution in report.solutions)
@@ -214,7 +218,8 @@ def _why(code: Exit, report: Report) -> str:
     solution = report.best
     budget = format_both(solution.request.budget_bytes)
     if code is Exit.NOT_VERIFIED:
-        assert report.verification is not None
+        if report.verification is None:
+            return f"--verify: {report.verify_error}"
         if not report.verification.fits:
             return "--verify: the measured peak is above the budget"
         return f"--verify: not the same bits: {report.verification.differences[0]}"

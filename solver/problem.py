@@ -18,10 +18,10 @@ from graphs.graph import Graph
 from graphs.hardware import Hardware
 from solver.arguments import Arguments, UsageError
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
-from solver.model_file import LoadError, ModelFile, ModelSource, opened, parse_source
+from solver.model_file import LoadError, ModelFile, ModelSource, located, opened, parse_source
 from solver.solution import Solution
 from solver.target import Target, cost_words, find_target, named_device
-from solver.verification import Verification, Verifier
+from solver.verification import Verification, Verifier, VerifyError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -205,7 +205,8 @@ def autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
     if name is None:
         return contextlib.nullcontext()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    return torch.autocast(device, dtype=dtype)
+    context: AbstractContextManager[Any] = torch.autocast(device, dtype=dtype)
+    return context
 
 
 def _note_on_outputs(graph: Graph) -> Iterator[str]:
@@ -227,6 +228,7 @@ def _note_on_outputs(graph: Graph) -> Iterator[str]:
 def _verified(
     file: ModelFile, target: Target, autocast: str | None, verifier: Verifier, solution: Solution
 ) -> Verification:
+    """Raises LoadError (the file, when it builds for real), VerifyError (the run)."""
     try:
         return verifier(
             solution,
@@ -237,5 +239,7 @@ def _verified(
             device=target.torch_device,
             autocast=autocast,
         )
-    except MemoryError as error:
-        raise LoadError(f"--verify: not enough memory to run {file.source} here") from error
+    except LoadError:
+        raise
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise VerifyError(located(error, file.source)) from error

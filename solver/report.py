@@ -26,7 +26,7 @@ class Report:
     problem: what was given. device, costs: in words, "" where the graph file says nothing.
     solutions: one, or one per method of a comparison. refused: method -> why it gave no answer.
     files: (what, path) of each file written. notes: whole sentences. reserve_reason: where the
-    reserve comes from, "" if the caller named it.
+    reserve comes from, "" if the caller named it. verify_error: why the step could not be run.
     """
 
     problem: str
@@ -37,6 +37,7 @@ class Report:
     files: tuple[tuple[str, Path], ...] = ()
     notes: tuple[str, ...] = ()
     verification: Verification | None = None
+    verify_error: str = ""
     reserve_reason: str = ""
 
     @property
@@ -92,7 +93,7 @@ def to_json(report: Report) -> dict[str, Any]:
         **_answer(answer),
         "methods": [_answer(solution) for solution in report.solutions],
         "refused": dict(report.refused),
-        "verification": _verification(report.verification),
+        "verification": _verification(report),
         "files": {what: str(path) for what, path in report.files},
         "notes": list(report.notes),
     }
@@ -141,13 +142,19 @@ def _infeasible(solution: Solution) -> dict[str, Any]:
         "least_budget_bytes": least_budget_bytes(solution),
         "proven_budget_bytes": proven_bytes,
         "op": _op(node),
-        "on_device": [list(item) for item in obstacle.on_device] if obstacle else [],
+        "resident_bytes": solution.graph.resident_bytes,
+        "on_device": [
+            {"tensor": name, "size_bytes": size_bytes}
+            for name, size_bytes in (obstacle.on_device if obstacle else ())
+            if name in solution.graph.producer
+        ],
     }
 
 
-def _verification(found: Verification | None) -> dict[str, Any] | None:
+def _verification(report: Report) -> dict[str, Any] | None:
+    found = report.verification
     if found is None:
-        return None
+        return {"passed": False, "error": report.verify_error} if report.verify_error else None
     return {**asdict(found), "fits": found.fits, "passed": found.passed}
 
 

@@ -53,6 +53,9 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield _heading("Verified", "passed" if passed else "FAILED", style)
         yield _measured(report.verification)
         yield _pairs(_verified(report.verification))
+    if report.verify_error:
+        yield _heading("Verified", "FAILED", "bold red")
+        yield _pairs([("reason", report.verify_error)])
     for method, reason in report.refused:
         yield Text(f"\nRefused by {method}: {reason}")
     for note in report.notes:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
 
+class VerifyError(ValueError):
+    """The step cannot be run both ways here; says why."""
+
+
 @dataclass(frozen=True)
 class Verification:
     """The measured step with the plan (and without), on the device that it ran on.
@@ -47,8 +51,8 @@ class Verification:
 class Verifier(Protocol):
     """Runs the step both ways; scheduler_runtime.verify has the only one.
 
-    model, batch, optimizer: make them anew, for real. Raises ValueError for a plan that cannot be
-    run here.
+    model, batch, optimizer: make them anew, for real. Raises ValueError for a plan that does not
+    fit the model; RuntimeError and MemoryError for a step that cannot be run here.
     """
 
     def __call__(

@@ -1,0 +1,214 @@
+"""One training step run both ways, on this machine: is the plan kept, and are the bits the same.
+
+    solve --budget 8GB --verify model.py
+
+First the bits: from the same parameters, buffers and random state, the step is run without the plan
+and with it, and loss, every gradient and every buffer must be equal bit for bit. Then the figures:
+peak and time of the step, optimizer included, without and with the plan, beside the prediction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs.capture import as_call, find_loss
+from scheduler_runtime.apply import apply, remove
+from scheduler_runtime.measure import Measurement, measure
+from solver.solution import Solution
+from solver.verification import Verification
+
+SEED = 0
+N_TIMED_STEPS = 1
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def verify(
+    solution: Solution,
+    *,
+    model: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    loss: Loss | None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    device: str,
+    autocast: str | None,
+) -> Verification:
+    """Run the step of `solution` with and without its plan. See solver.verification.Verifier.
+
+    Takes the memory of the step without the plan. Raises ValueError: no plan, or one that does not
+    fit the model; RuntimeError, MemoryError: the step cannot be run here.
+    """
+    if solution.schedule is None or solution.trace is None:
+        raise ValueError(f"there is no plan to verify: the status is {solution.status}")
+    torch.manual_seed(SEED)
+    bench = _Bench(
+        inner=model().to(device),
+        batch=_moved(batch(), device),
+        loss=loss,
+        optimizer=optimizer,
+        autocast=autocast,
+        gradients=str(solution.environment.get("gradients", "fresh")),
+    )
+    start = bench.state()
+    plain = bench.bits(start)
+    with bench.planned(solution):
+        differences = _differences(plain, bench.bits(start))
+    baseline = bench.measured(start)
+    with bench.planned(solution):
+        planned = bench.measured(start)
+    return Verification(
+        device=_title(device),
+        available_bytes=solution.request.available_bytes,
+        predicted_peak_bytes=solution.trace.peak_bytes,
+        measured_peak_bytes=planned.peak_bytes,
+        baseline_predicted_peak_bytes=solution.baseline.peak_bytes,
+        baseline_measured_peak_bytes=baseline.peak_bytes,
+        predicted_time_s=solution.trace.time_s,
+        measured_time_s=planned.time_s,
+        baseline_predicted_time_s=solution.baseline.time_s,
+        baseline_measured_time_s=baseline.time_s,
+        n_gradients=sum(name.startswith("gradient of ") for name in plain),
+        differences=tuple(differences),
+        reserved_bytes=planned.reserved_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A model and all that its step needs, to be run several times from the same state."""
+
+    inner: nn.Module
+    batch: Any
+    loss: Loss | None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    autocast: str | None
+    gradients: str
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.inner.parameters()), torch.device("cpu"))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers as they are, on the host, so that they take no device memory."""
+        named = {**dict(self.inner.named_parameters()), **dict(self.inner.named_buffers())}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Back to `state`, without gradients, with the random numbers that follow the seed."""
+        named = {**dict(self.inner.named_parameters()), **dict(self.inner.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in named.items():
+                tensor.copy_(state[name])
+        for parameter in self.inner.parameters():
+            parameter.grad = None
+        gc.collect()
+        torch.manual_seed(SEED)
+
+    @contextlib.contextmanager
+    def planned(self, solution: Solution) -> Iterator[None]:
+        apply(self.inner, solution)
+        try:
+            yield
+        finally:
+            remove(self.inner)
+
+    def bits(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Loss, gradients and buffers after a step; two steps where gradients add up."""
+        self.restore(state)
+        args, kwargs = as_call(self.batch)
+        for _ in range(2 if self.gradients == "accumulate" else 1):
+            with self._autocast():
+                output = self.inner(*args, **kwargs)
+                value = find_loss(output) if self.loss is None else self.loss(output, self.batch)
+            value.backward()
+        found = {"the loss": value}
+        for name, parameter in self.inner.named_parameters():
+            if parameter.grad is not None:
+                found[f"gradient of {name}"] = parameter.grad
+        found.update({f"buffer {name}": b for name, b in self.inner.named_buffers()})
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
+
+    def measured(self, state: Mapping[str, torch.Tensor]) -> Measurement:
+        """Peak and time of the step with its optimizer."""
+        self.restore(state)
+        return measure(
+            _ForwardUnder(self.inner, self._autocast),
+            self.batch,
+            loss=None if self.loss is None else self._loss_under_autocast,
+            optimizer=self.optimizer(self.inner),
+            gradients=self.gradients,
+            n_steps=N_TIMED_STEPS,
+        )
+
+    def _loss_under_autocast(self, output: Any, batch: Any) -> torch.Tensor:
+        assert self.loss is not None
+        with self._autocast():
+            return self.loss(output, batch)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.autocast])
+
+
+class _ForwardUnder(nn.Module):
+    """Calls a module inside a context: autocast is for the forward pass, not for the backward."""
+
+    def __init__(
+        self, inner: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self.context = context
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.context():
+            return self.inner(*args, **kwargs)
+
+
+def _differences(
+    plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """What is not the same bits, in words."""
+    missing = [f"{name} is missing" for name in plain if name not in planned]
+    extra = [f"{name} is there with the plan only" for name in planned if name not in plain]
+    changed = [
+        f"{name}: {_how(plain[name], planned[name])}"
+        for name in plain
+        if name in planned and not _same_bits(plain[name], planned[name])
+    ]
+    return missing + extra + changed
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal as bytes: NaN equals NaN, and -0 is not 0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(*as_bytes)
+
+
+def _how(one: torch.Tensor, other: torch.Tensor) -> str:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return (
+            f"{tuple(other.shape)} {other.dtype}, without the plan {tuple(one.shape)} {one.dtype}"
+        )
+    n_different = int((one != other).sum())
+    return f"{n_different} of {one.numel()} numbers differ"
+
+
+def _moved(batch: Any, device: str) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+
+
+def _title(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "the CPU of this machine"
