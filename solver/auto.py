@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from graphs.graph import Graph
 from solver.bounds import GAP, binding_cut
 from solver.cut import Cuts, solve_cuts
-from solver.proposal import Proposal
+from solver.proposal import InterruptedSearchError, Proposal
 from solver.replay import Played, play, replay
 from solver.schedule import Schedule
 from solver.simulate import IllegalScheduleError
@@ -99,9 +99,23 @@ class Search:
 
 
 def auto(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """The best schedule found and the proven bound; see the module."""
+    """The best schedule found and the proven bound; see the module.
+
+    Ctrl-C raises InterruptedSearchError with what was best by then.
+    """
     step = Step.of(graph)
     search = Search(step, budget_bytes, time.monotonic() + time_limit_s)
+    try:
+        _run(search, seed=seed)
+    except KeyboardInterrupt as interrupt:
+        search.timed_out = True
+        raise InterruptedSearchError(search.proposal()) from interrupt
+    return search.proposal()
+
+
+def _run(search: Search, *, seed: int) -> None:
+    """The steps of the module's docstring; `search` keeps what they find."""
+    step, budget_bytes, time_limit_s = search.step, search.budget_bytes, search.left_s
     search.offer(replay(step, {}))
     binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     search.lost_share = binding.lost_share
@@ -110,7 +124,6 @@ def auto(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
         _refine(search, binding.cuts)
     if not search.done:
         _ask_others(search, seed=seed)
-    return search.proposal()
 
 
 def _refine(search: Search, cuts: Cuts) -> None:

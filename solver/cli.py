@@ -30,7 +30,7 @@ from solver.model_file import LoadError, SizeError
 from solver.problem import Problem, opened_problem
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
 from solver.solution import Request, Solution
-from solver.solve import answer
+from solver.solve import InterruptedSolveError, attempt, explained
 from solver.verification import Verifier, VerifyError
 
 VERIFIER = "scheduler_runtime.verify"
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.SOLVED
     except KeyboardInterrupt:
-        message = "interrupted before a schedule was found"
+        message = "interrupted"
         return _failed(Exit.INTERRUPTED, message, as_json=arguments.json)
 
 
@@ -123,9 +123,12 @@ def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report
                 _draw_memory(arguments.plot, chosen)
             files.append(("memory plot", arguments.plot))
     if arguments.pareto is not None and not interrupted:
-        with progress.says("sweeping budgets for the curve"):
-            _draw_curve(arguments.pareto, arguments, problem, solutions)
-        files.append(("budget plot", arguments.pareto))
+        try:
+            with progress.says("sweeping budgets for the curve"):
+                _draw_curve(arguments.pareto, arguments, problem, solutions)
+            files.append(("budget plot", arguments.pareto))
+        except KeyboardInterrupt:
+            notes.append("Interrupted while the curve was computed: it is not drawn.")
     return Report(
         problem=problem.name,
         device=problem.device,
@@ -141,9 +144,9 @@ def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report
 def _search(
     arguments: Arguments, problem: Problem, progress: _Progress
 ) -> tuple[list[Solution], list[tuple[str, str]], bool]:
-    """The answer of each method; a comparison goes on past a method that refuses the graph.
+    """The answer of each method, what refused the graph, and whether Ctrl-C ended the search.
 
-    Ctrl-C ends the search; raises KeyboardInterrupt if no method has answered by then.
+    Ctrl-C gives the best so far; raises KeyboardInterrupt if nothing has been found by then.
     """
     solutions: list[Solution] = []
     refused: list[tuple[str, str]] = []
@@ -157,15 +160,23 @@ def _search(
         )
         try:
             with progress.says(f"searching with {method} ({len(problem.graph.nodes)} ops)"):
-                solutions.append(answer(problem.graph, request))
+                solutions.append(attempt(problem.graph, request))
         except ValueError as error:  # the graph is not one for this method, and it says why
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error
             refused.append((method, str(error)))
+        except InterruptedSolveError as interrupt:
+            solutions.append(interrupt.solution)
+            if best(solutions).schedule is None:
+                raise
+            return solutions, refused, True
         except KeyboardInterrupt:
             if not solutions:
                 raise
             return solutions, refused, True
+    if best(solutions).schedule is None:
+        with progress.says("searching for the least budget"):
+            solutions[0] = explained(solutions[0])
     return solutions, refused, False
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph
 from solver import bounds
+from solver.least import least_peak_bytes
 from solver.rematerialise import baseline
 from solver.simulate import simulate
 from solver.solution import OPTIMAL_GAP, Request, Solution
-from solver.solve import answer
+from solver.solve import attempt
 
 N_BUDGETS = 12
 
@@ -60,8 +61,11 @@ def sweep(
 
     Raises ValueError for a budget that the reserve takes all of, or when there is none.
     """
-    asked = default_budgets(graph, reserve_bytes=reserve_bytes) if budgets is None else budgets
-    asked = {*asked, *(solution.request.budget_bytes for solution in known)}
+    if budgets is None:
+        budgets = default_budgets(
+            graph, method=methods[0], reserve_bytes=reserve_bytes, time_limit_s=time_limit_s
+        )
+    asked = {*budgets, *(solution.request.budget_bytes for solution in known)}
     if not asked or min(asked) <= reserve_bytes:
         raise ValueError(
             f"the smallest budget is {min(asked, default=0)} bytes; it must be above the reserve "
@@ -74,7 +78,7 @@ def sweep(
         for budget_bytes in sorted(asked):
             found = answers.get((method, budget_bytes))
             if found is None:
-                found = answer(
+                found = attempt(
                     graph,
                     Request(
                         budget_bytes=budget_bytes,
@@ -90,12 +94,25 @@ def sweep(
 
 
 def default_budgets(
-    graph: Graph, *, reserve_bytes: int = 0, n_budgets: int = N_BUDGETS
+    graph: Graph,
+    *,
+    method: str = "auto",
+    reserve_bytes: int = 0,
+    time_limit_s: float = 10.0,
+    n_budgets: int = N_BUDGETS,
 ) -> tuple[int, ...]:
-    """Evenly spaced budgets from the least feasible one to the peak without checkpointing."""
+    """Evenly spaced budgets from the least feasible one found to the peak without checkpointing.
+
+    method: the one that searches for the least budget, for at most time_limit_s.
+    """
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    obstacle = bounds.obstacle(graph)
-    least_bytes = min(obstacle.reached_bytes or obstacle.proven_bytes, peak_bytes)
+    least_bytes = least_peak_bytes(
+        graph,
+        proven_bytes=bounds.obstacle(graph).proven_bytes,
+        method=method,
+        time_limit_s=time_limit_s,
+        seed=0,
+    )
     steps = max(1, n_budgets - 1)
     span_bytes = peak_bytes - least_bytes
     sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}

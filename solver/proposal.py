@@ -23,6 +23,14 @@ class Proposal:
     timed_out: bool = False
 
 
+class InterruptedSearchError(KeyboardInterrupt):
+    """Ctrl-C ended a search that can still say what was best; to all others a KeyboardInterrupt."""
+
+    def __init__(self, proposal: Proposal) -> None:
+        super().__init__("the search was interrupted")
+        self.proposal = proposal
+
+
 class Method(Protocol):
     """Finds a schedule whose peak, by the judge, is at most `budget_bytes`.
 

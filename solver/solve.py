@@ -7,6 +7,7 @@ signature of `proposal.Method` and a line in `methods.METHODS`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -15,14 +16,23 @@ from typing import TYPE_CHECKING, Any
 from graphs.graph import Graph
 from solver import bounds
 from solver.budget import BudgetError, parse_size
+from solver.least import least_peak_bytes
 from solver.methods import METHODS
-from solver.proposal import Proposal
+from solver.proposal import InterruptedSearchError, Proposal
 from solver.rematerialise import baseline as baseline_schedule
 from solver.simulate import Trace, simulate
 from solver.solution import OPTIMAL_GAP, Request, Solution, Status
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+class InterruptedSolveError(KeyboardInterrupt):
+    """Ctrl-C ended the search; `solution` is what was best by then (perhaps without a schedule)."""
+
+    def __init__(self, solution: Solution) -> None:
+        super().__init__("the search was interrupted")
+        self.solution = solution
 
 
 def solve(
@@ -69,11 +79,19 @@ def solve(
 
 
 def answer(graph: Graph, request: Request, *, started_s: float | None = None) -> Solution:
-    """Run the requested method on a graph and have its proposal judged."""
+    """`attempt`, and where nothing was found `explained`. Raises InterruptedSolveError."""
+    return explained(attempt(graph, request, started_s=started_s))
+
+
+def attempt(graph: Graph, request: Request, *, started_s: float | None = None) -> Solution:
+    """Run the requested method on a graph and have its proposal judged.
+
+    Raises InterruptedSolveError on Ctrl-C, with the best so far.
+    """
     started_s = time.monotonic() if started_s is None else started_s
     plain = baseline_schedule(graph)
     baseline = simulate(graph, plain)
-    proposal, lower_bound_s = _propose(graph, request, Proposal(plain), baseline)
+    proposal, lower_bound_s, interrupted = _propose(graph, request, Proposal(plain), baseline)
     trace = None
     if proposal.schedule is not None:
         trace = simulate(graph, proposal.schedule)
@@ -82,9 +100,8 @@ def answer(graph: Graph, request: Request, *, started_s: float | None = None) ->
                 f"method {request.method} proposed a schedule whose peak is {trace.peak_bytes} "
                 f"bytes, above {request.available_bytes}; please report this as a bug"
             )
-    status = _status(proposal, trace, baseline, lower_bound_s)
-    return Solution(
-        status=status,
+    solution = Solution(
+        status=_status(proposal, trace, baseline, lower_bound_s),
         graph=graph,
         schedule=proposal.schedule,
         trace=trace,
@@ -93,27 +110,59 @@ def answer(graph: Graph, request: Request, *, started_s: float | None = None) ->
         lower_bound_s=lower_bound_s,
         method=request.method,
         solve_time_s=time.monotonic() - started_s,
-        obstacle=bounds.obstacle(graph) if trace is None else None,
     )
+    if interrupted is not None:
+        raise InterruptedSolveError(solution) from interrupted
+    return solution
+
+
+def explained(solution: Solution) -> Solution:
+    """With the obstacle told if there is no schedule: the least budget, and the op in the way.
+
+    Searches for the least budget by the solution's own method, at most as long again.
+    """
+    if solution.schedule is not None or solution.obstacle is not None:
+        return solution
+    obstacle = bounds.obstacle(solution.graph)
+    if obstacle.reached_bytes is None:
+        reached_bytes = least_peak_bytes(
+            solution.graph,
+            proven_bytes=max(obstacle.proven_bytes, solution.request.available_bytes + 1),
+            method=solution.method,
+            time_limit_s=solution.request.time_limit_s,
+            seed=solution.request.seed,
+        )
+        obstacle = dataclasses.replace(obstacle, reached_bytes=reached_bytes)
+    return dataclasses.replace(solution, obstacle=obstacle)
 
 
 def _propose(
     graph: Graph, request: Request, plain: Proposal, baseline: Trace
-) -> tuple[Proposal, float]:
+) -> tuple[Proposal, float, KeyboardInterrupt | None]:
+    """The method's proposal, the best bound, and the Ctrl-C that ended the search, if one did."""
     if baseline.peak_bytes <= request.available_bytes and request.method == "auto":
-        return plain, baseline.time_s
+        return plain, baseline.time_s, None
     begun_s = time.monotonic()
-    proposal = METHODS[request.method](
-        graph,
-        budget_bytes=request.available_bytes,
-        time_limit_s=request.time_limit_s,
-        seed=request.seed,
-    )
+    try:
+        proposal = METHODS[request.method](
+            graph,
+            budget_bytes=request.available_bytes,
+            time_limit_s=request.time_limit_s,
+            seed=request.seed,
+        )
+    except InterruptedSearchError as interrupt:
+        proposal = interrupt.proposal
+        return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt
     if request.method == "auto":  # its own proof includes the bound
-        return proposal, max(proposal.lower_bound_s, baseline.time_s)
+        return proposal, max(proposal.lower_bound_s, baseline.time_s), None
     left_s = max(1.0, request.time_limit_s - (time.monotonic() - begun_s))
-    bound_s = bounds.lower_bound_s(graph, budget_bytes=request.available_bytes, time_limit_s=left_s)
-    return proposal, max(proposal.lower_bound_s, bound_s, baseline.time_s)
+    try:
+        bound_s = bounds.lower_bound_s(
+            graph, budget_bytes=request.available_bytes, time_limit_s=left_s
+        )
+    except KeyboardInterrupt as interrupt:
+        return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt
+    return proposal, max(proposal.lower_bound_s, bound_s, baseline.time_s), None
 
 
 def _status(

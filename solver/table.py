@@ -180,7 +180,10 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
         return
     least = least_budget_bytes(solution)
     if least is not None:
-        yield "least budget", f"{format_both(least)} is the least for which a schedule was found"
+        yield (
+            "least budget",
+            f"{format_both(least)} is the least for which {solution.method} found a schedule",
+        )
     if obstacle.proven_bytes:
         floor = format_both(obstacle.proven_bytes + asked.reserve_bytes)
         yield "proven", f"nothing fits below {floor}"
