@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from graphs.capture import Call, TraceError, environment_of
+from graphs.costs import CostModel, from_description
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
 from scheduler_runtime.function import run_step
@@ -160,12 +161,14 @@ class PlannedForward:
                     f"the plan does not fit this call of {type(self._model).__name__}: {reason}; "
                     'plan again, or apply(..., on_mismatch="replan")'
                 )
+            step = self._trace(call, costs=from_description(self.plan.environment.get("costs", {})))
             schedule = replan(step.graph, self.plan.request, self.plan.environment, reason)
+            part = step.graph.module_part()
         schedule = _module_schedule(schedule, part)
         simulate(part, schedule)  # a file may say anything: the judge has the last word
         return _Compiled(step, compile_schedule(step, schedule))
 
-    def _trace(self, call: Call) -> StepTrace:
+    def _trace(self, call: Call, *, costs: CostModel | None = None) -> StepTrace:
         gradient_outputs = tuple(self.plan.environment["gradient_outputs"])
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         self._tracing = True
@@ -176,7 +179,7 @@ class PlannedForward:
                 device=device,
                 choose=lambda _output: gradient_outputs,
                 gradients=self.plan.environment.get("gradients", "fresh"),
-                costs=None,
+                costs=costs,
             )
         finally:
             self._tracing = False

@@ -95,9 +95,11 @@ class Solution:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Where the graph was traced: torch, device type, shapes, dtypes, train, autocast."""
+        """Where the graph was traced: torch, device type, shapes, dtypes, train, autocast, costs."""
         value = self.graph.meta.get("environment", {})
-        return value if isinstance(value, Mapping) else {}
+        if not isinstance(value, Mapping):
+            return {}
+        return {**value, "costs": self.graph.meta.get("costs", {})}
 
     def save(self, path: str | Path) -> None:
         """Write schedule.json (format schedule/1), whole or not at all."""
