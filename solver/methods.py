@@ -26,8 +26,8 @@ def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
 
 METHODS: Mapping[str, Method] = {
     "auto": auto,
-    "ilp": ilp,
     "none": none,
     "every_block": every_block,
     "sqrt": sqrt,
+    "ilp": ilp,
 }
