@@ -21,8 +21,8 @@ from solver.rematerialise import keep
 
 def every_block(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """One checkpoint per block; the last block is recomputed only if it must be. No randomness."""
-    search = Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
-    blocks = cut(graph)
-    for n_whole in (1, 0):
-        search.fits(keep(graph, checkpoints(graph, blocks, n_whole=n_whole)))
-    return search.proposal()
+    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+        blocks = cut(graph)
+        for n_whole in (1, 0):
+            search.fits(keep(graph, checkpoints(graph, blocks, n_whole=n_whole)))
+        return search.proposal()

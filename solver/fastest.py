@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import Self
 
 from graphs.graph import Graph
-from solver.proposal import Proposal
+from solver.proposal import InterruptedSearchError, Proposal
 from solver.schedule import Schedule
 from solver.simulate import Trace, simulate
 
@@ -15,7 +16,8 @@ from solver.simulate import Trace, simulate
 class Fastest:
     """Judges schedules for one budget, within one time limit, and keeps the best.
 
-    Of equally fast schedules the one with the smaller peak is kept, then the first.
+    Of equally fast schedules the one with the smaller peak is kept, then the first. As a context
+    it hands on the best so far when the search is interrupted (Ctrl-C).
     """
 
     def __init__(self, graph: Graph, *, budget_bytes: int, time_limit_s: float) -> None:
@@ -24,6 +26,14 @@ class Fastest:
         self._deadline_s = time.monotonic() + time_limit_s
         self._best: tuple[Trace, Schedule] | None = None
         self._stopped = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is KeyboardInterrupt:
+            self._stopped = True
+            raise InterruptedSearchError(self.proposal()) from None
 
     def fits(self, schedule: Schedule) -> bool:
         """Have the schedule judged, remember it if it is the best so far."""

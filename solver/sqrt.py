@@ -32,14 +32,12 @@ N_SEGMENTS_GROWTH = 1.5
 
 def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """The fastest of the segment counts whose schedule fits. No randomness."""
-    search = Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
-    finest = cut(graph)
-    for n_segments in segment_counts(finest.n_blocks):
-        segments = finest if n_segments == finest.n_blocks else cut(graph, max_blocks=n_segments)
-        _keep_last_segments(graph, segments, search)
-        if search.time_is_up():
-            break
-    return search.proposal()
+    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+        for n_segments in segment_counts(cut(graph).n_blocks):
+            _keep_last_segments(graph, cut(graph, max_blocks=n_segments), search)
+            if search.time_is_up():
+                break
+        return search.proposal()
 
 
 def _keep_last_segments(graph: Graph, segments: Blocks, search: Fastest) -> None:

@@ -12,8 +12,9 @@ from graphs.graph import Graph
 from solver.blocks import cut
 from solver.every_block import every_block
 from solver.methods import METHODS
-from solver.proposal import Proposal
+from solver.proposal import InterruptedSearchError, Proposal
 from solver.rematerialise import baseline
+from solver.schedule import Schedule
 from solver.simulate import Trace, simulate
 from solver.sqrt import segment_counts, sqrt
 from tests.brute_force import fastest
@@ -169,14 +170,13 @@ def test_every_block_of_one_op_keeps_everything() -> None:
 
 
 def test_sqrt_on_a_chain_by_hand() -> None:
-    # 16 bytes: x_1 is dropped and made again for b_2 and that is all there is to gain, twice …
-    assert recomputed("sqrt", 16, 18) == 0
-    # Four segments of four, all but the last recomputed but for their ends: 3 * 3. At the loss
-    # x_0, x_4, x_8, x_12 .. x_16 and g_16; later less.
+    # Four segments of four, the last one whole, of the others all but the end made again: 3 * 3.
+    # At the loss there are x_0, x_4, x_8, x_12, x_13 .. x_16 and g_16: 9 bytes.
     assert recomputed("sqrt", 16, 9) == 9
-    assert recomputed("sqrt", 16, 5) is None
+    # Each byte more is one tensor kept.
     counts = [recomputed("sqrt", 16, budget_bytes) for budget_bytes in range(18, 8, -1)]
     assert counts == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert recomputed("sqrt", 16, 5) is None
 
 
 @pytest.mark.parametrize("name", [name for name in ON_BLOCKS if name != "every_block"])
@@ -215,3 +215,25 @@ def test_the_last_block_is_dropped_only_if_it_must_be() -> None:
     assert (roomy.n_recomputed, tight.n_recomputed) == (0, 1)
     again = judged(graph, sqrt(graph, budget_bytes=31, time_limit_s=9.0, seed=0))
     assert again is not None
+
+
+@pytest.mark.parametrize("name", ON_BLOCKS)
+def test_an_interrupted_search_hands_on_the_best_so_far(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = synthetic.residual(n_blocks=6)
+    n_judged = 0
+
+    def judge(graph: Graph, schedule: Schedule) -> Trace:
+        nonlocal n_judged
+        n_judged += 1
+        if n_judged == 2:
+            raise KeyboardInterrupt
+        return simulate(graph, schedule)
+
+    monkeypatch.setattr("solver.fastest.simulate", judge)
+    with pytest.raises(InterruptedSearchError) as caught:
+        run(name, graph, share(graph, 0.9))
+    assert caught.value.proposal.timed_out
+    if name == "every_block":  # its first schedule fits
+        assert caught.value.proposal.schedule is not None
