@@ -232,19 +232,29 @@ def located(error: BaseException, source: ModelSource) -> str:
     """One line: file, line and reason of an error in a person's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}"
+    if isinstance(error, SyntaxError):
+        place = f"{_shown(error.filename, source)}, line {error.lineno}" if error.lineno else source
+        return f"{place}: SyntaxError: {error.msg}"
     if isinstance(error, SystemExit):
         reason = f"it ended the program (sys.exit({error.code!r}))"
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if _is_theirs(frame.filename, source)]
     if not theirs:
         return f"{source}: {reason}"
-    return f"{theirs[-1].filename}, line {theirs[-1].lineno}: {reason}"
+    return f"{_shown(theirs[-1].filename, source)}, line {theirs[-1].lineno}: {reason}"
+
+
+def _shown(filename: str | None, source: ModelSource) -> str:
+    """The file as the person named it, where it is that one."""
+    if filename is None or isinstance(source.place, str):
+        return filename or str(source)
+    return str(source) if Path(filename).resolve() == source.place.resolve() else filename
 
 
 def _is_theirs(filename: str, source: ModelSource) -> bool:
     """Whether a frame is of the person's code: their file or one near it, no library, not ours."""
+    if filename.startswith("<"):  # no file: code that was generated, or Python's own
+        return False
     file = Path(filename).resolve()
     if any(file.is_relative_to(directory) for directory in _not_theirs()):
         return False
@@ -274,4 +284,4 @@ def _defined(module: ModuleType) -> str:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"

@@ -7,6 +7,7 @@ ever allocated), and one training step of it traced.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str], AbstractContextManager[None]]
 
 NOTABLE_OUTPUT_SHARE = 0.01
-"""Returned tensors beside the loss are worth a note from this share of the baseline's peak on."""
+NOTABLE_OUTPUT_BYTES = 10**6
+"""Tensors returned beside the loss are worth a note from these bytes and share of all on."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
     batch = _on_meta(file.batch, "the batch", notes)
     optimizer = file.optimizer(model)
     try:
-        with autocast(arguments.autocast, target.torch_device):
+        with autocast(arguments.autocast, target.torch_device), _quiet_logs():
             graph = trace(
                 model,
                 batch,
@@ -178,7 +180,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
                 costs=target.costs,
             )
     except TraceError as error:
-        raise LoadError(f"{file.source}: {error}") from error
+        raise LoadError(f"{file.source}: {error}{_called_with(error, batch)}") from error
     if not model.training:
         notes.append("The model is in evaluation mode, as get_model() returned it.")
     notes.extend(_note_on_outputs(graph))
@@ -194,7 +196,7 @@ def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
             return build()
     except LoadError as error:
         built = build()  # raises the real reason, if there is one
-        notes.append(f"Built for real, in memory: {what}, because without values: {error}.")
+        notes.append(f"{what.capitalize()} was built for real, in memory; without values: {error}.")
         return built
 
 
@@ -209,6 +211,30 @@ def autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
     return context
 
 
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Fake tensors log a traceback of what they raise; the one line that we print says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _called_with(error: Exception, batch: Any) -> str:
+    """What the model was called with, if it was in the model that something failed."""
+    if error.__cause__ is None:
+        return ""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    tensors = [item for item in pytree.tree_leaves(batch) if isinstance(item, torch.Tensor)]
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+    return f"; get_batch() gave {', '.join(shown) or 'no tensor'}"
+
+
 def _note_on_outputs(graph: Graph) -> Iterator[str]:
     """What the model returns beside the loss is held to the end of the step."""
     returned_bytes = sum(
@@ -217,7 +243,7 @@ def _note_on_outputs(graph: Graph) -> Iterator[str]:
         if tensor.kind == "output" and tensor.name in graph.outputs
     )
     all_bytes = sum(t.size_bytes for t in graph.tensors if t.alias_of is None)
-    if returned_bytes > NOTABLE_OUTPUT_SHARE * all_bytes:
+    if returned_bytes > max(NOTABLE_OUTPUT_BYTES, NOTABLE_OUTPUT_SHARE * all_bytes):
         yield (
             f"The model returns {format_size(returned_bytes)} of tensors beside the loss; whoever "
             "holds them holds these bytes to the end of the step. Returning the loss alone frees "
