@@ -5,50 +5,66 @@
 2. **Schedule.** `solver.replay` keeps S there, recomputes the rest just in time, and the judge says
    what it really peaks at. The recompute time is the cut's own cost: if the schedule fits, the
    bound is met up to the MILP's gap, and the answer is optimal over everything the judge accepts.
-3. **Several cuts at once** where it overflows somewhere else: the overflowing moments join, each
-   with its row of bytes and with an allowance for what the recomputation right before it takes;
-   solve again, replay again. The same program without allowances is a relaxation, so its dual
-   bound sharpens the proof.
-4. **The other methods** are asked where a gap is left, so `auto` is never worse than they are by
-   more than the gap that it reports.
+3. **Eviction** where it overflows: `solver.evict` runs the step within the budget, dropping what S
+   does not hold first and then what is cheapest to lose; `solver.improve` takes out recomputation
+   for which there was room after all.
+4. **Several cuts at once**: the moments that overflowed join, each with its row of bytes; the
+   program is a relaxation, so its dual bound sharpens the proof, and its sets are replayed and
+   guide the eviction. A moment that overflows again gets an allowance for what the recomputation
+   right before it takes; from then on the program is a heuristic and proves nothing.
+5. **Search** over the eviction's scores, by repeatable random factors, where a gap is left.
+6. **The other methods** are asked last, so `auto` is never worse than they are by more than GAP.
 
-The idea of rounding a relaxation and replaying it under the true memory rules is that of Jain et
-al. 2020 (Checkmate, section 5) and of Beaumont et al. (rotor: persistent schedules); the cuts are
-ours. Proven: the bound, always; optimality where the gap closes. Not proven: that a schedule is
-found where one exists, and anything about a gap that is left, which may be the bound's fault.
+Rounding a relaxation and replaying it under the true memory rules is in the spirit of Jain et al.
+2020 (Checkmate, section 5), the eviction in that of Kirisame et al. 2021 (DTR); the cuts are ours.
+Proven: the bound, always; optimality where the gap closes. Not proven: that a schedule is found
+where one exists, and anything about a gap that is left, which may be the bound's fault.
 
-Work is limited by counts of moments, rounds and branch-and-bound nodes, so the same input gives the
-same schedule whatever the machine's load; the clock ends the search only as the last resort, and
-then the proposal says so.
+Work is limited by counts of moments, rounds, branch-and-bound nodes and evictions, so the same
+input and seed give the same schedule whatever the machine's load; the clock ends the search only
+as the last resort, and then the proposal says so.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from graphs.graph import Graph
 from solver.bounds import GAP, binding_cut
-from solver.cut import Cuts, solve_cuts
+from solver.cut import CutProgram, Cuts, solve_cuts
+from solver.evict import evict
+from solver.improve import improve
 from solver.proposal import InterruptedSearchError, Proposal
 from solver.replay import Played, play, replay
 from solver.schedule import Schedule
 from solver.simulate import IllegalScheduleError
+from solver.solution import OPTIMAL_GAP
 from solver.step import Step
 
-MAX_ROUNDS = 12
+MAX_ROUNDS = 6
 """Times that the overflowing moments are added to the cuts."""
-N_NEW_MOMENTS = 4
+N_NEW_MOMENTS = 3
 """Moments that one round adds at most."""
-MAX_COLUMNS = 6000
-"""Of a program with several cuts: beyond it the LP alone is slow."""
+MAX_COLUMNS = 2500
+"""Of a program with several cuts: beyond it a branch-and-bound node takes seconds."""
+NODE_LIMIT = 20
+"""Branch-and-bound nodes for several cuts."""
+PATIENCE = (1.0, 0.5, 2.0)
+"""Exponents of the distance to the next use that the eviction tries."""
+MAX_WORK = 100_000
+"""Ops in the schedules that the search over weights tries: about two seconds."""
 
 
 @dataclass
 class Search:
-    """The best schedule and the best bound so far, for one graph and one budget."""
+    """The best schedule and the best bound so far, for one graph and one budget.
+
+    work: ops in the schedules tried. guide, patience: of the eviction that gave the best.
+    """
 
     step: Step
     budget_bytes: int
@@ -56,7 +72,9 @@ class Search:
     best: Played | None = None
     lost_share: float = 0.0
     timed_out: bool = False
-    tried: set[str] = field(default_factory=set)
+    work: int = 0
+    guide: Mapping[int, frozenset[int]] | None = None
+    patience: float = 1.0
 
     def offer(self, schedule: Schedule) -> Played | None:
         """Judge it; keep it if it fits and is faster than the best. None: not legal."""
@@ -89,6 +107,11 @@ class Search:
             self.timed_out = True
         return self.timed_out or self.gap <= GAP or math.isinf(self.lost_share)
 
+    @property
+    def close(self) -> bool:
+        """Whether more search is not worth its time: optimal as `Solution` says it, or done."""
+        return self.done or self.gap <= OPTIMAL_GAP
+
     def proposal(self) -> Proposal:
         baseline_s = self.step.graph.baseline_time_s
         return Proposal(
@@ -99,53 +122,50 @@ class Search:
 
 
 def auto(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """The best schedule found and the proven bound; see the module.
-
-    Ctrl-C raises InterruptedSearchError with what was best by then.
-    """
+    """The best schedule found and the proven bound; see the module."""
     step = Step.of(graph)
     search = Search(step, budget_bytes, time.monotonic() + time_limit_s)
-    try:
-        _run(search, seed=seed)
-    except KeyboardInterrupt as interrupt:
-        search.timed_out = True
-        raise InterruptedSearchError(search.proposal()) from interrupt
-    return search.proposal()
-
-
-def _run(search: Search, *, seed: int) -> None:
-    """The steps of the module's docstring; `search` keeps what they find."""
-    step, budget_bytes, time_limit_s = search.step, search.budget_bytes, search.left_s
     search.offer(replay(step, {}))
+    if search.done:
+        return search.proposal()
     binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     search.lost_share = binding.lost_share
     search.timed_out = binding.timed_out
     if not search.done and binding.cuts is not None:
         _refine(search, binding.cuts)
     if not search.done:
+        _evict_all(search, None)
+    if not search.close:
+        _search_weights(search, seed=seed)
+    if not search.done:
         _ask_others(search, seed=seed)
+    return search.proposal()
 
 
 def _refine(search: Search, cuts: Cuts) -> None:
-    """Replay the cuts; where the schedule overflows, cut there too; see the module, step 3."""
+    """Replay the cuts; where the schedule overflows, cut there too; see the module, steps 2 to 4."""
     allowance_bytes = dict.fromkeys(cuts.positions, 0)
     for _ in range(MAX_ROUNDS):
         if cuts.kept is None:
             return
-        played = search.offer(
-            replay(search.step, dict(zip(cuts.positions, cuts.kept, strict=True)))
-        )
+        guide = dict(zip(cuts.positions, cuts.kept, strict=True))
+        played = search.offer(replay(search.step, guide))
         if played is None or search.done:
             return
         over = _overflowing(played, search.budget_bytes)
-        if not over:
+        if over:
+            _evict_all(search, guide)
+        if not over or search.close:
             return
         for p in over:
             if p in allowance_bytes:
                 allowance_bytes[p] += played.stage_bytes[p] - search.budget_bytes
             else:
-                allowance_bytes[p] = played.stage_bytes[p] - played.own_bytes[p]
-        if len(allowance_bytes) * search.step.n_forward * 2 > MAX_COLUMNS:
+                allowance_bytes[p] = 0
+        program = CutProgram(
+            search.step, positions=sorted(allowance_bytes), budget_bytes=search.budget_bytes
+        )
+        if program.n_columns > MAX_COLUMNS:
             return
         cuts = _solve(search, allowance_bytes)
 
@@ -158,7 +178,7 @@ def _solve(search: Search, allowance_bytes: Mapping[int, int]) -> Cuts:
         budget_bytes=search.budget_bytes,
         whole=True,
         allowance_bytes=allowance_bytes,
-        node_limit=100,
+        node_limit=NODE_LIMIT,
         time_limit_s=search.left_s,
     )
     if not any(allowance_bytes.values()):
@@ -176,6 +196,51 @@ def _overflowing(played: Played, budget_bytes: int) -> list[int]:
         if len(chosen) < N_NEW_MOMENTS and all(abs(p - q) > 5 for q in chosen):
             chosen.append(p)
     return chosen
+
+
+def _evict_all(search: Search, guide: Mapping[int, frozenset[int]] | None) -> None:
+    """Greedy eviction with each patience, each taken to its local optimum."""
+    for patience in PATIENCE:
+        if not search.done:
+            _evict(search, guide, patience, None)
+
+
+def _evict(
+    search: Search,
+    guide: Mapping[int, frozenset[int]] | None,
+    patience: float,
+    weights: Sequence[float] | None,
+) -> float:
+    """Offer one eviction's schedule; its seconds (inf: none)."""
+    step, budget_bytes = search.step, search.budget_bytes
+    schedule = evict(
+        step, budget_bytes=budget_bytes, guide=guide, patience=patience, weights=weights
+    )
+    if schedule is None:
+        return math.inf
+    search.work += len(schedule.ops)
+    played = search.offer(improve(step, schedule, budget_bytes=budget_bytes))
+    if played is None:
+        return math.inf
+    if search.best is played:
+        search.guide, search.patience = guide, patience
+    return played.trace.time_s
+
+
+def _search_weights(search: Search, *, seed: int) -> None:
+    """Change the factors of a few units at random, keep what is no worse; see the module, step 5."""
+    rng = random.Random(seed)
+    n_units = search.step.n_units
+    best = [1.0] * n_units
+    best_s = _evict(search, search.guide, search.patience, best)
+    limit = search.work + MAX_WORK
+    while search.work < limit and not search.close:
+        search.work += search.step.n_nodes
+        share = rng.choice((0.02, 0.1, 0.4))
+        weights = [w * math.exp(rng.gauss(0.0, 1.0)) if rng.random() < share else w for w in best]
+        time_s = _evict(search, search.guide, search.patience, weights)
+        if time_s <= best_s:
+            best, best_s = weights, time_s
 
 
 def _ask_others(search: Search, *, seed: int) -> None:

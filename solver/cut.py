@@ -43,8 +43,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from solver.highs import Answer, Program
 from solver.step import Step
 
@@ -93,6 +91,10 @@ class CutProgram:
         self.rerun: list[dict[int, int]] = []
         for k in range(len(self.positions)):
             self._add_moment(k)
+
+    @property
+    def n_columns(self) -> int:
+        return len(self.program.cost)
 
     def _add_moment(self, k: int) -> None:
         step, p = self.step, self.positions[k]
@@ -202,8 +204,3 @@ def solve_cuts(
         whole=whole, gap=gap, node_limit=node_limit, time_limit_s=time_limit_s
     )
     return program.read(answer)
-
-
-def hopeless(step: Step, *, budget_bytes: int) -> bool:
-    """Whether some op alone has more on the device than the budget, in any schedule."""
-    return int(np.max(step.least_bytes)) > budget_bytes

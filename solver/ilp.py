@@ -81,6 +81,8 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
             break
         if n_sweeps == 1 and stages.n_variables <= SMALL_VARIABLES:
             lost_share = max(lost_share, _bound_at_all_moments(step, budget_bytes, left_s))
+            if math.isinf(lost_share):
+                return Proposal(None, math.inf)
         solution = _solve(stages, lost_share=lost_share, time_limit_s=left_s)
         timed_out = timed_out or solution.timed_out
         if found is None or solution.time_s < found.time_s:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from solver.step import Step
 
-MAX_VARIABLES = 40_000
+MAX_VARIABLES = 20_000
 """Beyond this many variables the search takes hours, and the method refuses."""
 
 
