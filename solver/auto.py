@@ -122,12 +122,26 @@ class Search:
 
 
 def auto(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """The best schedule found and the proven bound; see the module."""
+    """The best schedule found and the proven bound; see the module.
+
+    Ctrl-C raises InterruptedSearchError with what was best by then.
+    """
     step = Step.of(graph)
     search = Search(step, budget_bytes, time.monotonic() + time_limit_s)
+    try:
+        _run(search, seed=seed)
+    except KeyboardInterrupt as interrupt:
+        search.timed_out = True
+        raise InterruptedSearchError(search.proposal()) from interrupt
+    return search.proposal()
+
+
+def _run(search: Search, *, seed: int) -> None:
+    """The steps of the module's docstring; `search` keeps what they find."""
+    step, budget_bytes, time_limit_s = search.step, search.budget_bytes, search.left_s
     search.offer(replay(step, {}))
     if search.done:
-        return search.proposal()
+        return
     binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     search.lost_share = binding.lost_share
     search.timed_out = binding.timed_out
@@ -139,11 +153,10 @@ def auto(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
         _search_weights(search, seed=seed)
     if not search.done:
         _ask_others(search, seed=seed)
-    return search.proposal()
 
 
 def _refine(search: Search, cuts: Cuts) -> None:
-    """Replay the cuts; where the schedule overflows, cut there too; see the module, steps 2 to 4."""
+    """Replay the cuts; where the schedule overflows, cut there too: the module's steps 2 to 4."""
     allowance_bytes = dict.fromkeys(cuts.positions, 0)
     for _ in range(MAX_ROUNDS):
         if cuts.kept is None:
@@ -228,7 +241,7 @@ def _evict(
 
 
 def _search_weights(search: Search, *, seed: int) -> None:
-    """Change the factors of a few units at random, keep what is no worse; see the module, step 5."""
+    """Change the factors of a few units at random, keep what is no worse: step 5."""
     rng = random.Random(seed)
     n_units = search.step.n_units
     best = [1.0] * n_units

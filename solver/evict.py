@@ -84,7 +84,7 @@ class _Run:
         return self._bring(step.graph.outputs)
 
     def _drop_dead(self, p: int) -> None:
-        """What later nodes made goes after its last use; forward units wait until bytes are short."""
+        """What later nodes made goes after its last use; forward units stay while bytes last."""
         step = self.step
         for u in (*step.reads[p], *step.makes[p]):
             if step.maker[u] >= step.n_forward and not any(q > p for q in step.uses[u]):

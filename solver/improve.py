@@ -36,7 +36,7 @@ def improve(step: Step, schedule: Schedule, *, budget_bytes: int) -> Schedule:
 
 
 def _one_pass(step: Step, schedule: Schedule, budget_bytes: int) -> Schedule | None:
-    """Take out all runs that fit, by the bytes that were there at the start and have grown since."""
+    """Take out all runs that fit, by the bytes there at the start and what was added since."""
     graph = step.graph
     trace = simulate(graph, schedule)
     order = schedule.order
