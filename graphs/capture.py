@@ -32,6 +32,7 @@ from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
 from graphs.eager_kernels import eager_kernels
+from graphs.library_branches import eager_branches
 
 
 class TraceError(ValueError):
@@ -165,6 +166,7 @@ def capture(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling())
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
+        stack.enter_context(eager_branches())
         stack.enter_context(_module_paths(model))
         try:
             joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
