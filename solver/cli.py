@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
 import sys
@@ -57,6 +58,9 @@ class Exit(IntEnum):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status. argv: without the program's name."""
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal cannot show must not end the report.
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = parse(words)
@@ -238,7 +242,7 @@ def _why(code: Exit, report: Report) -> str:
         return f"nothing found for {budget} within the time limit; --time-limit gives it longer"
     line = f"infeasible: nothing fits {budget}"
     if not any(proven_infeasible(s) for s in report.solutions):
-        line = f"infeasible: {solution.method} found nothing that fits {budget}"
+        line = f"infeasible: method {solution.method} finds nothing that fits {budget}"
     least_bytes = least_budget_bytes(solution)
     if least_bytes is not None:
         line += f"; the least budget found is {format_both(least_bytes)}"

@@ -182,7 +182,7 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
     if least is not None:
         yield (
             "least budget",
-            f"{format_both(least)} is the least for which {solution.method} found a schedule",
+            f"{format_both(least)} is the least for which method {solution.method} found a schedule",
         )
     if obstacle.proven_bytes:
         floor = format_both(obstacle.proven_bytes + asked.reserve_bytes)
