@@ -127,13 +127,13 @@ def find_loss(output: Any) -> torch.Tensor:
     if len(candidates) != 1 or not isinstance(candidates[0], torch.Tensor):
         raise TraceError(
             f"the model returns {_described(output)}, in which no single loss can be found; return "
-            "a scalar, or something with .loss, or give loss=function(output, batch)"
+            "a scalar, or something with .loss, or give a loss function of (output, batch)"
         )
     loss = candidates[0]
     if loss.numel() != 1 or not loss.is_floating_point():
         raise TraceError(
             f"the loss must be one floating-point number; it is {_described(loss)}; reduce it "
-            "(mean or sum), or give loss=function(output, batch)"
+            "(mean or sum), or give a loss function of (output, batch)"
         )
     if not loss.requires_grad:
         raise TraceError(

@@ -180,10 +180,8 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
         return
     least = least_budget_bytes(solution)
     if least is not None:
-        yield (
-            "least budget",
-            f"{format_both(least)} is the least for which method {solution.method} found a schedule",
-        )
+        words = f"is the least for which method {solution.method} found a schedule"
+        yield "least budget", f"{format_both(least)} {words}"
     if obstacle.proven_bytes:
         floor = format_both(obstacle.proven_bytes + asked.reserve_bytes)
         yield "proven", f"nothing fits below {floor}"
