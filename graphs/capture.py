@@ -384,12 +384,18 @@ def _reason(model: nn.Module, error: Exception) -> str:
     return f"{type(model).__name__} cannot be traced{place}: {type(error).__name__}: {what}"
 
 
-def environment_of(call: Call, model: nn.Module) -> dict[str, Any]:
-    """What the traced graph depends on: another value of any of these is another graph."""
-    device = next((p.device.type for p in model.parameters()), "cpu")
+def environment_of(
+    call: Call, model: nn.Module, *, device: torch.device | None = None
+) -> dict[str, Any]:
+    """What the traced graph depends on: another value of any of these is another graph.
+
+    device: where the step runs (None: where the model is).
+    """
+    here = next((p.device for p in model.parameters()), torch.device("cpu"))
+    kind = (here if device is None else device).type
     autocast = (
-        str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-        if device != "meta" and torch.is_autocast_enabled(device)
+        str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if kind != "meta" and torch.is_autocast_enabled(kind)
         else None
     )
     return {

@@ -122,7 +122,7 @@ def trace_module(
             },
             "costs": {} if costs is None else dict(costs.description),
             "environment": {
-                **environment_of(call, model),
+                **environment_of(call, model, device=device),
                 "device": _kind_of(device),
                 "gradients": gradients,
                 "gradient_outputs": list(captured.gradient_outputs),

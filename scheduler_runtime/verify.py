@@ -157,7 +157,10 @@ class _Bench:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=_DTYPES[self.autocast])
+        context: contextlib.AbstractContextManager[Any] = torch.autocast(
+            self.device.type, dtype=_DTYPES[self.autocast]
+        )
+        return context
 
 
 class _ForwardUnder(nn.Module):
@@ -194,7 +197,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(*as_bytes)
+    return bool(torch.equal(*as_bytes))
 
 
 def _how(one: torch.Tensor, other: torch.Tensor) -> str:

@@ -32,6 +32,20 @@ def test_a_model_file_is_traced_and_planned(model_file, tmp_path, capsys):
     assert json.loads(Path(schedule).read_text())["environment"]["shapes"] == [[64, 32]]
 
 
+def test_autocast_is_part_of_the_step(model_file, tmp_path):
+    schedule = tmp_path / "s.json"
+    options = ["--budget", "1MB", "--device", "cpu", "--autocast", "bf16", "--quiet"]
+    assert main([*options, "-o", str(schedule), model_file()]) == 0
+    assert json.loads(schedule.read_text())["environment"]["autocast"] == "bfloat16"
+
+
+def test_accumulated_gradients_are_there_from_the_start(model_file, capsys):
+    options = ["--budget", "1MB", "--device", "cpu", "--accumulate", "--json"]
+    assert main([*options, model_file()]) == 0
+    baseline = json.loads(capsys.readouterr().out)["baseline"]
+    assert baseline["memory_bytes"]["gradients"] >= baseline["memory_bytes"]["parameters"]
+
+
 def test_sizes_reach_the_functions_that_take_them(model_file, capsys):
     path = model_file(
         ("def get_model():", "def get_model(seq_length=7):\n    assert seq_length == 9")
