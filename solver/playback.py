@@ -8,7 +8,7 @@ again right before it is read. What nobody reads is not run again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from graphs.graph import Graph
 from solver.blocks import Blocks
@@ -91,8 +91,8 @@ class Playback:
         self._order += missing_computes(graph, lost_views(graph, self._order), self._available)
         return free_after_last_use(graph, without_dead_computes(graph, self._order))
 
-    def _run_first(self, block: int) -> Sequence[str]:
-        nodes = self._blocks.forward[block - 1]
+    def _run_first(self, block: int) -> list[str]:
+        nodes = list(self._blocks.forward[block - 1])
         self._ran.add(block)
         self._order += nodes
         for node in nodes:
