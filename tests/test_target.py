@@ -29,10 +29,9 @@ def test_what_drivers_call_their_cards(torch_name, capacity_gib, name):
     assert card_called(torch_name, capacity_bytes=int(capacity_gib * 2**30)) is DEVICES[name]
 
 
-@pytest.mark.parametrize("torch_name", ["NVIDIA GeForce RTX 3090 Ti X", "AMD Instinct MI300X", ""])
+@pytest.mark.parametrize("torch_name", ["NVIDIA GeForce RTX 2080", "AMD Instinct MI300X", ""])
 def test_a_card_that_nobody_listed_is_not_guessed(torch_name):
-    found = card_called(torch_name, capacity_bytes=24 * 2**30)
-    assert found is None or found.name in torch_name.lower().replace(" ", "")
+    assert card_called(torch_name, capacity_bytes=24 * 2**30) is None
 
 
 def test_a_device_that_does_not_exist_is_refused_with_those_that_do():
