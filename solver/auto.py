@@ -12,7 +12,8 @@
    program is a relaxation, so its dual bound sharpens the proof, and its sets are replayed and
    guide the eviction. A moment that overflows again gets an allowance for what the recomputation
    right before it takes; from then on the program is a heuristic and proves nothing.
-5. **Search** over the eviction's scores, by repeatable random factors, where a gap is left.
+5. **Search** over the eviction's scores, by repeatable random factors, where a gap is left; for a
+   graph of some ten nodes the integer program of `solver.ilp` instead.
 6. **The other methods** are asked last, so `auto` is never worse than they are by more than GAP.
 
 Rounding a relaxation and replaying it under the true memory rules is in the spirit of Jain et al.
@@ -37,12 +38,14 @@ from graphs.graph import Graph
 from solver.bounds import GAP, binding_cut
 from solver.cut import CutProgram, Cuts, solve_cuts
 from solver.evict import evict
+from solver.ilp import ilp
 from solver.improve import improve
 from solver.proposal import InterruptedSearchError, Proposal
 from solver.replay import Played, play, replay
 from solver.schedule import Schedule
 from solver.simulate import IllegalScheduleError
 from solver.solution import OPTIMAL_GAP
+from solver.stages import Stages, TooLargeError
 from solver.step import Step
 
 MAX_ROUNDS = 6
@@ -53,17 +56,19 @@ MAX_COLUMNS = 2500
 """Of a program with several cuts: beyond it a branch-and-bound node takes seconds."""
 NODE_LIMIT = 20
 """Branch-and-bound nodes for several cuts."""
+SMALL_VARIABLES = 500
+"""Of an integer program that takes about a second."""
 PATIENCE = (1.0, 0.5, 2.0)
 """Exponents of the distance to the next use that the eviction tries."""
 MAX_WORK = 100_000
-"""Ops in the schedules that the search over weights tries: about two seconds."""
+"""Ops that the search over weights runs on paper: about two seconds."""
 
 
 @dataclass
 class Search:
     """The best schedule and the best bound so far, for one graph and one budget.
 
-    work: ops in the schedules tried. guide, patience: of the eviction that gave the best.
+    work: ops run on paper. guide, patience: of the eviction that gave the best.
     """
 
     step: Step
@@ -149,7 +154,7 @@ def _run(search: Search, *, seed: int) -> None:
         _refine(search, binding.cuts)
     if not search.done:
         _evict_all(search, None)
-    if not search.close:
+    if not search.done and not _solve_small(search, seed=seed) and not search.close:
         _search_weights(search, seed=seed)
     if not search.done:
         _ask_others(search, seed=seed)
@@ -226,18 +231,43 @@ def _evict(
 ) -> float:
     """Offer one eviction's schedule; its seconds (inf: none)."""
     step, budget_bytes = search.step, search.budget_bytes
-    schedule = evict(
+    evicted = evict(
         step, budget_bytes=budget_bytes, guide=guide, patience=patience, weights=weights
     )
-    if schedule is None:
+    search.work += 1 + evicted.n_runs
+    if evicted.schedule is None:
         return math.inf
-    search.work += len(schedule.ops)
-    played = search.offer(improve(step, schedule, budget_bytes=budget_bytes))
+    search.work += len(evicted.schedule.order)
+    played = search.offer(improve(step, evicted.schedule, budget_bytes=budget_bytes))
     if played is None:
         return math.inf
     if search.best is played:
         search.guide, search.patience = guide, patience
     return played.trace.time_s
+
+
+def _solve_small(search: Search, *, seed: int) -> bool:
+    """Whether the graph was small enough for the integer program, which then found the best."""
+    if search.step.n_nodes > 40:
+        return False
+    try:
+        stages = Stages.of(search.step, budget_bytes=search.budget_bytes, n_sweeps=1)
+    except TooLargeError:
+        return False
+    if stages.n_variables > SMALL_VARIABLES:
+        return False
+    proposal = ilp(
+        search.step.graph,
+        budget_bytes=search.budget_bytes,
+        time_limit_s=max(search.left_s, 0.1),
+        seed=seed,
+    )
+    if proposal.schedule is not None:
+        search.offer(proposal.schedule)
+    search.lost_share = max(
+        search.lost_share, proposal.lower_bound_s / (search.step.graph.baseline_time_s or 1.0) - 1.0
+    )
+    return not proposal.timed_out
 
 
 def _search_weights(search: Search, *, seed: int) -> None:
@@ -248,7 +278,6 @@ def _search_weights(search: Search, *, seed: int) -> None:
     best_s = _evict(search, search.guide, search.patience, best)
     limit = search.work + MAX_WORK
     while search.work < limit and not search.close:
-        search.work += search.step.n_nodes
         share = rng.choice((0.02, 0.1, 0.4))
         weights = [w * math.exp(rng.gauss(0.0, 1.0)) if rng.random() < share else w for w in best]
         time_s = _evict(search, search.guide, search.patience, weights)

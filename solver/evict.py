@@ -25,6 +25,14 @@ MAX_RUNS = 4
 """Runs per node of the graph after which a search that thrashes is given up."""
 
 
+@dataclass(frozen=True)
+class Evicted:
+    """schedule: within the budget, or None when the greedy rule got stuck. n_runs: the work."""
+
+    schedule: Schedule | None
+    n_runs: int
+
+
 def evict(
     step: Step,
     *,
@@ -32,17 +40,17 @@ def evict(
     guide: Mapping[int, Collection[int]] | None = None,
     patience: float = 1.0,
     weights: Sequence[float] | None = None,
-) -> Schedule | None:
-    """A schedule within the budget, or None when the greedy rule gets stuck.
+) -> Evicted:
+    """Run the step greedily within the budget.
 
     guide: by moment, units that should be there then: they are dropped last. patience: the exponent
     of the distance to the next use. weights: by unit, factors on the score, for a search over them.
     """
     run = _Run(step, budget_bytes, dict(guide or {}), patience, weights)
     if not run.all():
-        return None
+        return Evicted(None, len(run.order))
     order = without_dead_computes(step.graph, run.order)
-    return free_after_last_use(step.graph, order)
+    return Evicted(free_after_last_use(step.graph, order), len(run.order))
 
 
 @dataclass

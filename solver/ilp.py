@@ -34,6 +34,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,14 +279,17 @@ class _Model:
 
 def _solve(stages: Stages, *, lost_share: float, time_limit_s: float) -> IlpSolution:
     graph = stages.step.graph
-    model = _Model(stages, lost_share=lost_share)
     started_s = time.monotonic()
-    model.problem.solve(_solver(time_limit_s))
+    with warnings.catch_warnings():
+        # PuLP 3 announces the names of PuLP 4, which PuLP 2 does not know.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = _Model(stages, lost_share=lost_share)
+        model.problem.solve(_solver(time_limit_s))
     late = time.monotonic() - started_s >= 0.95 * time_limit_s
     status = pulp.LpStatus[model.problem.status]
     if status == "Infeasible":
         return IlpSolution(None, math.inf, math.inf, timed_out=False)
-    values = [column.value() for column in model.problem.variables()]
+    values = [column.value() for sweep in model.sweeps for column in sweep.rerun.values()]
     if model.problem.sol_status not in (
         pulp.LpSolutionOptimal,
         pulp.LpSolutionIntegerFeasible,
@@ -304,9 +308,13 @@ def _solve(stages: Stages, *, lost_share: float, time_limit_s: float) -> IlpSolu
 
 def _solver(time_limit_s: float) -> pulp.LpSolver:
     """HiGHS where highspy is there, else the CBC that PuLP brings; one thread."""
-    if importlib.util.find_spec("highspy") is not None:
+    if _has_highs():
         return pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
     return pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
+
+
+def _has_highs() -> bool:
+    return importlib.util.find_spec("highspy") is not None
 
 
 def _dual_bound(model: _Model, *, optimal: bool) -> float:
@@ -314,4 +322,5 @@ def _dual_bound(model: _Model, *, optimal: bool) -> float:
     highs: Any = getattr(model.problem, "solverModel", None)
     if hasattr(highs, "getInfo"):
         return float(highs.getInfo().mip_dual_bound)
-    return float(pulp.value(model.lost)) * (1.0 - GAP) if optimal else 0.0
+    lost = pulp.value(model.lost)  # None: there was nothing to decide
+    return float(lost) * (1.0 - GAP) if optimal and lost is not None else 0.0
