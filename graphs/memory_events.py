@@ -7,10 +7,14 @@ in the order of time, is the memory taken since the start; it agrees with a mall
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.profiler import ProfilerActivity, profile
+
+# The profiler's library announces every start and stop on stderr; read when it starts first.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 @dataclass(frozen=True)
