@@ -211,8 +211,8 @@ class _Shell(nn.Module):
     ) -> None:
         super().__init__()
         self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
-        self._parameter_names = []
-        self._buffer_names = []
+        self._parameter_names: list[str] = []
+        self._buffer_names: list[str] = []
         self.spec: pytree.TreeSpec | None = None
         self.chosen: tuple[int, ...] = ()
         self.flat_constants: list[Any] = []

@@ -27,8 +27,10 @@ CPU_RANDOM_STATE_BYTES = 5056
 class NodeCost(Protocol):
     """Seconds and workspace bytes of one call (made by graphs.costs)."""
 
-    time_s: float
-    workspace_bytes: int
+    @property
+    def time_s(self) -> float: ...
+    @property
+    def workspace_bytes(self) -> int: ...
 
 
 @dataclass
@@ -204,13 +206,13 @@ class _Extraction:
                     self.kinds[name] = "gradient"
         made = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
         for value in self.captured.outputs:
-            name = layout.storage.get(value) if isinstance(value, torch.fx.Node) else None
-            if name is not None and name in made and name not in layout.outputs:
-                layout.outputs.append(name)
-                self.kinds[name] = "output"
+            returned = layout.storage.get(value) if isinstance(value, torch.fx.Node) else None
+            if returned is not None and returned in made and returned not in layout.outputs:
+                layout.outputs.append(returned)
+                self.kinds[returned] = "output"
                 # The caller holds what the model returns: dropping it would free nothing.
-                node = layout.nodes[made[name]]
-                layout.nodes[made[name]] = dataclasses.replace(node, recomputable=False)
+                node = layout.nodes[made[returned]]
+                layout.nodes[made[returned]] = dataclasses.replace(node, recomputable=False)
         layout.outputs.extend(n for n in layout.gradients if n in made and n not in layout.outputs)
         if self._n_random and self._device() == "cpu":
             self.sizes["random_state"] = CPU_RANDOM_STATE_BYTES * self._n_random

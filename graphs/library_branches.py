@@ -67,7 +67,7 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     if mode is None:
         return None
     if isinstance(tensor, FunctionalTensor):
-        torch._sync(tensor)
+        torch._functionalize_sync(tensor.elem)
         tensor = torch._from_functional_tensor(tensor.elem)
     entry = mode.tracer.tensor_tracker.get(tensor)
     if entry is None:

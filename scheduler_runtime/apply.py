@@ -234,6 +234,7 @@ class _Compiled:
     def run(self, model: nn.Module, call: Call) -> Any:
         parameters = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
+        tensors: dict[fx.Node, torch.Tensor]
         tensors = {node: parameters[name] for node, name in self._parameters}
         tensors |= {node: buffers[name] for node, name in self._buffers}
         tensors |= {node: call.tensors[index] for node, index in self._inputs}

@@ -103,7 +103,7 @@ class Link(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         run: Run,
         position: int,

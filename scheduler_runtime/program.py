@@ -201,11 +201,12 @@ class _Line:
             return self.graph.node_copy(node, self.value)
         args = fx.map_arg(node.args, self.value)
         kwargs = fx.map_arg(node.kwargs, self.value)
+        target: Any = node.target
         device = _device_of(node)
         if again:
             state = self._states[node.name]
-            return self.graph.call_function(run_again, (node.target, device, state, *args), kwargs)
-        both = self.graph.call_function(run_and_keep_state, (node.target, device, *args), kwargs)
+            return self.graph.call_function(run_again, (target, device, state, *args), kwargs)
+        both = self.graph.call_function(run_and_keep_state, (target, device, *args), kwargs)
         result = self.graph.call_function(operator.getitem, (both, 0))
         self._states[node.name] = self.graph.call_function(operator.getitem, (both, 1))
         return result

@@ -100,10 +100,7 @@ def test_recomputing_again_and_again_gives_the_same_bits(make: Any) -> None:
     """Nothing made again is held: every later op makes all that it reads anew."""
     model, batch, graph = traced(make)
     pinned = {
-        name
-        for node in graph.forward_nodes
-        if not node.recomputable
-        for name in node.outputs
+        name for node in graph.forward_nodes if not node.recomputable for name in node.outputs
     }
     later = {name for node in graph.later_nodes for name in node.outputs}
     resident = {tensor.name for tensor in graph.resident}
