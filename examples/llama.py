@@ -57,3 +57,8 @@ def get_batch(
 ) -> dict[str, torch.Tensor]:
     tokens = torch.randint(n_tokens, (batch_size, seq_length))
     return {"input_ids": tokens, "labels": tokens}
+
+
+def get_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Fused: the default implementation on a GPU takes another 16 GB of temporaries in its step."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
