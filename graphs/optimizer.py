@@ -1,32 +1,55 @@
-"""What an optimizer takes: its state, and the memory of its step.
+"""What an optimizer takes: its state, and the memory and time of its step.
 
 A twin of the optimizer (same class, same options) steps twice on fake parameters, and what it
-allocates is followed storage by storage. So every torch optimizer is known without a table, and
-the user's own is never touched. On CUDA the foreach implementation is the default, which allocates
-about one more copy of the parameters for AdamW; on the CPU a loop over parameters is.
+allocates is followed storage by storage. So every optimizer whose step does not depend on the
+numbers in its tensors is known without a table, and the user's own is never touched: none of its
+hooks run, no scheduler hears of the step, and its parameters and state stay as they are.
+
+On CUDA the foreach implementation is the default, which allocates about one more copy of the
+parameters for AdamW; on the CPU a loop over parameters is, which allocates a few tensors as large
+as the largest parameter.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.capture import TraceError
 from graphs.costs import CostModel, OpCall
+
+_NOT_COPIED = (
+    "state",
+    "param_groups",
+    "step",  # a scheduler's wrapper, which is bound to the user's optimizer
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Attributes of an optimizer that its twin has its own of."""
+
+_READ_FROM_TENSORS = {True: 1000.0, False: 1000}
+"""What a step reads out of a fake tensor, by whether it is a floating-point one: its step count.
+Large, as in most of a training: RAdam and ASGD allocate more after their first few steps."""
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """name: the class. state_bytes: resident from the first step on. workspace_bytes: the most that
-    a step allocates beside it. time_s: of a step."""
+    """name: the class. state_bytes: resident on the device from the first step on.
+    workspace_bytes: the most that a later step allocates beside it. time_s: seconds of a step."""
 
     name: str
     state_bytes: int
@@ -42,54 +65,108 @@ def optimizer_costs(
     costs: CostModel,
     foreach: bool = False,
 ) -> OptimizerCost:
-    """Step a twin of the optimizer on fake parameters.
+    """Step a twin of the optimizer on fake parameters and gradients.
 
-    optimizer: an optimizer of the model's parameters, or a function from parameters to one.
+    optimizer: an optimizer of the model's parameters (real or on the meta device), or a function
+        from the parameters that are trained to one. Parameters that take no gradient have no state.
     device: where the fake tensors stand. foreach: use the implementation that CUDA chooses, where
-    the optimizer leaves the choice open.
+        the optimizer leaves the choice open (always on a CUDA device).
+
+    Raises TraceError for an optimizer that cannot step on fake tensors: one that takes a closure,
+    or that looks at the numbers.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
-    with FakeTensorMode():
-        twin = _twin(optimizer, device, foreach=foreach or device.type == "cuda")
-        with _Follower(costs):
-            twin.step()  # makes the state
-        with _Follower(costs) as follower:
-            twin.step()
-        return OptimizerCost(
-            name=type(optimizer).__name__,
-            state_bytes=_state_bytes(twin, device),
-            workspace_bytes=follower.peak_bytes,
-            time_s=follower.time_s,
-        )
+    name = type(optimizer).__name__
+    foreach = foreach or device.type == "cuda"
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            twin = _twin(optimizer, mode, device, foreach=foreach)
+            with _Follower(costs):
+                _step(twin)  # makes the state
+            with _Follower(costs) as follower:
+                _step(twin)
+            return OptimizerCost(
+                name=name,
+                state_bytes=_state_bytes(twin, device),
+                workspace_bytes=follower.peak_bytes,
+                time_s=follower.time_s,
+            )
+    except Exception as error:
+        raise TraceError(
+            f"the step of the optimizer {name} cannot be followed on fake tensors "
+            f"({type(error).__name__}: {error}); plan without an optimizer and leave room for its "
+            "state in the reserve"
+        ) from error
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the class, past the hooks that every optimizer of the process may have."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch's own wrapper, which calls the hooks
+        step = step.__wrapped__
+    step(optimizer)
 
 
 def _twin(
-    optimizer: torch.optim.Optimizer, device: torch.device, *, foreach: bool
+    optimizer: torch.optim.Optimizer, mode: FakeTensorMode, device: torch.device, *, foreach: bool
 ) -> torch.optim.Optimizer:
     """The same class with the same options for fake parameters that have gradients."""
-    groups = []
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        if foreach and options.get("foreach", False) is None and not options.get("fused"):
-            options["foreach"] = True
-        groups.append({**options, "params": [_fake(p, device) for p in group["params"]]})
-    twin = object.__new__(type(optimizer))
-    plain = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
-    twin.__setstate__({**plain, "state": defaultdict(dict), "param_groups": groups})
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    fakes = {id(p): _fake(p, device) for group in optimizer.param_groups for p in group["params"]}
+    memo: dict[int, Any] = {id(optimizer): twin, **fakes}
+    with FakeCopyMode(mode):
+        groups = [
+            {
+                **_options(copy.deepcopy(_without(group, "params"), memo), foreach=foreach),
+                "params": [fakes[id(p)] for p in group["params"]],
+            }
+            for group in optimizer.param_groups
+        ]
+        own = copy.deepcopy(_without(optimizer.__dict__, *_NOT_COPIED), memo)
+    state: dict[Any, Any] = defaultdict(dict)
+    for parameter, kept in optimizer.state.items():  # some make their state when constructed
+        key = fakes.get(id(parameter), parameter)
+        state[key] = pytree.tree_map_only(torch.Tensor, lambda t: _fake_state(t, device), kept)
+    twin.__setstate__({**own, "state": state, "param_groups": groups})
     return twin
 
 
-def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
-    def new() -> torch.Tensor:
-        return torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
-        )
+def _without(items: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in items.items() if key not in keys}
 
-    fake = nn.Parameter(new(), requires_grad=parameter.requires_grad)
+
+def _options(options: dict[str, Any], *, foreach: bool) -> dict[str, Any]:
+    """The options of a group; where they leave the implementation open, the one of the device.
+
+    torch chooses foreach on CUDA unless the step is differentiable or the learning rate is a tensor
+    without `capturable`.
+    """
+    is_open = options.get("foreach", False) is None and not options.get("fused")
+    needs_loop = options.get("differentiable") or (
+        isinstance(options.get("lr"), torch.Tensor) and not options.get("capturable")
+    )
+    if foreach and is_open and not needs_loop:
+        options["foreach"] = True
+    return options
+
+
+def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
+    """A fake parameter like the given one, with a gradient if it takes one."""
+    fake = nn.Parameter(_empty_like(parameter, device), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
-        fake.grad = new()
+        fake.grad = _empty_like(parameter, device)
     return fake
+
+
+def _fake_state(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Step counts stay on the host where they are there; the rest is where the parameters are."""
+    stays = tensor.dim() == 0 and tensor.device.type == "cpu"
+    return _empty_like(tensor, tensor.device if stays else device)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
@@ -102,35 +179,39 @@ def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
 
 
 class _Follower(TorchDispatchMode):
-    """Adds up what is allocated and not yet dropped, and the time of each operator."""
+    """Adds up what is allocated and not yet dropped, in bytes, and the seconds of each operator."""
 
     def __init__(self, costs: CostModel) -> None:
         super().__init__()
         self.peak_bytes = 0
         self.time_s = 0.0
-        self._taken = 0
+        self._taken_bytes = 0
         self._costs = costs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # the step count: how much is allocated does not depend on it
+            dtype = args[0].dtype
+            return dtype != torch.bool and _READ_FROM_TENSORS[dtype.is_floating_point]
         value = func(*args, **(kwargs or {}))
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
         known = {item.untyped_storage()._cdata for item in call.inputs()}
         for item in call.outputs():
             storage = item.untyped_storage()
             if storage._cdata not in known:
+                known.add(storage._cdata)
                 self._take(storage)
-        self.time_s += self._costs.cost(call).time_s
+        cost = self._costs.cost(call)
+        self.time_s += cost.time_s
+        self.peak_bytes = max(self.peak_bytes, self._taken_bytes + cost.workspace_bytes)
         return value
 
-    def _take(self, storage: Any) -> None:
+    def _take(self, storage: torch.UntypedStorage) -> None:
         n_bytes = storage.nbytes()
-        self._taken += n_bytes
-        self.peak_bytes = max(self.peak_bytes, self._taken)
-        weakref.finalize(storage, self._drop, n_bytes)
+        self._taken_bytes += n_bytes
+        self.peak_bytes = max(self.peak_bytes, self._taken_bytes)
+        weakref.finalize(storage, self._drop, n_bytes).atexit = False
 
     def _drop(self, n_bytes: int) -> None:
-        self._taken -= n_bytes
+        self._taken_bytes -= n_bytes
