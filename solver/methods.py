@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from graphs.graph import Graph
 from solver.auto import auto
+from solver.chain_methods import revolve
 from solver.every_block import every_block
 from solver.ilp import ilp
 from solver.proposal import Method, Proposal
@@ -29,5 +30,6 @@ METHODS: Mapping[str, Method] = {
     "none": none,
     "every_block": every_block,
     "sqrt": sqrt,
+    "revolve": revolve,
     "ilp": ilp,
 }
