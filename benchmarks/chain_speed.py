@@ -1,0 +1,221 @@
+"""Seconds to plan chains: `solver.revolve` beside checkpoint-schedules, and `solver.dp`.
+
+    python -m benchmarks.chain_speed [--only revolve|dp] [--out benchmarks/results/chain_speed.json]
+
+revolve: 10^6 equal steps, 40 snapshots; each side's schedule is iterated to its end and nothing is
+done with the actions. Both run in this process, in turns; the best of three counts.
+
+dp: random chains of 200 and 1000 unequal steps on 500 memory slots, each in a process of its own,
+whose peak resident memory is the chain's. Starting Python is not in the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from solver.revolve import n_extra_steps, schedule
+
+N_STEPS = 10**6
+N_SNAPSHOTS = 40
+N_TURNS = 3
+N_SLOTS = 500
+CHAIN_LENGTHS = (200, 1000)
+BUDGET_SHARE = 0.3
+"""Of the bytes that the chain saves without checkpointing."""
+MAX_INPUT_BYTES = 64 * 10**6
+PEER = "checkpoint-schedules"
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.dp_length is not None:
+        print(json.dumps(time_dp(arguments.dp_length)))
+        return
+    rows: Row = {}
+    if arguments.only != "dp":
+        rows["revolve"] = time_revolve()
+    if arguments.only != "revolve":
+        rows["dp"] = [_dp_apart(length) for length in CHAIN_LENGTHS]
+    print(_table(rows))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({**_circumstances(), **rows}, indent=2) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chain_speed")
+    parser.add_argument("--out", type=Path, help="write the figures here (JSON)")
+    parser.add_argument("--only", choices=("revolve", "dp"), help="one of the two parts")
+    parser.add_argument("--dp-length", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    asks_for_peer = arguments.dp_length is None and arguments.only != "dp"
+    if asks_for_peer and util.find_spec("checkpoint_schedules") is None:
+        parser.error(f"{PEER} is not installed; pip install '.[test]' brings it")
+    return arguments
+
+
+def time_revolve() -> Row:
+    """Both sides in turns. Each one's forward steps without saving are counted, untimed."""
+    sides: dict[str, Callable[[], Iterable[Any]]] = {
+        "ours": lambda: schedule(n_steps=N_STEPS, n_snapshots=N_SNAPSHOTS),
+        "peer": _peer,
+    }
+    times_s: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(N_TURNS):
+        for side, actions in sides.items():
+            times_s[side].append(_seconds_to_iterate(actions))
+    ours_s, peer_s = min(times_s["ours"]), min(times_s["peer"])
+    return {
+        "n_steps": N_STEPS,
+        "n_snapshots": N_SNAPSHOTS,
+        "ours_s": ours_s,
+        "peer_s": peer_s,
+        "ratio": peer_s / ours_s,
+        "all_s": times_s,
+        "n_extra_steps_closed_form": n_extra_steps(n_steps=N_STEPS, n_snapshots=N_SNAPSHOTS),
+        "n_extra_steps_ours": sum(
+            stop - start for kind, start, stop in sides["ours"]() if kind == "advance"
+        ),
+        "n_extra_steps_peer": _n_extra_steps_peer(sides["peer"]()),
+        "n_actions_ours": sum(1 for _ in sides["ours"]()),
+        "n_actions_peer": sum(1 for _ in sides["peer"]()),
+    }
+
+
+def _peer() -> Iterable[Any]:
+    # Here and not above: the processes that time dp are to hold nothing that dp does not need.
+    from checkpoint_schedules import (  # type: ignore[import-untyped]
+        MultistageCheckpointSchedule,
+    )
+
+    peer: Iterable[Any] = MultistageCheckpointSchedule(N_STEPS, N_SNAPSHOTS, 0)
+    return peer
+
+
+def _n_extra_steps_peer(actions: Iterable[Any]) -> int:
+    from checkpoint_schedules import Forward
+
+    forwards = (action for action in actions if isinstance(action, Forward))
+    return sum(action.n1 - action.n0 for action in forwards if not action.write_adj_deps)
+
+
+def _seconds_to_iterate(actions: Callable[[], Iterable[Any]]) -> float:
+    began_s = time.perf_counter()
+    for _ in actions():
+        pass
+    return time.perf_counter() - began_s
+
+
+def _dp_apart(length: int) -> Row:
+    """`time_dp` in a process of its own: a process's peak memory never goes down again."""
+    command = [sys.executable, "-m", "benchmarks.chain_speed", "--dp-length", str(length)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    row: Row = json.loads(done.stdout)
+    return row
+
+
+def time_dp(length: int) -> Row:
+    """Solve one chain; the peak is this process's, Python and NumPy included."""
+    from solver.chain import Chain
+    from solver.dp import solve_chain
+
+    rng = random.Random(length)
+    input_bytes = [rng.randint(1, MAX_INPUT_BYTES) for _ in range(length + 1)]
+    # Entry 0 is unused; a block saves its output and up to seven times as much besides.
+    saved_bytes = [0, *(int(size * rng.uniform(1, 8)) for size in input_bytes[1:])]
+    chain = Chain(
+        forward_s=tuple(rng.uniform(1e-3, 1e-2) for _ in range(length)),
+        backward_s=tuple(rng.uniform(2e-3, 2e-2) for _ in range(length + 1)),
+        input_bytes=tuple(input_bytes),
+        saved_bytes=tuple(saved_bytes),
+        forward_workspace_bytes=tuple(rng.randint(0, 10**6) for _ in range(length)),
+        backward_workspace_bytes=tuple(rng.randint(0, 10**6) for _ in range(length + 1)),
+    )
+    budget_bytes = int(BUDGET_SHARE * (input_bytes[0] + sum(saved_bytes)))
+    began_s = time.perf_counter()
+    solution = solve_chain(chain, budget_bytes=budget_bytes, n_slots=N_SLOTS)
+    took_s = time.perf_counter() - began_s
+    once_s = sum(chain.forward_s) + sum(chain.backward_s)
+    return {
+        "n_blocks": length,
+        "n_slots": N_SLOTS,
+        "budget_bytes": budget_bytes,
+        "seconds": took_s,
+        "peak_rss_bytes": _peak_rss_bytes(),
+        "overhead": None if solution is None else solution.cost_s / once_s - 1,
+        "peak_bytes": None if solution is None else solution.peak_bytes,
+        "n_ops": None if solution is None else len(solution.ops),
+    }
+
+
+def _peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _circumstances() -> Row:
+    packages = ("checkpoint-solver", PEER, "numpy")
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks.chain_speed", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {
+            "system": platform.platform(),
+            "processor": _processor(),
+            "n_cpus": os.cpu_count(),
+            "load_average": os.getloadavg(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in packages},
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """Its name: Linux has it in a file, other systems may tell `platform`."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _table(rows: Row) -> str:
+    lines = []
+    if "revolve" in rows:
+        row = rows["revolve"]
+        lines.append(f"revolve, {row['n_steps']} steps, {row['n_snapshots']} snapshots")
+        for side, name in (("ours", "solver.revolve"), ("peer", PEER)):
+            seconds, n_extra = row[f"{side}_s"], row[f"n_extra_steps_{side}"]
+            lines.append(f"  {name:20} {seconds:8.3f} s   {n_extra} extra forward steps")
+        lines.append(f"  {'ratio':20} {row['ratio']:8.2f}")
+    for row in rows.get("dp", ()):
+        seconds, peak_mb = row["seconds"], row["peak_rss_bytes"] / 1e6
+        lines.append(f"dp, {row['n_blocks']} blocks, {row['n_slots']} slots")
+        lines.append(f"  {'solver.dp':20} {seconds:8.3f} s   {peak_mb:.0f} MB at the peak")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
