@@ -48,27 +48,31 @@ from solver.solution import OPTIMAL_GAP
 from solver.stages import Stages, TooLargeError
 from solver.step import Step
 
-MAX_ROUNDS = 6
+MAX_ROUNDS = 5
 """Times that the overflowing moments are added to the cuts."""
 N_NEW_MOMENTS = 3
 """Moments that one round adds at most."""
-MAX_COLUMNS = 2500
-"""Of a program with several cuts: beyond it a branch-and-bound node takes seconds."""
-NODE_LIMIT = 20
+MAX_MOMENTS = 4
+MAX_COLUMNS_OF_FEW = 4000
+"""Of a program with at most that many cuts."""
+MAX_COLUMNS = 800
+"""Of a program with more cuts: beyond it even the first node takes many seconds."""
+NODE_LIMIT = 5
 """Branch-and-bound nodes for several cuts."""
 SMALL_VARIABLES = 500
 """Of an integer program that takes about a second."""
 PATIENCE = (1.0, 0.5, 2.0)
 """Exponents of the distance to the next use that the eviction tries."""
-MAX_WORK = 100_000
-"""Ops that the search over weights runs on paper: about two seconds."""
+MAX_WORK = 2_000_000
+"""Of the evictions, and once more of the search over weights: about three seconds each."""
 
 
 @dataclass
 class Search:
     """The best schedule and the best bound so far, for one graph and one budget.
 
-    work: ops run on paper. guide, patience: of the eviction that gave the best.
+    work: of the evictions so far, as `Evicted` counts it. guide, patience: of the eviction that
+    gave the best.
     """
 
     step: Step
@@ -183,7 +187,8 @@ def _refine(search: Search, cuts: Cuts) -> None:
         program = CutProgram(
             search.step, positions=sorted(allowance_bytes), budget_bytes=search.budget_bytes
         )
-        if program.n_columns > MAX_COLUMNS:
+        few = len(allowance_bytes) <= MAX_MOMENTS and program.n_columns <= MAX_COLUMNS_OF_FEW
+        if not few and program.n_columns > MAX_COLUMNS:
             return
         cuts = _solve(search, allowance_bytes)
 
@@ -196,6 +201,7 @@ def _solve(search: Search, allowance_bytes: Mapping[int, int]) -> Cuts:
         budget_bytes=search.budget_bytes,
         whole=True,
         allowance_bytes=allowance_bytes,
+        gap=OPTIMAL_GAP,
         node_limit=NODE_LIMIT,
         time_limit_s=search.left_s,
     )
@@ -219,7 +225,7 @@ def _overflowing(played: Played, budget_bytes: int) -> list[int]:
 def _evict_all(search: Search, guide: Mapping[int, frozenset[int]] | None) -> None:
     """Greedy eviction with each patience, each taken to its local optimum."""
     for patience in PATIENCE:
-        if not search.done:
+        if not search.done and (search.work < MAX_WORK or search.best is None):
             _evict(search, guide, patience, None)
 
 
@@ -234,10 +240,10 @@ def _evict(
     evicted = evict(
         step, budget_bytes=budget_bytes, guide=guide, patience=patience, weights=weights
     )
-    search.work += 1 + evicted.n_runs
+    search.work += evicted.work
     if evicted.schedule is None:
         return math.inf
-    search.work += len(evicted.schedule.order)
+    search.work += 10 * len(evicted.schedule.order)
     played = search.offer(improve(step, evicted.schedule, budget_bytes=budget_bytes))
     if played is None:
         return math.inf

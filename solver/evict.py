@@ -21,16 +21,21 @@ from solver.rematerialise import without_dead_computes
 from solver.schedule import Schedule, free_after_last_use
 from solver.step import Step
 
+REFRESH = 256
+"""Per so many forward nodes one eviction goes by before times to make tensors are recounted."""
 MAX_RUNS = 4
 """Runs per node of the graph after which a search that thrashes is given up."""
 
 
 @dataclass(frozen=True)
 class Evicted:
-    """schedule: within the budget, or None when the greedy rule got stuck. n_runs: the work."""
+    """schedule: within the budget, or None when the greedy rule got stuck.
+
+    work: what it took, the same on every machine: ten for a run, one for a unit or node looked at.
+    """
 
     schedule: Schedule | None
-    n_runs: int
+    work: int
 
 
 def evict(
@@ -48,9 +53,9 @@ def evict(
     """
     run = _Run(step, budget_bytes, dict(guide or {}), patience, weights)
     if not run.all():
-        return Evicted(None, len(run.order))
+        return Evicted(None, run.work)
     order = without_dead_computes(step.graph, run.order)
-    return Evicted(free_after_last_use(step.graph, order), len(run.order))
+    return Evicted(free_after_last_use(step.graph, order), run.work)
 
 
 @dataclass
@@ -79,6 +84,9 @@ class _Run:
         self.now = 0
         self._next = [0] * step.n_units
         self._moments = sorted(self.guide)
+        self._costs_age = 0
+        self._costs_then: list[float] = []
+        self.work = 0
 
     def all(self) -> bool:
         """Run the whole step; False when stuck."""
@@ -162,6 +170,7 @@ class _Run:
                 self.bytes += step.unit_bytes[u]
         self.available.update(node.outputs)
         self.order.append(node.name)
+        self.work += 10
         return True
 
     def _make_room(self, need_bytes: int, locked: set[int]) -> None:
@@ -175,9 +184,13 @@ class _Run:
             and step.unit_bytes[u]
             and u not in locked
             and step.again[step.maker[u]]
-            and not step.is_pinned(u, self.now)
+            and not (step.pinned[u] and step.is_pinned(u, self.now))
         ]
-        costs = self._costs()
+        self.work += len(self.live) + len(candidates)
+        if self._costs_age % (1 + self.step.n_forward // REFRESH) == 0:
+            self._costs_then = self._costs()
+        self._costs_age += 1
+        costs = self._costs_then
         ahead = [p for p in self._moments if p >= self.now] or self._moments[-1:]
         guide = self.guide[ahead[0]] if ahead else ()
         scored = sorted((*self._score(u, costs, guide), u) for u in candidates)
@@ -202,6 +215,7 @@ class _Run:
     def _costs(self) -> list[float]:
         """By forward node: seconds to run it again, with what is missing above it."""
         step = self.step
+        self.work += step.n_forward
         costs = list(step.time_s[: step.n_forward])
         for n in range(step.n_forward):
             missing = [step.maker[u] for u in step.reads[n] if u not in self.live]
