@@ -33,6 +33,13 @@ from torch.utils import _pytree as pytree
 
 from graphs.eager_kernels import eager_kernels
 from graphs.library_branches import eager_branches
+from graphs.side_effects import (
+    SideEffectError,
+    attributes_unchanged,
+    buffers_of,
+    refuse_hooks,
+    refuse_replaced_buffers,
+)
 
 
 class TraceError(ValueError):
@@ -169,9 +176,13 @@ def capture(
         stack.enter_context(eager_branches())
         stack.enter_context(_module_paths(model))
         try:
-            joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
+            refuse_hooks(model)
+            with attributes_unchanged(model):
+                joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
         except TraceError:
             raise
+        except SideEffectError as error:
+            raise TraceError(f"{type(model).__name__} cannot be planned: {error}") from error
         except Exception as error:
             raise TraceError(_reason(model, error)) from error
         return _read(joint, shell)
@@ -195,7 +206,10 @@ class _Forward(nn.Module):
         self.inner = inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.forward(*args, **kwargs)
+        before = buffers_of(self.inner)
+        output = self.inner.forward(*args, **kwargs)
+        refuse_replaced_buffers(before, self.inner)
+        return output
 
 
 class _Shell(nn.Module):

@@ -167,6 +167,51 @@ class _Box:
         self.loss = loss
 
 
+class _Counts(_Wrong):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_calls = 0
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n_calls += 1
+        return self.layer(x).sum()
+
+
+class _Remembers(_Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.layer(x)
+        return self.last.sum()
+
+
+class _Replaces(_Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.layer(x - self.mean).sum()
+
+
+def _hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (_Counts(), "changes the attribute 'n_calls' of '_Counts'"),
+        (_Remembers(), "changes the attribute 'last' of '_Remembers'"),
+        (_Replaces(), "another tensor in the place of buffer 'mean'"),
+        (_hooked(), "submodule '0' has a forward hook"),
+    ],
+)
+def test_what_a_planned_step_would_not_do_is_refused(model: nn.Module, message: str) -> None:
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(TraceError, match=message):
+        trace(model, torch.zeros(2, 4))
+    assert before == [dict(vars(module)) for module in model.modules()]
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [

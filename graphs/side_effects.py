@@ -1,0 +1,96 @@
+"""What a module does beside computing: a flat program would silently not do it, so it is refused.
+
+A planned step runs the operators that were traced. Hooks of submodules, attributes that the forward
+pass changes and buffers that it replaces are Python, not operators: they would run once, while
+tracing, on tensors without values. The model is put back as it was and the reason is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+
+
+class SideEffectError(ValueError):
+    """The forward pass does something that a planned step would not do; says what and where."""
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Hooks of the model itself run around the planned step; those of its parts would not run."""
+    for name, module in model.named_modules():
+        for attribute, kind in _HOOKS.items():
+            if module is not model and getattr(module, attribute):
+                raise SideEffectError(
+                    f"submodule {name!r} has a {kind}, which a planned step would not run; "
+                    "remove it, put it on the model itself or on parameters, or write what it "
+                    "computes into forward (torch.nn.utils.parametrizations instead of the older "
+                    "weight_norm and spectral_norm)"
+                )
+
+
+@contextlib.contextmanager
+def attributes_unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back plain attributes that change inside, and say which.
+
+    Raises SideEffectError after restoring. Names that start anew (caches filled in the first
+    call) count as changes too: their values would be tensors without contents.
+    """
+    before = {module: dict(vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        changed = [
+            (module, attribute)
+            for module, attributes in before.items()
+            for attribute in {**attributes, **vars(module)}
+            if not _same(attributes.get(attribute, _MISSING), vars(module).get(attribute, _MISSING))
+        ]
+        for module, attribute in changed:
+            vars(module).pop(attribute, None)
+            if attribute in before[module]:
+                vars(module)[attribute] = before[module][attribute]
+    if changed:
+        names = {module: name for name, module in model.named_modules()}
+        module, attribute = changed[0]
+        where = names.get(module) or type(module).__name__
+        raise SideEffectError(
+            f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
+            "not do; keep it in a buffer that is changed in place, or outside of forward"
+        )
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers as they hang on the modules now, shared ones under each of their names."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """`self.mean = 0.9 * self.mean + ...` puts another tensor in the buffer's place."""
+    for name, tensor in buffers_of(model).items():
+        if before.get(name) is not tensor:
+            raise SideEffectError(
+                f"forward puts another tensor in the place of buffer {name!r}; change it in place "
+                f"(self.{name.rpartition('.')[2]}.copy_(...))"
+            )
+
+
+_MISSING = object()
+
+
+def _same(before: Any, after: Any) -> bool:
+    """The same object, or equal plain values."""
+    if before is after:
+        return True
+    plain = (bool, int, float, str, tuple, type(None))
+    return type(before) is type(after) and isinstance(before, plain) and before == after
