@@ -1,0 +1,253 @@
+"""The fastest persistent schedule of a chain of unequal blocks within a budget in bytes.
+
+    O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova: Optimal checkpointing for
+    heterogeneous chains: how to train deep neural networks with limited memory. Inria research
+    report RR-9302, 2019 (rotor; section 4, theorem 1).
+
+A schedule is persistent when what it stores stays until the backward that it was stored for. Take
+the segment of blocks s .. t (the loss is block L + 1), with x_{s-1} there and the gradient of x_t
+there once it is due, and m bytes for all of the segment, x_{s-1} included. Let E(s, t, m) be the
+least time of forwards beyond one for each block, which saves. Either block s saves everything,
+before the rest of the segment is done,
+
+    E(s+1, t, m - x_{s-1} - (saved_s - x_s)),
+
+or x_{s-1} is kept, forwards run to some x_{k-1} (s < k <= t), the segment from there is done, and
+then what is left from x_{s-1} again:
+
+    f_s + .. + f_{k-1}  +  E(k, t, m - x_{s-1})  +  E(s, k-1, m).
+
+A segment of one block costs nothing. Each case needs what its first operations hold at once: see
+`_Bytes`. To count x_{s-1} inside m makes both differences depend on s alone, so that for a fixed s
+all splits k and all m are one sum and one minimum of matrices.
+
+*Slots.* m is counted in slots. When all sizes are multiples of one that divides the budget into at
+most `n_slots`, that one is the slot, and the answer is exact. Otherwise a slot is the `n_slots`-th
+part of the budget and sizes round up: no answer ever overruns, and it is optimal for the rounded
+chain. From the least m at which the segment can save everything on, E is 0; below what the first
+operations need it is infinite. Only what lies between is computed.
+
+Optimal for: persistent schedules, up to the rounding to slots. Where it falls short: schedules that
+are not persistent can be faster (rarely, and by little); a chain of many small tensors loses by
+rounding each of them up to a slot; a block has one way of saving, all or nothing.
+
+Cost: O(L^3 n_slots) time, L^2 n_slots / 2 numbers of memory. They are double precision while they
+take no more than `MAX_DOUBLE_BYTES`, beyond that single: then costs of two splits that differ by
+less than about 1e-6 of the recomputation may be taken for equal. What is returned is judged anew.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solver.chain import (
+    Backward,
+    Chain,
+    ChainOp,
+    ChainSolution,
+    ForwardKeepingAll,
+    ForwardKeepingInput,
+    ForwardKeepingOutput,
+    keeping_everything,
+    replay,
+)
+
+MAX_DOUBLE_BYTES = 10**9
+"""Of the table in double precision."""
+
+SPLITS_AT_ONCE = 128
+"""Of which sums stay in the processor's cache while their minimum is taken."""
+
+Array = NDArray[np.floating]
+
+
+def solve_chain(chain: Chain, *, budget_bytes: int, n_slots: int = 500) -> ChainSolution | None:
+    """The fastest persistent schedule whose peak, x_0 included, is within the budget.
+
+    None: there is none, or (when sizes do not divide into slots) none that is left after rounding.
+    n_slots: into how many parts the budget is divided at most.
+    """
+    _check("budget_bytes", budget_bytes, least=0)
+    _check("n_slots", n_slots, least=1)
+    ops: tuple[ChainOp, ...] | None = keeping_everything(chain)
+    cost_s, peak_bytes = replay(chain, ops)
+    if peak_bytes > budget_bytes:
+        ops = _Table(chain, budget_bytes=budget_bytes, n_slots=n_slots).best()
+        if ops is None:
+            return None
+        cost_s, peak_bytes = replay(chain, ops)
+    return ChainSolution(cost_s=cost_s, peak_bytes=peak_bytes, ops=ops)
+
+
+def _check(name: str, value: int, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r:.60}; it must be an int, {least} or more")
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """A slot is `numerator / denominator` bytes; the budget is `n_slots` of them, or a bit more."""
+
+    n_slots: int
+    numerator: int
+    denominator: int
+
+    @staticmethod
+    def of(chain: Chain, *, budget_bytes: int, n_slots: int) -> _Slots:
+        """Needs a size that is not 0."""
+        unit = math.gcd(
+            *chain.input_bytes,
+            *chain.saved_bytes[1:],
+            *chain.forward_workspace_bytes,
+            *chain.backward_workspace_bytes,
+        )
+        if budget_bytes // unit <= n_slots:
+            return _Slots(n_slots=budget_bytes // unit, numerator=unit, denominator=1)
+        return _Slots(n_slots=n_slots, numerator=budget_bytes, denominator=n_slots)
+
+    def up(self, size_bytes: int) -> int:
+        return -(-size_bytes * self.denominator // self.numerator)
+
+
+class _Bytes:
+    """What the operations of a segment hold at once, in bytes; blocks count from 1 to L + 1.
+
+    The loss saves nothing, its forward is nothing, and its output's gradient takes no bytes.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.x = (*chain.input_bytes, 0)
+        self.saved = (*chain.saved_bytes, 0)
+        self.forward_workspace = (0, *chain.forward_workspace_bytes, 0)
+        self.backward_workspace = (0, *chain.backward_workspace_bytes)
+        self.running = [0] * len(self.x)  # block i forward, keeping its output alone
+        for i in range(1, len(self.x)):
+            self.running[i] = self.x[i - 1] + self.x[i] + self.forward_workspace[i]
+
+    def saving(self, s: int, t: int) -> int:
+        """Block s forward, saving, beside the gradient of x_t, and its backward.
+
+        The backward reads the gradient of x_s and makes that of x_{s-1}.
+        """
+        forward = self.x[t] + self.forward_workspace[s]
+        backward = self.x[s] + self.x[s - 1] + self.backward_workspace[s]
+        return self.x[s - 1] + self.saved[s] + max(forward, backward)
+
+    def passing(self, s: int) -> list[int]:
+        """For t = s + 1 .. L + 1: blocks s .. t - 1 forward, x_{s-1} kept, beside the gradient of x_t.
+
+        Wherever the chain is split, all of them run once beside these two.
+        """
+        behind_s = (self.x[s - 1] + running for running in self.running[s + 1 : -1])
+        most = accumulate(behind_s, max, initial=self.running[s])
+        return [gradient + held for gradient, held in zip(self.x[s + 1 :], most, strict=False)]
+
+
+class _Table:
+    """E(s, t, m) for all segments: `columns[t][s - 1][m]`, with m in slots."""
+
+    def __init__(self, chain: Chain, *, budget_bytes: int, n_slots: int) -> None:
+        self.last = chain.n_blocks + 1
+        self.slots = _Slots.of(chain, budget_bytes=budget_bytes, n_slots=n_slots)
+        self.bytes = _Bytes(chain)
+        x, saved = self.bytes.x, self.bytes.saved
+        held = [0, *(self.slots.up(x[s - 1]) for s in range(1, self.last + 1))]
+        self.held_keeping_input = held
+        self.held_saving = [
+            0,
+            *(self.slots.up(x[s - 1] + saved[s] - x[s]) for s in range(1, self.last + 1)),
+        ]
+        self.reached_s = np.array([0.0, *accumulate(chain.forward_s), 0.0])  # f_1 + .. + f_i
+        width = self.slots.n_slots + 1
+        n_numbers = width * self.last * (self.last + 1) // 2
+        self.dtype = np.dtype(np.float64 if 8 * n_numbers <= MAX_DOUBLE_BYTES else np.float32)
+        self.columns = [np.empty((t, width), self.dtype) for t in range(self.last + 1)]
+        self._fill()
+
+    def _fill(self) -> None:
+        """Segments from the shortest to the longest that start at s, for s from the last on."""
+        width = self.slots.n_slots + 1
+        left = np.empty((self.last, width), self.dtype)
+        self._sums = np.empty((SPLITS_AT_ONCE, width), self.dtype)
+        full = [0] * (self.last + 1)  # by t: slots at which s .. t can save everything
+        for s in range(self.last, 0, -1):
+            passing = [0, *map(self.slots.up, self.bytes.passing(s))]
+            for t in range(s, self.last + 1):
+                saving = self.slots.up(self.bytes.saving(s, t))
+                full[t] = saving if t == s else max(saving, self.held_saving[s] + full[t])
+                extra_s = self.columns[t][s - 1]
+                extra_s[:] = math.inf
+                extra_s[full[t] :] = 0.0
+                end = min(full[t], width)
+                if t > s:
+                    self._save(s, t, saving, end)
+                    self._split(s, t, passing[t - s], end, left)
+                if t < self.last:
+                    # To run s .. t once to a split behind t, and to come back for them.
+                    ran_s = self.reached_s[t] - self.reached_s[s - 1]
+                    np.add(extra_s, ran_s, out=left[t - s])
+
+    def _save(self, s: int, t: int, start: int, end: int) -> None:
+        """The case that block s saves, for start <= m < end."""
+        if start < end:
+            held = self.held_saving[s]
+            self.columns[t][s - 1, start:end] = self.columns[t][s, start - held : end - held]
+
+    def _split(self, s: int, t: int, start: int, end: int, left: Array) -> None:
+        """The case of a split, for start <= m < end; lowers what is there."""
+        if start >= end:
+            return
+        held = self.held_keeping_input[s]
+        best = self.columns[t][s - 1, start:end]
+        right = self.columns[t][s:t, start - held : end - held]
+        for first in range(0, t - s, SPLITS_AT_ONCE):
+            behind = right[first : first + SPLITS_AT_ONCE]
+            sums = self._sums[: len(behind), : end - start]
+            np.add(behind, left[first : first + len(behind), start:end], out=sums)
+            np.minimum(best, sums.min(axis=0), out=best)
+
+    def best(self) -> tuple[ChainOp, ...] | None:
+        """The operations of the fastest schedule for all slots; None when nothing fits."""
+        if math.isinf(self.columns[self.last][0, -1]):
+            return None
+        ops: list[ChainOp] = []
+        # Recursion would be as deep as the chain is long.
+        todo: list[tuple[int, int, int] | Backward] = [(1, self.last, self.slots.n_slots)]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, Backward):
+                ops.append(item)
+                continue
+            s, t, m = item
+            k = self._best_split(s, t, m)
+            if k is None:
+                if s < self.last:
+                    ops.append(ForwardKeepingAll(s))
+                todo.append(Backward(s))
+                if s < t:
+                    todo.append((s + 1, t, m - self.held_saving[s]))
+            else:
+                ops.append(ForwardKeepingInput(s))
+                ops.extend(map(ForwardKeepingOutput, range(s + 1, k)))
+                todo.append((s, k - 1, m))
+                todo.append((k, t, m - self.held_keeping_input[s]))
+        return tuple(ops)
+
+    def _best_split(self, s: int, t: int, m: int) -> int | None:
+        """The block at which to split the segment, found as when filling; None: block s saves."""
+        if s == t or m < self.slots.up(self.bytes.passing(s)[t - s - 1]):
+            return None
+        saving_s = math.inf
+        if m >= self.slots.up(self.bytes.saving(s, t)):
+            saving_s = float(self.columns[t][s, m - self.held_saving[s]])
+        left = np.array([self.columns[j][s - 1, m] for j in range(s, t)])
+        right = self.columns[t][s:t, m - self.held_keeping_input[s]]
+        ran_s = self.reached_s[s:t] - self.reached_s[s - 1]
+        splitting_s = left + right + ran_s
+        best = int(splitting_s.argmin())
+        return None if saving_s <= splitting_s[best] else s + 1 + best
