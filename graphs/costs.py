@@ -1,7 +1,7 @@
 """What one operator call costs: seconds, and bytes of workspace beside inputs and outputs.
 
-`Roofline` computes seconds from FLOPs (torch's own registry) and bytes moved for a named device.
-`Measured` runs each distinct call on the device that is there. Both are asked through `cost(call)`.
+`Roofline` computes seconds from FLOPs and bytes moved for a named device. `Measured` runs each
+distinct call on the device that is there. Both are asked through `cost(call)`.
 """
 
 from __future__ import annotations
@@ -10,52 +10,39 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.hardware import Hardware, named
 from graphs.memory_events import cpu_peak_bytes
+from graphs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
+from graphs.workspace import cpu_workspace_bytes
 
-aten = torch.ops.aten
+__all__ = [
+    "Cost",
+    "CostModel",
+    "Measured",
+    "OpCall",
+    "Roofline",
+    "bytes_moved",
+    "flops_of",
+    "from_description",
+]
 
-_READS_ROWS = {
-    aten.embedding.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.gather.default,
-}
-"""Of their first input they read as many rows as they write, not all of it."""
+DISPATCH_S = 5e-6
+"""Seconds in which eager PyTorch hands over one operator, however small: `torch.ops.aten.add` of
+eight numbers takes 5 µs and `mm` of 8 x 8 takes 7 µs from Python on a server core with torch 2.13.
+On a GPU the host does this while the device works, so that it is a floor there too, no addend."""
 
+TIME_PER_CALL_S = 0.5
+"""Measuring one call stops once its runs have taken this long; a slower one is run once more."""
 
-@dataclass(frozen=True)
-class OpCall:
-    """An operator call with (fake) tensors in the places of its tensor arguments."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    value: Any
-
-    @classmethod
-    def from_node(cls, node: torch.fx.Node) -> OpCall:
-        """The call of a traced fx node, by the values in its `meta`."""
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
-        return cls(target=node.target, args=args, kwargs=kwargs, value=node.meta["val"])
-
-    def inputs(self) -> list[torch.Tensor]:
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return [item for item in leaves if isinstance(item, torch.Tensor)]
-
-    def outputs(self) -> list[torch.Tensor]:
-        return [item for item in pytree.tree_leaves(self.value) if isinstance(item, torch.Tensor)]
-
-    def key(self) -> Any:
-        """Equal for calls that cost the same: operator, shapes, strides, dtypes, options."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return (self.target, tuple(_described(item) for item in leaves))
+_RECURRENT = {aten._cudnn_rnn, aten._cudnn_rnn_backward}
+_CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 
 
 @dataclass(frozen=True)
@@ -76,10 +63,12 @@ class CostModel(Protocol):
 
 
 class Roofline:
-    """max(FLOPs / rate of the dtype, bytes moved / bandwidth) of a named device; no workspace.
+    """max(FLOPs / rate of the dtype, bytes moved / bandwidth, dispatch) of a named device.
 
-    Launch overheads and caches are left out, and so is what an operator takes inside (a tenth of
-    the peak in convolutional nets on the CPU): measured costs know both.
+    float32 products run at the rate of TF32 where torch's settings of this process allow it and the
+    device has it: by default in convolutions, not in matrix products. Caches are left out, and that
+    no operator reaches the peak rates. Workspace is estimated for the CPU and 0 for others: what
+    cuDNN takes inside convolutions only measuring tells.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -90,38 +79,40 @@ class Roofline:
         return {"model": "roofline", "device": self.hardware.name, "title": self.hardware.title}
 
     def cost(self, call: OpCall) -> Cost:
-        compute_s = flops_of(call) / self.hardware.rate(_dtype_of(call))
-        return Cost(time_s=max(compute_s, bytes_moved(call) / self.hardware.bytes_per_s))
+        if call.is_view():
+            return Cost(time_s=0.0)
+        compute_s = flops_of(call) / self.hardware.rate(_rate_name(call))
+        transfer_s = bytes_moved(call) / self.hardware.bytes_per_s
+        on_cpu = self.hardware.kind == "cpu"
+        return Cost(
+            time_s=max(compute_s, transfer_s, DISPATCH_S),
+            workspace_bytes=cpu_workspace_bytes(call) if on_cpu else 0,
+        )
 
 
-def flops_of(call: OpCall) -> int:
-    """Floating-point operations by torch's registry, and of the CPU's flash attention."""
-    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
-    if formula is not None:
-        return int(formula(*call.args, **call.kwargs, out_val=call.value))
-    if call.target is aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return int(sdpa_flop_count(*(t.shape for t in call.args[:3])))
-    if call.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return int(sdpa_backward_flop_count(*(t.shape for t in call.args[:4])))
-    return 0
-
-
-def bytes_moved(call: OpCall) -> int:
-    """Bytes of all tensors read and written, each once."""
-    inputs, outputs = call.inputs(), call.outputs()
-    written = sum(_n_bytes(item) for item in outputs)
-    if call.target in _READS_ROWS:
-        return 2 * written + sum(_n_bytes(item) for item in inputs[1:])
-    return written + sum(_n_bytes(item) for item in inputs)
+def _rate_name(call: OpCall) -> str:
+    """The dtype that the call computes in; "tfloat32" where torch may round float32 to it."""
+    dtype = dtype_of(call)
+    if dtype != "float32":
+        return dtype
+    if call.packet in _CONVOLUTIONS:
+        precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    elif call.packet in _RECURRENT:
+        precision = torch.backends.cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
+    else:
+        precision = torch.backends.cuda.matmul.fp32_precision
+    return "tfloat32" if precision == "tf32" else dtype
 
 
 class Measured:
     """Each distinct call is run on the device: the median of a few runs, and its workspace.
 
-    Inputs are random numbers of the call's shapes, strides and types (zeros for integers, which are
-    valid indices). Only the tensors of one call are held at a time. A call that cannot be run by
-    itself is costed by the roofline of `fallback`; `n_fallbacks` counts them. The random state
-    is as before afterwards.
+    Inputs are random numbers between 0 and 1 of the call's shapes, strides and types; integers are
+    indices that are valid in the operators that look things up, and zeros elsewhere. Only the
+    tensors of one call are held at a time. A call that cannot be run by itself, or for which there
+    is no memory, is costed by the roofline of `fallback`; `n_fallbacks` counts them. Modes that are
+    active (autocast, FLOP counters, fake tensors) do not touch the runs. The random state is as
+    before afterwards; on CUDA the allocator's peak statistics are not.
     """
 
     def __init__(
@@ -130,6 +121,8 @@ class Measured:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device}; measuring knows cpu and cuda")
+        if n_runs < 1:
+            raise ValueError(f"n_runs is {n_runs}; it must be at least 1")
         self.n_fallbacks = 0
         self._roofline = Roofline(named("cpu") if fallback is None else fallback)
         self._n_runs = n_runs
@@ -146,6 +139,8 @@ class Measured:
         }
 
     def cost(self, call: OpCall) -> Cost:
+        if call.is_view():
+            return Cost(time_s=0.0)
         key = call.key()
         if key not in self._known:
             self._known[key] = self._measure(call)
@@ -153,34 +148,61 @@ class Measured:
 
     def _measure(self, call: OpCall) -> Cost:
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with (
+            _disable_current_modes(),
+            torch.autocast(self.device.type, enabled=False),
+            torch.random.fork_rng(devices=devices, device_type="cuda"),
+            torch.no_grad(),
+        ):
             try:
-                run = _runnable(call, self.device)
-                run()
-            except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
+                return self._run(call)
+            except (
+                RuntimeError,
+                LookupError,
+                TypeError,
+                ValueError,
+                AssertionError,
+                MemoryError,
+            ):
                 self.n_fallbacks += 1
                 return self._roofline.cost(call)
-            return Cost(time_s=self._time_s(run), workspace_bytes=self._workspace_bytes(run, call))
 
-    def _time_s(self, run: Callable[[], Any]) -> float:
-        times_s: list[float] = []
-        while len(times_s) < self._n_runs and (len(times_s) < 3 or sum(times_s) < 0.5):
-            times_s.append(
-                _seconds_cuda(run, self.device) if self.device.type == "cuda" else _seconds(run)
-            )
-        return statistics.median(times_s)
+    def _run(self, call: OpCall) -> Cost:
+        """Warm-up, timed runs, and one under observation; a slow call runs only twice."""
+        needed = call.made_bytes() + sum(t.untyped_storage().nbytes() for t in call.inputs())
+        if needed > _available_bytes(self.device):
+            raise MemoryError(f"{call.target} needs {needed} bytes")
+        run = _runnable(call, self.device)
+        times_s = [self._seconds(run)]
+        if times_s[0] < TIME_PER_CALL_S:
+            times_s.clear()  # it was the warm-up
+        while len(times_s) < self._n_runs and sum(times_s) < TIME_PER_CALL_S:
+            times_s.append(self._seconds(run))
+        workspace = max(0, self._peak_bytes(run) - call.made_bytes())
+        return Cost(time_s=statistics.median(times_s), workspace_bytes=workspace)
 
-    def _workspace_bytes(self, run: Callable[[], Any], call: OpCall) -> int:
-        made = _made_bytes(call)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+    def _seconds(self, run: Callable[[], Any]) -> float:
+        if self.device.type == "cpu":
+            started_s = time.perf_counter()
             run()
-            peak = torch.cuda.max_memory_allocated(self.device) - before
-        else:
-            peak = cpu_peak_bytes(run).peak_bytes
-        return max(0, peak - made)
+            return time.perf_counter() - started_s
+        with torch.cuda.device(self.device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+    def _peak_bytes(self, run: Callable[[], Any]) -> int:
+        if self.device.type == "cpu":
+            return cpu_peak_bytes(run).peak_bytes
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        return torch.cuda.max_memory_allocated(self.device) - before
 
 
 def from_description(description: Mapping[str, Any]) -> CostModel:
@@ -192,66 +214,73 @@ def from_description(description: Mapping[str, Any]) -> CostModel:
     return Roofline(named(str(description.get("device", "cpu"))))
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    started_s = time.perf_counter()
-    run()
-    return time.perf_counter() - started_s
-
-
-def _seconds_cuda(run: Callable[[], Any], device: torch.device) -> float:
-    with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
 def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
     """The call with real tensors of the same shapes, strides and types."""
     flat, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
-    real = [_like(item, device) if isinstance(item, torch.Tensor) else item for item in flat]
+    n_indices = _n_indices(call)
+    real = [
+        _like(item, device, below=n_indices.get(id(item), 1))
+        if isinstance(item, torch.Tensor)
+        else item
+        for item in flat
+    ]
     args, kwargs = pytree.tree_unflatten(real, spec)
     return lambda: call.target(*args, **kwargs)
 
 
-def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    storage = torch.empty(0, dtype=tensor.dtype, device=device).set_(new.untyped_storage())
-    if tensor.dtype.is_floating_point:
-        storage.normal_()
+def _like(tensor: torch.Tensor, device: torch.device, *, below: int) -> torch.Tensor:
+    """A real tensor of the same shape, strides and type; integers lie from 0 to `below` - 1.
+
+    Numbers that stand on the host (random seeds, step counts) stay there.
+    """
+    stays = tensor.device.type == "cpu" and tensor.dim() == 0
+    where = tensor.device if stays else device
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+    storage = torch.empty(0, dtype=tensor.dtype, device=where).set_(new.untyped_storage())
+    if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+        storage.uniform_()
+    elif tensor.dtype in (torch.int32, torch.int64):
+        storage.random_(0, below)
     else:
         storage.zero_()
     return new
 
 
-def _made_bytes(call: OpCall) -> int:
-    """Bytes of the storages that the call allocates for its outputs, each once."""
-    storages = {
-        item.untyped_storage()._cdata: item.untyped_storage().nbytes() for item in call.outputs()
-    }
-    for item in call.inputs():
-        storages.pop(item.untyped_storage()._cdata, None)
-    return sum(storages.values())
+def _n_indices(call: OpCall) -> dict[int, int]:
+    """Of each index tensor, by its identity: how many positions there are to choose from.
+
+    Equal indices would have scattered sums wait for each other, as they do not in a training.
+    """
+    args = call.args
+    packet = call.packet
+    if packet is aten.embedding:
+        return {id(args[1]): args[0].shape[0]}
+    if packet is aten.embedding_dense_backward:
+        return {id(args[1]): args[2]}
+    if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+        return {id(args[1]): args[0].shape[min(1, args[0].dim() - 1)]}
+    if packet in (aten.nll_loss_backward, aten.nll_loss2d_backward):
+        return {id(args[2]): args[1].shape[min(1, args[1].dim() - 1)]}
+    if packet in (aten.gather, aten.index_select, aten.scatter, aten.scatter_add, aten.index_add):
+        return {id(args[2]): args[0].shape[args[1]] if args[0].dim() else 1}
+    if packet in (aten.index, aten.index_put):
+        pairs = zip(args[1], args[0].shape, strict=False)
+        return {id(index): size for index, size in pairs if index is not None}
+    if packet is aten.max_pool2d_with_indices_backward:
+        return {id(args[7]): args[1].shape[-1] * args[1].shape[-2]}
+    return {}
 
 
-def _n_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _dtype_of(call: OpCall) -> str:
-    """The dtype that the operator computes in: that of its largest floating-point input."""
-    floating = [item for item in call.inputs() or call.outputs() if item.dtype.is_floating_point]
-    if not floating:
-        return "float32"
-    return str(max(floating, key=lambda item: item.numel()).dtype).removeprefix("torch.")
-
-
-def _described(item: object) -> Any:
-    if isinstance(item, torch.Tensor):
-        return (tuple(item.shape), item.stride(), item.dtype)
-    return repr(item)
+def _available_bytes(device: torch.device) -> float:
+    """Memory that can be had; infinite where nobody says. What overruns it on Linux is killed."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return float("inf")
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    return 1024 * int(sizes["MemAvailable"].split()[0]) if "MemAvailable" in sizes else float("inf")
 
 
 def _device_title(device: torch.device) -> str:
