@@ -86,7 +86,7 @@ def test_closed_form_is_the_recurrence() -> None:
 
 def test_closed_form_of_a_thousand_million_steps() -> None:
     n = 10**9
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     assert n_extra_steps(n_steps=n, n_snapshots=1) == n * (n - 1) // 2
     assert n_extra_steps(n_steps=n, n_snapshots=n) == n - 1
     assert n_extra_steps(n_steps=n, n_snapshots=n - 1) == n - 1
@@ -94,7 +94,7 @@ def test_closed_form_of_a_thousand_million_steps() -> None:
     assert n_extra_steps(n_steps=n, n_snapshots=n - 2) == n
     by_snapshots = [n_extra_steps(n_steps=n, n_snapshots=s) for s in range(1, 200)]
     assert by_snapshots == sorted(by_snapshots, reverse=True)
-    assert time.perf_counter() - began_s < 5
+    assert time.process_time() - began_s < 5
 
 
 def test_actions_of_a_small_chain_by_hand() -> None:
@@ -168,9 +168,9 @@ def test_memory_does_not_grow_with_the_steps(n_steps: int, n_snapshots: int) -> 
 
 @pytest.mark.parametrize("n_snapshots", [1, 2, 3, 40, 1000, 10**6, 10**9])
 def test_a_thousand_million_steps_start_at_once(n_snapshots: int) -> None:
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     actions = list(islice(schedule(n_steps=10**9, n_snapshots=n_snapshots), 1000))
-    assert time.perf_counter() - began_s < 1
+    assert time.process_time() - began_s < 1
     assert actions[0] == ("store", 0, 0)
     assert actions[1][:2] == ("advance", 0)
 
