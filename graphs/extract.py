@@ -40,7 +40,8 @@ class Layout:
     calls: node name -> the fx node that it runs. storage: fx node -> the tensor it lives on (for
     the first tensor of a multi-output call there is none: its getitems have one each).
     updates: name of a copy_ node -> (placeholder that is written, fx node of the new value).
-    gradients: tensors that hold a parameter's gradient, once each.
+    gradients: placeholder of a parameter -> the tensor that holds its gradient, one for each.
+    copies: name of a clone node -> fx node of the gradient that it copies.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -49,7 +50,8 @@ class Layout:
     calls: dict[str, torch.fx.Node] = field(default_factory=dict)
     storage: dict[torch.fx.Node, str] = field(default_factory=dict)
     updates: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = field(default_factory=dict)
-    gradients: list[str] = field(default_factory=list)
+    gradients: dict[torch.fx.Node, str] = field(default_factory=dict)
+    copies: dict[str, torch.fx.Node] = field(default_factory=dict)
 
 
 def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], NodeCost]) -> Layout:
@@ -82,6 +84,7 @@ class _Extraction:
             self._call(node)
         if not updates_done:
             self._updates()
+        self._gradients()
         self._label()
         self.layout.tensors.extend(
             Tensor(name, self.sizes[name], self.kinds[name]) for name in self.sizes
@@ -194,16 +197,39 @@ class _Extraction:
                 )
             )
 
-    def _label(self) -> None:
-        """Name gradients and outputs for what they are, and count the random state."""
+    def _gradients(self) -> None:
+        """Each parameter's gradient gets a storage of its own, as in autograd.
+
+        One that is expanded, shared with another gradient or part of something larger is copied.
+        """
         layout = self.layout
+        makers = {name: node.name for node in layout.nodes for name in node.outputs}
+        copies: dict[str, list[Node]] = {}
         for placeholder, gradient in self.captured.gradients.items():
-            name = layout.storage[gradient]
-            kind = self.captured.sources[placeholder].kind
-            if kind == "parameter" and name not in layout.gradients:
-                layout.gradients.append(name)
-                if self.kinds[name] == "activation":
-                    self.kinds[name] = "gradient"
+            if self.captured.sources[placeholder].kind != "parameter":
+                continue
+            storage, value = layout.storage[gradient], gradient.meta["val"]
+            n_bytes = value.numel() * value.element_size()
+            taken = storage in layout.gradients.values()
+            if storage in makers and not taken and self.sizes[storage] == n_bytes:
+                layout.gradients[placeholder] = storage
+                self.kinds[storage] = "gradient"
+                continue
+            name = f"gradient_{placeholder.name}"
+            layout.gradients[placeholder] = name
+            layout.copies[name] = gradient
+            self.sizes[name], self.kinds[name] = n_bytes, "gradient"
+            copies.setdefault(makers.get(storage, ""), []).append(_clone(name, storage))
+        if copies:
+            of_inputs = copies.pop("", [])
+            layout.nodes = [
+                each for node in layout.nodes for each in (node, *copies.get(node.name, ()))
+            ]
+            layout.nodes += of_inputs
+
+    def _label(self) -> None:
+        """Name outputs for what they are, and count the random state."""
+        layout = self.layout
         made = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
         for value in self.captured.outputs:
             returned = layout.storage.get(value) if isinstance(value, torch.fx.Node) else None
@@ -213,13 +239,25 @@ class _Extraction:
                 # The caller holds what the model returns: dropping it would free nothing.
                 node = layout.nodes[made[returned]]
                 layout.nodes[made[returned]] = dataclasses.replace(node, recomputable=False)
-        layout.outputs.extend(n for n in layout.gradients if n in made and n not in layout.outputs)
+        layout.outputs.extend(n for n in layout.gradients.values() if n not in layout.outputs)
         if self._n_random and self._device() == "cpu":
             self.sizes["random_state"] = CPU_RANDOM_STATE_BYTES * self._n_random
             self.kinds["random_state"] = "buffer"
 
     def _device(self) -> str:
         return next((_device_of(node) for node in self.layout.calls.values()), "cpu")
+
+
+def _clone(name: str, source: str) -> Node:
+    return Node(
+        name=name,
+        op="aten.clone.default",
+        inputs=(source,),
+        outputs=(name,),
+        time_s=0.0,
+        phase="backward",
+        recomputable=False,
+    )
 
 
 def is_random(node: torch.fx.Node) -> bool:

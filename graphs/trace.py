@@ -130,7 +130,7 @@ def trace_module(
         },
     )
     if gradients == "accumulate":
-        graph = with_accumulation(graph, layout.gradients)
+        graph = with_accumulation(graph, layout.gradients.values())
     return StepTrace(captured=captured, layout=layout, graph=graph)
 
 

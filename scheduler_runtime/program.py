@@ -95,14 +95,16 @@ class _Line:
         self._ends: list[int] = []  # number of line nodes at the end of each piece
         self._finished: list[list[tuple[fx.Node, Value]]] = []
         self._outputs: tuple[Any, ...] = ()
+        self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
         self._gradients_of: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
         for placeholder, gradient in step.captured.gradients.items():
-            maker = self._maker(gradient)
+            maker = self._maker(placeholder, gradient)
             self._gradients_of.setdefault(maker, []).append((placeholder, gradient))
 
-    def _maker(self, gradient: fx.Node) -> str:
+    def _maker(self, placeholder: fx.Node, gradient: fx.Node) -> str:
         """The node after which a gradient is there ("": before any, it is an input)."""
-        storage = self.step.layout.storage[gradient]
+        layout = self.step.layout
+        storage = layout.gradients.get(placeholder, layout.storage[gradient])
         node = self.step.graph.producer.get(storage)
         return "" if node is None else node.name
 
@@ -128,6 +130,8 @@ class _Line:
                 in_forward = False
             if op.node in layout.updates:
                 self._update(op.node)
+            elif op.node in layout.copies:
+                self._copy(op.node)
             elif op.node in layout.calls:
                 self._call(op.node, again=op.node in started, repeats=runs[op.node] > 1)
             started.add(op.node)
@@ -217,6 +221,19 @@ class _Line:
             torch.ops.aten.copy_.default, (self.value(placeholder), self.value(new_value))
         )
 
+    def _copy(self, name: str) -> None:
+        gradient = self.step.layout.copies[name]
+        self._copies[name] = self.graph.call_function(
+            torch.ops.aten.clone.default,
+            (self.value(gradient),),
+            {"memory_format": torch.contiguous_format},
+        )
+
+    def _gradient(self, placeholder: fx.Node, gradient: fx.Node) -> Value:
+        """The value of a leaf's gradient: its copy, where it was copied."""
+        copied = self._copies.get(self.step.layout.gradients.get(placeholder, ""))
+        return self.value(gradient) if copied is None else copied
+
     def _end_forward(self) -> None:
         self._outputs = tuple(
             self.value(item) if isinstance(item, fx.Node) and item.op != "placeholder" else item
@@ -225,7 +242,7 @@ class _Line:
         self._end_piece([])
 
     def _end_piece(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
-        finished = [(placeholder, self.value(gradient)) for placeholder, gradient in gradients]
+        finished = [(node, self._gradient(node, gradient)) for node, gradient in gradients]
         self._ends.append(len(self.graph.nodes))
         self._finished.append(finished)
 

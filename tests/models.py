@@ -70,6 +70,26 @@ class _Block(nn.Module):
         return x + self.drop(F.gelu(self.out(y.squeeze(1))))
 
 
+class SharedGradients(nn.Module):
+    """Gradients that are expanded, one tensor for two parameters, or part of a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.randn(6, 8))
+        self.right = nn.Parameter(torch.randn(6, 8))
+        self.parts = nn.ParameterList(torch.randn(n, 8) for n in (2, 3))
+        self.offset = nn.Parameter(torch.zeros(50, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(x + (self.left + self.right))
+        out = hidden @ torch.cat(list(self.parts)).t()
+        return out.square().mean() + self.offset.sum()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+
 class Classifier(nn.Module):
     """Returns logits; its caller computes the loss."""
 

@@ -23,9 +23,15 @@ from solver.schedule import Schedule, free_after_last_use
 from solver.simulate import IllegalScheduleError, simulate
 from solver.solution import Request, Solution
 from solver.solve import answer, solve
-from tests.models import Classifier, ConvNet, NormAndDropout, TiedLanguageModel
+from tests.models import (
+    Classifier,
+    ConvNet,
+    NormAndDropout,
+    SharedGradients,
+    TiedLanguageModel,
+)
 
-MODELS: list[type] = [NormAndDropout, TiedLanguageModel, ConvNet, Classifier]
+MODELS: list[type] = [NormAndDropout, TiedLanguageModel, ConvNet, Classifier, SharedGradients]
 LARGE = 10**12
 
 
@@ -175,7 +181,7 @@ def planned_language_model() -> tuple[nn.Module, Any, Graph]:
 
 
 def test_the_module_stays_the_same_object() -> None:
-    model, batch, graph = traced(TiedLanguageModel)
+    model, _, graph = traced(TiedLanguageModel)
     names = list(model.state_dict())
     signature = inspect.signature(model.forward)
     assert apply(model, solution_of(graph, baseline(graph))) is model

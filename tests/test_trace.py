@@ -13,7 +13,13 @@ from graphs.graph import Graph
 from graphs.trace import TraceError, trace
 from solver.rematerialise import baseline
 from solver.simulate import simulate
-from tests.models import Classifier, ConvNet, NormAndDropout, TiedLanguageModel
+from tests.models import (
+    Classifier,
+    ConvNet,
+    NormAndDropout,
+    SharedGradients,
+    TiedLanguageModel,
+)
 
 ADAMW = torch.optim.AdamW
 
@@ -131,6 +137,15 @@ def test_accumulated_gradients_are_resident_from_the_start() -> None:
     assert added == parameter_bytes(model)
     peak = simulate(accumulated, baseline(accumulated)).peak_bytes
     assert peak > simulate(fresh, baseline(fresh)).peak_bytes
+
+
+def test_each_parameter_has_a_gradient_of_its_own() -> None:
+    model = SharedGradients()
+    graph = trace(model, model.batch())
+    assert kind_bytes(graph, "gradient") == parameter_bytes(model)
+    held = [t.name for t in graph.tensors if t.kind == "gradient"]
+    assert len(held) == len(list(model.parameters()))
+    assert set(held) <= set(graph.outputs)
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
