@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from graphs.graph import Graph
 from solver.auto import auto
-from solver.chain_methods import revolve
+from solver.chain_methods import dp, revolve
 from solver.every_block import every_block
 from solver.ilp import ilp
 from solver.proposal import Method, Proposal
@@ -31,5 +31,6 @@ METHODS: Mapping[str, Method] = {
     "every_block": every_block,
     "sqrt": sqrt,
     "revolve": revolve,
+    "dp": dp,
     "ilp": ilp,
 }

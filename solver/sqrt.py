@@ -33,7 +33,7 @@ N_SEGMENTS_GROWTH = 1.5
 def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """The fastest of the segment counts whose schedule fits. No randomness."""
     with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
-        for n_segments in segment_counts(cut(graph).n_blocks):
+        for n_segments in reversed(segment_counts(cut(graph).n_blocks)):  # the best come early
             _keep_last_segments(graph, cut(graph, max_blocks=n_segments), search)
             if search.time_is_up():
                 break
