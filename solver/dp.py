@@ -31,9 +31,9 @@ Optimal for: persistent schedules, up to the rounding to slots. Where it falls s
 are not persistent can be faster (rarely, and by little); a chain of many small tensors loses by
 rounding each of them up to a slot; a block has one way of saving, all or nothing.
 
-Cost: O(L^3 n_slots) time, L^2 n_slots / 2 numbers of memory. They are double precision while they
-take no more than `MAX_DOUBLE_BYTES`, beyond that single: then costs of two splits that differ by
-less than about 1e-6 of the recomputation may be taken for equal. What is returned is judged anew.
+Cost: L^3 n_slots / 6 sums, L^2 n_slots / 2 numbers of memory. These are double precision while they
+take no more than `MAX_DOUBLE_BYTES`, beyond that single: then schedules whose recomputation differs
+by about a millionth may be taken for equal. What is returned is judged anew, in double precision.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAX_DOUBLE_BYTES = 10**9
 """Of the table in double precision."""
 
 SPLITS_AT_ONCE = 64
-"""Of which sums stay in the processor's cache while their minimum is taken."""
+"""Their sums stay in the processor's cache while the minimum is taken."""
 
 Array = NDArray[np.floating]
 
@@ -74,13 +74,15 @@ def solve_chain(chain: Chain, *, budget_bytes: int, n_slots: int = 500) -> Chain
     """
     _check("budget_bytes", budget_bytes, least=0)
     _check("n_slots", n_slots, least=1)
-    ops: tuple[ChainOp, ...] | None = keeping_everything(chain)
+    solution = _judged(chain, keeping_everything(chain))
+    if solution.peak_bytes <= budget_bytes:
+        return solution
+    ops = _Table(chain, budget_bytes=budget_bytes, n_slots=n_slots).best()
+    return None if ops is None else _judged(chain, ops)
+
+
+def _judged(chain: Chain, ops: tuple[ChainOp, ...]) -> ChainSolution:
     cost_s, peak_bytes = replay(chain, ops)
-    if peak_bytes > budget_bytes:
-        ops = _Table(chain, budget_bytes=budget_bytes, n_slots=n_slots).best()
-        if ops is None:
-            return None
-        cost_s, peak_bytes = replay(chain, ops)
     return ChainSolution(cost_s=cost_s, peak_bytes=peak_bytes, ops=ops)
 
 
@@ -139,7 +141,7 @@ class _Bytes:
         return self.x[s - 1] + self.saved[s] + max(forward, backward)
 
     def passing(self, s: int) -> list[int]:
-        """For t = s + 1 .. L + 1: blocks s .. t - 1 forward, x_{s-1} kept, beside the gradient of x_t.
+        """For t = s + 1 .. L + 1: s .. t - 1 forward, x_{s-1} kept, beside the gradient of x_t.
 
         Wherever the chain is split, all of them run once beside these two.
         """
