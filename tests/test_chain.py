@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,12 +79,12 @@ def test_what_is_there_while_each_operation_runs(
     name = f"{workspace}_workspace_bytes"
     sizes = [0] * len(getattr(TWO, name))
     sizes[entry] = 100_000
-    chain = replace(quiet(TWO), **{name: sizes})
+    chain = replace(quiet(TWO), **{name: tuple(sizes)})
     assert replay(chain, RECOMPUTED) == (32.0, peak_bytes)
 
 
 def test_moving_on_lets_go_of_the_input_only_after_the_output_is_there() -> None:
-    chain = Chain([1, 1, 1], [0] * 4, [5, 7, 70, 700], [0, 7, 70, 700], [0] * 3, [0] * 4)
+    chain = Chain((1,) * 3, (0,) * 4, (5, 7, 70, 700), (0, 7, 70, 700), (0,) * 3, (0,) * 4)
     ops = (
         ForwardKeepingInput(1),
         ForwardKeepingOutput(2),
@@ -106,8 +107,14 @@ def test_moving_on_lets_go_of_the_input_only_after_the_output_is_there() -> None
 
 
 def test_an_output_there_by_itself_counts_twice_while_its_block_saves() -> None:
-    ops = (ForwardKeepingInput(1), ForwardKeepingInput(2), ForwardKeepingAll(2))
-    ops += (Backward(3), Backward(2), ForwardKeepingAll(1), Backward(1))
+    ops = (
+        ForwardKeepingInput(1),
+        ForwardKeepingInput(2),
+        ForwardKeepingAll(2),
+        *keeping_everything(TWO)[2:4],
+        ForwardKeepingAll(1),
+        Backward(1),
+    )
     chain = replace(quiet(TWO), forward_workspace_bytes=(0, 10_000))
     assert replay(chain, ops)[1] == 1 + 10 + 100 + 500 + 10_000
     assert replay(quiet(TWO), ops)[1] == 1 + 10 + 500 + 100 + 10  # as without: it is merged
@@ -126,7 +133,7 @@ def test_a_dropped_output_is_gone() -> None:
 
 
 def test_zero_sizes_and_times_are_nothing_special() -> None:
-    chain = Chain([0], [0, 0], [0, 0], [0, 0], [0], [0, 0])
+    chain = Chain((0,), (0, 0), (0, 0), (0, 0), (0,), (0, 0))
     assert replay(chain, keeping_everything(chain)) == (0.0, 0)
 
 
@@ -172,17 +179,19 @@ def test_the_refusal_says_where() -> None:
 
 
 def test_sequences_become_tuples_and_the_chain_is_frozen() -> None:
-    chain = Chain(
+    given: tuple[Any, ...] = (
         [1, 2],
         np.array([1.0, 2.0, 0.0]),
         np.array([1, 2, 3]),
         [0, 2, 3],
-        [0, 0],
-        [0, 0, 0],  # type: ignore[arg-type]
+        iter((0, 0)),
+        range(3),
     )
+    chain = Chain(*given)
     assert chain.n_blocks == 2
     assert chain.forward_s == (1.0, 2.0)
     assert chain.input_bytes == (1, 2, 3)
+    assert chain.forward_workspace_bytes == (0, 0)
     assert type(chain.input_bytes[0]) is int
     assert hash(chain) == hash(replace(chain))
     with pytest.raises(FrozenInstanceError):
