@@ -64,9 +64,10 @@ class Capture:
     """The joint fx graph and the meaning of what goes in and comes out.
 
     sources: per placeholder. outputs: fx nodes (or constants) of the model's flat outputs, in the
-    order of `output_spec`. gradient_outputs: indices of those that get a gradient; tangents come in
-    this order. gradients: parameter (or batch tensor) placeholder -> fx node of its gradient.
-    mutations: placeholder -> fx node of the new value.
+    order of `output_spec`. gradient_outputs: indices of those that get a gradient. differentiable:
+    of those that require one, wanted or not. tangents: index -> its placeholder. gradients:
+    placeholder of a parameter or batch tensor -> fx node of its gradient. mutations: placeholder ->
+    fx node of the new value.
     """
 
     graph: torch.fx.Graph
@@ -75,6 +76,8 @@ class Capture:
     outputs: tuple[Any, ...]
     output_spec: pytree.TreeSpec
     gradient_outputs: tuple[int, ...]
+    differentiable: tuple[int, ...]
+    tangents: Mapping[int, torch.fx.Node]
     gradients: Mapping[torch.fx.Node, torch.fx.Node]
     mutations: Mapping[torch.fx.Node, torch.fx.Node]
 
@@ -229,7 +232,8 @@ class _Shell(nn.Module):
         self._buffer_names: list[str] = []
         self.spec: pytree.TreeSpec | None = None
         self.chosen: tuple[int, ...] = ()
-        self.flat_constants: list[Any] = []
+        self.flat_outputs: list[Any] = []
+        self.differentiable: tuple[int, ...] = ()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self.mode:
             for name, parameter in model.named_parameters():
@@ -265,7 +269,12 @@ class _Shell(nn.Module):
                     "model.config.use_cache = False for training)"
                 )
         self.chosen = self._outside[2](output)
-        self.flat_constants = [None if isinstance(t, torch.Tensor) else t for t in flat]
+        self.flat_outputs = [_HOLE if isinstance(item, torch.Tensor) else item for item in flat]
+        self.differentiable = tuple(
+            index
+            for index, item in enumerate(flat)
+            if isinstance(item, torch.Tensor) and item.requires_grad
+        )
         return [
             item if not isinstance(item, torch.Tensor) or i in self.chosen else item.detach()
             for i, item in enumerate(flat)
@@ -295,9 +304,7 @@ def _read(joint: Any, shell: _Shell) -> Capture:
     for node in module.graph.find_nodes(op="placeholder"):
         desc = node.meta["desc"]
         by_desc[desc] = node
-        sources[node] = _source(
-            desc, shell, n_tangents=sum(source.kind == "tangent" for source in sources.values())
-        )
+        sources[node] = _source(desc, shell)
     output_node = module.graph.output_node()
     values = list(pytree.tree_leaves(output_node.args[0], is_leaf=lambda item: item is None))
     flat: dict[int, Any] = {}
@@ -313,25 +320,51 @@ def _read(joint: Any, shell: _Shell) -> Capture:
                 gradients[by_desc[desc.grad_of]] = value
         elif value is not None and not isinstance(desc, descriptors.IntermediateBaseAOTOutput):
             raise TraceError(f"an output of kind {type(desc).__name__} cannot be planned for yet")
-    tensors = iter([flat[index] for index in sorted(flat)])
-    outputs = tuple(
-        next(tensors) if constant is None else constant for constant in shell.flat_constants
-    )
+    positions = [index for index, item in enumerate(shell.flat_outputs) if item is _HOLE]
+    outputs = list(shell.flat_outputs)
+    for index, value in flat.items():
+        outputs[positions[index]] = value
+    tangents = {
+        positions[sources[node].index]: node for node in sources if sources[node].kind == "tangent"
+    }
+    _refuse_shared(outputs, shell.chosen)
     if shell.spec is None:
         raise TraceError("the model was never called while it was traced")
     return Capture(
         graph=module.graph,
         module=module,
         sources=sources,
-        outputs=outputs,
+        outputs=tuple(outputs),
         output_spec=shell.spec,
         gradient_outputs=shell.chosen,
+        differentiable=shell.differentiable,
+        tangents=tangents,
         gradients=gradients,
         mutations=mutations,
     )
 
 
-def _source(desc: Any, shell: _Shell, *, n_tangents: int) -> Source:
+def _refuse_shared(outputs: list[Any], chosen: tuple[int, ...]) -> None:
+    """Outputs that get a gradient must be tensors of their own."""
+    storages: dict[Any, int] = {}
+    for index, item in enumerate(outputs):
+        if not isinstance(item, torch.fx.Node):
+            continue
+        storage = item.meta["val"].untyped_storage()._cdata
+        other = storages.setdefault(storage, index)
+        if index in chosen and item.op == "placeholder":
+            raise TraceError(
+                f"output {index} of the model, which gets a gradient, is one of its inputs or "
+                "parameters; return a clone of it"
+            )
+        if other != index and (index in chosen or other in chosen):
+            raise TraceError(
+                f"outputs {other} and {index} of the model share memory, and one of them gets a "
+                "gradient; return a clone of it"
+            )
+
+
+def _source(desc: Any, shell: _Shell) -> Source:
     if isinstance(desc, descriptors.ParamAOTInput):
         return Source("parameter", shell.path(desc.target), int(desc.target[1:]))
     if isinstance(desc, descriptors.BufferAOTInput):
@@ -339,7 +372,9 @@ def _source(desc: Any, shell: _Shell, *, n_tangents: int) -> Source:
     if isinstance(desc, descriptors.PlainAOTInput):
         return Source("input", f"input.{desc.idx}", desc.idx)
     if isinstance(desc, descriptors.TangentAOTInput):
-        return Source("tangent", f"tangent.{n_tangents}", n_tangents)
+        if not isinstance(desc.output, descriptors.PlainAOTOutput):
+            raise TraceError("outputs of the model share memory; return clones of them")
+        return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
     raise TraceError(f"an input of kind {type(desc).__name__} cannot be planned for yet")
 
 

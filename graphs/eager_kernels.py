@@ -32,6 +32,34 @@ _UPSAMPLING = (
 )
 
 
+_library = torch.library.Library("checkpoint_solver", "DEF")
+_library.define(
+    "dropout_noise(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+
+
+def _dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
+    """What eager dropout multiplies by, filled in the order of the input's strides."""
+    return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
+
+
+_library.impl("dropout_noise", _dropout_noise, "CPU")
+_library.impl("dropout_noise", lambda like, _p: torch.empty_like(like), "Meta")
+
+
+def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout as eager mode computes it on the CPU.
+
+    Its in-place steps are one operator here: taken apart they would be functionalised into others,
+    whose noise is contiguous whatever the input's strides are, and so falls on other elements.
+    """
+    if p == 0 or not train or tensor.numel() == 0:
+        return tensor
+    if p == 1:
+        return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return tensor * torch.ops.checkpoint_solver.dropout_noise(tensor.detach(), p)
+
+
 @contextlib.contextmanager
 def eager_kernels(device: torch.device) -> Iterator[None]:
     """Set the decompositions aside that differ from eager mode on this device."""
@@ -40,14 +68,17 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
         for name in _UPSAMPLING
         for overload in (getattr(torch.ops.aten, name).vec, getattr(torch.ops.aten, name).default)
     ]
-    if device.type == "cpu":  # on CUDA eager runs the fused dropout too
-        operators.append(torch.ops.aten.dropout.default)
     removed = [
         (operator, key, operator.py_kernels.pop(key))
         for operator in operators
         for key in _KEYS
         if key in operator.py_kernels
     ]
+    if device.type == "cpu":  # on CUDA eager runs the fused dropout too
+        dropout = torch.ops.aten.dropout.default
+        removed += [(dropout, key, dropout.py_kernels[key]) for key in _KEYS]
+        for key in _KEYS:
+            dropout.py_kernels[key] = _eager_dropout
     for operator, _, _ in removed:
         operator._dispatch_cache.clear()
     try:

@@ -40,7 +40,7 @@ class Layout:
     calls: node name -> the fx node that it runs. storage: fx node -> the tensor it lives on (for
     the first tensor of a multi-output call there is none: its getitems have one each).
     updates: name of a copy_ node -> (placeholder that is written, fx node of the new value).
-    gradients: placeholder of a parameter -> the tensor that holds its gradient, one for each.
+    gradients: placeholder of a leaf -> the tensor that holds its gradient, one for each.
     copies: name of a clone node -> fx node of the gradient that it copies.
     """
 
@@ -143,7 +143,7 @@ class _Extraction:
                 time_s=cost.time_s,
                 workspace_bytes=cost.workspace_bytes,
                 phase=phase,
-                recomputable=phase == "forward" and self._may_run_again(node),
+                recomputable=phase == "forward" and self._may_run_again(node, inputs),
                 module=_module_path(node),
             )
         )
@@ -165,7 +165,7 @@ class _Extraction:
             self.layout.storage.pop(node, None)
         return made
 
-    def _may_run_again(self, node: torch.fx.Node) -> bool:
+    def _may_run_again(self, node: torch.fx.Node, inputs: tuple[str, ...]) -> bool:
         target = node.target
         if getattr(target, "namespace", "").startswith(("_c10d", "c10d")):
             return False  # a collective must run as often on every rank
@@ -174,8 +174,8 @@ class _Extraction:
             if device not in ("cpu", "cuda"):
                 return False  # no way to replay its random numbers
             self._n_random += 1
-        mutated = [p for p in self.captured.mutations if p in _origins(node)]
-        return not mutated or _ignores_running_statistics(node)
+        mutated = {self.layout.storage[placeholder] for placeholder in self.captured.mutations}
+        return mutated.isdisjoint(inputs) or _ignores_running_statistics(node)
 
     def _updates(self) -> None:
         """The buffers change once, at the end of the forward pass."""
@@ -198,7 +198,7 @@ class _Extraction:
             )
 
     def _gradients(self) -> None:
-        """Each parameter's gradient gets a storage of its own, as in autograd.
+        """Each leaf's gradient gets a storage of its own, as in autograd.
 
         One that is expanded, shared with another gradient or part of something larger is copied.
         """
@@ -206,8 +206,6 @@ class _Extraction:
         makers = {name: node.name for node in layout.nodes for name in node.outputs}
         copies: dict[str, list[Node]] = {}
         for placeholder, gradient in self.captured.gradients.items():
-            if self.captured.sources[placeholder].kind != "parameter":
-                continue
             storage, value = layout.storage[gradient], gradient.meta["val"]
             n_bytes = value.numel() * value.element_size()
             taken = storage in layout.gradients.values()
@@ -271,24 +269,6 @@ def _tensor_arguments(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
 
 def _is_node(item: object) -> bool:
     return isinstance(item, torch.fx.Node)
-
-
-def _origins(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """The placeholders that the call reads, directly or through views."""
-    found: set[torch.fx.Node] = set()
-    stack = list(_tensor_arguments(node))
-    while stack:
-        argument = stack.pop()
-        if argument.op == "placeholder":
-            found.add(argument)
-        elif _is_view(argument):
-            stack.extend(_tensor_arguments(argument))
-    return found
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.is_view
 
 
 def _ignores_running_statistics(node: torch.fx.Node) -> bool:

@@ -142,11 +142,11 @@ class Graph:
     @cached_property
     def views(self) -> dict[str, tuple[str, ...]]:
         """The aliases that nodes make of each storage; only storages with such aliases."""
-        views: dict[str, tuple[str, ...]] = {}
+        views: dict[str, list[str]] = {}
         for tensor in self.tensors:
             if tensor.alias_of is not None and tensor.name in self.producer:
-                views[tensor.alias_of] = (*views.get(tensor.alias_of, ()), tensor.name)
-        return views
+                views.setdefault(tensor.alias_of, []).append(tensor.name)
+        return {root: tuple(names) for root, names in views.items()}
 
     @cached_property
     def graph_id(self) -> str:

@@ -123,10 +123,9 @@ class OutsideLoss:
         }
         sizes = {names[t.name]: t.size_bytes for t in loss_layout.tensors}
         positions = {p: i for i, p in enumerate(self._positions)}
-        tangents = [n for n, source in captured.sources.items() if source.kind == "tangent"]
         renamed: dict[str, str] = {}
         copies: list[Node] = []
-        for placeholder, position in zip(tangents, captured.gradient_outputs, strict=True):
+        for position, placeholder in captured.tangents.items():
             gradient = gradients[positions[position]]
             size_bytes = graph.tensor_by_name[placeholder.name].size_bytes
             if gradient in made and gradient not in renamed and sizes[gradient] == size_bytes:

@@ -143,11 +143,11 @@ class PlannedForward:
         device = next((p.device.type for p in model.parameters()), "cpu")
         return (
             tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors),
-            tuple(repr(item) for item in call.rest if not isinstance(item, type(None))),
+            tuple(repr(item) for item in call.rest),
             call.spec,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
             tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters()),
-            tuple(m.training for m in model.modules()),
+            tuple(_settings(module) for module in model.modules()),
         )
 
     def _compile(self, call: Call) -> _Compiled:
@@ -202,6 +202,19 @@ class PlannedForward:
                 before = "not there" if old_tensor is None else f"{old_tensor.size_bytes} bytes"
                 return f"tensor {tensor.name} has {tensor.size_bytes} bytes, planned: {before}"
         return f"{len(graph.nodes)} operators, planned were {len(self.plan.graph.nodes)}"
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What may change the program from one call to the next: plain attributes and hooks."""
+    attributes = vars(module)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return (
+        *(value for value in attributes.values() if isinstance(value, _PLAIN)),
+        *map(len, hooks),
+    )
 
 
 def _module_schedule(schedule: Schedule, part: Graph) -> Schedule:

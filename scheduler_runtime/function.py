@@ -46,11 +46,21 @@ class Run:
         return outputs
 
     def _watch(self) -> None:
-        """Note the versions of tensors that others can reach and that the backward pass reads."""
+        """Note the versions of tensors that others can reach and that the backward pass reads.
+
+        Views count: they share their base's storage and its version.
+        """
         read = {value for piece in self.program.backward for value in piece.inputs}
-        reachable = {*self.program.sources.values(), *self.program.made_outputs}
+        reachable = {
+            self.state[value].untyped_storage()._cdata
+            for value in (*self.program.sources.values(), *self.program.made_outputs)
+            if value in self.state
+        }
         self._watched = {
-            value: self.state[value]._version for value in read & reachable if value in self.state
+            value: self.state[value]._version
+            for value in read
+            if isinstance(self.state.get(value), torch.Tensor)
+            and self.state[value].untyped_storage()._cdata in reachable
         }
 
     def start_backward(
@@ -68,6 +78,12 @@ class Run:
         self._started = True
         for value, gradient in zip(tangents, gradients, strict=True):
             if value is None:
+                if gradient is not None:
+                    raise RuntimeError(
+                        "a gradient arrives for an output that the plan expects none for: only the "
+                        "planned loss may be differentiated; add the other terms to it inside the "
+                        "model, or plan with loss=function(output, batch)"
+                    )
                 continue
             if gradient is None:
                 raise RuntimeError(
@@ -119,13 +135,18 @@ class Link(torch.autograd.Function):
         reached = dict(run.program.tangents)
         ctx.tangents = [reached.get(index) for index in range(len(outputs))]
         ctx.mark_non_differentiable(
-            *(t for t, tangent in zip(outputs, ctx.tangents, strict=True) if tangent is None)
+            *(t for i, t in enumerate(outputs) if i not in run.program.differentiable)
         )
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         run: Run = ctx.run
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a planned step can be differentiated once: create_graph=True needs the plain "
+                "model (scheduler_runtime.remove(model))"
+            )
         if ctx.position == 0:
             run.start_backward(ctx.tangents, gradients)
         del gradients

@@ -61,7 +61,8 @@ class Program:
     value to put into the state. constants: tensors that the model holds in plain attributes.
     outputs: the model's flat outputs: values, placeholders that are returned as they are, or plain
     constants. made_outputs: those of them that the program makes. tangents: position among the
-    made outputs -> the value that takes its gradient.
+    made outputs -> the value that takes its gradient. differentiable: positions of those that
+    require a gradient in the plain model, so that one may arrive that nobody planned for.
     """
 
     forward: Piece
@@ -71,6 +72,7 @@ class Program:
     outputs: tuple[Any, ...]
     made_outputs: tuple[Value, ...]
     tangents: tuple[tuple[int, Value], ...]
+    differentiable: frozenset[int]
 
 
 def compile_schedule(step: StepTrace, schedule: Schedule) -> Program:
@@ -274,14 +276,17 @@ class _Line:
             outputs=self._outputs,
             made_outputs=made,
             tangents=self._tangents(made),
+            differentiable=frozenset(
+                made.index(self._outputs[position])
+                for position in self.step.captured.differentiable
+                if self._outputs[position] in made
+            ),
         )
 
     def _tangents(self, made: tuple[Value, ...]) -> tuple[tuple[int, Value], ...]:
-        captured = self.step.captured
-        placeholders = [n for n, source in captured.sources.items() if source.kind == "tangent"]
         return tuple(
             (made.index(self._outputs[position]), self.sources[placeholder])
-            for position, placeholder in zip(captured.gradient_outputs, placeholders, strict=True)
+            for position, placeholder in self.step.captured.tangents.items()
         )
 
 

@@ -32,6 +32,7 @@ from solver.problem import Problem, opened_problem
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
 from solver.solution import Request, Solution
 from solver.solve import InterruptedSolveError, attempt, explained
+from solver.stages import TooLargeError
 from solver.verification import Verifier, VerifyError
 
 VERIFIER = "scheduler_runtime.verify"
@@ -165,7 +166,7 @@ def _search(
         try:
             with progress.says(f"searching with {method} ({len(problem.graph.nodes)} ops)"):
                 solutions.append(attempt(problem.graph, request))
-        except ValueError as error:  # the graph is not one for this method, and it says why
+        except TooLargeError as error:  # the graph is not one for this method, and it says why
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error
             refused.append((method, str(error)))

@@ -90,6 +90,22 @@ class SharedGradients(nn.Module):
         return torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
 
+class Encoder(nn.Module):
+    """PyTorch's own layer: dropout falls on tensors that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.layer(x).transpose(1, 2)).square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
+
+
 class Classifier(nn.Module):
     """Returns logits; its caller computes the loss."""
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from graphs.capture import as_call, find_loss
 from graphs.graph import Graph
-from graphs.trace import trace
+from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, ReplanError, apply, remove
 from solver.methods import METHODS
 from solver.rematerialise import baseline, keep, keep_order, missing_computes
@@ -26,12 +26,20 @@ from solver.solve import answer, solve
 from tests.models import (
     Classifier,
     ConvNet,
+    Encoder,
     NormAndDropout,
     SharedGradients,
     TiedLanguageModel,
 )
 
-MODELS: list[type] = [NormAndDropout, TiedLanguageModel, ConvNet, Classifier, SharedGradients]
+MODELS: list[type] = [
+    NormAndDropout,
+    TiedLanguageModel,
+    ConvNet,
+    Classifier,
+    SharedGradients,
+    Encoder,
+]
 LARGE = 10**12
 
 
@@ -342,3 +350,105 @@ def test_a_planned_module_inside_another(wrap: Callable[[nn.Module], nn.Module])
     model, batch, _ = planned_language_model()
     wrap(model)(batch).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Linear(nn.Module):
+    """A layer between two others: its backward reads the weight through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor, bias: Any = None, factor: Any = None) -> dict[str, Any]:
+        y = self.layers(x) * self.scale
+        y = y if bias is None else y + bias
+        y = y if factor is None else y * factor
+        return {"loss": y.sum(), "logits": y, "extra": None}
+
+
+def planned_linear() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    plain, x = Linear(), torch.randn(3, 4)
+    graph = trace(plain, x)
+    planned = copy.deepcopy(plain)
+    apply(planned, solution_of(graph, keep(graph, set())), on_mismatch="replan")
+    return plain, planned, x
+
+
+def test_nothing_among_the_outputs_stays_nothing() -> None:
+    _, planned, x = planned_linear()
+    assert planned(x)["extra"] is None
+
+
+def test_a_weight_read_through_a_view_and_changed_is_refused() -> None:
+    _, planned, x = planned_linear()
+    loss = planned(x)["loss"]
+    with torch.no_grad():
+        planned.layers[2].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_a_gradient_that_nobody_planned_for_is_refused() -> None:
+    _, planned, x = planned_linear()
+    output = planned(x)
+    with pytest.raises(RuntimeError, match="an output that the plan expects none for"):
+        (output["loss"] + output["logits"].sum()).backward()
+
+
+def test_differentiating_twice_is_refused() -> None:
+    _, planned, x = planned_linear()
+    x.requires_grad_(True)
+    loss = planned(x)["loss"]
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_calls_that_differ_in_where_nothing_stands() -> None:
+    plain, planned, x = planned_linear()
+    for args in ((x, None, 2.0), (x, 2.0, None), (x,)):
+        assert torch.equal(plain(*args)["loss"], planned(*args)["loss"])
+
+
+def test_a_changed_attribute_is_another_program() -> None:
+    plain, planned, x = planned_linear()
+    for scale in (1.0, 3.0):
+        plain.scale = planned.scale = scale
+        assert torch.equal(plain(x)["loss"], planned(x)["loss"])
+
+
+class _Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("both", torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low, high = self.both.chunk(2)
+        y = torch.tanh(self.layer(x) * low.exp() + high.exp())
+        self.both.add_(1.0)
+        return y.square().sum()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.ones(2, 4)
+
+
+def test_parts_of_a_buffer_that_changes_are_not_read_again() -> None:
+    model, batch, graph = traced(_Buffered)
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    for seed in range(2):
+        expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+class _Aliased(Classifier):
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> Any:
+        hidden = super().forward(x, label)
+        return hidden, hidden.t()
+
+
+def test_outputs_that_share_memory_are_refused_where_one_gets_a_gradient() -> None:
+    with pytest.raises(TraceError, match="share memory"):
+        trace(_Aliased(), _Aliased.batch(), loss=lambda o, _: o[0].sum() + o[1].square().sum())
