@@ -134,6 +134,7 @@ class Measured:
             "model": "measured",
             "device": self.device.type,
             "title": _device_title(self.device),
+            "fallback": self._roofline.hardware.name,
             "n_distinct": len(self._known),
             "n_fallbacks": self.n_fallbacks,
         }
@@ -206,12 +207,17 @@ class Measured:
 
 
 def from_description(description: Mapping[str, Any]) -> CostModel:
-    """The cost model that a graph's meta describes; a generic CPU's roofline where it says none."""
-    if description.get("model") == "measured":
-        device = str(description.get("device", "cpu"))
-        if device == "cpu" or torch.cuda.is_available():
-            return Measured(device)
-    return Roofline(named(str(description.get("device", "cpu"))))
+    """The cost model that a graph's meta describes; a generic CPU's roofline where it says none.
+
+    What was measured on a device that is not here is costed by the roofline it fell back to.
+    """
+    device = str(description.get("device", "cpu"))
+    if description.get("model") != "measured":
+        return Roofline(named(device))
+    fallback = named(str(description.get("fallback", "cpu")))
+    if device == "cuda" and not torch.cuda.is_available():
+        return Roofline(fallback)
+    return Measured(device, fallback=fallback)
 
 
 def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:

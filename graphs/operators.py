@@ -128,6 +128,32 @@ def _rnn_backward(inputs: Shape, weights: Sequence[Shape], *_: Any, **__: Any) -
     return 2 * _rnn(inputs, weights)
 
 
+def _mkldnn_rnn(inputs: Shape, of_input: Shape, of_hidden: Shape, *_: Any, **__: Any) -> int:
+    """One layer of nn.LSTM on the CPU, one way: both matrices meet every step."""
+    return 2 * math.prod(inputs[:-1]) * (math.prod(of_input) + math.prod(of_hidden))
+
+
+def _mkldnn_rnn_backward(
+    inputs: Shape, of_input: Shape, of_hidden: Shape, *_: Any, **__: Any
+) -> int:
+    return 2 * _mkldnn_rnn(inputs, of_input, of_hidden)
+
+
+def _addbmm(_: Shape, one: Shape, other: Shape, *__: Any, **___: Any) -> int:
+    """A batch of products, summed over the batch."""
+    return 2 * math.prod(one) * other[-1]
+
+
+def _trilinear(*arguments: Any, **_: Any) -> int:
+    """nn.Bilinear and its gradients: two products and a sum of three tensors, each expanded."""
+    shapes: list[list[int]] = []
+    for shape, expanded in zip(arguments[:3], arguments[3:6], strict=True):
+        sizes = iter(shape)
+        n_dims = len(shape) + len(expanded)
+        shapes.append([1 if dim in expanded else next(sizes) for dim in range(n_dims)])
+    return 3 * math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+
+
 def _grouped_mm(one: Shape, other: Shape, *_: Any, out_shape: Shape = (), **__: Any) -> int:
     """Rows or columns of the groups lie beside each other in a matrix, so each meets one group."""
     if len(one) == len(other) == 2:  # the inner dimension is what the groups share
@@ -159,7 +185,11 @@ _FORMULAS: tuple[tuple[Callable[..., int], tuple[str, ...]], ...] = (
     ),
     (_rnn, ("_cudnn_rnn",)),
     (_rnn_backward, ("_cudnn_rnn_backward",)),
+    (_mkldnn_rnn, ("mkldnn_rnn_layer",)),
+    (_mkldnn_rnn_backward, ("mkldnn_rnn_layer_backward",)),
     (_grouped_mm, ("_grouped_mm",)),
+    (_addbmm, ("addbmm",)),
+    (_trilinear, ("_trilinear",)),
 )
 
 FLOPS: Mapping[Any, Callable[..., int]] = {
