@@ -57,7 +57,8 @@ def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return tensor
     if p == 1:
         return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-    return tensor * torch.ops.checkpoint_solver.dropout_noise(tensor.detach(), p)
+    noise: torch.Tensor = torch.ops.checkpoint_solver.dropout_noise(tensor.detach(), p)
+    return tensor * noise
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from graphs.capture import (
     environment_of,
     find_loss,
 )
-from graphs.costs import Cost, CostModel, OpCall, Roofline
+from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
 from graphs.extract import Layout, extract
 from graphs.graph import Graph
 from graphs.optimizer import optimizer_costs
@@ -69,16 +69,18 @@ def trace(
     optimizer: its state and the memory of its step are counted; None: no optimizer.
     gradients: "fresh": set to None before the step; "accumulate": there from the start.
     device: where the tensors of the graph stand (default: where the model's are; meta means CPU).
-    costs: seconds and workspace of each operator (default: roofline of a generic CPU).
+    costs: seconds and workspace of each operator (default: measured on a CUDA device, on the CPU
+        the roofline of a generic one).
 
     Raises TraceError, saying what cannot be traced and why.
     """
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
-    costs = Roofline(hardware.named("cpu")) if costs is None else costs
     args, kwargs = as_call(batch)
     call = Call.of(args, kwargs)
     target = _device(model, call, device)
+    if costs is None:
+        costs = Measured(target) if target.type == "cuda" else Roofline(hardware.named("cpu"))
     if loss is None:
         step = trace_module(
             model, call, device=target, choose=loss_index, gradients=gradients, costs=costs

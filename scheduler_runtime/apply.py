@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture import Call, TraceError, environment_of
 from graphs.costs import CostModel, from_description
+from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
 from scheduler_runtime.function import run_step
@@ -60,7 +61,13 @@ class Plan:
         else:
             graph, environment = None, plan.environment
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
-        if "gradient_outputs" not in environment:
+        chosen = environment.get("gradient_outputs", [])
+        if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):
+            raise FormatError(
+                f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of "
+                "integers"
+            )
+        if not chosen:
             raise ValueError(
                 "the plan was made for a graph file that no module was traced into; apply needs a "
                 "plan from solve(model, batch, ...) or `solve model.py`"

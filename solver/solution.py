@@ -126,7 +126,9 @@ class Solution:
 
     @classmethod
     def load(cls, path: str | Path, *, graph: Graph | str | Path) -> Solution:
-        """Read schedule.json against its graph and judge it again; nothing in it is believed.
+        """Read schedule.json against its graph and judge the schedule again.
+
+        Its bound and status are the file's word: proving them anew takes a search.
 
         Raises FormatError (the file), IllegalScheduleError (the schedule on this graph), OSError.
         """

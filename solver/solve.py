@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphs.graph import Graph
 from solver import bounds
-from solver.budget import BudgetError, parse_size
+from solver.budget import CUDA_RESERVE_BYTES, BudgetError, parse_size
 from solver.least import least_peak_bytes
 from solver.methods import METHODS
 from solver.proposal import InterruptedSearchError, Proposal
@@ -40,7 +40,7 @@ def solve(
     batch: Any = None,
     *,
     budget: int | str,
-    reserve: int | str = 0,
+    reserve: int | str | None = None,
     method: str = "auto",
     time_limit_s: float = 60.0,
     seed: int = 0,
@@ -52,7 +52,8 @@ def solve(
     problem: a module (traced with `batch` and the keyword arguments of `graphs.trace.trace`: loss,
     optimizer, gradients, device), a Graph, or the path of a graph file.
     budget: bytes of the device for the whole step, "16GB", "60%" of `capacity_bytes`.
-    reserve: bytes of the budget that the step may not use.
+    reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
+    module on CUDA, else 0).
 
     Raises ValueError for a budget, reserve or method that is none; TraceError (a module that cannot
     be traced), FormatError (a file). That nothing fits is no error but the Solution's status.
@@ -61,6 +62,9 @@ def solve(
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
     graph = _as_graph(problem, batch, trace_options)
+    if reserve is None:
+        on_cuda = graph.meta.get("environment", {}).get("device") == "cuda"
+        reserve = CUDA_RESERVE_BYTES if on_cuda and not isinstance(problem, Graph) else 0
     request = Request(
         budget_bytes=parse_size(budget, capacity_bytes=capacity_bytes),
         reserve_bytes=parse_size(
