@@ -151,13 +151,14 @@ def _trilinear(*arguments: Any, **_: Any) -> int:
         sizes = iter(shape)
         n_dims = len(shape) + len(expanded)
         shapes.append([1 if dim in expanded else next(sizes) for dim in range(n_dims)])
-    return 3 * math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+    n_terms: int = math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+    return 3 * n_terms
 
 
 def _grouped_mm(one: Shape, other: Shape, *_: Any, out_shape: Shape = (), **__: Any) -> int:
     """Rows or columns of the groups lie beside each other in a matrix, so each meets one group."""
     if len(one) == len(other) == 2:  # the inner dimension is what the groups share
-        return 2 * math.prod(one) * other[1]
+        return 2 * one[0] * one[1] * other[1]
     return 2 * math.prod(out_shape) * one[-1]
 
 
