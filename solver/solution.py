@@ -95,7 +95,7 @@ class Solution:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Where the graph was traced: torch, device type, shapes, dtypes, train, autocast, costs."""
+        """Where the graph was traced: torch, device, shapes, dtypes, train, autocast, costs."""
         value = self.graph.meta.get("environment", {})
         if not isinstance(value, Mapping):
             return {}

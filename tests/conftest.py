@@ -1,4 +1,4 @@
-"""One thread for each worker: two workers with two threads each wait for one another on two cores."""
+"""One thread for each worker: two workers of two threads wait for one another on two cores."""
 
 from __future__ import annotations
 

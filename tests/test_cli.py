@@ -20,6 +20,7 @@ from solver.proposal import InterruptedSearchError, Proposal
 from solver.rematerialise import baseline
 from solver.simulate import simulate
 from solver.solution import Solution
+from solver.stages import TooLargeError
 from tests.command import failed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,7 +109,7 @@ def test_a_comparison_has_a_row_for_each_method(capsys, monkeypatch):
 
 def test_a_method_that_refuses_the_graph_does_not_end_a_comparison(capsys, monkeypatch):
     def refuses(graph, **_options):
-        raise ValueError("364 ops are too many, at most 10")
+        raise TooLargeError("364 ops are too many, at most 10")
 
     monkeypatch.setitem(METHODS, "none", refuses)
     monkeypatch.setattr(solver.arguments, "METHODS", {"none": refuses, "sqrt": METHODS["sqrt"]})
