@@ -3,8 +3,10 @@
 Every allocation of torch's CPU allocator, and every release of what was allocated under the
 profiler, is an event with its size. Their running sum, in the order in which they were recorded, is
 the memory taken since the start; it agrees with a malloc hook within 0.1 MB. Not seen are memory
-that a library takes past torch's allocator, other threads than the caller's (a backward pass on the
-CPU runs in the caller's), and releases of what was there before.
+that a library takes past torch's allocator, and other threads than the caller's (a backward pass on
+the CPU runs in the caller's). The release of what was there before is seen only by chance (torch
+knows no size then, but for addresses that were in use under an earlier profiler): what is measured
+should not drop what it did not make.
 
 The events are those of torch's first profiler, which is still there beneath `torch.profiler`: it
 gives the same sums, keeps the order itself instead of time stamps, starts in microseconds instead

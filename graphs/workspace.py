@@ -48,7 +48,7 @@ def _convolution(call: OpCall) -> int:
     out = call.outputs()[0]
     if _keeps_channels_last(x):
         return 0
-    blocked = _blocked(x, 1) + _weight(weight, groups) + _blocked(out, 1)
+    blocked = _input(x, weight, groups) + _weight(x, weight, groups) + _blocked(out, 1)
     if transposed or x.dtype != torch.float32:
         return max(blocked - _plain(out), 2 * _blocked(out, 1))
     copied = _blocked(x, 1) // math.prod(stride) if math.prod(weight.shape[2:]) == 1 else 0
@@ -62,19 +62,33 @@ def _convolution_backward(call: OpCall) -> int:
     if _keeps_channels_last(x):
         return 0
     of_x, of_weight = (_plain(x) if mask[0] else 0), (_plain(weight) if mask[1] else 0)
-    blocked = _blocked(x, 1) + _blocked(gradient, 1) + _weight(weight, groups)
+    without_x = _blocked(gradient, 1) + _weight(x, weight, groups)
     peaks = [0]
     if mask[0]:
-        peaks.append(max(blocked, _blocked(x, 1) + of_x))
+        peaks.append(_blocked(x, 1) + max(without_x, of_x))
         if any(step > 1 for step in stride):
             peaks.append(3 * _blocked(x, 1))
     if mask[1]:
-        peaks.append(of_x + max(blocked, _weight(weight, groups) + of_weight))
+        blocked = _input(x, weight, groups) + without_x
+        peaks.append(of_x + max(blocked, _weight(x, weight, groups) + of_weight))
     return max(0, max(peaks) - of_x - of_weight)
 
 
-def _weight(weight: torch.Tensor, groups: int) -> int:
-    return _blocked(weight, 0, 1) if groups == 1 else _plain(weight)
+def _input(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
+    """Bytes of the input laid out anew, where it is."""
+    return 0 if _is_read_in_place(x, weight, groups) else _blocked(x, 1)
+
+
+def _weight(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
+    """Bytes of the weight laid out anew."""
+    if groups != 1:
+        return _plain(weight)
+    return _blocked(weight, 0) if _is_read_in_place(x, weight, groups) else _blocked(weight, 0, 1)
+
+
+def _is_read_in_place(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    """Inputs of few channels, as images are, are read as they lie."""
+    return x.shape[1] < _BLOCK and groups == 1 and math.prod(weight.shape[2:]) > 1
 
 
 def _keeps_channels_last(x: torch.Tensor) -> bool:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from graphs.capture import TraceError
-from graphs.costs import Roofline
+from graphs.costs import Cost, Roofline
 from graphs.hardware import named
 from graphs.memory_events import cpu_peak_bytes
+from graphs.operators import OpCall
 from graphs.optimizer import OptimizerCost, optimizer_costs
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -274,6 +276,57 @@ def test_an_optimizer_that_torch_does_not_know() -> None:
     assert cost.name == "Shampooish"
     assert cost.state_bytes == state_bytes == 4 * (400**2 + 500**2)
     assert cost.workspace_bytes == pytest.approx(workspace_bytes, abs=SCALARS_BYTES)
+
+
+class Lion(optim.Optimizer):
+    """A user's own, that makes its state when constructed and steps a list of its own."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.all = [p for group in self.param_groups for p in group["params"]]
+        for p in self.all:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.all:
+            momentum = self.state[p]["momentum"].lerp_(p.grad, 0.1)
+            p.sub_(momentum.sign() * self.defaults["lr"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_in_an_attribute_are_the_twins_own(device: str) -> None:
+    with torch.device(device):
+        net = model()
+        optimizer = Lion(net.parameters())
+    before = [p._version for p in net.parameters()]
+    cost = costs_of(optimizer, net)
+    assert [p._version for p in net.parameters()] == before
+    assert cost.state_bytes == parameter_bytes(net)
+    assert cost.workspace_bytes == 2 * max(p.numel() * 4 for p in net.parameters())
+
+
+def test_hooks_of_all_optimizers_hear_nothing() -> None:
+    heard: list[str] = []
+    handle = register_optimizer_step_post_hook(lambda *_: heard.append("after"))
+    try:
+        costs_of(optim.AdamW, model())
+    finally:
+        handle.remove()
+    assert heard == []
+
+
+def test_what_an_operator_takes_inside_counts() -> None:
+    class Wasteful(Roofline):
+        def cost(self, call: OpCall) -> Cost:
+            return Cost(time_s=1.0, workspace_bytes=1_000_000)
+
+    net = model()
+    cost = optimizer_costs(
+        OPTIMIZERS["SGD"], net, device=torch.device("cpu"), costs=Wasteful(named("cpu"))
+    )
+    assert cost.workspace_bytes == 1_000_000
+    assert cost.time_s == len(list(net.parameters()))  # an addition for each
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused_by_name() -> None:
