@@ -131,6 +131,11 @@ class _Extraction:
                 if argument in self.layout.storage
             )
         )
+        if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
+            raise TraceError(
+                "nn.LSTM runs as one opaque operator on the CPU, whose workspace exists inside "
+                "autograd alone; write the cells as a loop (nn.LSTMCell), which can be scheduled"
+            )
         cost = self.cost(node)
         phase: Phase = "backward" if _is_backward(node) else "forward"
         self.layout.calls[node.name] = node

@@ -60,6 +60,7 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             vars(module).pop(attribute, None)
             if attribute in before[module]:
                 vars(module)[attribute] = before[module][attribute]
+    changed = [pair for pair in changed if pair[1] not in _RNN_BOOKKEEPING or not _is_rnn(pair[0])]
     if changed:
         names = {module: name for name, module in model.named_modules()}
         module, attribute = changed[0]
@@ -86,6 +87,12 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
 
 
 _MISSING = object()
+_RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
+"""nn.LSTM and its kin list their weights beside the parameters, anew whenever one is set."""
+
+
+def _is_rnn(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase)
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -106,6 +106,22 @@ class Encoder(nn.Module):
         return torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
 
 
+class Recurrent(nn.Module):
+    """nn.GRU, which keeps its weights in a list beside the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, 8, num_layers=2, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.gru(x)[0]).square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
 class Classifier(nn.Module):
     """Returns logits; its caller computes the loss."""
 

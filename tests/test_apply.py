@@ -28,6 +28,7 @@ from tests.models import (
     ConvNet,
     Encoder,
     NormAndDropout,
+    Recurrent,
     SharedGradients,
     TiedLanguageModel,
 )
@@ -39,6 +40,7 @@ MODELS: list[type] = [
     Classifier,
     SharedGradients,
     Encoder,
+    Recurrent,
 ]
 LARGE = 10**12
 

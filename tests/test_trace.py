@@ -205,6 +205,15 @@ class _Replaces(_Counts):
         return self.layer(x - self.mean).sum()
 
 
+class _Lstm(_Wrong):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0].sum()
+
+
 def _hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
     model[0].register_forward_hook(lambda *_: None)
@@ -218,6 +227,7 @@ def _hooked() -> nn.Module:
         (_Remembers(), "changes the attribute 'last' of '_Remembers'"),
         (_Replaces(), "another tensor in the place of buffer 'mean'"),
         (_hooked(), "submodule '0' has a forward hook"),
+        (_Lstm(), "nn.LSTM runs as one opaque operator"),
     ],
 )
 def test_what_a_planned_step_would_not_do_is_refused(model: nn.Module, message: str) -> None:
