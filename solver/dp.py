@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,9 @@ MAX_DOUBLE_BYTES = 10**9
 
 SPLITS_AT_ONCE = 64
 """Their sums stay in the processor's cache while the minimum is taken."""
+
+STARTS_AT_ONCE = 16
+"""Their segments up to t read the same column while it stays in the processor's cache."""
 
 Array = NDArray[np.floating]
 
@@ -168,35 +171,44 @@ class _Table:
         width = self.slots.n_slots + 1
         n_numbers = width * self.last * (self.last + 1) // 2
         self.dtype = np.dtype(np.float64 if 8 * n_numbers <= MAX_DOUBLE_BYTES else np.float32)
-        self.columns = [np.empty((t, width), self.dtype) for t in range(self.last + 1)]
+        # One piece of memory, for which the system may use large pages.
+        numbers = np.empty((self.last * (self.last + 1) // 2, width), self.dtype)
+        starts = [t * (t - 1) // 2 for t in range(self.last + 2)]
+        self.columns = [numbers[start:stop] for start, stop in pairwise(starts)]
         self._sums = np.empty(SPLITS_AT_ONCE * width, self.dtype)
         self._fill()
 
     def _fill(self) -> None:
-        """Segments from the shortest to the longest that start at s, for s from the last on.
+        """Segments by start, from the last on, `STARTS_AT_ONCE` of them from short to long.
 
-        left[k]: the forwards from x_{s-1} to x_{k-1} and E(s, k-1, m), as far as known.
+        left[k]: for one start s, the forwards from x_{s-1} to x_{k-1} and E(s, k-1, m), as far as
+        known. full: by t, the slots at which s .. t can save everything.
         """
-        width = self.slots.n_slots + 1
-        left = np.empty((self.last + 1, width), self.dtype)
-        full = [0] * (self.last + 1)  # by t: slots at which s .. t can save everything
-        for s in range(self.last, 0, -1):
+        lefts = np.empty((STARTS_AT_ONCE, self.last + 1, self.slots.n_slots + 1), self.dtype)
+        full = [0] * (self.last + 1)
+        for top in range(self.last, 0, -STARTS_AT_ONCE):
+            starts = range(top, max(top - STARTS_AT_ONCE, 0), -1)
+            passing = [[0, *map(self.slots.up, self.bytes.passing(s))] for s in starts]
+            for t in range(starts[-1], self.last + 1):
+                for s, passing_s, left in zip(starts, passing, lefts, strict=False):
+                    if s <= t:
+                        saving = self.slots.up(self.bytes.saving(s, t))
+                        full[t] = max(saving, self.held_saving[s] + full[t] if s < t else 0)
+                        self._segment(s, t, saving, passing_s[t - s], full[t], left)
+
+    def _segment(self, s: int, t: int, saving: int, passing: int, full: int, left: Array) -> None:
+        """E(s, t, m) from its two cases; `saving` and `passing` are the least m for them."""
+        extra_s = self.columns[t][s - 1]
+        end = min(full, len(extra_s))
+        extra_s[:end] = math.inf
+        extra_s[end:] = 0.0
+        if s < t and saving < end:
             held = self.held_saving[s]
-            passing = [0, *map(self.slots.up, self.bytes.passing(s))]
-            for t in range(s, self.last + 1):
-                saving = self.slots.up(self.bytes.saving(s, t))
-                full[t] = saving if t == s else max(saving, held + full[t])
-                end = min(full[t], width)
-                extra_s = self.columns[t][s - 1]
-                extra_s[:end] = math.inf
-                extra_s[end:] = 0.0
-                if t > s:
-                    if saving < end:
-                        extra_s[saving:end] = self.columns[t][s, saving - held : end - held]
-                    if passing[t - s] < end:
-                        self._split(s, t, passing[t - s], end, left)
-                if t < self.last:
-                    np.add(extra_s, self.reached_s[t] - self.reached_s[s - 1], out=left[t + 1])
+            extra_s[saving:end] = self.columns[t][s, saving - held : end - held]
+        if s < t and passing < end:
+            self._split(s, t, passing, end, left)
+        if t < self.last:
+            np.add(extra_s, self.reached_s[t] - self.reached_s[s - 1], out=left[t + 1])
 
     def _split(self, s: int, t: int, start: int, end: int, left: Array) -> None:
         """The case of a split, for start <= m < end; lowers what is there.
