@@ -258,6 +258,28 @@ def test_many_small_sizes_never_overrun(seed: int) -> None:
         assert solution is None or solution.peak_bytes <= budget_bytes
 
 
+def test_slots_beyond_the_budget_fill_what_rounding_leaves_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are never needed to stay within it, and make up for rounding on the whole."""
+    rng = random.Random(4)
+    chains = [random_chain(rng, n_blocks=40, largest=10**6) for _ in range(10)]
+
+    def recomputed_s() -> float:
+        total_s = 0.0
+        for chain in chains:
+            budget_bytes = unbounded_peak(chain) // 3
+            solution = solve_chain(chain, budget_bytes=budget_bytes, n_slots=100)
+            assert solution is not None
+            assert solution.peak_bytes <= budget_bytes
+            total_s += solution.cost_s - sum(chain.forward_s) - sum(chain.backward_s)
+        return total_s
+
+    with_reach_s = recomputed_s()
+    monkeypatch.setattr(dp, "REACH", (1, 1))
+    assert with_reach_s < 0.95 * recomputed_s()
+
+
 def test_more_slots_come_close_to_the_optimum() -> None:
     """Sizes without a common unit, against brute force."""
     rng = random.Random(3)
