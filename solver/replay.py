@@ -28,6 +28,9 @@ def replay(step: Step, kept: Mapping[int, Collection[int]]) -> Schedule:
     order: list[str] = []
     for p, node in enumerate(graph.nodes):
         if p in kept:
+            # What the next moment holds was made before it: its inputs may be gone afterwards.
+            held = [step.unit_names[u] for u in sorted(kept[p])]
+            order.extend(missing_computes(graph, held, available))
             for u, maker in enumerate(step.maker):
                 if maker >= min(p, step.n_forward):
                     break

@@ -1,0 +1,124 @@
+"""The graphs that `benchmarks.plan_quality` plans, by name, and how each is made.
+
+Traced on fake tensors with an H100's roofline, so nothing is allocated; `synthetic` ones are made
+from numbers. The traced step has no optimizer state: it is the same bytes at every budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples import gpt2, llama, lstm, resnet50, unet, vit
+from graphs import synthetic
+from graphs.costs import Roofline
+from graphs.graph import Graph
+from graphs.hardware import named
+from graphs.trace import trace
+
+INSTANCE = Path(__file__).parents[1] / "tests" / "data" / "gpt2_small_b8_t1024.json"
+
+
+class DenseNet(nn.Module):
+    """DenseNet-121 (Huang et al. 2016): each layer reads what all layers before it in its block
+    made.
+    """
+
+    def __init__(self, *, depths: tuple[int, ...] = (6, 12, 24, 16), growth: int = 32) -> None:
+        super().__init__()
+        width = 2 * growth
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        self.blocks = nn.ModuleList()
+        self.shrink = nn.ModuleList()
+        for depth in depths:
+            layers = nn.ModuleList()
+            for _ in range(depth):
+                layers.append(_dense_layer(width, growth))
+                width += growth
+            self.blocks.append(layers)
+            self.shrink.append(_transition(width, width // 2))
+            width //= 2
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.stem(images)
+        for layers, shrink in zip(self.blocks, self.shrink, strict=True):
+            made = [x]
+            for layer in layers:
+                made.append(layer(torch.cat(made, dim=1)))
+            x = shrink(torch.cat(made, dim=1))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+def _dense_layer(n_in: int, growth: int) -> nn.Module:
+    return nn.Sequential(
+        nn.BatchNorm2d(n_in),
+        nn.ReLU(),
+        nn.Conv2d(n_in, 4 * growth, 1, bias=False),
+        nn.BatchNorm2d(4 * growth),
+        nn.ReLU(),
+        nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+    )
+
+
+def _transition(n_in: int, n_out: int) -> nn.Module:
+    return nn.Sequential(
+        nn.BatchNorm2d(n_in), nn.ReLU(), nn.Conv2d(n_in, n_out, 1, bias=False), nn.AvgPool2d(2)
+    )
+
+
+def _traced(module: Any, model: Mapping[str, Any], batch: Mapping[str, Any]) -> Graph:
+    with torch.device("meta"):
+        built = module.get_model(**model)
+        inputs = module.get_batch(**batch)
+    return trace(built, inputs, costs=Roofline(named("h100")))
+
+
+def _densenet() -> Graph:
+    with torch.device("meta"):
+        built, inputs = DenseNet(), resnet50.get_batch()
+    return trace(built, inputs, costs=Roofline(named("h100")))
+
+
+def _llama(n_layers: int) -> Graph:
+    return _traced(llama, {"n_layers": n_layers}, {})
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {
+    "gpt2-instance": lambda: Graph.load(INSTANCE),
+    "gpt2": lambda: _traced(gpt2, {}, {}),
+    "llama-4": lambda: _llama(4),
+    "llama-16": lambda: _llama(16),
+    "llama-32": lambda: _llama(32),
+    "llama-80": lambda: _llama(80),
+    "resnet50": lambda: _traced(resnet50, {}, {}),
+    "resnet101": lambda: _traced(resnet50, {"depths": (3, 4, 23, 3)}, {}),
+    "unet": lambda: _traced(unet, {}, {}),
+    "densenet121": _densenet,
+    "vit-base": lambda: _traced(vit, {}, {}),
+    "vit-large": lambda: _traced(vit, {"n_layers": 24, "width": 1024, "n_heads": 16}, {}),
+    "lstm-200": lambda: _traced(lstm, {}, {}),
+    "lstm-2000 (synthetic)": lambda: synthetic.recurrent(n_steps=2000),
+    "residual-1000 (synthetic)": lambda: synthetic.residual(n_blocks=1000),
+}
+
+
+def load(name: str, *, cache: Path | None) -> Graph:
+    """The graph of that name, read from the cache's folder where it lies there, else made."""
+    if cache is None:
+        return GRAPHS[name]()
+    path = cache / (name.split(" ")[0] + ".json")
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        GRAPHS[name]().save(path)
+    return Graph.load(path)
