@@ -26,8 +26,9 @@ unit can serve half a rerun in each of two spans. So R[n,k], n runs again at lea
                 r[n,k], R[n,k+1] <= R[n,k] <= r[n,k] + R[n,k+1]
 
 takes the place of r in the rows of a single cut at p_k; then several cuts bound at least as well as
-each of theirs alone, and the search ends ten times sooner. This is Checkmate (Jain et al. 2020) with the step coarsened to the moments
-that matter and the recomputation in between left free, hence a relaxation.
+each of theirs alone, and the search ends ten times sooner. This is Checkmate (Jain et al. 2020)
+with the step coarsened to the moments that matter and the recomputation in between left free, hence
+a relaxation.
 
 **Why it bounds every legal schedule.** Take one whose peak is within the budget. Let x[.,k] be what
 it has on the device while p_k runs, r[.,k] the nodes that it runs again between the two moments.
@@ -46,14 +47,21 @@ of the baseline for the solver's tolerances.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from solver.highs import Answer, Program
 from solver.step import Step
 
 TIME_ERROR = 1e-6
 """The solver's tolerance on the objective as a share of the baseline: every bound gives it away."""
+NODES_TIMES_COLUMNS = 500_000
+"""Branch-and-bound nodes times columns of one solve: some ten seconds."""
+ROUNDED_GAP = 2.5e-4
+"""Where the LP of a single cut rounds to within this share of the baseline's time, that will do."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +70,15 @@ class Cuts:
 
     lost_share: recompute time that no schedule within the budget avoids, as a share of the
     baseline's (inf: nothing fits); it means that only if no allowance was made. kept: by moment,
-    the units that the solution holds (None: no solution found).
+    the units that the solution holds (None: no solution found). cost_share: what the solution loses
+    (inf: not known).
     """
 
     positions: tuple[int, ...]
     lost_share: float
     kept: tuple[frozenset[int], ...] | None
     timed_out: bool = False
+    cost_share: float = math.inf
 
 
 class CutProgram:
@@ -185,9 +195,7 @@ class CutProgram:
         self.program.row(columns, values, lower=0.0 if readers else 1.0)
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        step = self.step
-        room = self.budget_bytes - self._allowance_bytes.get(p, 0)
-        room -= int(step.held_bytes[p]) + int(step.own_bytes[p])
+        step, room = self.step, self._room(p)
         counted = [u for u in keep if not step.is_pinned(u, p) and step.unit_bytes[u]]
         self.program.row(
             [keep[u] for u in counted],
@@ -195,21 +203,62 @@ class CutProgram:
             upper=room / self._scale,
         )
 
+    def _room(self, p: int) -> int:
+        """Bytes left for the units at this moment that are not pinned."""
+        room = self.budget_bytes - self._allowance_bytes.get(p, 0)
+        return room - int(self.step.held_bytes[p]) - int(self.step.own_bytes[p])
+
     def read(self, answer: Answer) -> Cuts:
         """The cuts from the solver's answer; an LP's shares are rounded."""
-        kept = None
+        kept, cost_share = None, math.inf
         if answer.values is not None:
             values = answer.values
             kept = tuple(
                 frozenset(u for u, column in keep.items() if values[column] > 0.5)
                 for keep in self.keep
             )
+            cost_share = float(np.dot(self.program.cost, values))
         lost = answer.bound - self.program.constant - TIME_ERROR
         return Cuts(
             positions=self.positions,
             lost_share=max(0.0, lost),
             kept=kept,
             timed_out=answer.timed_out,
+            cost_share=cost_share,
+        )
+
+    def rounded(self, answer: Answer) -> Cuts:
+        """A whole solution of a single cut near the LP's: units by their shares while bytes last.
+
+        A vertex of this LP has few shares between 0 and 1, mostly of one block out of many equal
+        ones, on which a MILP search would spend a minute. cost_share: inf where a unit that did not
+        get in cannot be made again.
+        """
+        (keep,), (rerun,), (p,) = self.keep, self.rerun, self.positions
+        lost_share = max(0.0, answer.bound - self.program.constant - TIME_ERROR)
+        if answer.values is None:
+            return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
+        step, shares = self.step, answer.values
+        room = self._room(p)
+        kept: set[int] = set()
+        for u in sorted(keep, key=lambda u: (-shares[keep[u]], u)):
+            size_bytes = 0 if step.is_pinned(u, p) else step.unit_bytes[u]
+            if shares[keep[u]] > TIME_ERROR and size_bytes <= room:
+                kept.add(u)
+                room -= size_bytes
+        missing = [u for u in keep if u not in kept and any(use > p for use in step.uses[u])]
+        again: set[int] = set()
+        while missing:
+            maker = step.maker[missing.pop()]
+            if maker not in again:
+                again.add(maker)
+                missing += [u for u in step.reads[maker] if u not in kept]
+        possible = again <= rerun.keys() and all(u in kept for u in keep if p in step.uses[u])
+        return Cuts(
+            positions=self.positions,
+            lost_share=lost_share,
+            kept=(frozenset(kept),),
+            cost_share=math.fsum(self._time_share[n] for n in again) if possible else math.inf,
         )
 
 
@@ -222,15 +271,24 @@ def solve_cuts(
     allowance_bytes: Mapping[int, int] | None = None,
     gap: float = 5e-4,
     node_limit: int = 2000,
-    time_limit_s: float = float("inf"),
+    time_limit_s: float = math.inf,
 ) -> Cuts:
     """The cuts at these moments as one LP (milliseconds) or, `whole`, as a MILP.
 
-    gap: the MILP stops when its bound is within this share of the baseline's time.
+    gap: the MILP stops when its bound is within this share of the baseline's time. For a single cut
+    it is not even begun where the LP rounds to within that or ROUNDED_GAP.
     """
     program = CutProgram(
         step, positions=positions, budget_bytes=budget_bytes, allowance_bytes=allowance_bytes
     )
+    if whole and len(positions) == 1:
+        relaxed = program.program.solve(whole=False, time_limit_s=time_limit_s)
+        cuts = program.rounded(relaxed)
+        if cuts.cost_share - cuts.lost_share <= max(gap, ROUNDED_GAP) or math.isinf(
+            cuts.lost_share
+        ):
+            return cuts
+    node_limit = min(node_limit, max(1, NODES_TIMES_COLUMNS // max(1, program.n_columns)))
     answer = program.program.solve(
         whole=whole, gap=gap, node_limit=node_limit, time_limit_s=time_limit_s
     )

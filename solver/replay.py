@@ -48,26 +48,30 @@ class Played:
     """A schedule with the judge's trace, and the most bytes by moment.
 
     stage_bytes: by moment p, the most on the device from the end of node p - 1's first run to the
-    end of node p's: p itself and the recomputation before it. own_bytes: during p itself.
+    end of node p's: p itself and the recomputation before it. reruns: (node, p) for every node
+    that runs again between the two.
     """
 
     schedule: Schedule
     trace: Trace
     stage_bytes: tuple[int, ...]
-    own_bytes: tuple[int, ...]
+    reruns: frozenset[tuple[int, int]]
 
 
 def play(step: Step, schedule: Schedule) -> Played:
     """Judge the schedule and fold the trace onto the moments; the last one is the end."""
     trace = simulate(step.graph, schedule)
+    index = {node.name: n for n, node in enumerate(step.graph.nodes)}
     stage = [0] * (step.n_nodes + 1)
-    own = [0] * (step.n_nodes + 1)
-    p = 0
+    reruns: set[tuple[int, int]] = set()
     ran: set[str] = set()
     for op, live_bytes in zip(schedule.ops, trace.live_bytes, strict=True):
+        p = len(ran)
         stage[p] = max(stage[p], live_bytes)
-        if isinstance(op, Compute) and op.node not in ran:
+        if isinstance(op, Compute):
+            if op.node in ran:
+                reruns.add((index[op.node], p))
             ran.add(op.node)
-            own[p] = live_bytes
-            p += 1
-    return Played(schedule=schedule, trace=trace, stage_bytes=tuple(stage), own_bytes=tuple(own))
+    return Played(
+        schedule=schedule, trace=trace, stage_bytes=tuple(stage), reruns=frozenset(reruns)
+    )
