@@ -112,8 +112,15 @@ class _Hole:
 _HOLE = _Hole()
 
 
-def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tensor is called as model(x), a tuple as model(*x), a dict as model(**x)."""
+def as_call(
+    batch: Any, inputs: Callable[[Any], Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor is called as model(x), a tuple as model(*x), a dict as model(**x).
+
+    inputs: which part of the batch the model is called with (None: all of it).
+    """
+    if inputs is not None:
+        batch = inputs(batch)
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     if isinstance(batch, Mapping):

@@ -90,6 +90,13 @@ class Graph:
     def __post_init__(self) -> None:
         _validate(self)
 
+    def __repr__(self) -> str:
+        """One line: all of it would fill pages."""
+        return (
+            f"Graph({len(self.nodes)} nodes, {len(self.tensors)} tensors, "
+            f"{self.resident_bytes} bytes resident, {self.graph_id[:19]})"
+        )
+
     @cached_property
     def tensor_by_name(self) -> dict[str, Tensor]:
         return {tensor.name: tensor for tensor in self.tensors}

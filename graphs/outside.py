@@ -21,6 +21,41 @@ from graphs.extract import Layout
 from graphs.graph import Graph, Node
 
 PREFIX = "loss."
+_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class StandIns:
+    """What the model returns, with meta tensors in the places of its tensors.
+
+    positions: of the tensors among the model's flat outputs.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, *, device: torch.device) -> None:
+        output = fake_output(model, call, device=device)
+        flat, spec = pytree.tree_flatten(output)
+        self.positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
+        self.tensors = [
+            torch.empty_strided(
+                flat[i].shape, flat[i].stride(), dtype=flat[i].dtype, device="meta"
+            ).requires_grad_(flat[i].requires_grad)
+            for i in self.positions
+        ]
+        self.output = pytree.tree_unflatten(_filled(flat, self.tensors), spec)
+
+    def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
+        """Which flat output of the model the loss function hands on as it is; None: it computes.
+
+        `lambda output, batch: output.loss`: then the loss is inside, the model has computed it.
+        """
+        meta_batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), batch)
+        try:
+            value = loss(self.output, meta_batch)
+        except _FAILURES:  # capturing it says what is wrong with it
+            return None
+        for position, tensor in zip(self.positions, self.tensors, strict=True):
+            if value is tensor:
+                return position
+        return None
 
 
 class OutsideLoss:
@@ -30,22 +65,21 @@ class OutsideLoss:
         self,
         loss: Callable[[Any, Any], torch.Tensor],
         batch: Any,
-        model: nn.Module,
+        stand_ins: StandIns,
         call: Call,
         *,
         device: torch.device,
         choose: Callable[[Any], tuple[int, ...]],
     ) -> None:
-        output = fake_output(model, call, device=device)
-        flat, spec = pytree.tree_flatten(output)
-        self._positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
-        stand_ins = [
-            torch.empty_strided(
-                flat[i].shape, flat[i].stride(), dtype=flat[i].dtype, device="meta"
-            ).requires_grad_(flat[i].requires_grad)
-            for i in self._positions
+        self._positions = stand_ins.positions
+        # Of the batch, the loss may read what the model was not called with (the targets).
+        index = {id(tensor): i for i, tensor in enumerate(call.tensors)}
+        self._batch = [
+            index.get(id(item))
+            for item in pytree.tree_leaves(batch)
+            if isinstance(item, torch.Tensor)
         ]
-        output_call = Call.of((pytree.tree_unflatten(_filled(flat, stand_ins), spec), batch), {})
+        output_call = Call.of((stand_ins.output, batch), {})
         self.captured: Capture = capture(
             _LossModule(loss), output_call, device=device, choose=choose
         )
@@ -100,8 +134,10 @@ class OutsideLoss:
             if source.index < n_outputs:
                 value = captured.outputs[self._positions[source.index]]
                 names[loss_layout.storage[node]] = layout.storage[value]
-            else:
-                names[loss_layout.storage[node]] = batch[source.index - n_outputs]
+                continue
+            index = self._batch[source.index - n_outputs]
+            if index is not None:
+                names[loss_layout.storage[node]] = batch[index]
         return names
 
     def _hand_back(

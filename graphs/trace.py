@@ -9,7 +9,8 @@ of the step is put around it: a loss that the caller computes, accumulation, the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
 from graphs.extract import Layout, extract
 from graphs.graph import Graph
 from graphs.optimizer import optimizer_costs
-from graphs.outside import OutsideLoss
+from graphs.outside import OutsideLoss, StandIns
 from graphs.step import with_accumulation, with_optimizer
 
 __all__ = ["StepTrace", "TraceError", "trace", "trace_module"]
@@ -53,6 +54,7 @@ def trace(
     batch: Any,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     gradients: str = "fresh",
     device: torch.device | str | None = None,
@@ -65,7 +67,10 @@ def trace(
     batch: a tensor is called as model(x), a tuple as model(*x), a dict as model(**x).
     loss: None: the model returns the loss (a scalar, `.loss`, or the only scalar of a tuple).
         A function of (output, batch): the caller computes the loss; its operators are counted
-        (phase "outside"), and no schedule touches them.
+        (phase "outside"), and no schedule touches them. If it only picks what the model has
+        computed (`output.loss`), the loss is the model's.
+    inputs: a function of the batch: what of it the model is called with (`lambda batch: batch[0]`;
+        the rest, the targets, is for the loss). None: the model is called with all of it.
     optimizer: its state and the memory of its step are counted; None: no optimizer.
     gradients: "fresh": set to None before the step; "accumulate": there from the start.
     device: where the tensors of the graph stand (default: where the model's are; meta means CPU).
@@ -76,22 +81,25 @@ def trace(
     """
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
-    args, kwargs = as_call(batch)
+    args, kwargs = as_call(batch, inputs)
+    _check_call(model, args, kwargs)
     call = Call.of(args, kwargs)
     target = _device(model, call, device)
     if costs is None:
         costs = Measured(target) if target.type == "cuda" else Roofline(hardware.named("cpu"))
-    if loss is None:
-        step = trace_module(
-            model, call, device=target, choose=loss_index, gradients=gradients, costs=costs
-        )
-        graph = step.graph
-    else:
-        outside = OutsideLoss(loss, batch, model, call, device=target, choose=loss_index)
-        chosen = outside.gradient_outputs()
-        step = trace_module(
-            model, call, device=target, choose=lambda _: chosen, gradients=gradients, costs=costs
-        )
+    outside: OutsideLoss | None = None
+    choose: Callable[[Any], tuple[int, ...]] = loss_index
+    if loss is not None:
+        stand_ins = StandIns(model, call, device=target)
+        picked = stand_ins.returned_by(loss, batch)
+        if picked is None:
+            outside = OutsideLoss(loss, batch, stand_ins, call, device=target, choose=loss_index)
+            choose = _always(outside.gradient_outputs())
+        else:
+            choose = _always((picked,))
+    step = trace_module(model, call, device=target, choose=choose, gradients=gradients, costs=costs)
+    graph = step.graph
+    if outside is not None:
         loss_layout = extract(outside.captured, cost=_cost_of(costs))
         graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
     return with_optimizer(graph, _optimizer_of(optimizer, model, target, costs))
@@ -134,6 +142,27 @@ def trace_module(
     if gradients == "accumulate":
         graph = with_accumulation(graph, layout.gradients.values())
     return StepTrace(captured=captured, layout=layout, graph=graph)
+
+
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """The commonest mistake has an answer of its own: a batch with targets that forward lacks."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # something compiled does not tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(
+            f"{type(model).__name__}.forward{signature} cannot be called with this batch: {error}. "
+            "A tensor is called as model(x), a tuple as model(*x), a dict as model(**x); where the "
+            "model takes a part of the batch and the loss the rest, say which part: "
+            "inputs=lambda batch: batch[0], in a model file get_inputs(batch)"
+        ) from error
+
+
+def _always(chosen: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
+    return lambda _output: chosen
 
 
 def _cost_of(costs: CostModel | None) -> Callable[[torch.fx.Node], Cost]:

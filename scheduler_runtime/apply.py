@@ -51,6 +51,11 @@ class Plan:
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
         if isinstance(plan, str | Path):
+            if not Path(plan).exists():
+                raise FileNotFoundError(
+                    f"there is no schedule file {str(plan)!r}; `solve -o schedule.json model.py` "
+                    "and Solution.save write one"
+                )
             plan = SavedSchedule.load(plan)
         if plan.schedule is None:
             raise ValueError(f"the solution has no schedule to apply: its status is {plan.status}")

@@ -24,11 +24,12 @@ from graphs.memory_events import cpu_peak_bytes
 @dataclass(frozen=True)
 class Measurement:
     """peak_bytes: the most on the device during the step, resident included. time_s: the median
-    of the steps timed without a profiler. reserved_bytes: what CUDA's allocator took from the
-    device (None on the CPU)."""
+    of the steps timed without a profiler; spread_s: the slowest less the fastest. reserved_bytes:
+    what CUDA's allocator took from the device (None on the CPU)."""
 
     peak_bytes: int
     time_s: float
+    spread_s: float = 0.0
     reserved_bytes: int | None = None
 
 
@@ -37,6 +38,7 @@ def measure(
     batch: Any,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     gradients: str = "fresh",
     n_steps: int = 3,
@@ -44,9 +46,10 @@ def measure(
     """Run training steps and measure them. The model's parameters change if there is an optimizer.
 
     The first step warms up (the optimizer makes its state then), `n_steps` are timed, one more is
-    measured for memory. gradients: "fresh" (set to None before each step) or "accumulate".
+    measured for memory. loss, inputs: as in `graphs.trace.trace`. gradients: "fresh" (set to None
+    before each step) or "accumulate".
     """
-    step = _step(model, batch, loss, optimizer)
+    step = _step(model, batch, loss, inputs, optimizer)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def clear() -> None:
@@ -68,20 +71,26 @@ def measure(
         return Measurement(
             peak_bytes=torch.cuda.max_memory_allocated(device),
             time_s=statistics.median(times_s),
+            spread_s=max(times_s) - min(times_s),
             reserved_bytes=torch.cuda.max_memory_reserved(device),
         )
     used = cpu_peak_bytes(step)
-    return Measurement(peak_bytes=resident + used.peak_bytes, time_s=statistics.median(times_s))
+    return Measurement(
+        peak_bytes=resident + used.peak_bytes,
+        time_s=statistics.median(times_s),
+        spread_s=max(times_s) - min(times_s),
+    )
 
 
 def _step(
     model: nn.Module,
     batch: Any,
     loss: Callable[[Any, Any], torch.Tensor] | None,
+    inputs: Callable[[Any], Any] | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> Callable[[], None]:
     """One training step as people write it: the output is held until the step is over."""
-    args, kwargs = as_call(batch)
+    args, kwargs = as_call(batch, inputs)
 
     def step() -> None:
         output = model(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from graphs.step import with_optimizer
 from solver.schedule import Schedule
 from solver.solution import Request
 from solver.solve import answer
+
+logger = logging.getLogger(__name__)
 
 
 class ReplanError(ValueError):
@@ -23,6 +26,7 @@ def replan(graph: Graph, request: Request, environment: Mapping[str, Any], reaso
             f"{reason}; the loss is computed outside of the model, so the step cannot be planned "
             "from the model alone: call solve again with the new batch"
         )
+    logger.warning("planning anew, since this call differs from the plan: %s", reason)
     solution = answer(with_optimizer(graph, environment.get("optimizer")), request)
     if solution.schedule is None:
         needed = (
@@ -37,4 +41,5 @@ def replan(graph: Graph, request: Request, environment: Mapping[str, Any], reaso
             f"{reason}, and nothing fits {request.available_bytes} bytes there "
             f"({solution.status}){needed}"
         )
+    logger.warning("planned in %.2f s: %r", solution.solve_time_s, solution)
     return solution.schedule

@@ -26,7 +26,7 @@ from solver.solution import Solution
 from solver.verification import Verification
 
 SEED = 0
-N_TIMED_STEPS = 1
+N_TIMED_STEPS = 3
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -38,6 +38,7 @@ def verify(
     model: Callable[[], nn.Module],
     batch: Callable[[], Any],
     loss: Loss | None,
+    inputs: Callable[[Any], Any] | None,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     device: str,
     autocast: str | None,
@@ -54,6 +55,7 @@ def verify(
         inner=model().to(device),
         batch=_moved(batch(), device),
         loss=loss,
+        inputs=inputs,
         optimizer=optimizer,
         autocast=autocast,
         gradients=str(solution.environment.get("gradients", "fresh")),
@@ -76,6 +78,8 @@ def verify(
         measured_time_s=planned.time_s,
         baseline_predicted_time_s=solution.baseline.time_s,
         baseline_measured_time_s=baseline.time_s,
+        spread_s=max(planned.spread_s, baseline.spread_s),
+        n_timed_steps=N_TIMED_STEPS,
         n_gradients=sum(name.startswith("gradient of ") for name in plain),
         differences=tuple(differences),
         reserved_bytes=planned.reserved_bytes,
@@ -89,6 +93,7 @@ class _Bench:
     inner: nn.Module
     batch: Any
     loss: Loss | None
+    inputs: Callable[[Any], Any] | None
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     autocast: str | None
     gradients: str
@@ -124,7 +129,7 @@ class _Bench:
     def bits(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Loss, gradients and buffers after a step; two steps where gradients add up."""
         self.restore(state)
-        args, kwargs = as_call(self.batch)
+        args, kwargs = as_call(self.batch, self.inputs)
         for _ in range(2 if self.gradients == "accumulate" else 1):
             with self._autocast():
                 output = self.inner(*args, **kwargs)
@@ -144,6 +149,7 @@ class _Bench:
             _ForwardUnder(self.inner, self._autocast),
             self.batch,
             loss=None if self.loss is None else self._loss_under_autocast,
+            inputs=self.inputs,
             optimizer=self.optimizer(self.inner),
             gradients=self.gradients,
             n_steps=N_TIMED_STEPS,

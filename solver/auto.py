@@ -38,11 +38,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from graphs.graph import Graph
-from solver.bounds import Binding, binding_cut
+from solver.bounds import Binding, binding_cut, least_budget_bytes
 from solver.cut import solve_cuts
 from solver.evict import evict
 from solver.ilp import ilp
 from solver.improve import improve
+from solver.least import PATIENCE, least_by_eviction
 from solver.proposal import InterruptedSearchError, Proposal
 from solver.recombine import recombine
 from solver.refine import refine
@@ -53,8 +54,6 @@ from solver.step import Step
 
 SMALL_VARIABLES = 500
 """Of an integer program that takes about a second."""
-PATIENCE = (1.0, 0.5, 2.0)
-"""Exponents of the distance to the next use that the eviction tries."""
 ROOM_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 """Of what the cut leaves for its set: the smaller sets show what else can run again, and where."""
 MAX_WORK = 2_000_000
@@ -98,6 +97,8 @@ def _run(search: Search, *, seed: int) -> None:
         _evict_all(search, guide)
     if not search.done:
         _ask_others(search, seed=seed)
+    if search.best is None and not search.done:
+        _offer_least(search)
     if not search.close and not _solve_small(search, seed=seed):
         _recombine_all(search, binding, guide, seed=seed)
 
@@ -122,6 +123,13 @@ def _evict(search: Search, guide: Guide, patience: float, weights: Sequence[floa
     search.work += 10 * len(evicted.schedule.order)
     played = search.offer(improve(step, evicted.schedule, budget_bytes=budget_bytes))
     return math.inf if played is None else played.trace.time_s
+
+
+def _offer_least(search: Search) -> None:
+    """Where nothing fits so far: the schedule of the least peak that eviction finds."""
+    proven_bytes, _ = least_budget_bytes(search.step)
+    schedule, _ = least_by_eviction(search.step, proven_bytes=proven_bytes)
+    search.offer(schedule)
 
 
 def _solve_small(search: Search, *, seed: int) -> bool:

@@ -12,9 +12,9 @@ What falls short: the memory that the recomputation itself takes is only seen wh
 in it, and never its order. For deep budgets the bound is therefore weak; `solver.auto` sharpens it
 with several cuts at once.
 
-The least budget: the most that any one op must have on the device (its inputs, outputs, workspace,
-and what later ops need and cannot be made again), or, where ops may not run again, the least
-budget at which no cut is proven infeasible, by bisection.
+The least budget, from below: the most that any one op must have on the device (its inputs,
+outputs, workspace, and what later ops need and cannot be made again), or, where that is more, the
+least budget at which no cut's LP is infeasible. From above: `solver.least`, by greedy eviction.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ import numpy as np
 
 from graphs.graph import Graph
 from solver.cut import Cuts, solve_cuts
+from solver.least import least_by_eviction
 from solver.solution import Obstacle
 from solver.step import Step
 
 GAP = 1e-4
 """A MILP stops when its bound is within this share of the baseline's time of its solution."""
+PROOF_TOLERANCE = 1e-5
+"""The least budget that is proven is within this share of the least that could be, by these LPs."""
 N_MOMENTS = 12
 """Moments at which the LP is tried before the search climbs."""
 
@@ -46,13 +49,16 @@ def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0
     return graph.baseline_time_s * (1.0 + found.lost_share)
 
 
-def obstacle(graph: Graph) -> Obstacle:
-    """The least budget that is not proven too small, and the op that asks for it.
+def min_budget_bytes(graph: Graph) -> int:
+    """The least budget for which a schedule is known; `obstacle` has it, with what is proven."""
+    return obstacle(graph).reached_bytes
 
-    reached_bytes is left to the search for a schedule (`solver.auto.least_budget`).
-    """
+
+def obstacle(graph: Graph) -> Obstacle:
+    """The least budget, proven and reached, with the schedule and the op that asks for it."""
     step = Step.of(graph)
     proven_bytes, p = least_budget_bytes(step)
+    schedule, reached_bytes = least_by_eviction(step, proven_bytes=proven_bytes)
     here = [
         (step.unit_names[u], step.unit_bytes[u])
         for u in range(step.n_units)
@@ -61,7 +67,8 @@ def obstacle(graph: Graph) -> Obstacle:
     here += [(t.name, t.size_bytes) for t in graph.resident if t.alias_of is None]
     return Obstacle(
         proven_bytes=proven_bytes,
-        reached_bytes=None,
+        reached_bytes=reached_bytes,
+        schedule=schedule,
         op=graph.nodes[p].name if p < step.n_nodes else "",
         on_device=tuple(sorted(here, key=lambda item: (-item[1], item[0]))),
     )
@@ -75,8 +82,11 @@ def least_budget_bytes(step: Step) -> tuple[int, int]:
     if not any(step.maker[u] < step.n_forward for u in fixed):
         return proven_bytes, p
     # What may not be made again may have to stay for the sake of what is made from it: a cut says.
-    low, high = proven_bytes, int(np.max(step.baseline_bytes))
-    while low < high:
+    lost = _first_infeasible(step, budget_bytes=proven_bytes)
+    if lost is None:
+        return proven_bytes, p
+    low, high, p = proven_bytes + 1, int(np.max(step.baseline_bytes)), lost
+    while high - low > PROOF_TOLERANCE * high:
         middle = (low + high) // 2
         lost = _first_infeasible(step, budget_bytes=middle)
         if lost is None:

@@ -1,42 +1,88 @@
-"""The least budget for which a method finds a schedule.
+"""The least budget for which a schedule is found, between what is proven and no checkpointing.
 
-Between the proven floor and the peak without checkpointing by bisection; a schedule that is found
-lowers the upper end to its own peak, which is often far below the budget that was tried. A method
-need not find a schedule for every budget above the least one that it finds, so this is what was
-found, not a proof.
+By bisection; a schedule that is found lowers the upper end to its own peak, often far below the
+budget that was tried. A method need not find a schedule for every budget above the least one for
+which it does, so this is what was found, not a proof.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from graphs.graph import Graph
-from solver.methods import METHODS
+from solver.evict import evict
+from solver.proposal import Method
 from solver.rematerialise import baseline
+from solver.schedule import Schedule
 from solver.simulate import simulate
+from solver.step import Step
 
-TOLERANCE = 0.01
+TOLERANCE = 0.002
 """The search stops when the two ends are within this share of the peak without checkpointing."""
+PATIENCE = (1.0, 0.5, 2.0)
+"""Exponents of the distance to the next use that the eviction tries."""
+MAX_WORK = 10_000_000
+"""Of all evictions together, as `Evicted` counts it: some ten seconds."""
 
 
-def least_peak_bytes(
-    graph: Graph, *, proven_bytes: int, method: str, time_limit_s: float, seed: int
+def least_by_eviction(step: Step, *, proven_bytes: int) -> tuple[Schedule, int]:
+    """The schedule of the smallest peak that greedy eviction finds, and that peak.
+
+    proven_bytes: known not to be beaten. The same answer whatever the machine's load.
+    """
+    work = 0
+
+    def attempt(budget_bytes: int) -> Schedule | None:
+        nonlocal work
+        for patience in PATIENCE:
+            if work < MAX_WORK:
+                evicted = evict(step, budget_bytes=budget_bytes, patience=patience)
+                work += evicted.work
+                if evicted.schedule is not None:
+                    return evicted.schedule
+        return None
+
+    return _bisected(step.graph, attempt, proven_bytes=proven_bytes, more=lambda: work < MAX_WORK)
+
+
+def least_by_method(
+    graph: Graph, *, proven_bytes: int, method: Method, time_limit_s: float, seed: int
 ) -> int:
-    """The smallest peak of a schedule that was found; without any, the one without checkpointing.
+    """The smallest peak of a schedule that the method finds within the time limit.
 
     proven_bytes: known not to be beaten, or not to be of interest.
     """
     deadline_s = time.monotonic() + time_limit_s
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    low, high = proven_bytes, peak_bytes  # nothing is found below low, a schedule reaches high
+
+    def left_s() -> float:
+        return deadline_s - time.monotonic()
+
+    def attempt(budget_bytes: int) -> Schedule | None:
+        found = method(graph, budget_bytes=budget_bytes, time_limit_s=max(0.0, left_s()), seed=seed)
+        return found.schedule
+
+    return _bisected(graph, attempt, proven_bytes=proven_bytes, more=lambda: left_s() > 0)[1]
+
+
+def _bisected(
+    graph: Graph,
+    attempt: Callable[[int], Schedule | None],
+    *,
+    proven_bytes: int,
+    more: Callable[[], bool],
+) -> tuple[Schedule, int]:
+    best = baseline(graph)
+    peak_bytes = simulate(graph, best).peak_bytes
+    low, high = proven_bytes, peak_bytes  # nothing is found below low, `best` reaches high
     tried = low  # the floor itself first: with luck it is reached
-    while low < high and (left_s := deadline_s - time.monotonic()) > 0:
-        proposal = METHODS[method](graph, budget_bytes=tried, time_limit_s=left_s, seed=seed)
-        if proposal.schedule is None:
+    while low < high and more():
+        schedule = attempt(tried)
+        if schedule is None:
             low = tried + 1
         else:
-            high = simulate(graph, proposal.schedule).peak_bytes
+            best, high = schedule, simulate(graph, schedule).peak_bytes
         if high - low <= TOLERANCE * peak_bytes:
             break
         tried = (low + high) // 2
-    return high
+    return best, high

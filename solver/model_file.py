@@ -1,8 +1,9 @@
 """A person's model file: load it, and call what it defines.
 
 A model file defines `get_model()` and `get_batch(batch_size=…, seq_length=…)`, each taking what it
-likes of the two, and may define `get_loss(output, batch)` and `get_optimizer(model)`. Whatever goes
-wrong in it is told in one line with the file, the line and the reason.
+likes of the two, and may define `get_loss(output, batch)`, `get_inputs(batch)` (what of the batch
+the model is called with) and `get_optimizer(model)`. Whatever goes wrong in it is told in one line
+with the file, the line and the reason.
 """
 
 from __future__ import annotations
@@ -95,6 +96,13 @@ class ModelFile:
             return None
         return self._function("get_loss")
 
+    @property
+    def inputs(self) -> Callable[[Any], Any] | None:
+        """get_inputs(batch), or None: the model is called with the whole batch."""
+        if not hasattr(self.module, "get_inputs"):
+            return None
+        return self._function("get_inputs")
+
     def optimizer(self, model: Any) -> Any:
         """The file's optimizer for `model`, by default AdamW. Raises LoadError."""
         import torch
@@ -121,7 +129,7 @@ class ModelFile:
                     f"--{name.replace('_', '-')} {size} has no effect: neither "
                     f"{self.source.factory} nor get_batch of {self.source} takes {name}"
                 )
-        for name in ("get_loss", "get_optimizer"):
+        for name in ("get_loss", "get_inputs", "get_optimizer"):
             if hasattr(self.module, name):
                 self._function(name)
 

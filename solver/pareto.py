@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph
 from solver import bounds
-from solver.least import least_peak_bytes
+from solver.least import least_by_method
+from solver.methods import METHODS
 from solver.rematerialise import baseline
 from solver.simulate import simulate
 from solver.solution import OPTIMAL_GAP, Request, Solution
@@ -106,13 +107,16 @@ def default_budgets(
     method: the one that searches for the least budget, for at most time_limit_s.
     """
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    least_bytes = least_peak_bytes(
-        graph,
-        proven_bytes=bounds.obstacle(graph).proven_bytes,
-        method=method,
-        time_limit_s=time_limit_s,
-        seed=0,
-    )
+    obstacle = bounds.obstacle(graph)
+    least_bytes = obstacle.reached_bytes
+    if method != "auto":
+        least_bytes = least_by_method(
+            graph,
+            proven_bytes=obstacle.proven_bytes,
+            method=METHODS[method],
+            time_limit_s=time_limit_s,
+            seed=0,
+        )
     steps = max(1, n_budgets - 1)
     span_bytes = peak_bytes - least_bytes
     sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}

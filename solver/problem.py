@@ -66,8 +66,8 @@ def opened_problem(arguments: Arguments, *, progress: Progress) -> Iterator[Prob
     source = parse_source(arguments.problem)
     if source is None:
         raise LoadError(
-            f"{arguments.problem!r} is none of model.py[:function], package.module:function and "
-            "graph.json"
+            f"{arguments.problem!r} is none of model.py[:function], package.module:function (for "
+            "instance package.models:get_model) and graph.json"
         )
     # What a model file prints must not get into the report or the JSON object.
     with contextlib.redirect_stdout(sys.stderr), _model_problem(arguments, source, progress) as it:
@@ -174,6 +174,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
                 model,
                 batch,
                 loss=file.loss,
+                inputs=file.inputs,
                 optimizer=optimizer,
                 gradients="accumulate" if arguments.accumulate else "fresh",
                 device=target.torch_device,
@@ -261,6 +262,7 @@ def _verified(
             model=file.model,
             batch=file.batch,
             loss=file.loss,
+            inputs=file.inputs,
             optimizer=file.optimizer,
             device=target.torch_device,
             autocast=autocast,

@@ -69,7 +69,7 @@ def proven_infeasible(solution: Solution) -> bool:
 
 def least_budget_bytes(solution: Solution) -> int | None:
     """The least budget, reserve included, for which a schedule was found; None: none was."""
-    if solution.obstacle is None or solution.obstacle.reached_bytes is None:
+    if solution.obstacle is None:
         return None
     return solution.obstacle.reached_bytes + solution.request.reserve_bytes
 

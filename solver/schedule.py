@@ -38,6 +38,10 @@ class Schedule:
     ops: tuple[Op, ...]
     graph_id: str
 
+    def __repr__(self) -> str:
+        """One line: all of it would fill pages."""
+        return f"Schedule({len(self.ops)} ops of graph {self.graph_id[:19]})"
+
     @property
     def order(self) -> tuple[str, ...]:
         """The nodes in the order in which they run, repeats included."""

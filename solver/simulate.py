@@ -20,7 +20,7 @@ the two file formats and nothing of how a schedule was found. The rules:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphs.graph import Graph, Node
 from solver.schedule import Compute, Free, Op, Schedule
@@ -49,7 +49,7 @@ class Trace:
     time_s: float
     peak_bytes: int
     peak_op: int | None
-    live_bytes: tuple[int, ...]
+    live_bytes: tuple[int, ...] = field(repr=False)
     n_recomputed: int
 
 

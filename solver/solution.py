@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.graph import Graph
+from solver.budget import format_size
+from solver.rematerialise import baseline as baseline_schedule
 from solver.schedule import Schedule, ops_from_json
 from solver.simulate import IllegalScheduleError, Trace, simulate
 
@@ -45,12 +47,14 @@ class Obstacle:
     """Why nothing smaller fits: the op that stands in the way and what it must have beside it.
 
     proven_bytes: no schedule whatever has a smaller peak. reached_bytes: the smallest peak of a
-    schedule that was found (None: none was). op: the node at which `proven_bytes` are needed.
-    on_device: tensors there at that moment with their bytes, largest first.
+    schedule that was found. schedule: that one (None: it is a method's that was asked to find it
+    anew). op: the node at which `proven_bytes` are needed. on_device: tensors there at that moment
+    with their bytes, largest first.
     """
 
     proven_bytes: int
-    reached_bytes: int | None
+    reached_bytes: int
+    schedule: Schedule | None = field(repr=False)
     op: str
     on_device: tuple[tuple[str, int], ...]
 
@@ -75,6 +79,18 @@ class Solution:
     method: str
     solve_time_s: float
     obstacle: Obstacle | None = None
+
+    def __repr__(self) -> str:
+        """One line: what was asked, what was found, what is proven."""
+        asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
+        if self.trace is None or self.overhead is None:
+            return f"Solution({asked}: no schedule)"
+        return (
+            f"Solution({asked}: peak {format_size(self.trace.peak_bytes)}, without checkpointing "
+            f"{format_size(self.baseline.peak_bytes)}; overhead {100 * self.overhead:.2f} %, "
+            f"proven at least {100 * self.lower_bound_overhead:.2f} %; "
+            f"{self.trace.n_recomputed} ops run again)"
+        )
 
     @property
     def overhead(self) -> float | None:
@@ -141,8 +157,6 @@ class Solution:
                 f"{path}: the peak is {trace.peak_bytes} bytes, above the "
                 f"{saved.request.available_bytes} that the file's budget leaves",
             )
-        from solver.rematerialise import baseline as baseline_schedule
-
         return cls(
             status=saved.status,
             graph=graph,

@@ -8,6 +8,8 @@ signature of `proposal.Method` and a line in `methods.METHODS`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import math
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.graph import Graph
 from solver import bounds
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, parse_size
-from solver.least import least_peak_bytes
+from solver.least import least_by_method
 from solver.methods import METHODS
 from solver.proposal import InterruptedSearchError, Proposal
 from solver.rematerialise import baseline as baseline_schedule
@@ -123,21 +125,28 @@ def attempt(graph: Graph, request: Request, *, started_s: float | None = None) -
 def explained(solution: Solution) -> Solution:
     """With the obstacle told if there is no schedule: the least budget, and the op in the way.
 
-    Searches for the least budget by the solution's own method, at most as long again.
+    `auto` reaches the least budget of `bounds.obstacle`; another method is asked to find its own,
+    in what is left of the time limit. The time that this takes counts as the solution's.
     """
     if solution.schedule is not None or solution.obstacle is not None:
         return solution
+    started_s = time.monotonic()
     obstacle = bounds.obstacle(solution.graph)
-    if obstacle.reached_bytes is None:
-        reached_bytes = least_peak_bytes(
+    if solution.method != "auto":
+        spent_s = solution.solve_time_s + time.monotonic() - started_s
+        reached_bytes = least_by_method(
             solution.graph,
             proven_bytes=max(obstacle.proven_bytes, solution.request.available_bytes + 1),
-            method=solution.method,
-            time_limit_s=solution.request.time_limit_s,
+            method=METHODS[solution.method],
+            time_limit_s=solution.request.time_limit_s - spent_s,
             seed=solution.request.seed,
         )
-        obstacle = dataclasses.replace(obstacle, reached_bytes=reached_bytes)
-    return dataclasses.replace(solution, obstacle=obstacle)
+        obstacle = dataclasses.replace(obstacle, reached_bytes=reached_bytes, schedule=None)
+    return dataclasses.replace(
+        solution,
+        obstacle=obstacle,
+        solve_time_s=solution.solve_time_s + time.monotonic() - started_s,
+    )
 
 
 def _propose(
@@ -190,4 +199,10 @@ def _as_graph(
         return problem if isinstance(problem, Graph) else Graph.load(problem)
     from graphs.trace import trace
 
+    known = [*inspect.signature(solve).parameters, *inspect.signature(trace).parameters]
+    for name in trace_options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"solve() takes no argument {name!r}{hint}")
     return trace(problem, batch, **trace_options)

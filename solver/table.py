@@ -19,7 +19,7 @@ from solver.breakdown import CATEGORIES, memory_at, node_at
 from solver.budget import format_both, format_size
 from solver.rematerialise import baseline
 from solver.report import Report, least_budget_bytes, proven_infeasible
-from solver.solution import Obstacle, Solution
+from solver.solution import STATUSES, Obstacle, Solution
 from solver.verification import Verification
 
 STYLE_OF_STATUS = {"optimal": "bold green", "feasible": "bold cyan", "time_limit": "bold yellow"}
@@ -203,8 +203,10 @@ def _needed(graph: Graph, obstacle: Obstacle) -> str:
 
 def _comparison(report: Report) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("method")
-    table.add_column("status")
+    # Names are never cut; on a narrow terminal the figures on the right give way.
+    methods = [s.method for s in report.solutions] + [method for method, _ in report.refused]
+    table.add_column("method", no_wrap=True, min_width=max(map(len, methods)))
+    table.add_column("status", no_wrap=True, min_width=max(map(len, STATUSES)))
     for title in ("peak", "overhead", "bound", "gap", "again", "planned in"):
         table.add_column(title, justify="right", no_wrap=True)
     chosen = report.best
@@ -249,6 +251,9 @@ def _measured(found: Verification) -> RenderableType:
 
 def _verified(found: Verification) -> Iterator[tuple[str, str]]:
     yield "ran on", found.device
+    spread = format_time(found.spread_s)
+    steps = f"medians of {found.n_timed_steps} steps, up to {spread} apart"
+    yield "times", f"{steps}; other load on the machine shows in them"
     if found.fits:
         yield "budget", f"kept: at most {format_both(found.available_bytes)} was to be used"
     else:

@@ -23,6 +23,7 @@ class Verification:
     available_bytes: what the plan may take. differences: what is not bit for bit the same with
     the plan as without, in words ("gradient of head.weight"); empty: all of it is.
     reserved_bytes: what CUDA's allocator took from the device with the plan (None on the CPU).
+    Times are medians of n_timed_steps, of which the slowest and fastest were spread_s apart.
     """
 
     device: str
@@ -38,6 +39,8 @@ class Verification:
     n_gradients: int
     differences: tuple[str, ...]
     reserved_bytes: int | None = None
+    spread_s: float = 0.0
+    n_timed_steps: int = 1
 
     @property
     def fits(self) -> bool:
@@ -62,6 +65,7 @@ class Verifier(Protocol):
         model: Callable[[], nn.Module],
         batch: Callable[[], Any],
         loss: Callable[[Any, Any], Tensor] | None,
+        inputs: Callable[[Any], Any] | None,
         optimizer: Callable[[nn.Module], optim.Optimizer],
         device: str,
         autocast: str | None,

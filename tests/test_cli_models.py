@@ -88,6 +88,59 @@ def test_another_factory_and_a_loss_outside(model_file, capsys):
     assert report["baseline"]["memory_bytes"]["optimizer"] == 0  # SGD keeps nothing
 
 
+SUPERVISED = """
+    def get_model():
+        return nn.Linear(32, 2)
+
+    def get_batch(batch_size=64):
+        return torch.randn(batch_size, 32), torch.randint(2, (batch_size,))
+
+    def get_loss(output, batch):
+        return nn.functional.cross_entropy(output, batch[1])
+"""
+INPUTS = """
+    def get_inputs(batch):
+        return batch[0]
+"""
+
+
+def test_targets_are_for_the_loss(model_file, capsys):
+    options = ["--budget", "1MB", "--device", "cpu", "--json", "--verify"]
+    assert main([*options, model_file(add=SUPERVISED + INPUTS)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["baseline"]["memory_bytes"]["batch"] == 64 * 32 * 4 + 64 * 8
+    assert report["verification"]["passed"]
+    assert report["verification"]["n_timed_steps"] == 3
+
+
+def test_targets_without_get_inputs_are_told_what_to_write(model_file, capsys):
+    path = model_file(add=SUPERVISED)
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
+    assert code == 4
+    assert "Linear.forward" in line
+    assert "get_inputs(batch)" in line
+
+
+def test_a_loss_that_only_picks_the_models_own_is_inside(model_file, capsys):
+    changes = ("return x.square().mean()", "return {'loss': x.square().mean(), 'n': 3}")
+    add = """
+    def get_loss(output, batch):
+        return output['loss']
+    """
+    schedules = []
+    for path in (model_file(changes), model_file(changes, add=add)):
+        options = ["--budget", "1MB", "--device", "cpu", "--json"]
+        assert main([*options, path]) == 0
+        schedules.append(json.loads(capsys.readouterr().out)["schedule"])
+    assert schedules[0] == schedules[1]
+
+
+def test_a_module_without_a_factory_is_told_to_name_one(capsys):
+    code, line = failed(capsys, "--budget", "1MB", "some_package.models")
+    assert code == 4
+    assert "for instance package.models:get_model" in line
+
+
 def test_a_module_to_import(tmp_path, monkeypatch, capsys):
     (tmp_path / "some_package").mkdir()
     (tmp_path / "some_package" / "__init__.py").write_text("")

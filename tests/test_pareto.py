@@ -8,7 +8,7 @@ import math
 import pytest
 
 from graphs.synthetic import chain, residual
-from solver.least import least_peak_bytes
+from solver.least import least_by_method
 from solver.methods import METHODS
 from solver.pareto import N_BUDGETS, Curve, default_budgets, sweep
 from solver.proposal import Proposal
@@ -144,13 +144,13 @@ def test_a_curve_is_frozen(curve):
 
 @pytest.mark.parametrize("method", ["none", "every_block", "sqrt"])
 def test_the_least_budget_is_reached_and_little_less_is_not(method):
-    least_bytes = least_peak_bytes(GRAPH, proven_bytes=0, method=method, time_limit_s=20, seed=0)
-    options = {"time_limit_s": 10, "seed": 0}
+    options = {"time_limit_s": 20, "seed": 0}
+    least_bytes = least_by_method(GRAPH, proven_bytes=0, method=METHODS[method], **options)
     assert METHODS[method](GRAPH, budget_bytes=least_bytes, **options).schedule is not None
     less_bytes = least_bytes - int(0.02 * PEAK_BYTES)
     assert METHODS[method](GRAPH, budget_bytes=less_bytes, **options).schedule is None
 
 
 def test_the_least_budget_without_time_is_the_peak():
-    options = {"proven_bytes": 0, "method": "sqrt", "seed": 0}
-    assert least_peak_bytes(GRAPH, time_limit_s=-1, **options) == PEAK_BYTES
+    options = {"proven_bytes": 0, "method": METHODS["sqrt"], "seed": 0}
+    assert least_by_method(GRAPH, time_limit_s=-1, **options) == PEAK_BYTES

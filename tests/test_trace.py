@@ -244,7 +244,7 @@ def test_what_a_planned_step_would_not_do_is_refused(model: nn.Module, message: 
         (_Wrong(), torch.zeros(2, 5), "_Wrong cannot be traced"),
         (_DataDependent(), torch.zeros(2, 4), "_DataDependent cannot be traced"),
         (_Opaque(), torch.zeros(2, 4), "hides its tensors"),
-        (_Wrong(), {"y": torch.zeros(2, 4)}, "_Wrong cannot be traced"),
+        (_Wrong(), {"y": torch.zeros(2, 4)}, "missing a required argument"),
     ],
 )
 def test_what_cannot_be_traced_is_said(model: nn.Module, batch: object, message: str) -> None:
