@@ -51,6 +51,7 @@ class Run:
         Views count: they share their base's storage and its version.
         """
         read = {value for piece in self.program.backward for value in piece.inputs}
+        read -= self.program.indifferent
         reachable = {
             self.state[value].untyped_storage()._cdata
             for value in (*self.program.sources.values(), *self.program.made_outputs)
@@ -98,9 +99,12 @@ class Run:
         for value in piece.inputs:
             version = self._watched.get(value)
             if version is not None and self.state[value]._version != version:
+                title = self.program.titles.get(value, f"{value.name}, made by the model,")
                 raise RuntimeError(
-                    f"{value.name}, which the backward pass reads, was changed in place after the "
-                    f"forward pass (version {self.state[value]._version}, expected {version})"
+                    f"{title} was changed in place after the forward pass whose backward pass "
+                    f"reads it (version {self.state[value]._version}, expected {version}): call "
+                    "backward before whatever changes it (an optimizer step, another forward "
+                    "pass, an in-place operator)"
                 )
         with torch._C._DisableAutocast():
             piece.run(self.state)

@@ -12,7 +12,7 @@ leave as they are made (see `scheduler_runtime.function`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,9 @@ class Program:
     outputs: the model's flat outputs: values, placeholders that are returned as they are, or plain
     constants. made_outputs: those of them that the program makes. tangents: position among the
     made outputs -> the value that takes its gradient. differentiable: positions of those that
-    require a gradient in the plain model, so that one may arrive that nobody planned for.
+    require a gradient in the plain model, so that one may arrive that nobody planned for. titles:
+    what people call a source ("buffer 'norm.running_mean'"). indifferent: buffers that the step
+    changes and that the backward pass is handed without depending on what is in them.
     """
 
     forward: Piece
@@ -73,6 +75,8 @@ class Program:
     made_outputs: tuple[Value, ...]
     tangents: tuple[tuple[int, Value], ...]
     differentiable: frozenset[int]
+    titles: Mapping[Value, str]
+    indifferent: frozenset[Value]
 
 
 def compile_schedule(step: StepTrace, schedule: Schedule) -> Program:
@@ -94,6 +98,7 @@ class _Line:
         self._current: dict[fx.Node, Value] = {}  # traced node -> its value in force
         self._of_storage: dict[str, list[fx.Node]] = {}
         self._states: dict[str, Value] = {}
+        self._reruns: set[Value] = set()
         self._ends: list[int] = []  # number of line nodes at the end of each piece
         self._finished: list[list[tuple[fx.Node, Value]]] = []
         self._outputs: tuple[Any, ...] = ()
@@ -195,6 +200,8 @@ class _Line:
         for argument in node.all_input_nodes:
             self.value(argument)
         new = self._emit_operator(node, again=again, repeats=repeats)
+        if again:
+            self._reruns.add(new)
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._define(node, new)
             return
@@ -281,6 +288,20 @@ class _Line:
                 for position in self.step.captured.differentiable
                 if self._outputs[position] in made
             ),
+            titles={value: _title(self.step, node) for node, value in self.sources.items()},
+            indifferent=self._indifferent({node for piece in pieces[1:] for node in piece}),
+        )
+
+    def _indifferent(self, later: set[Value]) -> frozenset[Value]:
+        """Buffers that the step changes and that only ops running again read.
+
+        Of the readers of such a buffer, extraction lets those alone run again whose results do not
+        depend on it (batch norm in training), so the next forward pass may change it before this
+        backward pass.
+        """
+        changed = {self.sources[placeholder] for placeholder in self.step.captured.mutations}
+        return frozenset(
+            value for value in changed if later.intersection(value.users) <= self._reruns
         )
 
     def _tangents(self, made: tuple[Value, ...]) -> tuple[tuple[int, Value], ...]:
@@ -318,6 +339,13 @@ def _piece(
         gradients=gradients,
         handed_out=tuple(v for v in wanted if v not in kept),
     )
+
+
+def _title(step: StepTrace, placeholder: fx.Node) -> str:
+    source = step.captured.sources[placeholder]
+    if source.kind in ("parameter", "buffer"):
+        return f"{source.kind} {source.name!r}"
+    return f"tensor {source.index} of the batch" if source.kind == "input" else source.name
 
 
 def _device_of(node: fx.Node) -> torch.device:
