@@ -8,6 +8,7 @@ alone, which is what `apply` does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphs.capture import Call, Capture, capture, fake_output
+from graphs.capture import Call, Capture, TraceError, capture, fake_output, find_loss
 from graphs.extract import Layout
 from graphs.graph import Graph, Node
 
 PREFIX = "loss."
-_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class StandIns:
@@ -31,8 +31,8 @@ class StandIns:
     """
 
     def __init__(self, model: nn.Module, call: Call, *, device: torch.device) -> None:
-        output = fake_output(model, call, device=device)
-        flat, spec = pytree.tree_flatten(output)
+        flat, self._spec = pytree.tree_flatten(fake_output(model, call, device=device))
+        self._flat = flat
         self.positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self.tensors = [
             torch.empty_strided(
@@ -40,7 +40,10 @@ class StandIns:
             ).requires_grad_(flat[i].requires_grad)
             for i in self.positions
         ]
-        self.output = pytree.tree_unflatten(_filled(flat, self.tensors), spec)
+
+    def output(self) -> Any:
+        """The output, made anew: a loss function may take things out of it."""
+        return pytree.tree_unflatten(_filled(self._flat, self.tensors), self._spec)
 
     def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
         """Which flat output of the model the loss function hands on as it is; None: it computes.
@@ -48,12 +51,13 @@ class StandIns:
         `lambda output, batch: output.loss`: then the loss is inside, the model has computed it.
         """
         meta_batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), batch)
-        try:
-            value = loss(self.output, meta_batch)
-        except _FAILURES:  # capturing it says what is wrong with it
-            return None
+        value = None
+        # What is wrong with it, capturing it says, and where.
+        with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
+            value = loss(self.output(), meta_batch)
         for position, tensor in zip(self.positions, self.tensors, strict=True):
             if value is tensor:
+                find_loss(value)  # raises TraceError where it is none
                 return position
         return None
 
@@ -79,9 +83,9 @@ class OutsideLoss:
             for item in pytree.tree_leaves(batch)
             if isinstance(item, torch.Tensor)
         ]
-        output_call = Call.of((stand_ins.output, batch), {})
+        output_call = Call.of((stand_ins.output(), batch), {})
         self.captured: Capture = capture(
-            _LossModule(loss), output_call, device=device, choose=choose
+            LossFunction(loss), output_call, device=device, choose=choose
         )
 
     def gradient_outputs(self) -> tuple[int, ...]:
@@ -181,15 +185,24 @@ class OutsideLoss:
         return renamed, copies
 
 
-class _LossModule(nn.Module):
-    """A module around the loss function, so that it can be captured like a model."""
+class LossFunction(nn.Module):
+    """A module around the loss function, so that it can be captured like a model.
+
+    Errors show the class's name, so it has one that says what it is.
+    """
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
         super().__init__()
         self.loss = loss
 
     def forward(self, output: Any, batch: Any) -> torch.Tensor:
-        return self.loss(output, batch)
+        value = self.loss(output, batch)
+        if not isinstance(value, torch.Tensor):
+            raise TraceError(
+                f"the loss function of (output, batch) returned an object of type "
+                f"{type(value).__name__}; it must return the loss as a tensor"
+            )
+        return value
 
 
 def _filled(flat: list[Any], tensors: list[torch.Tensor]) -> list[Any]:

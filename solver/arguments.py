@@ -19,11 +19,13 @@ DEFAULT_TIME_LIMIT_S = 60.0
 
 _EPILOG = """\
 problem:
-  model.py[:factory]        a file that defines get_model() and get_batch(), each of which may take
-                            batch_size and seq_length, and may define get_loss(output, batch) and
-                            get_optimizer(model); :factory names another function than get_model
-  package.module:factory    the same of an installed package
-  graph.json                a graph that --graph-out wrote; starts at once
+  model.py[:factory]          a file that defines get_model() and get_batch(), each of which may
+                              take batch_size and seq_length, and may define get_inputs(batch)
+                              (what the model is called with; the rest is for the loss),
+                              get_loss(output, batch) and get_optimizer(model); :factory names
+                              another function than get_model
+  package.module[:factory]    the same of an installed package
+  graph.json                  a graph that --graph-out wrote; starts at once
 
 sizes:  16GB = 16*10^9, 15.5GiB = 15.5*2^30, 800MB, 1TB, plain bytes, 60% of the device's memory
 
@@ -110,7 +112,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="solve",
-        usage="solve --budget SIZE [options] model.py[:factory] | package.module:factory | "
+        usage="solve --budget SIZE [options] model.py[:factory] | package.module[:factory] | "
         "graph.json",
         description="Fit a training step into a number of bytes at the least extra time.",
         epilog=_EPILOG,

@@ -24,6 +24,7 @@ from typing import Any
 
 SIZE_NAMES = ("batch_size", "seq_length")
 _MODULE_AND_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FILE_AND_FACTORY = re.compile(r"(.*\.py):([A-Za-z_]\w*)", re.DOTALL)
 
 
@@ -47,7 +48,7 @@ class ModelSource:
 
 
 def parse_source(text: str) -> ModelSource | None:
-    """`model.py[:factory]` or `package.module:factory`; None for anything else."""
+    """`model.py[:factory]` or `package.module[:factory]`; None for anything else."""
     if text.endswith(".py"):
         return ModelSource(Path(text))
     match = _FILE_AND_FACTORY.fullmatch(text)
@@ -56,6 +57,8 @@ def parse_source(text: str) -> ModelSource | None:
     if _MODULE_AND_FACTORY.fullmatch(text):
         place, factory = text.split(":")
         return ModelSource(place, factory)
+    if _MODULE.fullmatch(text) and not Path(text).exists():
+        return ModelSource(text)
     return None
 
 
@@ -136,9 +139,12 @@ class ModelFile:
     def _function(self, name: str) -> Callable[..., Any]:
         function = getattr(self.module, name, None)
         if function is None:
+            rule = "a model file defines get_model() and get_batch()"
+            if name == self.source.factory and isinstance(self.source.place, str):
+                rule = f"add the function that makes the model: {self.source}:factory"
             raise LoadError(
-                f"{self.source} defines no {name}(); a model file defines get_model() and "
-                f"get_batch(); what it defines: {_defined(self.module)}"
+                f"{self.source} defines no {name}(); {rule}; what it defines: "
+                f"{_defined(self.module)}"
             )
         if not callable(function):
             raise LoadError(f"{self.source}: {name} is {_kind(function)}; it must be a function")
@@ -229,7 +235,7 @@ def _import(source: ModelSource) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise LoadError(
                 f"{name}: there is no module {error.name!r} in the working directory or among the "
-                "installed packages"
+                "installed packages; a model file ends in .py, a graph file in .json"
             ) from error
         raise LoadError(located(error, source)) from error
     except (Exception, SystemExit) as error:

@@ -66,8 +66,8 @@ def opened_problem(arguments: Arguments, *, progress: Progress) -> Iterator[Prob
     source = parse_source(arguments.problem)
     if source is None:
         raise LoadError(
-            f"{arguments.problem!r} is none of model.py[:function], package.module:function (for "
-            "instance package.models:get_model) and graph.json"
+            f"{arguments.problem!r} is none of model.py[:function], package.module[:function] and "
+            "graph.json"
         )
     # What a model file prints must not get into the report or the JSON object.
     with contextlib.redirect_stdout(sys.stderr), _model_problem(arguments, source, progress) as it:

@@ -273,9 +273,9 @@ def test_an_output_that_cannot_be_written_is_found_before_the_search(tmp_path, m
     [
         ("absent.json", "No such file"),
         ("absent.py", "no such file"),
-        ("model.txt", "is none of model.py"),
+        ("model.txt", "a model file ends in .py"),
         ("", "is none of model.py"),
-        ("package.module", "is none of model.py"),
+        ("package.module", "there is no module 'package'"),
         ("no.such.module:get_model", "there is no module 'no'"),
         (str(ROOT), "is none of model.py"),
     ],

@@ -135,20 +135,37 @@ def test_a_loss_that_only_picks_the_models_own_is_inside(model_file, capsys):
     assert schedules[0] == schedules[1]
 
 
-def test_a_module_without_a_factory_is_told_to_name_one(capsys):
-    code, line = failed(capsys, "--budget", "1MB", "some_package.models")
-    assert code == 4
-    assert "for instance package.models:get_model" in line
-
-
-def test_a_module_to_import(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package in the working directory: `net` defines get_model, `other` make_other."""
     (tmp_path / "some_package").mkdir()
     (tmp_path / "some_package" / "__init__.py").write_text("")
-    (tmp_path / "some_package" / "net.py").write_text(textwrap.dedent(MODEL))
+    text = textwrap.dedent(MODEL)
+    (tmp_path / "some_package" / "net.py").write_text(text)
+    (tmp_path / "some_package" / "other.py").write_text(text.replace("get_model", "make_other"))
+    (tmp_path / "some_package.txt").write_text("")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["net", "net:get_model", "other:make_other"])
+def test_a_module_to_import(package, source):
     options = ["--budget", "1MB", "--device", "cpu", "--quiet"]
-    assert main([*options, "some_package.net:get_model"]) == 0
-    assert str(tmp_path) not in sys.path
+    assert main([*options, f"some_package.{source}"]) == 0
+    assert str(package) not in sys.path
+
+
+def test_a_module_without_get_model_is_told_to_name_its_factory(package, capsys):
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.other")
+    assert code == 4
+    assert "add the function that makes the model: some_package.other:factory" in line
+    assert "make_other" in line
+
+
+def test_a_file_of_another_kind_is_no_module(package, capsys):
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.txt")
+    assert code == 4
+    assert "is none of model.py" in line
 
 
 def test_what_a_model_file_prints_stays_out_of_the_report(model_file, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -285,3 +286,48 @@ def test_shared_parameters_through_functional_weights() -> None:
     graph = trace(Twice(), torch.zeros(2, 4))
     assert kind_bytes(graph, "parameter") == 64
     assert kind_bytes(graph, "gradient") == 64
+
+
+class _Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layer(x)
+        return {"y": y, "loss": y.mean(), "fixed": y.detach().mean()}
+
+
+def test_looking_for_the_loss_among_the_outputs_leaves_no_trace() -> None:
+    def noisy(output: dict[str, torch.Tensor], _: object) -> torch.Tensor:
+        y = output.pop("y")
+        return (y + torch.rand(3, 1)).square().sum()
+
+    model = _Several()
+    state = torch.get_rng_state()
+    graph = trace(model, torch.ones(3, 4), loss=noisy)
+    assert any(node.phase == "outside" for node in graph.nodes)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _raises(_output: Any, _batch: Any) -> Any:
+    raise AssertionError("not today")
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (
+            lambda output, _: output["y"],
+            r"one floating-point number; .*shape \(3, 1\)",
+        ),
+        (lambda output, _: output["fixed"], "does not depend on any parameter"),
+        (lambda _, batch: batch, "one floating-point number"),
+        (lambda _output, _batch: None, "returned an object of type NoneType"),
+        (lambda output, _: output["loss"].item(), r"LossFunction cannot be traced \(.*line"),
+        (_raises, r"LossFunction cannot be traced \(.*line .*not today"),
+    ],
+)
+def test_a_loss_function_that_gives_no_loss_is_refused(loss: Any, reason: str) -> None:
+    with pytest.raises(TraceError, match=reason):
+        trace(_Several(), torch.ones(3, 4), loss=loss)
