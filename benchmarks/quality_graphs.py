@@ -7,6 +7,7 @@ from numbers. The traced step has no optimizer state: it is the same bytes at ev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import nn
 
 from examples import gpt2, llama, lstm, resnet50, unet, vit
 from graphs import synthetic
+from graphs.capture import Call, as_call
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
-from graphs.trace import trace
+from graphs.trace import StepTrace, loss_index, trace_module
 
 INSTANCE = Path(__file__).parents[1] / "tests" / "data" / "gpt2_small_b8_t1024.json"
 
@@ -77,48 +79,57 @@ def _transition(n_in: int, n_out: int) -> nn.Module:
     )
 
 
-def _traced(module: Any, model: Mapping[str, Any], batch: Mapping[str, Any]) -> Graph:
+@dataclass(frozen=True)
+class Subject:
+    """A graph to plan. step: what it was traced into (None: it comes from a file or numbers)."""
+
+    graph: Graph
+    step: StepTrace | None = None
+
+
+def _traced(
+    module: Any, model: Mapping[str, Any] | None = None, batch: Mapping[str, Any] | None = None
+) -> Subject:
     with torch.device("meta"):
-        built = module.get_model(**model)
-        inputs = module.get_batch(**batch)
-    return trace(built, inputs, costs=Roofline(named("h100")))
+        return _step(module.get_model(**(model or {})), module.get_batch(**(batch or {})))
 
 
-def _densenet() -> Graph:
+def _densenet() -> Subject:
     with torch.device("meta"):
-        built, inputs = DenseNet(), resnet50.get_batch()
-    return trace(built, inputs, costs=Roofline(named("h100")))
+        return _step(DenseNet(), resnet50.get_batch())
 
 
-def _llama(n_layers: int) -> Graph:
-    return _traced(llama, {"n_layers": n_layers}, {})
+def _step(model: nn.Module, batch: Any) -> Subject:
+    step = trace_module(
+        model,
+        Call.of(*as_call(batch)),
+        device=torch.device("cpu"),
+        choose=loss_index,
+        gradients="fresh",
+        costs=Roofline(named("h100")),
+    )
+    return Subject(step.graph, step)
 
 
-GRAPHS: dict[str, Callable[[], Graph]] = {
-    "gpt2-instance": lambda: Graph.load(INSTANCE),
-    "gpt2": lambda: _traced(gpt2, {}, {}),
+def _llama(n_layers: int) -> Subject:
+    return _traced(llama, {"n_layers": n_layers})
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "gpt2-instance": lambda: Subject(Graph.load(INSTANCE)),
+    "gpt2": lambda: _traced(gpt2),
     "llama-4": lambda: _llama(4),
     "llama-16": lambda: _llama(16),
     "llama-32": lambda: _llama(32),
     "llama-80": lambda: _llama(80),
-    "resnet50": lambda: _traced(resnet50, {}, {}),
-    "resnet101": lambda: _traced(resnet50, {"depths": (3, 4, 23, 3)}, {}),
-    "unet": lambda: _traced(unet, {}, {}),
+    "resnet50": lambda: _traced(resnet50),
+    "resnet101": lambda: _traced(resnet50, {"depths": (3, 4, 23, 3)}),
+    "unet": lambda: _traced(unet),
     "densenet121": _densenet,
-    "vit-base": lambda: _traced(vit, {}, {}),
-    "vit-large": lambda: _traced(vit, {"n_layers": 24, "width": 1024, "n_heads": 16}, {}),
-    "lstm-200": lambda: _traced(lstm, {}, {}),
-    "lstm-2000 (synthetic)": lambda: synthetic.recurrent(n_steps=2000),
-    "residual-1000 (synthetic)": lambda: synthetic.residual(n_blocks=1000),
+    "vit-base": lambda: _traced(vit),
+    "vit-large": lambda: _traced(vit, {"n_layers": 24, "width": 1024, "n_heads": 16}),
+    "lstm-200": lambda: _traced(lstm),
+    "lstm-2000": lambda: Subject(synthetic.recurrent(n_steps=2000)),
+    "residual-1000": lambda: Subject(synthetic.residual(n_blocks=1000)),
 }
-
-
-def load(name: str, *, cache: Path | None) -> Graph:
-    """The graph of that name, read from the cache's folder where it lies there, else made."""
-    if cache is None:
-        return GRAPHS[name]()
-    path = cache / (name.split(" ")[0] + ".json")
-    if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        GRAPHS[name]().save(path)
-    return Graph.load(path)
+"""The last two are synthetic."""

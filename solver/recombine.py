@@ -55,6 +55,7 @@ def recombine(search: Search, *, base: int) -> None:
         return
     moments = _moments(step, search.reruns, base=base, budget_bytes=budget_bytes)
     allowance_bytes: dict[int, int] = {}
+    before: Played | None = None
     for _ in range(MAX_ROUNDS):
         menu = Menu(
             step,
@@ -72,6 +73,9 @@ def recombine(search: Search, *, base: int) -> None:
         played = search.offer(replay(step, guide))
         if played is None or played.trace.peak_bytes <= budget_bytes:
             return
+        if before is not None and played.stage_bytes == before.stage_bytes:
+            return
+        before = played
         _allow(played, budget_bytes, moments, allowance_bytes)
 
 
@@ -91,9 +95,10 @@ def _allow(
     """Where the judge saw an overflow, leave that many bytes free."""
     for p, live_bytes in enumerate(played.stage_bytes):
         if live_bytes > budget_bytes:
-            nearest = moments[min(bisect_left(moments, p), len(moments) - 1)]
-            more = allowance_bytes.get(nearest, 0) + live_bytes - budget_bytes
-            allowance_bytes[nearest] = more
+            k = min(bisect_left(moments, p), len(moments) - 1)
+            for moment in moments[max(0, k - 1) : k + 1]:  # what runs again is between the two
+                more = allowance_bytes.get(moment, 0) + live_bytes - budget_bytes
+                allowance_bytes[moment] = more
 
 
 @dataclass

@@ -30,12 +30,12 @@ N_SHOWN = 4
 def show(report: Report, console: Console) -> None:
     """Print the report for a person."""
     with console.capture() as printed:
-        console.print(Group(*_sections(report)))
+        console.print(Group(*_sections(report, console)))
     text = "\n".join(line.rstrip() for line in printed.get().splitlines())
     console.file.write(text.lstrip("\n") + "\n")
 
 
-def _sections(report: Report) -> Iterator[RenderableType]:
+def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     answer = report.best
     yield _heading("Problem", report.problem)
     yield _pairs(_asked(report))
@@ -44,7 +44,10 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     yield _pairs(_peaks(answer))
     if len(report.solutions) + len(report.refused) > 1:
         yield _heading("Methods")
-        yield _comparison(report)
+        table = _comparison(report, n_spaces=2)
+        if console.measure(table).maximum > console.width:
+            table = _comparison(report, n_spaces=1)
+        yield table
     yield _heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
     yield _pairs(_answer(report))
     if report.verification is not None:
@@ -201,14 +204,14 @@ def _needed(graph: Graph, obstacle: Obstacle) -> str:
     return ", ".join(shown)
 
 
-def _comparison(report: Report) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    # Names are never cut; on a narrow terminal the figures on the right give way.
+def _comparison(report: Report, *, n_spaces: int) -> RenderableType:
+    table = Table(box=None, padding=(0, n_spaces, 0, 0), header_style="dim", pad_edge=False)
+    # Names stay whole; on a narrow terminal the figures fold, at first between number and unit.
     methods = [s.method for s in report.solutions] + [method for method, _ in report.refused]
     table.add_column("method", no_wrap=True, min_width=max(map(len, methods)))
     table.add_column("status", no_wrap=True, min_width=max(map(len, STATUSES)))
     for title in ("peak", "overhead", "bound", "gap", "again", "planned in"):
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right", overflow="fold")
     chosen = report.best
     for solution in report.solutions:
         style = "bold" if solution is chosen and solution.trace is not None else ""

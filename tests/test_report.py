@@ -129,6 +129,27 @@ def test_nothing_is_cut_off(planned, width):
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
+@pytest.mark.parametrize("width", [60, 72, 80, 120])
+def test_a_comparison_cuts_no_name_and_no_figure(planned, width):
+    trace = dataclasses.replace(planned.trace, peak_bytes=999_900_000, n_recomputed=12345)
+    wide = dataclasses.replace(
+        planned, status="infeasible", trace=trace, solve_time_s=612.0, lower_bound_s=1.0
+    )
+    text = shown(report_of(wide, planned, refused=(("revolve", "unequal"),)), width=width)
+    rows = text[text.index("Methods") : text.index("Answer")].splitlines()[1:]
+    assert "…" not in text
+    assert max(map(len, rows)) <= width
+    assert [row.split()[0] for row in rows if row[2:3].strip()] == [
+        "method",
+        "every_block",
+        "every_block",
+        "revolve",
+    ]
+    assert any("12345" in row for row in rows)
+    if width >= 80:  # a row for each method, and two lines of titles at most
+        assert any("999.9 MB" in row and "612 s" in row for row in rows)
+
+
 def test_the_answer_says_all_there_is_to_say(planned):
     text = shown(report_of(planned))
     assert planned.trace is not None
