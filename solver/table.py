@@ -45,7 +45,8 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     if len(report.solutions) + len(report.refused) > 1:
         yield _heading("Methods")
         table = _comparison(report, n_spaces=2)
-        if console.measure(table).maximum > console.width:
+        unbounded = console.options.update(max_width=1000)
+        if console.measure(table, options=unbounded).maximum > console.width:
             table = _comparison(report, n_spaces=1)
         yield table
     yield _heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))

@@ -145,7 +145,6 @@ def test_a_comparison_cuts_no_name_and_no_figure(planned, width):
         "every_block",
         "revolve",
     ]
-    assert any("12345" in row for row in rows)
     if width >= 80:  # a row for each method, and two lines of titles at most
         assert any("999.9 MB" in row and "612 s" in row for row in rows)
 
