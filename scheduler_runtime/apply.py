@@ -51,7 +51,7 @@ class Plan:
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
         if isinstance(plan, str | Path):
-            if not Path(plan).exists():
+            if not Path(plan).is_file():
                 raise FileNotFoundError(
                     f"there is no schedule file {str(plan)!r}; `solve -o schedule.json model.py` "
                     "and Solution.save write one"

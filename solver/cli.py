@@ -28,6 +28,7 @@ from solver import table
 from solver.arguments import Arguments, UsageError, parse
 from solver.budget import BudgetError, format_both
 from solver.model_file import LoadError, SizeError
+from solver.pareto import N_BUDGETS, sweep
 from solver.problem import Problem, opened_problem
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
 from solver.solution import Request, Solution
@@ -194,7 +195,6 @@ def _draw_memory(path: Path, solution: Solution) -> None:
 def _draw_curve(
     path: Path, arguments: Arguments, problem: Problem, solutions: list[Solution]
 ) -> None:
-    from solver.pareto import N_BUDGETS, sweep
     from solver.plot import pareto, save  # imports Matplotlib
 
     curve = sweep(

@@ -254,10 +254,13 @@ def test_a_verification_is_told_beside_the_prediction(planned):
         n_gradients=149,
         differences=(),
         reserved_bytes=3_500_000_000,
+        spread_s=0.125,
+        n_timed_steps=3,
     )
     text = shown(report_of(planned, verification=found))
     for words in ("Verified  passed", "3.20 GB", "5.30 GB", "1.50 s", "149 gradients", "3.50 GB"):
         assert words in text
+    assert "medians of 3 steps, up to 125 ms apart" in " ".join(text.split())
     many = dataclasses.replace(found, differences=tuple(f"gradient of w{i}" for i in range(9)))
     assert not many.passed
     assert "and 5 more" in shown(report_of(planned, verification=many))

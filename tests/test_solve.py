@@ -99,9 +99,10 @@ def test_a_misspelt_argument_is_solves_and_names_the_nearest() -> None:
         solve(model, batch, budget="1GB", optimiser=None)
 
 
-def test_a_schedule_file_that_is_not_there() -> None:
+@pytest.mark.parametrize("path", ["nowhere.json", "."])
+def test_a_schedule_file_that_is_not_there(path: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"solve -o schedule\.json"):
-        apply(Classifier(), "nowhere.json")
+        apply(Classifier(), path)
 
 
 def test_what_is_printed_is_short() -> None:
