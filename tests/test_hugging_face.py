@@ -1,0 +1,64 @@
+"""Models of the transformers library, which return their loss as `output.loss`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply
+from solver import solve
+
+
+def language_model(*, use_cache: bool = False) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=3,
+            n_embd=32,
+            n_head=2,
+            n_positions=64,
+            vocab_size=100,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=use_cache,
+        )
+    )
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.arange(8 * 64).reshape(8, 64) % 100
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def test_a_loss_function_that_picks_the_loss_makes_the_same_plan() -> None:
+    model = language_model()
+    plain = trace(model, batch())
+    picked = trace(model, batch(), loss=lambda output, _: output.loss)
+    assert picked.graph_id == plain.graph_id
+    assert picked.meta["environment"] == plain.meta["environment"]
+
+
+def test_a_plan_runs_with_the_same_bits() -> None:
+    model = language_model()
+    options = {"loss": lambda output, _: output.loss}
+    peak_bytes = solve(model, batch(), budget="1GB", **options).baseline.peak_bytes
+    solution = solve(model, batch(), budget=int(0.8 * peak_bytes), **options)
+    assert solution.trace is not None
+    assert solution.trace.n_recomputed > 0
+    planned = apply(copy.deepcopy(model), solution)
+    results = []
+    for each in (model, planned):
+        torch.manual_seed(1)
+        output = each(**batch())
+        output.loss.backward()
+        results.append([output.loss.detach(), *(p.grad for p in each.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_cache_among_the_outputs_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TraceError, match="use_cache = False"):
+        trace(language_model(use_cache=True), batch())
