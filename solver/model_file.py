@@ -101,10 +101,22 @@ class ModelFile:
 
     @property
     def inputs(self) -> Callable[[Any], Any] | None:
-        """get_inputs(batch), or None: the model is called with the whole batch."""
+        """get_inputs(batch), or None: the model is called with the whole batch.
+
+        The function raises LoadError.
+        """
         if not hasattr(self.module, "get_inputs"):
             return None
-        return self._function("get_inputs")
+        return self._inputs
+
+    def _inputs(self, batch: Any) -> Any:
+        inputs = self._call("get_inputs", {}, batch)
+        if inputs is None:
+            raise LoadError(
+                f"{self._place('get_inputs')}: get_inputs(batch) returned None; it must return "
+                "what of the batch the model is called with: a tensor, a tuple or a dict"
+            )
+        return inputs
 
     def optimizer(self, model: Any) -> Any:
         """The file's optimizer for `model`, by default AdamW. Raises LoadError."""

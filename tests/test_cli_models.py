@@ -113,6 +113,18 @@ def test_targets_are_for_the_loss(model_file, capsys):
     assert report["verification"]["n_timed_steps"] == 3
 
 
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [("batch['x']", "tuple indices must be integers"), ("None", "get_inputs(batch) returned None")],
+)
+def test_get_inputs_that_fails_is_told_in_one_line(model_file, capsys, wrong, reason):
+    path = model_file(add=SUPERVISED + INPUTS.replace("batch[0]", wrong))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
+    assert code == 4
+    assert reason in line
+    assert f"{path}, line " in line
+
+
 def test_targets_without_get_inputs_are_told_what_to_write(model_file, capsys):
     path = model_file(add=SUPERVISED)
     code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
