@@ -5,19 +5,18 @@
 2. **Schedule.** `solver.replay` keeps S there, recomputes the rest just in time, and the judge says
    what it really peaks at. The recompute time is the cut's own cost: if the schedule fits, the
    bound is met up to the MILP's gap, and the answer is optimal over everything the judge accepts.
-3. **Several cuts at once** where it overflows: the moments that overflowed join, each with its row
-   of bytes; the program is a relaxation, so its dual bound sharpens the proof, and its sets are
-   replayed. A moment that overflows again gets an allowance for what the recomputation right before
-   it takes; from then on the program is a heuristic and proves nothing.
-4. **Eviction**: `solver.evict` runs the step within the budget, dropping what the cuts do not hold
-   first and then what is cheapest to lose; `solver.improve` takes out recomputation for which there
-   was room after all.
+3. **Eviction** where it overflows: `solver.evict` runs the step within the budget, dropping what is
+   cheapest to lose; `solver.improve` takes out recomputation for which there was room after all.
+   The other methods are asked too, so `auto` is never worse than they are by more than DONE_GAP.
+4. **Several cuts at once**: the moments that overflowed join, each with its row of bytes; the
+   program is a relaxation, so its dual bound sharpens the proof, and its sets are replayed. A moment
+   that overflows again gets an allowance for what the recomputation right before it takes; from then
+   on the program is a heuristic and proves nothing. The eviction is repeated, dropping first what
+   the cuts do not hold.
 5. **Recombination**: whatever ran again in one of the schedules judged so far, fitting or not, goes
    on a menu, and `solver.recombine` finds the best schedule that can be put together from it.
    Evictions with random factors on their scores make the menu richer, and it is solved again.
    For a graph of some ten nodes the integer program of `solver.ilp` does instead.
-6. **The other methods** are asked too, unless the gap is closed, so `auto` is never worse than they
-   are by more than OPTIMAL_GAP.
 
 Rounding a relaxation and replaying it under the true memory rules is in the spirit of Jain et al.
 2020 (Checkmate, section 5), the eviction in that of Kirisame et al. 2021 (DTR); the cuts and the
@@ -39,7 +38,7 @@ from collections.abc import Mapping, Sequence
 
 from graphs.graph import Graph
 from solver.bounds import Binding, binding_cut, least_budget_bytes
-from solver.cut import solve_cuts
+from solver.cut import Cuts, solve_cuts
 from solver.evict import evict
 from solver.ilp import ilp
 from solver.improve import improve
@@ -60,6 +59,8 @@ MAX_WORK = 2_000_000
 """Of the evictions of one round: about three seconds."""
 N_RECOMBINATIONS = 3
 """Rounds of evictions with random factors and recombination."""
+MORE = 1.1
+"""The menu must have grown by this factor to be worth another program."""
 WIDE_GAP = 5e-3
 """Of the baseline's time: a gap beyond it is worth such a round."""
 
@@ -90,25 +91,35 @@ def _run(search: Search, *, seed: int) -> None:
     binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     search.lost_share = binding.lost_share
     search.timed_out = binding.timed_out
-    guide: Guide = {}
     if not search.done and binding.cuts is not None:
-        guide = refine(search, binding.cuts)
+        _offer_cuts(search, binding.cuts)
+    # What is quick comes first: a schedule that fits, of whatever quality.
     if not search.close:
-        _evict_all(search, guide)
+        _evict_all(search, {})
     if not search.done:
         _ask_others(search, seed=seed)
     if search.best is None and not search.done:
         _offer_least(search)
+    guide: Guide = {}
+    if not search.close and binding.cuts is not None:
+        guide = refine(search, binding.cuts)
+        if not search.close:
+            _evict_all(search, guide)
     if not search.close and not _solve_small(search, seed=seed):
         _recombine_all(search, binding, guide, seed=seed)
 
 
+def _offer_cuts(search: Search, cuts: Cuts) -> None:
+    """Replay what the single cut keeps: where it fits, nothing else is needed."""
+    if cuts.kept is not None:
+        search.offer(replay(search.step, dict(zip(cuts.positions, cuts.kept, strict=True))))
+
+
 def _evict_all(search: Search, guide: Guide) -> None:
-    """Greedy eviction with each patience, with the cuts' guide and without."""
-    for chosen in (guide, {}) if guide else ({},):
-        for patience in PATIENCE:
-            if not search.done and (search.work < MAX_WORK or search.best is None):
-                _evict(search, chosen, patience, None)
+    """Greedy eviction with each patience."""
+    for patience in PATIENCE:
+        if not search.done and (search.work < MAX_WORK or search.best is None):
+            _evict(search, guide, patience, None)
 
 
 def _evict(search: Search, guide: Guide, patience: float, weights: Sequence[float] | None) -> float:
@@ -165,10 +176,12 @@ def _recombine_all(search: Search, binding: Binding, guide: Guide, *, seed: int)
     recombine(search, base=base)
     rng = random.Random(seed)
     for _ in range(N_RECOMBINATIONS):
-        before = search.gap
+        before, n_before = search.gap, len(search.reruns)
         if search.done or before <= WIDE_GAP:
             return
         _search_weights(search, guide, rng)
+        if search.gap == before and len(search.reruns) < MORE * n_before:
+            return
         recombine(search, base=base)
         if search.gap > 0.99 * before:
             return

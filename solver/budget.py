@@ -47,7 +47,7 @@ def parse_size(
     if isinstance(text, str) and (match is None or (unit != "%" and unit not in _UNITS)):
         raise BudgetError(f"{shown} is no size; {_RIGHT}")
     amount = Fraction(match.group(1)) if match else Fraction(int(text))
-    if unit in ("", "B") and amount.denominator != 1:
+    if not unit and amount.denominator != 1:
         raise BudgetError(f"{shown} is no whole number of bytes; {_RIGHT}")
     if unit == "%":
         size_bytes = _share(amount, capacity_bytes, shown)

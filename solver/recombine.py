@@ -37,7 +37,7 @@ from solver.step import Step
 
 GAP = 2e-4
 """The program is solved to within this share of the baseline's time."""
-NODES_TIMES_COLUMNS = 150_000
+NODES_TIMES_COLUMNS = 100_000
 """Branch-and-bound nodes times columns that one solve may take: some ten seconds."""
 MAX_RERUNS = 3_000
 """On the menu; the program has three to four columns for each."""

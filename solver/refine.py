@@ -21,10 +21,13 @@ N_NEW_MOMENTS = 3
 """Moments that one round adds at most."""
 LEAST_DISTANCE = 5
 """Between the moments of one round: neighbours mostly say the same."""
+MAX_MOMENTS = 7
 MAX_COLUMNS = 2_000
-"""Of the program: beyond it one solve takes ten seconds and more."""
+"""Of the program: beyond these one solve takes ten seconds and more."""
 NODES_TIMES_COLUMNS = 30_000
 """Branch-and-bound nodes times columns of one solve."""
+LEAST_GAIN = 1e-3
+"""Of the baseline's time: cuts that raise the bound by less are not worth a larger program."""
 GAP = 3e-4
 """A program is solved to within this share of the baseline's time."""
 
@@ -54,11 +57,12 @@ def refine(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
             budget_bytes=search.budget_bytes,
             allowance_bytes=allowance_bytes,
         )
-        if not over or program.n_columns > MAX_COLUMNS:
+        too_large = len(allowance_bytes) > MAX_MOMENTS or program.n_columns > MAX_COLUMNS
+        if not over or too_large:
             break
         before = search.lost_share
         cuts = _solve(search, program, allowance_bytes)
-        if cuts.lost_share < before:
+        if not any(allowance_bytes.values()) and cuts.lost_share < before + LEAST_GAIN:
             break
     return proven_guide
 

@@ -6,13 +6,15 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from solver.bounds import GAP
 from solver.proposal import Proposal
 from solver.replay import Played, play
 from solver.schedule import Schedule
 from solver.simulate import IllegalScheduleError
 from solver.solution import OPTIMAL_GAP
 from solver.step import Step
+
+DONE_GAP = 3e-4
+"""Of the baseline's time: a little more than what the cuts are solved to (`solver.cut`)."""
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Search:
     def done(self) -> bool:
         if self.left_s <= 0:
             self.timed_out = True
-        return self.timed_out or self.gap <= GAP or math.isinf(self.lost_share)
+        return self.timed_out or self.gap <= DONE_GAP or math.isinf(self.lost_share)
 
     @property
     def close(self) -> bool:

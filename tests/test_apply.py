@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from graphs.capture import as_call, find_loss
 from graphs.graph import Graph
@@ -131,14 +132,33 @@ def test_recomputing_again_and_again_gives_the_same_bits(make: Any) -> None:
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "ilp"])
+class Tower(nn.Module):
+    """Equal blocks with dropout, few enough for the integer program, for which all methods have a
+    plan.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = functional.dropout(functional.gelu(layer(x)), 0.2)
+        return x.square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(512, 32)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_same_bits(method: str) -> None:
-    model, batch, graph = traced(TiedLanguageModel)
+    model, batch, graph = traced(Tower)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = peak_bytes if method == "none" else (peak_bytes * 97) // 100
+    budget_bytes = peak_bytes if method == "none" else (peak_bytes * 85) // 100
     solution = answer(graph, Request(budget_bytes, method=method, time_limit_s=20.0))
-    if solution.schedule is None:
-        solution = answer(graph, Request(peak_bytes, method=method, time_limit_s=20.0))
+    assert solution.trace is not None
+    assert (solution.trace.n_recomputed > 0) == (method != "none")
     planned = apply(copy.deepcopy(model), solution)
     assert_same_bits(model, planned, batch)
 

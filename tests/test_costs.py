@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -99,14 +100,17 @@ def test_attention_on_the_cpu_is_not_free(key_heads: int) -> None:
 
 
 def test_every_attention_that_trains_is_known() -> None:
+    registered = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     names = {
-        name
-        for name in dir(aten)
-        if name.startswith("_scaled_dot_product") or "_attention_forward" in name
+        name.removeprefix("aten::")
+        for name in registered
+        if name.startswith("aten::_scaled_dot_product") or "_attention_forward" in name
     }
     inference = {"_flash_attention_forward_no_dropout_inplace"}
+    traced_through = {"_scaled_dot_product_attention_math"}  # what it consists of is seen instead
+    below_autograd = {"_cudnn_attention_forward"}
     unknown = {n for n in names if getattr(aten, n) not in {*FLOPS, *flop_registry}}
-    assert unknown <= inference
+    assert unknown == inference | traced_through | below_autograd
 
 
 def test_our_formulas_agree_with_torch_where_it_has_one() -> None:
@@ -362,9 +366,8 @@ def test_a_call_is_measured_once(calls: list[OpCall]) -> None:
     measured = Measured("cpu", n_runs=1)
     first = [measured.cost(one) for one in calls]
     n_distinct = measured.description["n_distinct"]
-    started_s = time.perf_counter()
-    assert [measured.cost(one) for one in calls] == first
-    assert time.perf_counter() - started_s < 1
+    with mock.patch.object(Measured, "_measure", side_effect=AssertionError("measured again")):
+        assert [measured.cost(one) for one in calls] == first
     assert measured.description["n_distinct"] == n_distinct
 
 
@@ -381,11 +384,13 @@ def test_measured_workspace_is_what_the_profiler_sees() -> None:
     assert Measured("cpu").cost(sort).workspace_bytes == expected
 
 
-def test_longer_work_takes_longer() -> None:
-    short = call(aten.mm.default, empty(16, 16), empty(16, 16))
-    long = call(aten.mm.default, empty(1024, 1024), empty(1024, 1024))
-    measured = Measured("cpu")
-    assert measured.cost(long).time_s > 10 * measured.cost(short).time_s > 0
+def test_the_time_is_the_median_of_the_runs() -> None:
+    """By a clock of the test's own, on which runs take 1, 9, 2, 1, 9, 2 … seconds."""
+    product = call(aten.mm.default, empty(16, 16), empty(16, 16))
+    ticks = itertools.accumulate(itertools.cycle((1.0, 1.0, 1.0, 9.0, 1.0, 2.0)))
+    with mock.patch("graphs.costs.time.perf_counter", side_effect=ticks):
+        cost = Measured("cpu", n_runs=3).cost(product)
+    assert cost.time_s == 2.0
 
 
 def test_modes_and_random_numbers_stay_out_of_it() -> None:

@@ -16,6 +16,7 @@ from graphs.capture import Call, as_call, find_loss
 from graphs.costs import Cost, Measured, OpCall, Roofline, flops_of
 from graphs.graph import Graph
 from graphs.hardware import named
+from graphs.operators import FLOPS
 from graphs.trace import loss_index, trace, trace_module
 from scheduler_runtime import apply
 from scheduler_runtime.measure import measure
@@ -135,7 +136,7 @@ def test_exactly_the_planned_operators_run_again(name: str) -> None:
 
     def counted(model: nn.Module) -> int:
         run_step(model, batch, 0)  # traces, so that the count below is of the step alone
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=dict(FLOPS)) as counter:
             run_step(model, batch, 0)
         return counter.get_total_flops()
 

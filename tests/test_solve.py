@@ -87,7 +87,7 @@ def test_a_loss_that_picks_what_the_model_computed_is_inside() -> None:
     assert any(node.phase == "outside" for node in other.nodes)
 
 
-@pytest.mark.parametrize("budget", [1.5, "1.5", "1.5 B", "0.3"])
+@pytest.mark.parametrize("budget", [1.5, "1.5", "0.3"])
 def test_part_of_a_byte_is_no_budget(budget: object) -> None:
     with pytest.raises(BudgetError, match="write 16GB"):
         parse_size(budget)  # type: ignore[arg-type]
