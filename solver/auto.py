@@ -9,10 +9,10 @@
    cheapest to lose; `solver.improve` takes out recomputation for which there was room after all.
    The other methods are asked too, so `auto` is never worse than they are by more than DONE_GAP.
 4. **Several cuts at once**: the moments that overflowed join, each with its row of bytes; the
-   program is a relaxation, so its dual bound sharpens the proof, and its sets are replayed. A moment
-   that overflows again gets an allowance for what the recomputation right before it takes; from then
-   on the program is a heuristic and proves nothing. The eviction is repeated, dropping first what
-   the cuts do not hold.
+   program is a relaxation, so its dual bound sharpens the proof, and its sets are replayed. A
+   moment that overflows again gets an allowance for what the recomputation right before it takes;
+   from then on the program is a heuristic and proves nothing. The eviction is repeated, dropping
+   first what the cuts do not hold.
 5. **Recombination**: whatever ran again in one of the schedules judged so far, fitting or not, goes
    on a menu, and `solver.recombine` finds the best schedule that can be put together from it.
    Evictions with random factors on their scores make the menu richer, and it is solved again.

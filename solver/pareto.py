@@ -22,7 +22,7 @@ from solver.simulate import simulate
 from solver.solution import OPTIMAL_GAP, Request, Solution
 from solver.solve import attempt
 
-N_BUDGETS = 12
+N_BUDGETS = 20
 
 
 @dataclass(frozen=True)
