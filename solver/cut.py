@@ -58,7 +58,7 @@ from solver.step import Step
 
 TIME_ERROR = 1e-6
 """The solver's tolerance on the objective as a share of the baseline: every bound gives it away."""
-NODES_TIMES_COLUMNS = 500_000
+NODES_TIMES_COLUMNS = 3_000_000
 """Branch-and-bound nodes times columns of one solve: some ten seconds."""
 ROUNDED_GAP = 2.5e-4
 """Where the LP of a single cut rounds to within this share of the baseline's time, that will do."""
@@ -270,7 +270,7 @@ def solve_cuts(
     whole: bool,
     allowance_bytes: Mapping[int, int] | None = None,
     gap: float = 5e-4,
-    node_limit: int = 2000,
+    node_limit: int = 10_000,
     time_limit_s: float = math.inf,
 ) -> Cuts:
     """The cuts at these moments as one LP (milliseconds) or, `whole`, as a MILP.
