@@ -38,16 +38,19 @@ from collections.abc import Mapping, Sequence
 
 from graphs.graph import Graph
 from solver.bounds import Binding, binding_cut, least_budget_bytes
+from solver.chain_methods import dp, revolve
 from solver.cut import Cuts, solve_cuts
+from solver.every_block import every_block
 from solver.evict import evict
 from solver.ilp import ilp
 from solver.improve import improve
 from solver.least import PATIENCE, least_by_eviction
-from solver.proposal import InterruptedSearchError, Proposal
+from solver.proposal import InterruptedSearchError, Method, Proposal
 from solver.recombine import recombine
 from solver.refine import refine
 from solver.replay import replay
 from solver.search import Search
+from solver.sqrt import sqrt
 from solver.stages import Stages, TooLargeError
 from solver.step import Step
 
@@ -63,6 +66,9 @@ MORE = 1.1
 """The menu must have grown by this factor to be worth another program."""
 WIDE_GAP = 5e-3
 """Of the baseline's time: a gap beyond it is worth such a round."""
+
+OTHERS: tuple[Method, ...] = (every_block, sqrt, revolve, dp)
+"""`none` is tried first of all, `ilp` on small graphs."""
 
 Guide = Mapping[int, frozenset[int]]
 
@@ -224,11 +230,9 @@ def _search_weights(search: Search, guide: Guide, rng: random.Random) -> None:
 
 def _ask_others(search: Search, *, seed: int) -> None:
     """Take another method's schedule where it is better."""
-    from solver.methods import METHODS
-
-    for name, method in METHODS.items():
-        if name in ("auto", "none", "ilp") or search.done:
-            continue
+    for method in OTHERS:
+        if search.done:
+            return
         proposal = method(
             search.step.graph,
             budget_bytes=search.budget_bytes,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from solver.rematerialise import without_dead_computes
-from solver.schedule import Schedule, free_after_last_use
+from solver.schedule import Compute, Schedule, free_after_last_use
 from solver.simulate import IllegalScheduleError, Trace, simulate
 from solver.step import Step
 
@@ -68,8 +68,6 @@ def _one_pass(step: Step, schedule: Schedule, budget_bytes: int) -> Schedule | N
 
 
 def _live_by_run(schedule: Schedule, trace: Trace) -> npt.NDArray[np.int64]:
-    from solver.schedule import Compute
-
     return np.array(
         [
             live_bytes
