@@ -132,7 +132,12 @@ def _evict(search: Search, guide: Guide, patience: float, weights: Sequence[floa
     """Offer one eviction's schedule, taken to its local optimum; its seconds (inf: none)."""
     step, budget_bytes = search.step, search.budget_bytes
     evicted = evict(
-        step, budget_bytes=budget_bytes, guide=guide, patience=patience, weights=weights
+        step,
+        budget_bytes=budget_bytes,
+        guide=guide,
+        patience=patience,
+        weights=weights,
+        deadline_s=search.deadline_s,
     )
     search.work += evicted.work
     if evicted.schedule is None:
@@ -145,7 +150,9 @@ def _evict(search: Search, guide: Guide, patience: float, weights: Sequence[floa
 def _offer_least(search: Search) -> None:
     """Where nothing fits so far: the schedule of the least peak that eviction finds."""
     proven_bytes, _ = least_budget_bytes(search.step)
-    schedule, _ = least_by_eviction(search.step, proven_bytes=proven_bytes)
+    schedule, _ = least_by_eviction(
+        search.step, proven_bytes=proven_bytes, deadline_s=search.deadline_s
+    )
     search.offer(schedule)
 
 

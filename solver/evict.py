@@ -14,6 +14,8 @@ overruns: its count of bytes is at least the judge's.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,8 +23,8 @@ from solver.rematerialise import without_dead_computes
 from solver.schedule import Schedule, free_after_last_use
 from solver.step import Step
 
-REFRESH = 256
-"""Per so many forward nodes one eviction goes by before times to make tensors are recounted."""
+REFRESH = 500
+"""Per so many forward nodes one eviction goes by before scores are counted anew."""
 MAX_RUNS = 4
 """Runs per node of the graph after which a search that thrashes is given up."""
 
@@ -45,13 +47,15 @@ def evict(
     guide: Mapping[int, Collection[int]] | None = None,
     patience: float = 1.0,
     weights: Sequence[float] | None = None,
+    deadline_s: float = math.inf,
 ) -> Evicted:
     """Run the step greedily within the budget.
 
     guide: by moment, units that should be there then: they are dropped last. patience: the exponent
     of the distance to the next use. weights: by unit, factors on the score, for a search over them.
+    deadline_s: on the monotonic clock; the run is given up then.
     """
-    run = _Run(step, budget_bytes, dict(guide or {}), patience, weights)
+    run = _Run(step, budget_bytes, dict(guide or {}), patience, weights, deadline_s)
     if not run.all():
         return Evicted(None, run.work)
     order = without_dead_computes(step.graph, run.order)
@@ -65,6 +69,7 @@ class _Run:
     guide: dict[int, Collection[int]]
     patience: float
     weights: Sequence[float] | None
+    deadline_s: float
     order: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,8 +89,9 @@ class _Run:
         self.now = 0
         self._next = [0] * step.n_units
         self._moments = sorted(self.guide)
-        self._costs_age = 0
+        self._age = 0
         self._costs_then: list[float] = []
+        self._ranked: list[int] = []
         self.work = 0
 
     def all(self) -> bool:
@@ -121,7 +127,7 @@ class _Run:
                 return True
             stack = [missing[0]]
             while stack:
-                if len(self.order) > MAX_RUNS * self.step.n_nodes + 1000:
+                if self._too_long():
                     return False
                 name = stack[-1]
                 if name in self.available:
@@ -137,6 +143,11 @@ class _Run:
                 if not self._compute(n, wanted, stack):
                     return False
                 stack.pop()
+
+    def _too_long(self) -> bool:
+        if len(self.order) > MAX_RUNS * self.step.n_nodes + 1000:
+            return True
+        return time.monotonic() > self.deadline_s
 
     def _maker(self, name: str) -> int:
         return self.index[self.step.graph.producer[name].name]
@@ -174,30 +185,46 @@ class _Run:
         return True
 
     def _make_room(self, need_bytes: int, locked: set[int]) -> None:
-        step = self.step
         if self.bytes + need_bytes <= self.budget_bytes:
             return
+        fresh = self._age % (1 + self.step.n_forward // REFRESH) == 0
+        self._age += 1
+        if fresh:
+            self._costs_then = self._costs()
+            self._rank()
+        if not self._drop_ranked(need_bytes, locked) and not fresh:
+            self._rank()
+            self._drop_ranked(need_bytes, locked)
+
+    def _rank(self) -> None:
+        """What could be dropped, the cheapest to lose first."""
+        step = self.step
         candidates = [
             u
             for u in self.live
-            if step.maker[u] < step.n_forward
-            and step.unit_bytes[u]
-            and u not in locked
-            and step.again[step.maker[u]]
-            and not (step.pinned[u] and step.is_pinned(u, self.now))
+            if step.maker[u] < step.n_forward and step.unit_bytes[u] and step.again[step.maker[u]]
         ]
         self.work += len(self.live) + len(candidates)
-        if self._costs_age % (1 + self.step.n_forward // REFRESH) == 0:
-            self._costs_then = self._costs()
-        self._costs_age += 1
-        costs = self._costs_then
         ahead = [p for p in self._moments if p >= self.now] or self._moments[-1:]
         guide = self.guide[ahead[0]] if ahead else ()
-        scored = sorted((*self._score(u, costs, guide), u) for u in candidates)
-        for *_, u in scored:
+        scored = sorted((*self._score(u, self._costs_then, guide), u) for u in candidates)
+        self._ranked = [u for *_, u in scored]
+
+    def _drop_ranked(self, need_bytes: int, locked: set[int]) -> bool:
+        """Drop from the ranking until the bytes suffice; whether they do."""
+        step, left = self.step, []
+        for i, u in enumerate(self._ranked):
             if self.bytes + need_bytes <= self.budget_bytes:
-                return
-            self._drop(u)
+                left += self._ranked[i:]
+                break
+            pinned = step.pinned[u] and step.is_pinned(u, self.now)
+            if u in self.live and u not in locked and not pinned:
+                self._drop(u)
+            else:
+                left.append(u)
+        self.work += len(self._ranked) - len(left)
+        self._ranked = left
+        return self.bytes + need_bytes <= self.budget_bytes
 
     def _score(self, u: int, costs: list[float], guide: Collection[int]) -> tuple[bool, float]:
         step = self.step

@@ -7,6 +7,7 @@ which it does, so this is what was found, not a proof.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -20,30 +21,37 @@ from solver.step import Step
 
 TOLERANCE = 0.002
 """The search stops when the two ends are within this share of the peak without checkpointing."""
+RETRIES = (0.0, 0.9, 0.75, 0.5, 0.9, 0.75, 0.5, 0.25)
+"""Between what is proven and what is reached, after the bisection."""
 PATIENCE = (1.0, 0.5, 2.0)
 """Exponents of the distance to the next use that the eviction tries."""
-MAX_WORK = 10_000_000
-"""Of all evictions together, as `Evicted` counts it: some ten seconds."""
+BASE_WORK, WORK_PER_NODE = 5_000_000, 1_000
+"""Of all evictions together, as `Evicted` counts it: five seconds, and 1.5 ms for a node."""
 
 
-def least_by_eviction(step: Step, *, proven_bytes: int) -> tuple[Schedule, int]:
+def least_by_eviction(
+    step: Step, *, proven_bytes: int, deadline_s: float = math.inf
+) -> tuple[Schedule, int]:
     """The schedule of the smallest peak that greedy eviction finds, and that peak.
 
-    proven_bytes: known not to be beaten. The same answer whatever the machine's load.
+    proven_bytes: known not to be beaten. deadline_s: on the monotonic clock; without it the answer
+    is the same whatever the machine's load.
     """
-    work = 0
+    work, max_work = 0, BASE_WORK + WORK_PER_NODE * step.n_nodes
 
     def attempt(budget_bytes: int) -> Schedule | None:
         nonlocal work
         for patience in PATIENCE:
-            if work < MAX_WORK:
-                evicted = evict(step, budget_bytes=budget_bytes, patience=patience)
+            if work < max_work and time.monotonic() < deadline_s:
+                evicted = evict(
+                    step, budget_bytes=budget_bytes, patience=patience, deadline_s=deadline_s
+                )
                 work += evicted.work
                 if evicted.schedule is not None:
                     return evicted.schedule
         return None
 
-    return _bisected(step.graph, attempt, proven_bytes=proven_bytes, more=lambda: work < MAX_WORK)
+    return _bisected(step.graph, attempt, proven_bytes=proven_bytes, more=lambda: work < max_work)
 
 
 def least_by_method(
@@ -75,14 +83,17 @@ def _bisected(
     best = baseline(graph)
     peak_bytes = simulate(graph, best).peak_bytes
     low, high = proven_bytes, peak_bytes  # nothing is found below low, `best` reaches high
-    tried = low  # the floor itself first: with luck it is reached
-    while low < high and more():
+    while high - low > TOLERANCE * peak_bytes and more():
+        tried = (low + high) // 2
         schedule = attempt(tried)
         if schedule is None:
             low = tried + 1
         else:
             best, high = schedule, simulate(graph, schedule).peak_bytes
-        if high - low <= TOLERANCE * peak_bytes:
-            break
-        tried = (low + high) // 2
+    # Below a budget without a schedule there may be one with: try again further down.
+    for share in RETRIES:
+        tried = proven_bytes + int(share * (high - proven_bytes))
+        schedule = attempt(tried) if tried < high and more() else None
+        if schedule is not None:
+            best, high = schedule, simulate(graph, schedule).peak_bytes
     return best, high

@@ -139,16 +139,17 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.up = nn.ModuleList(nn.Linear(16, 64) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(64, 16) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = functional.dropout(functional.gelu(layer(x)), 0.2)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + functional.dropout(down(functional.gelu(up(x))), 0.2)
         return x.square().mean()
 
     @staticmethod
     def batch() -> torch.Tensor:
-        return torch.randn(512, 32)
+        return torch.randn(512, 16)
 
 
 @pytest.mark.parametrize("method", METHODS)
