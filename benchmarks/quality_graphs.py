@@ -17,7 +17,7 @@ from torch import nn
 
 from examples import gpt2, llama, lstm, resnet50, unet, vit
 from graphs import synthetic
-from graphs.capture import Call, as_call
+from graphs.call import Call, as_call
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
+from graphs.call import HOLE, Call, TraceError
 from graphs.eager_kernels import eager_kernels
 from graphs.library_branches import eager_branches
 from graphs.side_effects import (
@@ -40,10 +41,6 @@ from graphs.side_effects import (
     refuse_hooks,
     refuse_replaced_buffers,
 )
-
-
-class TraceError(ValueError):
-    """The step cannot be captured as one graph; the message says why and what to change."""
 
 
 @dataclass(frozen=True)
@@ -80,90 +77,6 @@ class Capture:
     tangents: Mapping[int, torch.fx.Node]
     gradients: Mapping[torch.fx.Node, torch.fx.Node]
     mutations: Mapping[torch.fx.Node, torch.fx.Node]
-
-
-@dataclass
-class Call:
-    """A call of a model with its tensors taken out: `tensors` fill the holes of `rest`."""
-
-    tensors: list[torch.Tensor]
-    rest: list[Any]
-    spec: pytree.TreeSpec
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        flat, spec = pytree.tree_flatten((args, dict(kwargs)))
-        tensors = [item for item in flat if isinstance(item, torch.Tensor)]
-        rest = [_HOLE if isinstance(item, torch.Tensor) else item for item in flat]
-        return cls(tensors=tensors, rest=rest, spec=spec)
-
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The (args, kwargs) of the call with these tensors in the holes."""
-        values = iter(tensors)
-        flat = [next(values) if item is _HOLE else item for item in self.rest]
-        args, kwargs = pytree.tree_unflatten(flat, self.spec)
-        return args, kwargs
-
-
-class _Hole:
-    """Stands where a tensor was."""
-
-
-_HOLE = _Hole()
-
-
-def as_call(
-    batch: Any, inputs: Callable[[Any], Any] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tensor is called as model(x), a tuple as model(*x), a dict as model(**x).
-
-    inputs: which part of the batch the model is called with (None: all of it).
-    """
-    if inputs is not None:
-        batch = inputs(batch)
-    if isinstance(batch, tuple | list):
-        return tuple(batch), {}
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (batch,), {}
-
-
-def find_loss(output: Any) -> torch.Tensor:
-    """The scalar to differentiate: the output, its `.loss`, or the only scalar of a tuple."""
-    if isinstance(output, torch.Tensor):
-        candidates = [output]
-    elif isinstance(output, Mapping) and "loss" in output:
-        candidates = [output["loss"]]
-    elif getattr(output, "loss", None) is not None:
-        candidates = [output.loss]
-    else:
-        flat = pytree.tree_leaves(output)
-        candidates = [
-            t for t in flat if isinstance(t, torch.Tensor) and t.dim() == 0 and t.requires_grad
-        ]
-    if len(candidates) != 1 or not isinstance(candidates[0], torch.Tensor):
-        raise TraceError(
-            f"the model returns {_described(output)}, in which no single loss can be found; return "
-            "a scalar, or something with .loss, or give a loss function of (output, batch)"
-        )
-    loss = candidates[0]
-    if loss.numel() != 1 or not loss.is_floating_point():
-        raise TraceError(
-            f"the loss must be one floating-point number; it is {_described(loss)}; reduce it "
-            "(mean or sum), or give a loss function of (output, batch)"
-        )
-    if not loss.requires_grad:
-        raise TraceError(
-            "the loss does not depend on any parameter that requires a gradient; is the model "
-            "frozen, or the loss detached?"
-        )
-    return loss
-
-
-def _described(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
-    return f"a {type(value).__name__}"
 
 
 def capture(
@@ -276,7 +189,7 @@ class _Shell(nn.Module):
                     "model.config.use_cache = False for training)"
                 )
         self.chosen = self._outside[2](output)
-        self.flat_outputs = [_HOLE if isinstance(item, torch.Tensor) else item for item in flat]
+        self.flat_outputs = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
         self.differentiable = tuple(
             index
             for index, item in enumerate(flat)
@@ -327,7 +240,7 @@ def _read(joint: Any, shell: _Shell) -> Capture:
                 gradients[by_desc[desc.grad_of]] = value
         elif value is not None and not isinstance(desc, descriptors.IntermediateBaseAOTOutput):
             raise TraceError(f"an output of kind {type(desc).__name__} cannot be planned for yet")
-    positions = [index for index, item in enumerate(shell.flat_outputs) if item is _HOLE]
+    positions = [index for index, item in enumerate(shell.flat_outputs) if item is HOLE]
     outputs = list(shell.flat_outputs)
     for index, value in flat.items():
         outputs[positions[index]] = value
@@ -438,26 +351,3 @@ def _reason(model: nn.Module, error: Exception) -> str:
             place = f" ({path}, line {frame.tb_lineno})"
         frame = frame.tb_next
     return f"{type(model).__name__} cannot be traced{place}: {type(error).__name__}: {what}"
-
-
-def environment_of(
-    call: Call, model: nn.Module, *, device: torch.device | None = None
-) -> dict[str, Any]:
-    """What the traced graph depends on: another value of any of these is another graph.
-
-    device: where the step runs (None: where the model is).
-    """
-    here = next((p.device for p in model.parameters()), torch.device("cpu"))
-    kind = (here if device is None else device).type
-    autocast = (
-        str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        if kind != "meta" and torch.is_autocast_enabled(kind)
-        else None
-    )
-    return {
-        "torch": torch.__version__.split("+")[0],
-        "train": model.training,
-        "autocast": autocast,
-        "shapes": [list(t.shape) for t in call.tensors],
-        "dtypes": [str(t.dtype).removeprefix("torch.") for t in call.tensors],
-    }

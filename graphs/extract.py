@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from graphs.capture import Capture, TraceError
+from graphs.call import TraceError
+from graphs.capture import Capture
 from graphs.graph import Kind, Node, Phase, Tensor
 
 CPU_RANDOM_STATE_BYTES = 5056

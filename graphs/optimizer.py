@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.capture import TraceError
+from graphs.call import TraceError
 from graphs.costs import CostModel, OpCall
 
 _NOT_COPIED = (

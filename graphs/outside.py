@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphs.capture import Call, Capture, TraceError, capture, fake_output, find_loss
+from graphs.call import Call, TraceError, find_loss
+from graphs.capture import Capture, capture, fake_output
 from graphs.extract import Layout
 from graphs.graph import Graph, Node
 

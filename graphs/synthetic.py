@@ -9,140 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from graphs.graph import Graph, Kind, Node, Phase, Tensor
-
-
-@dataclass
-class Tape:
-    """Records forward ops and what their backward ops read, then plays the backward pass.
-
-    The backward of an op takes `backward_ratio` times its forward time, reads the gradients of its
-    outputs and what it saved, and makes one gradient for each input that is no parameter, and one
-    for each parameter (an output of the graph). Gradients that meet are added, pair by pair.
-    """
-
-    backward_ratio: float = 2.0
-    add_s_per_byte: float = 1e-12
-    tensors: list[Tensor] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    _ops: list[_Op] = field(default_factory=list)
-    _bytes: dict[str, int] = field(default_factory=dict)
-    _leaves: set[str] = field(default_factory=set)
-
-    def tensor(self, name: str, size_bytes: int, kind: Kind = "activation") -> str:
-        self.tensors.append(Tensor(name, size_bytes, kind))
-        self._bytes[name] = size_bytes
-        return name
-
-    def input(self, name: str, size_bytes: int) -> str:
-        """A part of the batch: resident, without a gradient."""
-        self._leaves.add(name)
-        return self.tensor(name, size_bytes, "input")
-
-    def op(
-        self,
-        name: str,
-        inputs: Sequence[str],
-        *,
-        size_bytes: int | Sequence[int],
-        time_s: float,
-        parameter_bytes: int | None = None,
-        saves_inputs: bool = True,
-        saves_output: bool = False,
-        workspace_bytes: int = 0,
-        recomputable: bool = True,
-        module: str = "",
-    ) -> str:
-        """Run an op forward; returns its first output. With more sizes, the others are saved too.
-
-        parameter_bytes: it has a parameter of that size, whose gradient its backward makes.
-        """
-        sizes = [size_bytes] if isinstance(size_bytes, int) else list(size_bytes)
-        outputs = [
-            self.tensor(name if len(sizes) == 1 else f"{name}.{i}", size)
-            for i, size in enumerate(sizes)
-        ]
-        read = list(inputs)
-        if parameter_bytes is not None:
-            read.append(self.tensor(f"{name}.weight", parameter_bytes, "parameter"))
-        self.nodes.append(
-            Node(
-                name=name,
-                op=name.rsplit(".", 1)[-1],
-                inputs=tuple(read),
-                outputs=tuple(outputs),
-                time_s=time_s,
-                workspace_bytes=workspace_bytes,
-                recomputable=recomputable,
-                module=module,
-            )
-        )
-        saved = [*(read if saves_inputs else read[len(inputs) :]), *outputs[1:]]
-        if saves_output:
-            saved.append(outputs[0])
-        self._ops.append(_Op(name, tuple(read), outputs[0], tuple(saved), time_s, workspace_bytes))
-        return outputs[0]
-
-    def graph(self, loss: str) -> Graph:
-        """Play the backward pass from this tensor; the gradients of parameters are the outputs."""
-        seed = self.tensor(f"grad.{loss}", self._bytes[loss], "tangent")
-        gradient = {loss: seed}
-        outputs = [loss]
-        for op in reversed(self._ops):
-            if op.output not in gradient:
-                continue
-            made: list[str] = []
-            meeting: list[tuple[str, str]] = []
-            for name in dict.fromkeys(op.inputs):
-                if name in self._leaves:
-                    continue
-                part = f"grad.{name}" if name not in gradient else f"grad.{name}@{op.name}"
-                self.tensor(part, self._bytes[name], "gradient")
-                made.append(part)
-                if name in gradient:
-                    meeting.append((name, part))
-                else:
-                    gradient[name] = part
-                if name.endswith(".weight"):
-                    outputs.append(part)
-            read = (gradient[op.output], *op.saved)
-            self._later(
-                f"{op.name}.backward", read, made, self.backward_ratio * op.time_s, op.workspace
-            )
-            for name, part in meeting:
-                total = self.tensor(f"{part}+", self._bytes[name], "gradient")
-                time_s = 3 * self._bytes[name] * self.add_s_per_byte
-                self._later(f"{part}.add", (gradient[name], part), [total], time_s, 0)
-                gradient[name] = total
-        return Graph(nodes=tuple(self.nodes), tensors=tuple(self.tensors), outputs=tuple(outputs))
-
-    def _later(
-        self, name: str, read: Sequence[str], made: Sequence[str], time_s: float, workspace: int
-    ) -> None:
-        self.nodes.append(
-            Node(
-                name=name,
-                op=name.rsplit(".", 1)[-1],
-                inputs=tuple(dict.fromkeys(read)),
-                outputs=tuple(made),
-                time_s=time_s,
-                workspace_bytes=workspace,
-                phase="backward",
-                recomputable=False,
-            )
-        )
-
-
-@dataclass(frozen=True)
-class _Op:
-    name: str
-    inputs: tuple[str, ...]
-    output: str
-    saved: tuple[str, ...]
-    time_s: float
-    workspace: int
+from graphs.graph import Graph, Node, Phase, Tensor
+from graphs.tape import Tape
 
 
 def chain(*, n_blocks: int, size_bytes: int = 1000, time_s: float = 1.0) -> Graph:
@@ -185,77 +55,116 @@ def transformer(
     bytes_per_s: float = 3e12,
 ) -> Graph:
     """A decoder in the shape of Llama: norms, rotary attention, gated feed-forward, large head."""
-    tape = Tape()
-    row = n_tokens * element_bytes
-    inner = 7 * hidden // 2
+    decoder = _Decoder(Tape(), hidden, n_tokens, element_bytes, flops_per_s, bytes_per_s)
+    x = decoder.embedded(n_words)
+    for i in range(n_layers):
+        x = decoder.attended(f"{i}", x)
+        x = decoder.fed_forward(f"{i}", x)
+    return decoder.tape.graph(decoder.loss(x, n_words))
 
-    def mix(name: str, x: str, m: int, n: int) -> str:
-        return tape.op(
+
+@dataclass(frozen=True)
+class _Decoder:
+    """The parts of `transformer`; names are of tensors of the tape."""
+
+    tape: Tape
+    hidden: int
+    n_tokens: int
+    element_bytes: int
+    flops_per_s: float
+    bytes_per_s: float
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one feature of all tokens."""
+        return self.n_tokens * self.element_bytes
+
+    def mix(self, name: str, x: str, n_in: int, n_out: int) -> str:
+        """A product with a matrix of parameters."""
+        return self.tape.op(
             name,
             [x],
-            size_bytes=row * n,
-            time_s=2 * n_tokens * m * n / flops_per_s,
-            parameter_bytes=m * n * element_bytes,
+            size_bytes=self.row_bytes * n_out,
+            time_s=2 * self.n_tokens * n_in * n_out / self.flops_per_s,
+            parameter_bytes=n_in * n_out * self.element_bytes,
         )
 
-    def each(name: str, inputs: list[str], n: int, *, saves: bool = True) -> str:
-        time_s = (1 + len(inputs)) * row * n / bytes_per_s
-        return tape.op(name, inputs, size_bytes=row * n, time_s=time_s, saves_inputs=saves)
+    def each(self, name: str, inputs: list[str], width: int, *, saves: bool = True) -> str:
+        """An elementwise op."""
+        size_bytes = self.row_bytes * width
+        time_s = (1 + len(inputs)) * size_bytes / self.bytes_per_s
+        return self.tape.op(name, inputs, size_bytes=size_bytes, time_s=time_s, saves_inputs=saves)
 
-    def norm(name: str, x: str) -> str:
-        time_s = 2 * row * hidden / bytes_per_s
-        wide = each(f"{name}.to", [x], 2 * hidden, saves=False)
-        square = each(f"{name}.square", [wide], 2 * hidden)
-        scale = tape.op(f"{name}.rsqrt", [square], size_bytes=4 * n_tokens, time_s=time_s)
-        wide = tape.op(f"{name}.mul", [wide, scale], size_bytes=2 * row * hidden, time_s=2 * time_s)
-        return tape.op(
+    def norm(self, name: str, x: str) -> str:
+        """In double width, as the transformers library writes it."""
+        size_bytes = self.row_bytes * self.hidden
+        time_s = 2 * size_bytes / self.bytes_per_s
+        wide = self.each(f"{name}.to", [x], 2 * self.hidden, saves=False)
+        square = self.each(f"{name}.square", [wide], 2 * self.hidden)
+        op = self.tape.op
+        scale = op(f"{name}.rsqrt", [square], size_bytes=4 * self.n_tokens, time_s=time_s)
+        wide = op(f"{name}.mul", [wide, scale], size_bytes=2 * size_bytes, time_s=2 * time_s)
+        return op(
             f"{name}.scale",
             [wide],
-            size_bytes=row * hidden,
+            size_bytes=size_bytes,
             time_s=time_s,
-            parameter_bytes=hidden * element_bytes,
+            parameter_bytes=self.hidden * self.element_bytes,
         )
 
-    x = tape.op(
-        "embed",
-        [tape.input("tokens", 8 * n_tokens)],
-        size_bytes=row * hidden,
-        time_s=2 * row * hidden / bytes_per_s,
-        parameter_bytes=n_words * hidden * element_bytes,
-    )
-    for i in range(n_layers):
-        h = norm(f"{i}.norm1", x)
-        q, k, v = (mix(f"{i}.{s}", h, hidden, width) for s, width in _heads(hidden))
-        q = each(f"{i}.rotate_q", [q], hidden, saves=False)
-        k = each(f"{i}.rotate_k", [k], hidden // 4, saves=False)
-        a = tape.op(
-            f"{i}.attention",
+    def embedded(self, n_words: int) -> str:
+        size_bytes = self.row_bytes * self.hidden
+        return self.tape.op(
+            "embed",
+            [self.tape.input("tokens", 8 * self.n_tokens)],
+            size_bytes=size_bytes,
+            time_s=2 * size_bytes / self.bytes_per_s,
+            parameter_bytes=n_words * self.hidden * self.element_bytes,
+        )
+
+    def attended(self, layer: str, x: str) -> str:
+        """The attention half of a layer, with a quarter of the heads for keys and values."""
+        hidden = self.hidden
+        h = self.norm(f"{layer}.norm1", x)
+        q = self.mix(f"{layer}.q", h, hidden, hidden)
+        k = self.mix(f"{layer}.k", h, hidden, hidden // 4)
+        v = self.mix(f"{layer}.v", h, hidden, hidden // 4)
+        q = self.each(f"{layer}.rotate_q", [q], hidden, saves=False)
+        k = self.each(f"{layer}.rotate_k", [k], hidden // 4, saves=False)
+        a = self.tape.op(
+            f"{layer}.attention",
             [q, k, v],
-            size_bytes=(row * hidden, 4 * n_tokens * 32),
-            time_s=2 * n_tokens * n_tokens * hidden / flops_per_s,
+            size_bytes=(self.row_bytes * hidden, 4 * self.n_tokens * 32),
+            time_s=2 * self.n_tokens * self.n_tokens * hidden / self.flops_per_s,
             saves_output=True,
         )
-        x = each(f"{i}.add1", [x, mix(f"{i}.o", a, hidden, hidden)], hidden, saves=False)
-        h = norm(f"{i}.norm2", x)
-        gate = mix(f"{i}.gate", h, hidden, inner)
-        up = mix(f"{i}.up", h, hidden, inner)
-        product = each(f"{i}.mul", [each(f"{i}.silu", [gate], inner), up], inner)
-        x = each(f"{i}.add2", [x, mix(f"{i}.down", product, inner, hidden)], hidden, saves=False)
-    logits = mix("head", norm("norm", x), hidden, n_words)
-    wide = each("logits", [logits], 2 * n_words, saves=False)
-    soft = tape.op(
-        "log_softmax",
-        [wide],
-        size_bytes=2 * row * n_words,
-        time_s=4 * row * n_words / bytes_per_s,
-        saves_inputs=False,
-        saves_output=True,
-    )
-    return tape.graph(tape.op("loss", [soft], size_bytes=4, time_s=1e-6, saves_inputs=False))
+        o = self.mix(f"{layer}.o", a, hidden, hidden)
+        return self.each(f"{layer}.add1", [x, o], hidden, saves=False)
 
+    def fed_forward(self, layer: str, x: str) -> str:
+        """The gated half of a layer."""
+        hidden, inner = self.hidden, 7 * self.hidden // 2
+        h = self.norm(f"{layer}.norm2", x)
+        gate = self.mix(f"{layer}.gate", h, hidden, inner)
+        up = self.mix(f"{layer}.up", h, hidden, inner)
+        gate = self.each(f"{layer}.silu", [gate], inner)
+        product = self.each(f"{layer}.mul", [gate, up], inner)
+        down = self.mix(f"{layer}.down", product, inner, hidden)
+        return self.each(f"{layer}.add2", [x, down], hidden, saves=False)
 
-def _heads(hidden: int) -> tuple[tuple[str, int], ...]:
-    return ("q", hidden), ("k", hidden // 4), ("v", hidden // 4)
+    def loss(self, x: str, n_words: int) -> str:
+        logits = self.mix("head", self.norm("norm", x), self.hidden, n_words)
+        wide = self.each("logits", [logits], 2 * n_words, saves=False)
+        size_bytes = self.row_bytes * n_words
+        soft = self.tape.op(
+            "log_softmax",
+            [wide],
+            size_bytes=2 * size_bytes,
+            time_s=4 * size_bytes / self.bytes_per_s,
+            saves_inputs=False,
+            saves_output=True,
+        )
+        return self.tape.op("loss", [soft], size_bytes=4, time_s=1e-6, saves_inputs=False)
 
 
 def u_shape(*, depth: int = 5, n_convs: int = 2, width_bytes: int = 64 << 20) -> Graph:

@@ -19,15 +19,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphs import hardware
-from graphs.capture import (
-    Call,
-    Capture,
-    TraceError,
-    as_call,
-    capture,
-    environment_of,
-    find_loss,
-)
+from graphs.call import Call, TraceError, as_call, environment_of, find_loss
+from graphs.capture import Capture, capture
 from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
 from graphs.extract import Layout, extract
 from graphs.graph import Graph

@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from graphs.capture import Call, TraceError, environment_of
+from graphs.call import Call, TraceError, environment_of
 from graphs.costs import CostModel, from_description
 from graphs.files import FormatError
 from graphs.graph import Graph

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphs.capture import as_call, find_loss
+from graphs.call import as_call, find_loss
 from graphs.memory_events import cpu_peak_bytes
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphs.capture import as_call, find_loss
+from graphs.call import as_call, find_loss
 from scheduler_runtime.apply import apply, remove
 from scheduler_runtime.measure import Measurement, measure
 from solver.solution import Solution

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from graphs.capture import as_call, find_loss
+from graphs.call import as_call, find_loss
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, ReplanError, apply, remove

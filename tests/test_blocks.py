@@ -9,7 +9,7 @@ import pytest
 
 from graphs import synthetic
 from graphs.graph import Graph
-from graphs.synthetic import Tape
+from graphs.tape import Tape
 from solver.blocks import Blocks, checkpoints, crossing_at, cut, forward_storages
 from tests.builders import make, odd_graph, op, uniform_chain, words
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphs.capture import Call, as_call, find_loss
+from graphs.call import Call, as_call, find_loss
 from graphs.costs import Cost, Measured, OpCall, Roofline, flops_of
 from graphs.graph import Graph
 from graphs.hardware import named

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from graphs.capture import TraceError
+from graphs.call import TraceError
 from graphs.costs import Cost, Roofline
 from graphs.hardware import named
 from graphs.memory_events import cpu_peak_bytes

@@ -1,0 +1,139 @@
+"""A forward pass from numbers, and the backward pass that autograd would add to it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graphs.graph import Graph, Kind, Node, Tensor
+
+
+@dataclass(frozen=True)
+class _Op:
+    name: str
+    inputs: tuple[str, ...]
+    output: str
+    saved: tuple[str, ...]
+    time_s: float
+    workspace: int
+
+
+@dataclass
+class Tape:
+    """Records forward ops and what their backward ops read, then plays the backward pass.
+
+    The backward of an op takes `backward_ratio` times its forward time, reads the gradients of its
+    outputs and what it saved, and makes one gradient for each input that is no parameter, and one
+    for each parameter (an output of the graph). Gradients that meet are added, pair by pair.
+    """
+
+    backward_ratio: float = 2.0
+    add_s_per_byte: float = 1e-12
+    tensors: list[Tensor] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    _ops: list[_Op] = field(default_factory=list)
+    _bytes: dict[str, int] = field(default_factory=dict)
+    _leaves: set[str] = field(default_factory=set)
+
+    def tensor(self, name: str, size_bytes: int, kind: Kind = "activation") -> str:
+        self.tensors.append(Tensor(name, size_bytes, kind))
+        self._bytes[name] = size_bytes
+        return name
+
+    def input(self, name: str, size_bytes: int) -> str:
+        """A part of the batch: resident, without a gradient."""
+        self._leaves.add(name)
+        return self.tensor(name, size_bytes, "input")
+
+    def op(
+        self,
+        name: str,
+        inputs: Sequence[str],
+        *,
+        size_bytes: int | Sequence[int],
+        time_s: float,
+        parameter_bytes: int | None = None,
+        saves_inputs: bool = True,
+        saves_output: bool = False,
+        workspace_bytes: int = 0,
+        recomputable: bool = True,
+        module: str = "",
+    ) -> str:
+        """Run an op forward; returns its first output. With more sizes, the others are saved too.
+
+        parameter_bytes: it has a parameter of that size, whose gradient its backward makes.
+        """
+        sizes = [size_bytes] if isinstance(size_bytes, int) else list(size_bytes)
+        outputs = [
+            self.tensor(name if len(sizes) == 1 else f"{name}.{i}", size)
+            for i, size in enumerate(sizes)
+        ]
+        read = list(inputs)
+        if parameter_bytes is not None:
+            read.append(self.tensor(f"{name}.weight", parameter_bytes, "parameter"))
+        self.nodes.append(
+            Node(
+                name=name,
+                op=name.rsplit(".", 1)[-1],
+                inputs=tuple(read),
+                outputs=tuple(outputs),
+                time_s=time_s,
+                workspace_bytes=workspace_bytes,
+                recomputable=recomputable,
+                module=module,
+            )
+        )
+        saved = [*(read if saves_inputs else read[len(inputs) :]), *outputs[1:]]
+        if saves_output:
+            saved.append(outputs[0])
+        self._ops.append(_Op(name, tuple(read), outputs[0], tuple(saved), time_s, workspace_bytes))
+        return outputs[0]
+
+    def graph(self, loss: str) -> Graph:
+        """Play the backward pass from this tensor; the gradients of parameters are the outputs."""
+        seed = self.tensor(f"grad.{loss}", self._bytes[loss], "tangent")
+        gradient = {loss: seed}
+        outputs = [loss]
+        for op in reversed(self._ops):
+            if op.output not in gradient:
+                continue
+            made: list[str] = []
+            meeting: list[tuple[str, str]] = []
+            for name in dict.fromkeys(op.inputs):
+                if name in self._leaves:
+                    continue
+                part = f"grad.{name}" if name not in gradient else f"grad.{name}@{op.name}"
+                self.tensor(part, self._bytes[name], "gradient")
+                made.append(part)
+                if name in gradient:
+                    meeting.append((name, part))
+                else:
+                    gradient[name] = part
+                if name.endswith(".weight"):
+                    outputs.append(part)
+            read = (gradient[op.output], *op.saved)
+            self._later(
+                f"{op.name}.backward", read, made, self.backward_ratio * op.time_s, op.workspace
+            )
+            for name, part in meeting:
+                total = self.tensor(f"{part}+", self._bytes[name], "gradient")
+                time_s = 3 * self._bytes[name] * self.add_s_per_byte
+                self._later(f"{part}.add", (gradient[name], part), [total], time_s, 0)
+                gradient[name] = total
+        return Graph(nodes=tuple(self.nodes), tensors=tuple(self.tensors), outputs=tuple(outputs))
+
+    def _later(
+        self, name: str, read: Sequence[str], made: Sequence[str], time_s: float, workspace: int
+    ) -> None:
+        self.nodes.append(
+            Node(
+                name=name,
+                op=name.rsplit(".", 1)[-1],
+                inputs=tuple(dict.fromkeys(read)),
+                outputs=tuple(made),
+                time_s=time_s,
+                workspace_bytes=workspace,
+                phase="backward",
+                recomputable=False,
+            )
+        )
