@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
-MAX_FILE_BYTES = 2**30
+MAX_FILE_BYTES = 2**27
+"""Hostile text of this size takes 3 GB when parsed (measured); a graph has some 500 a node."""
 MAX_ENTRIES = 2_000_000
-"""A graph of 2 million nodes is some hundred times the largest model that people trace."""
+"""Of one list; ten to a hundred times what the largest models that people trace have."""
 
 
 class FormatError(ValueError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graphs.files import FormatError, write_json, write_whole
+from graphs.files import MAX_FILE_BYTES, FormatError, write_json, write_whole
 from graphs.graph import Graph
 from solver.schedule import Compute, Free
 from solver.simulate import IllegalScheduleError
@@ -333,3 +333,11 @@ def test_permissions_are_those_that_people_expect(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     finally:
         os.umask(mask)
+
+
+def test_a_file_too_large_to_parse_safely_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    with path.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(FormatError, match="are refused"):
+        Graph.load(path)
