@@ -111,6 +111,7 @@ def _answer(solution: Solution) -> dict[str, Any]:
         "lower_bound_overhead": _finite(solution.lower_bound_overhead),
         "gap": solution.gap,
         "solve_time_s": solution.solve_time_s,
+        "timed_out": solution.timed_out,
         "infeasible": None if found else _infeasible(solution),
     }
 

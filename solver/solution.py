@@ -66,7 +66,8 @@ class Solution:
     status: optimal (gap below OPTIMAL_GAP), feasible, infeasible, time_limit.
     schedule, trace: None when nothing was found. baseline: the trace of the step without
     recomputation. lower_bound_s: no schedule that keeps the order of first computation and fits
-    the budget is faster. obstacle: told when nothing was found.
+    the budget is faster. obstacle: told when nothing was found. timed_out: the clock ended the
+    search: more time might find more, and another machine might find something else.
     """
 
     status: Status
@@ -79,6 +80,7 @@ class Solution:
     method: str
     solve_time_s: float
     obstacle: Obstacle | None = None
+    timed_out: bool = False
 
     def __repr__(self) -> str:
         """One line: what was asked, what was found, what is proven."""

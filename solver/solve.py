@@ -116,6 +116,7 @@ def attempt(graph: Graph, request: Request, *, started_s: float | None = None) -
         lower_bound_s=lower_bound_s,
         method=request.method,
         solve_time_s=time.monotonic() - started_s,
+        timed_out=proposal.timed_out,
     )
     if interrupted is not None:
         raise InterruptedSolveError(solution) from interrupted

@@ -164,7 +164,8 @@ def _answer(report: Report) -> Iterator[tuple[str, str]]:
         yield "gap", f"{_percent(solution.gap)} of the step"
     if solution.trace is not None:
         yield "ops run again", str(solution.trace.n_recomputed)
-    yield "planned in", format_time(solution.solve_time_s)
+    ended = "; the time limit ended the search" if solution.timed_out else ""
+    yield "planned in", format_time(solution.solve_time_s) + ended
     for what, path in report.files:
         yield what, str(path)
     if solution.trace is not None and not any(what == "schedule" for what, _ in report.files):

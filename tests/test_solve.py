@@ -147,6 +147,15 @@ def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
     assert less.lower_bound_s == float("inf")
 
 
+def test_a_search_that_the_clock_ended_says_so() -> None:
+    graph = NETS["pyramid"]
+    least_bytes = bounds.obstacle(graph).reached_bytes
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = least_bytes + (peak_bytes - least_bytes) // 10
+    assert solve(graph, budget=budget_bytes, time_limit_s=0.3).timed_out
+    assert not solve(graph, budget=peak_bytes).timed_out
+
+
 def test_a_budget_below_the_proof_is_explained() -> None:
     graph = NETS["pyramid"]
     least_bytes = bounds.obstacle(graph).proven_bytes
