@@ -104,16 +104,25 @@ class _Line:
         self._outputs: tuple[Any, ...] = ()
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
         self._gradients_of: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+        self._position = {node.name: p for p, node in enumerate(step.graph.nodes)}
         for placeholder, gradient in step.captured.gradients.items():
             maker = self._maker(placeholder, gradient)
             self._gradients_of.setdefault(maker, []).append((placeholder, gradient))
 
     def _maker(self, placeholder: fx.Node, gradient: fx.Node) -> str:
-        """The node after which a gradient is there ("": before any, it is an input)."""
+        """The node after which a gradient is there ("": before any, it is an input).
+
+        One that others copy is handed out after the last of them: while the program still holds it,
+        autograd would have to copy it as well.
+        """
         layout = self.step.layout
         storage = layout.gradients.get(placeholder, layout.storage[gradient])
+        copies = [name for name, of in layout.copies.items() if layout.storage[of] == storage]
         node = self.step.graph.producer.get(storage)
-        return "" if node is None else node.name
+        if node is None:
+            return ""
+        makers = [node.name, *copies]
+        return max(makers, key=self._position.__getitem__)
 
     def emit(self) -> None:
         layout = self.step.layout

@@ -18,6 +18,7 @@ from graphs.call import as_call, find_loss
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, ReplanError, apply, remove
+from scheduler_runtime.measure import measure
 from solver.methods import METHODS
 from solver.rematerialise import baseline, keep, keep_order, missing_computes
 from solver.schedule import Schedule, free_after_last_use
@@ -475,3 +476,31 @@ class _Aliased(Classifier):
 def test_outputs_that_share_memory_are_refused_where_one_gets_a_gradient() -> None:
     with pytest.raises(TraceError, match="share memory"):
         trace(_Aliased(), _Aliased.batch(), loss=lambda o, _: o[0].sum() + o[1].square().sum())
+
+
+class Summed(nn.Module):
+    """Three parameters whose gradients are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(256, 256) / 16 for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.weights
+        return torch.tanh(x @ (a + b + c)).square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(32, 256)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_gradient_that_parameters_share_is_copied_no_more_often_than_planned(
+    with_optimizer: bool,
+) -> None:
+    model, batch, graph = traced(Summed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
+    planned = apply(model, solution_of(graph, keep(graph, set())))
+    predicted_bytes = simulate(graph, keep(graph, set())).peak_bytes
+    measured_bytes = measure(planned, batch, optimizer=optimizer).peak_bytes
+    assert measured_bytes == pytest.approx(predicted_bytes, abs=10_000)
