@@ -180,6 +180,8 @@ def _search(
             if not solutions:
                 raise
             return solutions, refused, True
+    bound_s = max(solution.lower_bound_s for solution in solutions)
+    solutions = [solution.with_bound(bound_s) for solution in solutions]
     if best(solutions).schedule is None:
         with progress.says("searching for the least budget"):
             solutions[0] = explained(solutions[0])

@@ -19,7 +19,7 @@ from solver.least import least_by_method
 from solver.methods import METHODS
 from solver.rematerialise import baseline
 from solver.simulate import simulate
-from solver.solution import OPTIMAL_GAP, Request, Solution
+from solver.solution import Request, Solution
 from solver.solve import attempt
 
 N_BUDGETS = 20
@@ -149,12 +149,4 @@ def _bounds_carried_down(points: Sequence[Solution]) -> list[Solution]:
     for point in sorted(points, key=lambda p: p.request.budget_bytes, reverse=True):
         running_s = max(running_s, point.lower_bound_s)
         best_s[point.request.budget_bytes] = running_s
-    return [_with_bound(point, best_s[point.request.budget_bytes]) for point in points]
-
-
-def _with_bound(point: Solution, lower_bound_s: float) -> Solution:
-    point = dataclasses.replace(point, lower_bound_s=lower_bound_s)
-    if point.trace is None:
-        return point
-    proven = point.trace.time_s - lower_bound_s <= OPTIMAL_GAP * point.baseline.time_s
-    return dataclasses.replace(point, status="optimal" if proven else "feasible")
+    return [point.with_bound(best_s[point.request.budget_bytes]) for point in points]

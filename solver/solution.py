@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -110,6 +111,18 @@ class Solution:
         if self.trace is None:
             return None
         return max(0.0, (self.trace.time_s - self.lower_bound_s) / (self.baseline.time_s or 1.0))
+
+    def with_bound(self, lower_bound_s: float) -> Solution:
+        """The same answer with a bound proven elsewhere for this graph and budget, if it is better.
+
+        What is optimal by it is called so.
+        """
+        lower_bound_s = max(lower_bound_s, self.lower_bound_s)
+        status = self.status
+        if self.trace is not None:
+            proven = self.trace.time_s - lower_bound_s <= OPTIMAL_GAP * self.baseline.time_s
+            status = "optimal" if proven else "feasible"
+        return dataclasses.replace(self, lower_bound_s=lower_bound_s, status=status)
 
     @property
     def environment(self) -> Mapping[str, Any]:

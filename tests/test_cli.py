@@ -369,3 +369,14 @@ def test_a_reader_that_leaves_early_is_no_error():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stderr == ""
+
+
+def test_methods_side_by_side_share_the_best_bound(tmp_path, capsys):
+    graph = residual(n_blocks=6)
+    graph.save(tmp_path / "g.json")
+    budget_bytes = int(0.6 * simulate(graph, baseline(graph)).peak_bytes)
+    options = ["--budget", str(budget_bytes), "--compare", "--json", "--time-limit", "5"]
+    assert main([*options, str(tmp_path / "g.json")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    bounds = {answer["lower_bound_s"] for answer in report["methods"]}
+    assert len(bounds) == 1
