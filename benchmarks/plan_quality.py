@@ -235,7 +235,7 @@ def _gaps(report: Row) -> str:
 
 def _misses(report: Row) -> str:
     cells = [
-        f"{name} at {row['share']}: {_percent(row['gap'])}"
+        f"{name} at {row['share']}: {_percent(row['gap'])} ({_end(row)})"
         for name, found in report["graphs"].items()
         for row in found["rows"]
         if missed(row)
@@ -243,6 +243,11 @@ def _misses(report: Row) -> str:
     n_cells = sum(len(found["rows"]) for found in report["graphs"].values())
     aim = "0.1 points at shares of a half and more, 1 point below"
     return f"Above the aim ({aim}): {len(cells)} of {n_cells}: {'; '.join(cells) or 'none'}."
+
+
+def _end(row: Row) -> str:
+    """What ended the search before the gap closed."""
+    return "the clock ended the search" if row["timed_out"] else "its limits on work were reached"
 
 
 def _details(name: str, found: Row) -> str:
