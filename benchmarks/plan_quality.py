@@ -133,6 +133,7 @@ def measure_graph(
     return {
         "n_nodes": len(graph.nodes),
         "n_forward": len(graph.forward_nodes),
+        "time_limit_s": time_limit_s,
         "least_proven_bytes": least.proven_bytes,
         "least_reached_bytes": least.reached_bytes,
         "least_s": least_s,

@@ -100,12 +100,14 @@ def _run(search: Search, *, seed: int) -> None:
     if not search.done and binding.cuts is not None:
         _offer_cuts(search, binding.cuts)
     # What is quick comes first: a schedule that fits, of whatever quality.
-    if not search.close:
-        _evict_all(search, {})
     if not search.done:
         _ask_others(search, seed=seed)
+    if not search.close:
+        _evict(search, {}, PATIENCE[0], None)
     if search.best is None and not search.done:
         _offer_least(search)
+    if not search.close:
+        _evict_all(search, {})
     guide: Guide = {}
     if not search.close and binding.cuts is not None:
         guide = refine(search, binding.cuts)
@@ -122,7 +124,7 @@ def _offer_cuts(search: Search, cuts: Cuts) -> None:
 
 
 def _evict_all(search: Search, guide: Guide) -> None:
-    """Greedy eviction with each patience."""
+    """Greedy eviction with each patience, while there is work left."""
     for patience in PATIENCE:
         if not search.done and (search.work < MAX_WORK or search.best is None):
             _evict(search, guide, patience, None)

@@ -58,8 +58,10 @@ from solver.step import Step
 
 TIME_ERROR = 1e-6
 """The solver's tolerance on the objective as a share of the baseline: every bound gives it away."""
-NODES_TIMES_COLUMNS = 3_000_000
-"""Branch-and-bound nodes times columns of one solve: some ten seconds."""
+NODES_TIMES_COLUMNS_SQUARED = 10**9
+"""Branch-and-bound nodes of one solve times its columns squared, as a node costs more than its
+columns: ten seconds at most.
+"""
 ROUNDED_GAP = 2.5e-4
 """Where the LP of a single cut rounds to within this share of the baseline's time, that will do."""
 
@@ -288,7 +290,8 @@ def solve_cuts(
             cuts.lost_share
         ):
             return cuts
-    node_limit = min(node_limit, max(1, NODES_TIMES_COLUMNS // max(1, program.n_columns)))
+    affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, program.n_columns) ** 2
+    node_limit = min(node_limit, max(1, affordable))
     answer = program.program.solve(
         whole=whole, gap=gap, node_limit=node_limit, time_limit_s=time_limit_s
     )

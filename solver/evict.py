@@ -25,7 +25,7 @@ from solver.step import Step
 
 REFRESH = 500
 """Per so many forward nodes one eviction goes by before scores are counted anew."""
-MAX_RUNS = 4
+MAX_RUNS = 3
 """Runs per node of the graph after which a search that thrashes is given up."""
 
 
