@@ -5,6 +5,11 @@ for: dropout by its fused form (other bits in half precision on the CPU, and a s
 eager keeps), upsampling by index arithmetic. A plan must run what eager runs, to the bit, and count
 what eager holds. So these registrations are set aside while a step is captured.
 
+Random fills in place (`x.normal_()`) become new tensors, whose strides are others where x has gaps
+or is transposed: the same numbers would fall on other elements. On the CPU operators of ours fill
+such tensors in eager's order. Two limits: on CUDA fills of tensors that are not contiguous have not
+been compared with eager mode, and `out=` of a random operator must be contiguous.
+
 Batch norm keeps its decomposition: the eager kernels write the running statistics without saying so
 in their signature, and the decomposition is what makes that visible (and gives the same bits).
 """
@@ -12,10 +17,12 @@ in their signature, and the decomposition is what makes that visible (and gives 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch._C import DispatchKey
+
+from graphs.call import TraceError
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _UPSAMPLING = (
@@ -33,9 +40,14 @@ _UPSAMPLING = (
 
 
 _library = torch.library.Library("checkpoint_solver", "DEF")
-_library.define(
-    "dropout_noise(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
-)
+
+
+def _define(schema: str, *, cpu: Callable[..., torch.Tensor], meta: Callable[..., object]) -> None:
+    """A random operator of ours, which runs again with the same numbers as PyTorch's do."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
+    _library.impl(name, cpu, "CPU")
+    _library.impl(name, meta, "Meta")
 
 
 def _dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
@@ -43,8 +55,31 @@ def _dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
     return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
 
 
-_library.impl("dropout_noise", _dropout_noise, "CPU")
-_library.impl("dropout_noise", lambda like, _p: torch.empty_like(like), "Meta")
+def _strided_like(like: torch.Tensor, *_: object) -> torch.Tensor:
+    """An empty tensor with the same strides (empty_like closes gaps)."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+_define(
+    "dropout_noise(Tensor like, float p) -> Tensor",
+    cpu=_dropout_noise,
+    meta=lambda like, _p: torch.empty_like(like),
+)
+_define(
+    "bernoulli_fill(Tensor like, float p) -> Tensor",
+    cpu=lambda like, p: _strided_like(like).bernoulli_(p),
+    meta=_strided_like,
+)
+_define(
+    "normal_fill(Tensor like, float mean, float std) -> Tensor",
+    cpu=lambda like, mean, std: _strided_like(like).normal_(mean, std),
+    meta=_strided_like,
+)
+_define(
+    "random_fill(Tensor like, int low, int? high) -> Tensor",
+    cpu=lambda like, low, high: _strided_like(like).random_(low, high),
+    meta=_strided_like,
+)
 
 
 def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -61,30 +96,88 @@ def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return tensor * noise
 
 
+_AUTOGRAD = DispatchKey.AutogradCPU
+_bernoulli = torch.ops.aten.bernoulli_.float
+_normal = torch.ops.aten.normal_.default
+_random = getattr(torch.ops.aten.random_, "from")
+
+
+def own_generator(operator: object) -> TraceError:
+    """Why a call that is handed a generator is refused."""
+    return TraceError(
+        f"{operator} draws from a generator of its own, whose numbers a planned step could not "
+        "draw again; leave generator= out, the default one is replayed"
+    )
+
+
+def _eager_bernoulli(
+    tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    if generator is not None:
+        raise own_generator(_bernoulli)
+    if tensor.is_contiguous():  # as PyTorch traces it: one tensor less
+        return _bernoulli._op_dk(_AUTOGRAD, tensor, p)  # type: ignore[no-any-return]
+    return tensor.copy_(torch.ops.checkpoint_solver.bernoulli_fill(tensor.detach(), p))
+
+
+def _eager_normal(
+    tensor: torch.Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    *,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    if generator is not None:
+        raise own_generator(_normal)
+    if tensor.is_contiguous():
+        return _normal._op_dk(_AUTOGRAD, tensor, mean, std)  # type: ignore[no-any-return]
+    return tensor.copy_(torch.ops.checkpoint_solver.normal_fill(tensor.detach(), mean, std))
+
+
+def _eager_random(
+    tensor: torch.Tensor, low: int, high: int | None, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """PyTorch's functional form is called `from`, a word that its own generated code trips over."""
+    if generator is not None:
+        raise own_generator(_random)
+    return tensor.copy_(torch.ops.checkpoint_solver.random_fill(tensor.detach(), low, high))
+
+
+_FILLS: Mapping[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
+    _bernoulli: _eager_bernoulli,
+    _normal: _eager_normal,
+    _random: _eager_random,
+}
+
+
 @contextlib.contextmanager
 def eager_kernels(device: torch.device) -> Iterator[None]:
     """Set the decompositions aside that differ from eager mode on this device."""
-    operators = [
-        overload
+    replaced: dict[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., torch.Tensor] | None]
+    replaced = {
+        (getattr(getattr(torch.ops.aten, name), overload), key): None
         for name in _UPSAMPLING
-        for overload in (getattr(torch.ops.aten, name).vec, getattr(torch.ops.aten, name).default)
-    ]
-    removed = [
-        (operator, key, operator.py_kernels.pop(key))
-        for operator in operators
+        for overload in ("vec", "default")
         for key in _KEYS
-        if key in operator.py_kernels
-    ]
+    }
     if device.type == "cpu":  # on CUDA eager runs the fused dropout too
-        dropout = torch.ops.aten.dropout.default
-        removed += [(dropout, key, dropout.py_kernels[key]) for key in _KEYS]
-        for key in _KEYS:
-            dropout.py_kernels[key] = _eager_dropout
-    for operator, _, _ in removed:
-        operator._dispatch_cache.clear()
+        replaced |= {(torch.ops.aten.dropout.default, key): _eager_dropout for key in _KEYS}
+        replaced |= {(operator, _AUTOGRAD): kernel for operator, kernel in _FILLS.items()}
+    before = {(operator, key): operator.py_kernels.get(key) for operator, key in replaced}
+    _register(replaced)
     try:
         yield
     finally:
-        for operator, key, kernel in removed:
+        _register(before)
+
+
+def _register(
+    kernels: Mapping[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., torch.Tensor] | None],
+) -> None:
+    """Put each kernel in its place; None: nothing is registered there."""
+    for (operator, key), kernel in kernels.items():
+        if kernel is None:
+            operator.py_kernels.pop(key, None)
+        else:
             operator.py_kernels[key] = kernel
-            operator._dispatch_cache.clear()
+        operator._dispatch_cache.clear()

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.call import TraceError
 from graphs.capture import Capture
+from graphs.eager_kernels import own_generator
 from graphs.graph import Kind, Node, Phase, Tensor
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -137,6 +138,8 @@ class _Extraction:
                 "nn.LSTM runs as one opaque operator on the CPU, whose workspace exists inside "
                 "autograd alone; write the cells as a loop (nn.LSTMCell), which can be scheduled"
             )
+        if self._has_own_generator(node):
+            raise own_generator(node.target)
         cost = self.cost(node)
         phase: Phase = "backward" if _is_backward(node) else "forward"
         self.layout.calls[node.name] = node
@@ -182,6 +185,15 @@ class _Extraction:
             self._n_random += 1
         mutated = {self.layout.storage[placeholder] for placeholder in self.captured.mutations}
         return mutated.isdisjoint(inputs) or _ignores_running_statistics(node)
+
+    def _has_own_generator(self, node: torch.fx.Node) -> bool:
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        constants = (
+            getattr(self.captured.module, str(item.target), None)
+            for item in leaves
+            if isinstance(item, torch.fx.Node) and item.op == "get_attr"
+        )
+        return any(isinstance(item, torch.Generator) for item in (*leaves, *constants))
 
     def _updates(self) -> None:
         """The buffers change once, at the end of the forward pass."""
