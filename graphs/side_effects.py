@@ -2,14 +2,19 @@
 
 A planned step runs the operators that were traced. Hooks of submodules, attributes that the forward
 pass changes and buffers that it replaces are Python, not operators: they would run once, while
-tracing, on tensors without values. The model is put back as it was and the reason is said.
+tracing, on tensors without values. So would a change of the random state, and a number from Python
+or NumPy would be drawn once for all steps (one from a NumPy generator of the model's own is not
+noticed). Everything is put back as it was and the reason is said.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -84,6 +89,27 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
                 f"forward puts another tensor in the place of buffer {name!r}; change it in place "
                 f"(self.{name.rpartition('.')[2]}.copy_(...))"
             )
+
+
+@contextlib.contextmanager
+def random_state_untouched() -> Iterator[None]:
+    """Put the random states back if they change inside, and refuse what changed them."""
+    before, python_before, numpy_before = torch.get_rng_state(), random.getstate(), _numpy_state()
+    with contextlib.ExitStack() as stack:
+        for name in ("fork_rng", "manual_seed", "set_rng_state", "seed"):
+            for place in (torch, torch.random):  # fork_rng puts back what it changes: no trace of it
+                if hasattr(place, name):
+                    stack.enter_context(mock.patch.object(place, name, _refused(name)))
+        yield
+    if not torch.equal(before, torch.get_rng_state()):
+        torch.set_rng_state(before)
+        raise _state_changed("torch's default generator")
+    if random.getstate() != python_before:
+        random.setstate(python_before)
+        raise _drawn_elsewhere("Python's random module")
+    if _numpy_state() != numpy_before:
+        _set_numpy_state(numpy_before)
+        raise _drawn_elsewhere("NumPy")
 
 
 _MISSING = object()

@@ -34,6 +34,8 @@ from solver.step import Step
 
 GAP = 1e-4
 """A MILP stops when its bound is within this share of the baseline's time of its solution."""
+WHOLE_SHARE = 0.2
+"""Of the time limit, for one MILP at most: the search for a schedule needs time too."""
 PROOF_TOLERANCE = 1e-5
 """The least budget that is proven is within this share of the least that could be, by these LPs."""
 N_MOMENTS = 12
@@ -155,7 +157,7 @@ def binding_cut(
             budget_bytes=budget_bytes,
             whole=True,
             gap=gap,
-            time_limit_s=left_s,
+            time_limit_s=min(left_s, WHOLE_SHARE * time_limit_s),
         )
         if first is None or cuts.lost_share > lost_share:
             first = cuts
