@@ -38,6 +38,7 @@ from graphs.side_effects import (
     SideEffectError,
     attributes_unchanged,
     buffers_of,
+    random_states_untouched,
     refuse_hooks,
     refuse_replaced_buffers,
 )
@@ -93,6 +94,9 @@ def capture(
     Raises TraceError with the reason.
     """
     shell = _Shell(model, call, choose=choose, device=device)
+    # What PyTorch remembers of an operator on fake tensors leaves gaps before its result out: sizes
+    # would depend on what this process has traced before.
+    FakeTensorMode.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling())
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
@@ -105,7 +109,7 @@ def capture(
         except TraceError:
             raise
         except SideEffectError as error:
-            raise TraceError(f"{type(model).__name__} cannot be planned: {error}") from error
+            raise _has_side_effect(model, error) from error
         except Exception as error:
             raise TraceError(_reason(model, error)) from error
         return _read(joint, shell)
@@ -117,6 +121,8 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
     with _compiling(), shell.mode:
         try:
             return shell.call(shell.batch)
+        except SideEffectError as error:
+            raise _has_side_effect(model, error) from error
         except Exception as error:
             raise TraceError(_reason(model, error)) from error
 
@@ -130,7 +136,8 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = buffers_of(self.inner)
-        output = self.inner.forward(*args, **kwargs)
+        with random_states_untouched():
+            output = self.inner.forward(*args, **kwargs)
         refuse_replaced_buffers(before, self.inner)
         return output
 
@@ -336,6 +343,10 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
             handle.remove()
         while entered:
             entered.pop().close()
+
+
+def _has_side_effect(model: nn.Module, error: SideEffectError) -> TraceError:
+    return TraceError(f"{type(model).__name__} cannot be planned: {error}")
 
 
 def _reason(model: nn.Module, error: Exception) -> str:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -92,24 +91,52 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
 
 
 @contextlib.contextmanager
-def random_state_untouched() -> Iterator[None]:
-    """Put the random states back if they change inside, and refuse what changed them."""
-    before, python_before, numpy_before = torch.get_rng_state(), random.getstate(), _numpy_state()
-    with contextlib.ExitStack() as stack:
-        for name in ("fork_rng", "manual_seed", "set_rng_state", "seed"):
-            for place in (torch, torch.random):  # fork_rng puts back what it changes: no trace of it
-                if hasattr(place, name):
-                    stack.enter_context(mock.patch.object(place, name, _refused(name)))
+def random_states_untouched() -> Iterator[None]:
+    """Refuse what changes torch's random state from Python, and numbers that are not torch's."""
+    states = _states_elsewhere()
+    places = [(m, name) for m in (torch, torch.random) for name in _SEEDING if hasattr(m, name)]
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, _refuse_seeding)
+    try:
         yield
-    if not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
-        raise _state_changed("torch's default generator")
-    if random.getstate() != python_before:
-        random.setstate(python_before)
-        raise _drawn_elsewhere("Python's random module")
-    if _numpy_state() != numpy_before:
-        _set_numpy_state(numpy_before)
-        raise _drawn_elsewhere("NumPy")
+    finally:
+        for (module, name), function in zip(places, before, strict=True):
+            setattr(module, name, function)
+        after = _states_elsewhere()
+        drawn = [name for name, state in states.items() if state != after[name]]
+        _put_back(states)
+    if drawn:
+        raise SideEffectError(
+            f"forward draws numbers with {drawn[0]}, which a planned step would do once for all "
+            "steps; draw them with torch, or hand them in with the batch"
+        )
+
+
+_SEEDING = ("manual_seed", "seed", "set_rng_state")  # fork_rng ends with the last
+
+
+def _refuse_seeding(*_args: object, **_kwargs: object) -> None:
+    raise SideEffectError(
+        "forward sets the random state (torch.manual_seed, torch.random.fork_rng), which a planned "
+        "step would not do; set it before the step"
+    )
+
+
+def _states_elsewhere() -> dict[str, Any]:
+    """The random states of Python and, where it is loaded, of NumPy, as plain values."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        kind, key, *rest = numpy_random.get_state()
+        states["numpy.random"] = (kind, key.tolist(), *rest)
+    return states
+
+
+def _put_back(states: Mapping[str, Any]) -> None:
+    random.setstate(states["Python's random"])
+    if "numpy.random" in states:
+        sys.modules["numpy.random"].set_state(states["numpy.random"])
 
 
 _MISSING = object()
