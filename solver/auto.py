@@ -5,15 +5,17 @@
 2. **Schedule.** `solver.replay` keeps S there, recomputes the rest just in time, and the judge says
    what it really peaks at. The recompute time is the cut's own cost: if the schedule fits, the
    bound is met up to the MILP's gap, and the answer is optimal over everything the judge accepts.
-3. **Eviction** where it overflows: `solver.evict` runs the step within the budget, dropping what is
+3. **Anchors** where it overflows: `solver.anchor` solves the cut again with the narrow tensors
+   between segments held, so that less is recomputed at a time, and with fewer bytes.
+4. **Eviction**: `solver.evict` runs the step within the budget, dropping what is
    cheapest to lose; `solver.improve` takes out recomputation for which there was room after all.
    The other methods are asked too, so `auto` is never worse than they are by more than DONE_GAP.
-4. **Several cuts at once**: the moments that overflowed join, each with its row of bytes; the
+5. **Several cuts at once**: the moments that overflowed join, each with its row of bytes; the
    program is a relaxation, so its dual bound sharpens the proof, and its sets are replayed. A
    moment that overflows again gets an allowance for what the recomputation right before it takes;
    from then on the program is a heuristic and proves nothing. The eviction is repeated, dropping
    first what the cuts do not hold.
-5. **Recombination**: whatever ran again in one of the schedules judged so far, fitting or not, goes
+6. **Recombination**: whatever ran again in one of the schedules judged so far, fitting or not, goes
    on a menu, and `solver.recombine` finds the best schedule that can be put together from it.
    Evictions with random factors on their scores make the menu richer, and it is solved again.
    For a graph of some ten nodes the integer program of `solver.ilp` does instead.
@@ -37,6 +39,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from graphs.graph import Graph
+from solver.anchor import offer_anchored
 from solver.bounds import Binding, binding_cut, least_budget_bytes
 from solver.chain_methods import dp, revolve
 from solver.cut import Cuts, solve_cuts
@@ -49,6 +52,7 @@ from solver.proposal import InterruptedSearchError, Method, Proposal
 from solver.recombine import recombine
 from solver.refine import refine
 from solver.replay import replay
+from solver.schedule import Schedule
 from solver.search import Search
 from solver.sqrt import sqrt
 from solver.stages import Stages, TooLargeError
@@ -73,25 +77,36 @@ OTHERS: tuple[Method, ...] = (every_block, sqrt, revolve, dp)
 Guide = Mapping[int, frozenset[int]]
 
 
-def auto(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+def auto(
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    seed: int,
+    starts: Sequence[Schedule] = (),
+) -> Proposal:
     """The best schedule found and the proven bound; see the module.
+
+    starts: schedules known for this graph, such as those of a smaller budget.
 
     Ctrl-C raises InterruptedSearchError with what was best by then.
     """
     step = Step.of(graph)
     search = Search(step, budget_bytes, time.monotonic() + time_limit_s)
     try:
-        _run(search, seed=seed)
+        _run(search, seed=seed, starts=starts)
     except KeyboardInterrupt as interrupt:
         search.timed_out = True
         raise InterruptedSearchError(search.proposal()) from interrupt
     return search.proposal()
 
 
-def _run(search: Search, *, seed: int) -> None:
+def _run(search: Search, *, seed: int, starts: Sequence[Schedule]) -> None:
     """The steps of the module's docstring; `search` keeps what they find."""
     step, budget_bytes, time_limit_s = search.step, search.budget_bytes, search.left_s
     search.offer(replay(step, {}))
+    for schedule in starts:
+        _offer_improved(search, schedule)
     if search.done:
         return
     binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
@@ -99,7 +114,8 @@ def _run(search: Search, *, seed: int) -> None:
     search.timed_out = binding.timed_out
     if not search.done and binding.cuts is not None:
         _offer_cuts(search, binding.cuts)
-    # What is quick comes first: a schedule that fits, of whatever quality.
+    if not search.close and binding.ranked:
+        offer_anchored(search, base=binding.ranked[0][0])
     if not search.done:
         _ask_others(search, seed=seed)
     if not search.close:
@@ -121,6 +137,13 @@ def _offer_cuts(search: Search, cuts: Cuts) -> None:
     """Replay what the single cut keeps: where it fits, nothing else is needed."""
     if cuts.kept is not None:
         search.offer(replay(search.step, dict(zip(cuts.positions, cuts.kept, strict=True))))
+
+
+def _offer_improved(search: Search, schedule: Schedule) -> None:
+    """Offer it, and where it fits what is left of it when there is room for more."""
+    played = search.offer(schedule)
+    if played is not None and played.trace.peak_bytes <= search.budget_bytes:
+        search.offer(improve(search.step, schedule, budget_bytes=search.budget_bytes))
 
 
 def _evict_all(search: Search, guide: Guide) -> None:
@@ -183,7 +206,7 @@ def _solve_small(search: Search, *, seed: int) -> bool:
 
 
 def _recombine_all(search: Search, binding: Binding, guide: Guide, *, seed: int) -> None:
-    """The module's step 5: put on the menu, solve it, put more on it by random evictions."""
+    """The module's step 6: put on the menu, solve it, put more on it by random evictions."""
     if not binding.ranked:
         return
     base = binding.ranked[0][0]

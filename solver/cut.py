@@ -48,7 +48,7 @@ of the baseline for the solver's tolerances.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,6 +116,12 @@ class CutProgram:
     @property
     def n_columns(self) -> int:
         return len(self.program.cost)
+
+    def hold(self, units: Set[int]) -> None:
+        """Have these on the device at every moment at which they matter: proves nothing more."""
+        for keep in self.keep:
+            for u in keep.keys() & units:
+                self.program.least[keep[u]] = 1.0
 
     def _add_moment(self, k: int) -> None:
         step, p = self.step, self.positions[k]

@@ -9,7 +9,7 @@ from solver.auto import auto
 from solver.chain_methods import dp, revolve
 from solver.every_block import every_block
 from solver.ilp import ilp
-from solver.proposal import Method, Proposal
+from solver.proposal import Method, Proposal, WarmMethod
 from solver.rematerialise import baseline
 from solver.simulate import simulate
 from solver.sqrt import sqrt
@@ -34,3 +34,6 @@ METHODS: Mapping[str, Method] = {
     "dp": dp,
     "ilp": ilp,
 }
+
+WARM_METHODS: Mapping[str, WarmMethod] = {"auto": auto}
+"""Those that can begin from schedules that are known."""

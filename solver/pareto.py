@@ -2,6 +2,7 @@
 
 A schedule that fits a budget fits every larger one, and a bound for a budget holds for every
 smaller one. The sweep uses both: a cheaper schedule is carried up, a better bound is carried down.
+Each search begins from the schedule of the budget below, where its method can.
 So along a method's curve the overhead never rises with the budget, and neither does the bound,
 whatever a method happens to find at one budget.
 """
@@ -18,6 +19,7 @@ from solver import bounds
 from solver.least import least_by_method
 from solver.methods import METHODS
 from solver.rematerialise import baseline
+from solver.schedule import Schedule
 from solver.simulate import simulate
 from solver.solution import Request, Solution
 from solver.solve import attempt
@@ -75,7 +77,7 @@ def sweep(
     answers = {(s.method, s.request.budget_bytes): s for s in known}
     points: list[Solution] = []
     for method in methods:
-        line = []
+        line: list[Solution] = []
         for budget_bytes in sorted(asked):
             found = answers.get((method, budget_bytes))
             if found is None:
@@ -88,6 +90,7 @@ def sweep(
                         time_limit_s=time_limit_s,
                         seed=seed,
                     ),
+                    starts=_last_schedule(line),
                 )
             line.append(found)
         points.extend(_schedules_carried_up(line))
@@ -136,6 +139,11 @@ def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
             best = point
         carried.append(point)
     return carried
+
+
+def _last_schedule(line: Sequence[Solution]) -> list[Schedule]:
+    """The schedule of the largest budget so far: it fits the next one too."""
+    return [point.schedule for point in line if point.schedule is not None][-1:]
 
 
 def _time_s(point: Solution) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,4 +42,18 @@ class Method(Protocol):
 
     def __call__(
         self, graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int
+    ) -> Proposal: ...
+
+
+class WarmMethod(Protocol):
+    """A method that can begin from schedules known for the graph, whether they fit or not."""
+
+    def __call__(
+        self,
+        graph: Graph,
+        *,
+        budget_bytes: int,
+        time_limit_s: float,
+        seed: int,
+        starts: Sequence[Schedule] = (),
     ) -> Proposal: ...

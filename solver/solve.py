@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,10 @@ from graphs.graph import Graph
 from solver import bounds
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, parse_size
 from solver.least import least_by_method
-from solver.methods import METHODS
-from solver.proposal import InterruptedSearchError, Proposal
+from solver.methods import METHODS, WARM_METHODS
+from solver.proposal import InterruptedSearchError, Method, Proposal
 from solver.rematerialise import baseline as baseline_schedule
+from solver.schedule import Schedule
 from solver.simulate import Trace, simulate
 from solver.solution import OPTIMAL_GAP, Request, Solution, Status
 
@@ -89,15 +92,25 @@ def answer(graph: Graph, request: Request, *, started_s: float | None = None) ->
     return explained(attempt(graph, request, started_s=started_s))
 
 
-def attempt(graph: Graph, request: Request, *, started_s: float | None = None) -> Solution:
+def attempt(
+    graph: Graph,
+    request: Request,
+    *,
+    started_s: float | None = None,
+    starts: Sequence[Schedule] = (),
+) -> Solution:
     """Run the requested method on a graph and have its proposal judged.
+
+    starts: schedules known for this graph, for a method that can begin from them.
 
     Raises InterruptedSolveError on Ctrl-C, with the best so far.
     """
     started_s = time.monotonic() if started_s is None else started_s
     plain = baseline_schedule(graph)
     baseline = simulate(graph, plain)
-    proposal, lower_bound_s, interrupted = _propose(graph, request, Proposal(plain), baseline)
+    proposal, lower_bound_s, interrupted = _propose(
+        graph, request, Proposal(plain), baseline, starts
+    )
     trace = None
     if proposal.schedule is not None:
         trace = simulate(graph, proposal.schedule)
@@ -151,14 +164,18 @@ def explained(solution: Solution) -> Solution:
 
 
 def _propose(
-    graph: Graph, request: Request, plain: Proposal, baseline: Trace
+    graph: Graph,
+    request: Request,
+    plain: Proposal,
+    baseline: Trace,
+    starts: Sequence[Schedule],
 ) -> tuple[Proposal, float, KeyboardInterrupt | None]:
     """The method's proposal, the best bound, and the Ctrl-C that ended the search, if one did."""
     if baseline.peak_bytes <= request.available_bytes and request.method == "auto":
         return plain, baseline.time_s, None
     begun_s = time.monotonic()
     try:
-        proposal = METHODS[request.method](
+        proposal = _method(request.method, starts)(
             graph,
             budget_bytes=request.available_bytes,
             time_limit_s=request.time_limit_s,
@@ -177,6 +194,12 @@ def _propose(
     except KeyboardInterrupt as interrupt:
         return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt
     return proposal, max(proposal.lower_bound_s, bound_s, baseline.time_s), None
+
+
+def _method(name: str, starts: Sequence[Schedule]) -> Method:
+    if starts and name in WARM_METHODS:
+        return functools.partial(WARM_METHODS[name], starts=starts)
+    return METHODS[name]
 
 
 def _status(
