@@ -49,7 +49,7 @@ Row = dict[str, Any]
 def main() -> None:
     arguments = _arguments()
     report: Row = _read(arguments.out)
-    report["circumstances"] = _circumstances(arguments.time_limit)
+    report["circumstances"] = circumstances(arguments.time_limit)
     for name in arguments.graphs:
         subject = SUBJECTS[name]()
         report["graphs"][name] = measure_graph(
@@ -89,9 +89,12 @@ def _read(path: Path | None) -> Row:
     return report
 
 
-def _circumstances(time_limit_s: float) -> Row:
+def circumstances(time_limit_s: float) -> Row:
+    """Command, date, machine and versions of this run."""
     return {
-        "command": "python -m " + shlex.join(["benchmarks.plan_quality", *sys.argv[1:]]),
+        "command": shlex.join(
+            ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+        ),
         "date": datetime.now(UTC).date().isoformat(),
         "processor": platform.processor() or platform.machine(),
         "n_cpus": os.cpu_count(),

@@ -48,7 +48,7 @@ of the baseline for the solver's tolerances.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -204,12 +204,34 @@ class CutProgram:
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
         step, room = self.step, self._room(p)
-        counted = [u for u in keep if not step.is_pinned(u, p) and step.unit_bytes[u]]
+        counted = self._counted(keep, p)
+        for u in counted:
+            # Said outright: the solver's tolerance on a row of gigabytes lets some bytes pass.
+            if step.unit_bytes[u] > room and not self.program.least[keep[u]]:
+                self.program.most[keep[u]] = 0.0
         self.program.row(
             [keep[u] for u in counted],
             [step.unit_bytes[u] / self._scale for u in counted],
             upper=room / self._scale,
         )
+
+    def _counted(self, units: Iterable[int], p: int) -> list[int]:
+        """Those of the units that the row of bytes at p counts."""
+        step = self.step
+        return [u for u in units if not step.is_pinned(u, p) and step.unit_bytes[u]]
+
+    def _within_room(self, units: frozenset[int], p: int) -> frozenset[int]:
+        """Without the smallest units that make up for what the solver's tolerance let pass."""
+        counted = sorted(self._counted(units, p), key=lambda u: (self.step.unit_bytes[u], u))
+        over = sum(self.step.unit_bytes[u] for u in counted) - self._room(p)
+        dropped: set[int] = set()
+        for u in counted:
+            if over <= 0:
+                break
+            if p not in self.step.uses[u]:
+                dropped.add(u)
+                over -= self.step.unit_bytes[u]
+        return units - dropped
 
     def _room(self, p: int) -> int:
         """Bytes left for the units at this moment that are not pinned."""
@@ -222,8 +244,10 @@ class CutProgram:
         if answer.values is not None:
             values = answer.values
             kept = tuple(
-                frozenset(u for u, column in keep.items() if values[column] > 0.5)
-                for keep in self.keep
+                self._within_room(
+                    frozenset(u for u, column in keep.items() if values[column] > 0.5), p
+                )
+                for p, keep in zip(self.positions, self.keep, strict=True)
             )
             cost_share = float(np.dot(self.program.cost, values))
         lost = answer.bound - self.program.constant - TIME_ERROR

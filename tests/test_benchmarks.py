@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks import peers, plan_quality
+from benchmarks import deep_chains, peers, plan_quality
 from benchmarks.quality_graphs import Subject
 from graphs.call import Call
 from graphs.costs import Roofline
@@ -37,7 +37,7 @@ def test_a_report_has_a_row_for_each_share_and_tells_its_misses() -> None:
     assert plan_quality.missed({**generous, "gap": 0.002})
     assert not plan_quality.missed({**generous, "share": 0.4, "gap": 0.002})
     assert plan_quality.missed({**generous, "gap": None})
-    circumstances = plan_quality._circumstances(5.0)
+    circumstances = plan_quality.circumstances(5.0)
     text = plan_quality.markdown({"circumstances": circumstances, "graphs": {"net": found}})
     assert "| net | " in text
     assert "## net" in text
@@ -67,3 +67,11 @@ def test_what_pytorchs_partitioner_keeps_is_judged() -> None:
         assert tight is not None
         assert 0.0 <= roomy <= tight
         assert peers.best_overhead(step.graph, traces, budget_bytes=1) is None
+
+
+def test_a_deep_chain_is_planned_beside_the_exact_chain_program() -> None:
+    row = deep_chains.measure(residual(n_blocks=60), share=0.2, limit_s=20.0)
+    ours, exact = row["auto"], row["chain"]
+    assert ours["peak_bytes"] <= row["budget_bytes"]
+    assert exact["n_blocks"] >= 60
+    assert ours["bound"] - 1e-9 <= ours["overhead"] <= exact["overhead"]

@@ -1,0 +1,109 @@
+"""Deep chains where one activation in twenty fits: `auto` beside the exact chain program.
+
+    python -m benchmarks.deep_chains [--out benchmarks/results/deep_chains.json]
+        [--graphs residual-1000,lstm-2000] [--share 0.05] [--time-limit S]
+
+The budget is what is resident plus a share of what the step holds beside it at its peak. The chain
+of all blocks, uncoarsened, is solved by `solver.dp` for the same budget, less what is on the device
+beside the chain: the best persistent schedule of whole blocks, as the chain models the graph. Its
+time is that model's; its schedule is also played on the graph and judged. `auto` decides operator
+by operator, so it may well be faster than the best schedule of whole blocks; its own gap is to the
+cut bound, which holds for every schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan_quality import circumstances
+from graphs import synthetic
+from graphs.graph import Graph
+from solver.auto import auto
+from solver.block_chain import constant_bytes, to_chain
+from solver.blocks import cut
+from solver.chain_methods import play_chain
+from solver.dp import solve_chain
+from solver.rematerialise import baseline
+from solver.simulate import simulate
+
+SHARE = 0.05
+GRAPHS = {
+    "residual-1000": lambda: synthetic.residual(n_blocks=1000),
+    "lstm-2000": lambda: synthetic.recurrent(n_steps=2000),
+}
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    arguments = _arguments()
+    rows = {}
+    for name in arguments.graphs.split(","):
+        rows[name] = measure(GRAPHS[name](), share=arguments.share, limit_s=arguments.time_limit)
+        print(name, json.dumps(rows[name], indent=1), flush=True)
+        if arguments.out is not None:
+            report = {"circumstances": circumstances(arguments.time_limit), "graphs": rows}
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.deep_chains")
+    parser.add_argument("--out", type=Path, help="write the figures here (JSON)")
+    parser.add_argument("--graphs", default=",".join(GRAPHS), help=", ".join(GRAPHS))
+    parser.add_argument("--share", type=float, default=SHARE, help="of the activations")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of one search")
+    return parser.parse_args()
+
+
+def measure(graph: Graph, *, share: float, limit_s: float) -> Row:
+    """Both on one graph; overheads are shares of the step without checkpointing."""
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = graph.resident_bytes + int(share * (peak_bytes - graph.resident_bytes))
+    began_s = time.perf_counter()
+    proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=limit_s, seed=0)
+    auto_s = time.perf_counter() - began_s
+    found = None if proposal.schedule is None else simulate(graph, proposal.schedule)
+    return {
+        "n_nodes": len(graph.nodes),
+        "budget_bytes": budget_bytes,
+        "baseline_peak_bytes": peak_bytes,
+        "auto": {
+            "overhead": None if found is None else _overhead(graph, found.time_s),
+            "peak_bytes": None if found is None else found.peak_bytes,
+            "bound": _overhead(graph, proposal.lower_bound_s),
+            "seconds": auto_s,
+        },
+        "chain": _exact_chain(graph, budget_bytes=budget_bytes),
+    }
+
+
+def _exact_chain(graph: Graph, *, budget_bytes: int) -> Row | None:
+    """The chain program's own time, and what its schedule takes by the judge; None: infeasible."""
+    blocks = cut(graph)
+    began_s = time.perf_counter()
+    chain = to_chain(graph, blocks)
+    solution = solve_chain(chain, budget_bytes=budget_bytes - constant_bytes(graph, blocks))
+    if solution is None:
+        return None
+    seconds = time.perf_counter() - began_s
+    once_s = sum(chain.forward_s) + sum(chain.backward_s)
+    played = simulate(graph, play_chain(graph, blocks, solution.ops, keep_inputs=False))
+    return {
+        "n_blocks": blocks.n_blocks,
+        "overhead_of_the_chain": solution.cost_s / once_s - 1.0,
+        "overhead": _overhead(graph, played.time_s),
+        "peak_bytes": played.peak_bytes,
+        "seconds": seconds,
+    }
+
+
+def _overhead(graph: Graph, time_s: float) -> float:
+    return time_s / graph.baseline_time_s - 1.0
+
+
+if __name__ == "__main__":
+    main()
