@@ -47,7 +47,7 @@ from solver.every_block import every_block
 from solver.evict import evict
 from solver.ilp import ilp
 from solver.improve import improve
-from solver.least import PATIENCE, least_by_eviction
+from solver.least import PATIENCE, least_schedule
 from solver.proposal import InterruptedSearchError, Method, Proposal
 from solver.recombine import recombine
 from solver.refine import refine
@@ -173,9 +173,9 @@ def _evict(search: Search, guide: Guide, patience: float, weights: Sequence[floa
 
 
 def _offer_least(search: Search) -> None:
-    """Where nothing fits so far: the schedule of the least peak that eviction finds."""
+    """Where nothing fits so far: the schedule of the least peak that is found."""
     proven_bytes, _ = least_budget_bytes(search.step)
-    schedule, _ = least_by_eviction(
+    schedule, _ = least_schedule(
         search.step, proven_bytes=proven_bytes, deadline_s=search.deadline_s
     )
     search.offer(schedule)

@@ -4,9 +4,10 @@ The bound is the largest over moments of the cut bound (`solver.cut` states and 
 schedule that the judge accepts: order of first runs kept, later nodes once, recomputation anywhere
 and in any order). Every moment bounds by itself, so looking at a few is as valid as looking at all
 and only less sharp. The moments where the baseline holds most are tried first, by the LP
-relaxation (milliseconds); the search climbs from the best to its neighbours; the best ones are
-then solved as MILPs, stopped when their dual bound is within GAP of the baseline's time, and the
-dual bound counts, not the solution. Moments at which the baseline fits have the bound zero.
+relaxation (milliseconds); on no graph of the benchmark did one of their neighbours bound better.
+The best ones are then solved as MILPs, stopped when their dual bound is within GAP of the
+baseline's time, and the dual bound counts, not the solution. Moments at which the baseline fits
+have the bound zero.
 
 What falls short: the memory that the recomputation itself takes is only seen where a moment stands
 in it, and never its order. For deep budgets the bound is therefore weak; `solver.auto` sharpens it
@@ -21,14 +22,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from graphs.graph import Graph
 from solver.cut import Cuts, solve_cuts
-from solver.least import least_by_eviction
+from solver.least import least_schedule
 from solver.solution import Obstacle
 from solver.step import Step
 
@@ -39,7 +39,7 @@ WHOLE_SHARE = 0.2
 PROOF_TOLERANCE = 1e-5
 """The least budget that is proven is within this share of the least that could be, by these LPs."""
 N_MOMENTS = 12
-"""Moments at which the LP is tried before the search climbs."""
+"""Moments at which the LP is tried."""
 
 
 def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0) -> float:
@@ -60,7 +60,7 @@ def obstacle(graph: Graph) -> Obstacle:
     """The least budget, proven and reached, with the schedule and the op that asks for it."""
     step = Step.of(graph)
     proven_bytes, p = least_budget_bytes(step)
-    schedule, reached_bytes = least_by_eviction(step, proven_bytes=proven_bytes)
+    schedule, reached_bytes = least_schedule(step, proven_bytes=proven_bytes)
     here = [
         (step.unit_names[u], step.unit_bytes[u])
         for u in range(step.n_units)
@@ -127,22 +127,11 @@ def binding_cut(
     if int(np.max(step.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
     bound: dict[int, float] = {}
-
-    def try_moments(positions: Iterable[int]) -> None:
-        for p in positions:
-            if p in bound or not 0 <= p <= step.n_nodes or time.monotonic() > deadline_s:
-                continue
-            full = step.baseline_bytes[p] > budget_bytes
-            cuts = solve_cuts(step, positions=[p], budget_bytes=budget_bytes, whole=False)
-            bound[p] = cuts.lost_share if full else 0.0
-
-    try_moments(_fullest(step, budget_bytes=budget_bytes))
-    reach = max(1, step.n_nodes // 64)
-    while bound and reach >= 1 and not math.isinf(max(bound.values())):
-        best = _best(bound)
-        try_moments((best - reach, best + reach))
-        if _best(bound) == best:
-            reach //= 2
+    for p in _fullest(step, budget_bytes=budget_bytes):
+        if time.monotonic() > deadline_s:
+            break
+        cuts = solve_cuts(step, positions=[p], budget_bytes=budget_bytes, whole=False)
+        bound[p] = cuts.lost_share
     ranked = tuple(sorted(bound.items(), key=lambda item: (-item[1], item[0])))
     if not ranked or math.isinf(ranked[0][1]):
         return Binding(ranked[0][1] if ranked else 0.0, ranked, None)
@@ -163,10 +152,6 @@ def binding_cut(
             first = cuts
         lost_share = max(lost_share, cuts.lost_share)
     return Binding(lost_share, ranked, first, timed_out=time.monotonic() > deadline_s)
-
-
-def _best(bound: dict[int, float]) -> int:
-    return max(bound, key=lambda p: (bound[p], -p))
 
 
 def _fullest(step: Step, *, budget_bytes: int) -> list[int]:

@@ -15,7 +15,8 @@ is judged as well; so it is never worse than that or `every_block`.
 revolve: Andreas Griewank, Andrea Walther: Algorithm 799: revolve, ACM TOMS 26 (2000). Fewest
 forward steps for a chain of equal steps and a number of snapshots. On a graph it falls short where
 steps are unequal, and where memory would allow more than inputs to be kept: it runs every block but
-the last again. It reaches small budgets.
+the last again. It reaches the smallest budgets on deep chains, where all blocks are stepped over
+one by one; both these and at most REVOLVE_MAX_BLOCKS coarser ones are tried.
 
 Cost: dp some dozen chain problems of at most DP_MAX_BLOCKS blocks, revolve log L; each answer is
 played and judged.
@@ -23,7 +24,7 @@ played and judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median_low
 
 from graphs.graph import Graph
@@ -42,6 +43,7 @@ from solver.fastest import Fastest
 from solver.playback import Playback
 from solver.proposal import Proposal
 from solver.rematerialise import baseline
+from solver.revolve import n_extra_steps
 from solver.revolve import schedule as reversal
 from solver.schedule import Schedule
 from solver.sqrt import sqrt
@@ -50,6 +52,8 @@ DP_MAX_BLOCKS = 64
 REVOLVE_MAX_BLOCKS = 128
 N_BISECTIONS = 8
 N_SLOTS = 500
+MAX_RUNS = 20
+"""Of a block in a reversal: with few snapshots a long chain would run the first ones endlessly."""
 
 
 def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
@@ -131,15 +135,36 @@ def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) 
     with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
-        blocks = cut(graph, max_blocks=REVOLVE_MAX_BLOCKS)
-        fits, overflows = 0, blocks.n_blocks + 1
-        while overflows - fits > 1 and not search.time_is_up():
-            n_snapshots = (fits + overflows) // 2
-            if search.fits(play_reversal(graph, blocks, n_snapshots=n_snapshots)):
-                fits = n_snapshots
-            else:
-                overflows = n_snapshots
+        coarse, fine = cut(graph, max_blocks=REVOLVE_MAX_BLOCKS), cut(graph)
+        for blocks in (coarse, fine) if fine.n_blocks > coarse.n_blocks else (coarse,):
+            fits, overflows = 0, blocks.n_blocks + 1
+            while overflows - fits > 1 and not search.time_is_up():
+                n_snapshots = (fits + overflows) // 2
+                if _is_long(blocks, n_snapshots) or search.fits(
+                    play_reversal(graph, blocks, n_snapshots=n_snapshots)
+                ):
+                    fits = n_snapshots
+                else:
+                    overflows = n_snapshots
         return search.proposal()
+
+
+def reversals(graph: Graph) -> Iterator[Schedule]:
+    """Reversals of all blocks with more and more snapshots: small peaks, the smallest ones first.
+
+    Without those that run a block MAX_RUNS times and more on the average.
+    """
+    blocks = cut(graph)
+    n_snapshots = 1
+    while n_snapshots < blocks.n_blocks:
+        if not _is_long(blocks, n_snapshots):
+            yield play_reversal(graph, blocks, n_snapshots=n_snapshots)
+        n_snapshots += 1 + n_snapshots // 2
+
+
+def _is_long(blocks: Blocks, n_snapshots: int) -> bool:
+    n_steps = blocks.n_blocks
+    return n_extra_steps(n_steps=n_steps, n_snapshots=n_snapshots) > MAX_RUNS * n_steps
 
 
 def play_reversal(graph: Graph, blocks: Blocks, *, n_snapshots: int) -> Schedule:

@@ -1,8 +1,10 @@
 """The least budget for which a schedule is found, between what is proven and no checkpointing.
 
-By bisection; a schedule that is found lowers the upper end to its own peak, often far below the
-budget that was tried. A method need not find a schedule for every budget above the least one for
-which it does, so this is what was found, not a proof.
+Reversals of the chain of blocks with few snapshots (`solver.chain_methods`) reach it on deep
+chains. Elsewhere greedy eviction goes further down, by bisection; a schedule that is found lowers
+the upper end to its own peak, often far below the budget that was tried. A method need not find a
+schedule for every budget above the least one for which it does, so this is what was found, not a
+proof.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from graphs.graph import Graph
+from solver.chain_methods import reversals
 from solver.evict import evict
 from solver.proposal import Method
 from solver.rematerialise import baseline
@@ -29,29 +32,47 @@ BASE_WORK, WORK_PER_NODE = 5_000_000, 1_000
 """Of all evictions together, as `Evicted` counts it: five seconds, and 1.5 ms for a node."""
 
 
-def least_by_eviction(
+def least_schedule(
     step: Step, *, proven_bytes: int, deadline_s: float = math.inf
 ) -> tuple[Schedule, int]:
-    """The schedule of the smallest peak that greedy eviction finds, and that peak.
+    """The schedule of the smallest peak that reversals and greedy eviction find, and that peak.
 
+    Reversals of the chain of blocks reach the least on deep chains, eviction where skips cross.
     proven_bytes: known not to be beaten. deadline_s: on the monotonic clock; without it the answer
     is the same whatever the machine's load.
     """
+    graph = step.graph
+    best = baseline(graph)
+    most_bytes = least_bytes = simulate(graph, best).peak_bytes
+    for schedule in reversals(graph):
+        if time.monotonic() > deadline_s:
+            break
+        peak_bytes = simulate(graph, schedule).peak_bytes
+        if peak_bytes < least_bytes:
+            best, least_bytes = schedule, peak_bytes
+    if least_bytes - proven_bytes <= TOLERANCE * most_bytes:
+        return best, least_bytes
     work, max_work = 0, BASE_WORK + WORK_PER_NODE * step.n_nodes
 
     def attempt(budget_bytes: int) -> Schedule | None:
         nonlocal work
         for patience in PATIENCE:
             if work < max_work and time.monotonic() < deadline_s:
-                evicted = evict(
+                found = evict(
                     step, budget_bytes=budget_bytes, patience=patience, deadline_s=deadline_s
                 )
-                work += evicted.work
-                if evicted.schedule is not None:
-                    return evicted.schedule
+                work += found.work
+                if found.schedule is not None:
+                    return found.schedule
         return None
 
-    return _bisected(step.graph, attempt, proven_bytes=proven_bytes, more=lambda: work < max_work)
+    def more() -> bool:
+        return work < max_work
+
+    evicted, peak_bytes = _bisected(graph, attempt, proven_bytes=proven_bytes, more=more)
+    if peak_bytes < least_bytes:
+        best, least_bytes = evicted, peak_bytes
+    return _retried(graph, attempt, best, least_bytes, proven_bytes=proven_bytes, more=more)
 
 
 def least_by_method(
@@ -70,7 +91,11 @@ def least_by_method(
         found = method(graph, budget_bytes=budget_bytes, time_limit_s=max(0.0, left_s()), seed=seed)
         return found.schedule
 
-    return _bisected(graph, attempt, proven_bytes=proven_bytes, more=lambda: left_s() > 0)[1]
+    def more() -> bool:
+        return left_s() > 0
+
+    best, high = _bisected(graph, attempt, proven_bytes=proven_bytes, more=more)
+    return _retried(graph, attempt, best, high, proven_bytes=proven_bytes, more=more)[1]
 
 
 def _bisected(
@@ -80,6 +105,7 @@ def _bisected(
     proven_bytes: int,
     more: Callable[[], bool],
 ) -> tuple[Schedule, int]:
+    """The schedule of the smallest peak that bisection meets, and that peak."""
     best = baseline(graph)
     peak_bytes = simulate(graph, best).peak_bytes
     low, high = proven_bytes, peak_bytes  # nothing is found below low, `best` reaches high
@@ -90,7 +116,19 @@ def _bisected(
             low = tried + 1
         else:
             best, high = schedule, simulate(graph, schedule).peak_bytes
-    # Below a budget without a schedule there may be one with: try again further down.
+    return best, high
+
+
+def _retried(
+    graph: Graph,
+    attempt: Callable[[int], Schedule | None],
+    best: Schedule,
+    high: int,
+    *,
+    proven_bytes: int,
+    more: Callable[[], bool],
+) -> tuple[Schedule, int]:
+    """Below a budget without a schedule there may be one with: try further down once more."""
     for share in RETRIES:
         tried = proven_bytes + int(share * (high - proven_bytes))
         schedule = attempt(tried) if tried < high and more() else None
