@@ -189,9 +189,9 @@ def _search(
 
 
 def _draw_memory(path: Path, solution: Solution) -> None:
-    from solver.plot import memory, save  # imports Matplotlib
+    from solver.plot import before_and_after, save  # imports Matplotlib
 
-    save(memory(solution), path)
+    save(before_and_after(solution)[0], path)
 
 
 def _draw_curve(
