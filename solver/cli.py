@@ -25,6 +25,7 @@ from rich.console import Console
 from graphs.files import FormatError
 from graphs.graph import GraphError
 from solver import table
+from solver.advice import advise
 from solver.arguments import Arguments, UsageError, parse
 from solver.budget import BudgetError, format_both
 from solver.model_file import LoadError, SizeError
@@ -144,6 +145,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report
         files=tuple(files),
         notes=tuple(notes),
         reserve_reason=problem.reserve_reason,
+        advice=advise(chosen),
     )
 
 

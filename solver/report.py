@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.graph import Graph, Node
+from solver.advice import Advice
 from solver.breakdown import memory_at, node_at
 from solver.rematerialise import baseline
 from solver.schedule import Schedule
@@ -27,6 +28,7 @@ class Report:
     solutions: one, or one per method of a comparison. refused: method -> why it gave no answer.
     files: (what, path) of each file written. notes: whole sentences. reserve_reason: where the
     reserve comes from, "" if the caller named it. verify_error: why the step could not be run.
+    advice: what else would help the best of the solutions.
     """
 
     problem: str
@@ -39,6 +41,7 @@ class Report:
     verification: Verification | None = None
     verify_error: str = ""
     reserve_reason: str = ""
+    advice: tuple[Advice, ...] = ()
 
     @property
     def best(self) -> Solution:
@@ -96,6 +99,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "verification": _verification(report),
         "files": {what: str(path) for what, path in report.files},
         "notes": list(report.notes),
+        "advice": [asdict(advice) for advice in report.advice],
     }
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphs.graph import Graph, Node
+from solver.advice import ABOUT
 from solver.breakdown import CATEGORIES, memory_at, node_at
 from solver.budget import format_both, format_size
 from solver.rematerialise import baseline
@@ -60,6 +61,9 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     if report.verify_error:
         yield _heading("Verified", "FAILED", "bold red")
         yield _pairs([("reason", report.verify_error)])
+    if report.advice:
+        yield _heading("Advice")
+        yield _pairs((ABOUT[advice.kind], advice.text) for advice in report.advice)
     for method, reason in report.refused:
         yield Text(f"\nRefused by {method}: {reason}")
     for note in report.notes:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from graphs.graph import Graph
 from graphs.synthetic import chain, residual
+from solver.advice import Advice
 from solver.breakdown import CATEGORIES, memory_at, node_at
 from solver.methods import METHODS
 from solver.rematerialise import baseline
@@ -187,6 +188,22 @@ def test_the_best_of_several_is_the_fastest_that_fits(gpt2):
     assert "Methods" in text
     assert text.count("every_block") == 1
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_advice_is_told(planned):
+    advice = (Advice("logits", "Chunk the loss. " * 9), Advice("precision", "Use bf16."))
+    for width in (60, 80):
+        text = shown(report_of(planned, advice=advice), width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert " ".join(text[text.index("Advice") :].split()).startswith(
+            "Advice logits Chunk the loss. Chunk the loss."
+        )
+        assert "precision        Use bf16." in text
+    assert to_json(report_of(planned, advice=advice))["advice"][1] == {
+        "kind": "precision",
+        "text": "Use bf16.",
+    }
+    assert "Advice" not in shown(report_of(planned))
 
 
 def test_a_refusal_is_told(gpt2, planned):
