@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import NoReturn
 from solver.methods import METHODS
 
 PICTURES = (".png", ".svg")
+PAGES = (".html", ".htm")
 DEFAULT_TIME_LIMIT_S = 60.0
 
 _EPILOG = """\
@@ -42,7 +44,8 @@ class UsageError(ValueError):
 class Arguments:
     """The command line. None: not given, so the default of the place that reads it holds.
 
-    budget, reserve: sizes as they were written. time_limit_s: of the search, per method.
+    budget, reserve: sizes as they were written. time_limit_s: of the search, per method. command:
+    all of it, as a shell takes it.
     """
 
     problem: str
@@ -61,9 +64,11 @@ class Arguments:
     graph_out: Path | None
     plot: Path | None
     pareto: Path | None
+    report: Path | None
     verify: bool
     json: bool
     quiet: bool
+    command: str = ""
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -77,6 +82,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         "--graph-out": given.graph_out,
         "--plot": given.plot,
         "--pareto": given.pareto,
+        "--report": given.report,
     }
     _check_outputs({option: path for option, path in outputs.items() if path is not None})
     return Arguments(
@@ -96,9 +102,11 @@ def parse(argv: Sequence[str]) -> Arguments:
         graph_out=given.graph_out,
         plot=given.plot,
         pareto=given.pareto,
+        report=given.report,
         verify=given.verify,
         json=given.json,
         quiet=given.quiet,
+        command=shlex.join(("solve", *argv)),
     )
 
 
@@ -176,6 +184,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         (("--graph-out",), "write the traced graph (JSON)"),
         (("--plot",), "draw the memory over the step (.png, .svg)"),
         (("--pareto",), "draw overhead against budget (.png, .svg); takes as long again"),
+        (("--report",), "write the report with its pictures as one page (.html)"),
     ):
         group.add_argument(*flags, type=Path, metavar="FILE", help=what)
     group.add_argument(
@@ -230,6 +239,8 @@ def _check_outputs(outputs: dict[str, Path]) -> None:
     for option, path in outputs.items():
         if option in ("--plot", "--pareto") and path.suffix.lower() not in PICTURES:
             raise UsageError(f"{option} {path}: the name must end in .png or .svg")
+        if option == "--report" and path.suffix.lower() not in PAGES:
+            raise UsageError(f"{option} {path}: the name must end in .html")
         try:
             _check_place(path, option)
         except OSError as error:

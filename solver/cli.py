@@ -9,14 +9,13 @@ an exit code (`Exit`), never in a traceback.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -24,13 +23,13 @@ from rich.console import Console
 
 from graphs.files import FormatError
 from graphs.graph import GraphError
-from solver import table
+from solver import outputs, table
 from solver.advice import advise
 from solver.arguments import Arguments, UsageError, parse
 from solver.budget import BudgetError, format_both
 from solver.model_file import LoadError, SizeError
-from solver.pareto import N_BUDGETS, sweep
 from solver.problem import Problem, opened_problem
+from solver.progress import Progress
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
 from solver.solution import Request, Solution
 from solver.solve import InterruptedSolveError, attempt, explained
@@ -94,12 +93,13 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 
 
 def _run(arguments: Arguments) -> int:
-    progress = _Progress(quiet=arguments.quiet)
+    progress = Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress=progress.says) as problem:
         report = _plan(arguments, problem, progress)
         if arguments.verify and report.best.schedule is not None:
             with progress.says("verifying: running the step with and without the plan"):
                 report = _verify(problem, report)
+        report = _drawn(arguments, problem, report, progress)
     code = _exit_code(report)
     if arguments.json:
         print(json.dumps({**to_json(report), "exit_code": int(code)}, indent=1, allow_nan=False))
@@ -110,8 +110,8 @@ def _run(arguments: Arguments) -> int:
     return code
 
 
-def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report:
-    """Search, and write what was asked for."""
+def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
+    """Search, and write graph and schedule: what follows may take long, or be interrupted."""
     files: list[tuple[str, Path]] = []
     if arguments.graph_out is not None:
         problem.graph.save(arguments.graph_out)
@@ -121,21 +121,9 @@ def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report
     if interrupted:
         notes.append("Interrupted: this is the best that was found until then.")
     chosen = best(solutions)
-    if chosen.schedule is not None:
-        if arguments.schedule_out is not None:
-            chosen.save(arguments.schedule_out)
-            files.insert(0, ("schedule", arguments.schedule_out))
-        if arguments.plot is not None:
-            with progress.says("drawing"):
-                _draw_memory(arguments.plot, chosen)
-            files.append(("memory plot", arguments.plot))
-    if arguments.pareto is not None and not interrupted:
-        try:
-            with progress.says("sweeping budgets for the curve"):
-                _draw_curve(arguments.pareto, arguments, problem, solutions)
-            files.append(("budget plot", arguments.pareto))
-        except KeyboardInterrupt:
-            notes.append("Interrupted while the curve was computed: it is not drawn.")
+    if chosen.schedule is not None and arguments.schedule_out is not None:
+        chosen.save(arguments.schedule_out)
+        files.insert(0, ("schedule", arguments.schedule_out))
     return Report(
         problem=problem.name,
         device=problem.device,
@@ -146,11 +134,35 @@ def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report
         notes=tuple(notes),
         reserve_reason=problem.reserve_reason,
         advice=advise(chosen),
+        interrupted=interrupted,
     )
 
 
+def _drawn(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
+    """Draw what was asked for; the report with the files' names. Ctrl-C leaves out what is left."""
+    files, notes, curve = list(report.files), list(report.notes), None
+    if (arguments.pareto or arguments.report) and not report.interrupted:
+        curve, interrupted = outputs.swept(arguments, problem, list(report.solutions), progress)
+        if interrupted:
+            part = "it is not drawn" if curve is None else "it has the points found until then"
+            notes.append(f"Interrupted while the curve was computed: {part}.")
+    with progress.says("drawing"):
+        if arguments.plot is not None and report.best.schedule is not None:
+            outputs.draw_memory(arguments.plot, report.best)
+            files.append(("memory plot", arguments.plot))
+        if arguments.pareto is not None and curve is not None:
+            outputs.draw_curve(arguments.pareto, curve, chosen=report.best)
+            files.append(("budget plot", arguments.pareto))
+        if arguments.report is not None:
+            files.append(("page", arguments.report))
+        report = dataclasses.replace(report, files=tuple(files), notes=tuple(notes))
+        if arguments.report is not None:
+            outputs.write_page(arguments.report, report, command=arguments.command, curve=curve)
+    return report
+
+
 def _search(
-    arguments: Arguments, problem: Problem, progress: _Progress
+    arguments: Arguments, problem: Problem, progress: Progress
 ) -> tuple[list[Solution], list[tuple[str, str]], bool]:
     """The answer of each method, what refused the graph, and whether Ctrl-C ended the search.
 
@@ -188,28 +200,6 @@ def _search(
         with progress.says("searching for the least budget"):
             solutions[0] = explained(solutions[0])
     return solutions, refused, False
-
-
-def _draw_memory(path: Path, solution: Solution) -> None:
-    from solver.plot import before_and_after, save  # imports Matplotlib
-
-    save(before_and_after(solution)[0], path)
-
-
-def _draw_curve(
-    path: Path, arguments: Arguments, problem: Problem, solutions: list[Solution]
-) -> None:
-    from solver.plot import pareto, save  # imports Matplotlib
-
-    curve = sweep(
-        problem.graph,
-        methods=[solution.method for solution in solutions],
-        reserve_bytes=problem.reserve_bytes,
-        time_limit_s=arguments.time_limit_s / N_BUDGETS,
-        seed=arguments.seed,
-        known=solutions,
-    )
-    save(pareto(curve, chosen=best(solutions)), path)
 
 
 def _verify(problem: Problem, report: Report) -> Report:
@@ -255,22 +245,6 @@ def _why(code: Exit, report: Report) -> str:
         node = solution.graph.node_by_name[solution.obstacle.op]
         line += f"; in the way is {table.described(node)}"
     return line
-
-
-class _Progress:
-    """A spinner on stderr while something takes its time; silent when stderr is no terminal."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False)
-        self._shown = self._console.is_terminal and not quiet
-
-    @contextlib.contextmanager
-    def says(self, what: str) -> Iterator[None]:
-        if not self._shown:
-            yield
-            return
-        with self._console.status(what):
-            yield
 
 
 if __name__ == "__main__":

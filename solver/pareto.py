@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
@@ -20,7 +20,7 @@ from solver.methods import METHODS
 from solver.rematerialise import baseline
 from solver.simulate import simulate
 from solver.solution import Request, Solution
-from solver.solve import attempt
+from solver.solve import InterruptedSolveError, attempt
 
 N_BUDGETS = 20
 
@@ -44,6 +44,14 @@ class Curve:
         return tuple(point for point in self.points if point.method == method)
 
 
+class InterruptedSweepError(KeyboardInterrupt):
+    """Ctrl-C ended the sweep; `curve` has the points that were there by then, at least one."""
+
+    def __init__(self, curve: Curve) -> None:
+        super().__init__("the sweep was interrupted")
+        self.curve = curve
+
+
 def sweep(
     graph: Graph,
     *,
@@ -53,14 +61,17 @@ def sweep(
     time_limit_s: float = 10.0,
     seed: int = 0,
     known: Sequence[Solution] = (),
+    on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
     """Plan for every budget with every method.
 
     budgets: bytes for the whole step, reserve included (None: `default_budgets`).
     time_limit_s: of each search, so the sweep takes at most budgets times methods times this.
     known: answers for this graph that are there already; their budgets become points as well.
+    on_point: told after each search how many plans there are by now, and of how many.
 
-    Raises ValueError for a budget that the reserve takes all of, or when there is none.
+    Raises ValueError for a budget that the reserve takes all of, or when there is none;
+    InterruptedSweepError on Ctrl-C, with the points until then (KeyboardInterrupt without any).
     """
     if budgets is None:
         budgets = default_budgets(
@@ -73,25 +84,39 @@ def sweep(
             f"of {reserve_bytes} bytes"
         )
     answers = {(s.method, s.request.budget_bytes): s for s in known}
+    requests = [
+        Request(
+            budget_bytes=budget_bytes,
+            reserve_bytes=reserve_bytes,
+            method=method,
+            time_limit_s=time_limit_s,
+            seed=seed,
+        )
+        for method in methods
+        for budget_bytes in sorted(asked)
+    ]
     points: list[Solution] = []
-    for method in methods:
-        line = []
-        for budget_bytes in sorted(asked):
-            found = answers.get((method, budget_bytes))
-            if found is None:
-                found = attempt(
-                    graph,
-                    Request(
-                        budget_bytes=budget_bytes,
-                        reserve_bytes=reserve_bytes,
-                        method=method,
-                        time_limit_s=time_limit_s,
-                        seed=seed,
-                    ),
-                )
-            line.append(found)
-        points.extend(_schedules_carried_up(line))
-    return Curve(graph=graph, points=tuple(_bounds_carried_down(points)))
+    try:
+        for request in requests:
+            found = answers.get((request.method, request.budget_bytes))
+            points.append(attempt(graph, request) if found is None else found)
+            if on_point is not None:
+                on_point(len(points), len(requests))
+    except InterruptedSolveError as interrupt:
+        raise InterruptedSweepError(_curve(graph, [*points, interrupt.solution])) from interrupt
+    except KeyboardInterrupt as interrupt:
+        if not points:
+            raise
+        raise InterruptedSweepError(_curve(graph, points)) from interrupt
+    return _curve(graph, points)
+
+
+def _curve(graph: Graph, points: Sequence[Solution]) -> Curve:
+    """points: method by method, each smallest budget first."""
+    carried: list[Solution] = []
+    for method in dict.fromkeys(point.method for point in points):
+        carried += _schedules_carried_up([point for point in points if point.method == method])
+    return Curve(graph=graph, points=tuple(_bounds_carried_down(carried)))
 
 
 def default_budgets(

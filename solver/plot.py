@@ -21,6 +21,7 @@ from solver.plot_style import (
     MARKERS,
     RED,
     finish,
+    inline_svg,
     legend_below,
     new_axes,
     save,
@@ -28,7 +29,7 @@ from solver.plot_style import (
 )
 from solver.solution import Solution
 
-__all__ = ["before_and_after", "memory", "pareto", "save"]
+__all__ = ["before_and_after", "inline_svg", "memory", "pareto", "save"]
 
 
 def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = None) -> Axes:

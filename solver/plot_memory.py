@@ -54,6 +54,7 @@ N_COLUMNS = 1200
 """Steps that are drawn at most: more than the picture has pixels only make its file large."""
 N_NAMED_BLOCKS = 12
 """Blocks whose numbers stand on the axis; of more blocks every second, third, ... has its own."""
+LONGEST_NAME = 60
 LEAST_ROOM = 0.018
 """Between two such numbers, as a share of the step."""
 
@@ -299,7 +300,7 @@ def _mark_peak(
     right = x > 0.6 * scale.longest
     axes.plot([x], [y], marker="o", ms=4, color=INK, ls="", zorder=7)
     axes.annotate(
-        f"peak {format_size(trace.peak_bytes)} at {node.name}",
+        f"peak {format_size(trace.peak_bytes)} at {_drawable(node.name)}",
         (x, y),
         xytext=(-5 if right else 5, 7),
         textcoords="offset points",
@@ -307,5 +308,12 @@ def _mark_peak(
         va="bottom",
         color=INK,
         fontsize=8,
+        parse_math=False,
         zorder=7,
     )
+
+
+def _drawable(name: str) -> str:
+    """A name as a picture can show it: graph files come from strangers."""
+    shown = "".join(c if c.isprintable() else "?" for c in name)
+    return shown if len(shown) <= LONGEST_NAME else shown[: LONGEST_NAME - 1] + "…"

@@ -27,7 +27,7 @@ from solver.verification import Verification, Verifier, VerifyError
 if TYPE_CHECKING:
     from torch import nn
 
-Progress = Callable[[str], AbstractContextManager[None]]
+Progress = Callable[[str], AbstractContextManager[object]]
 
 NOTABLE_OUTPUT_SHARE = 0.01
 NOTABLE_OUTPUT_BYTES = 10**6

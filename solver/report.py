@@ -28,7 +28,7 @@ class Report:
     solutions: one, or one per method of a comparison. refused: method -> why it gave no answer.
     files: (what, path) of each file written. notes: whole sentences. reserve_reason: where the
     reserve comes from, "" if the caller named it. verify_error: why the step could not be run.
-    advice: what else would help the best of the solutions.
+    advice: what else would help the best of the solutions. interrupted: Ctrl-C ended the search.
     """
 
     problem: str
@@ -42,6 +42,7 @@ class Report:
     verify_error: str = ""
     reserve_reason: str = ""
     advice: tuple[Advice, ...] = ()
+    interrupted: bool = False
 
     @property
     def best(self) -> Solution:

@@ -39,10 +39,10 @@ def show(report: Report, console: Console) -> None:
 def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     answer = report.best
     yield _heading("Problem", report.problem)
-    yield _pairs(_asked(report))
+    yield _pairs(asked(report))
     yield _heading("Memory at the peak of the step")
     yield _memory(answer)
-    yield _pairs(_peaks(answer))
+    yield _pairs(peaks(answer))
     if len(report.solutions) + len(report.refused) > 1:
         yield _heading("Methods")
         table = _comparison(report, n_spaces=2)
@@ -51,13 +51,13 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
             table = _comparison(report, n_spaces=1)
         yield table
     yield _heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
-    yield _pairs(_answer(report))
+    yield _pairs(answered(report))
     if report.verification is not None:
         passed = report.verification.passed
         style = "bold green" if passed else "bold red"
         yield _heading("Verified", "passed" if passed else "FAILED", style)
         yield _measured(report.verification)
-        yield _pairs(_verified(report.verification))
+        yield _pairs(verified(report.verification))
     if report.verify_error:
         yield _heading("Verified", "FAILED", "bold red")
         yield _pairs([("reason", report.verify_error)])
@@ -85,7 +85,8 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
     return Padding(table, (0, 0, 0, 2))
 
 
-def _asked(report: Report) -> Iterator[tuple[str, str]]:
+def asked(report: Report) -> Iterator[tuple[str, str]]:
+    """What was to be planned, for what and within what: name and value of each row."""
     graph, request = report.best.graph, report.best.request
     n_forward = len(graph.forward_nodes)
     yield "graph", f"{len(graph.nodes)} ops, {n_forward} of them forward"
@@ -98,22 +99,25 @@ def _asked(report: Report) -> Iterator[tuple[str, str]]:
         yield "to plan with", format_both(request.available_bytes)
 
 
-def _memory(solution: Solution) -> RenderableType:
+def memory_parts(solution: Solution) -> tuple[dict[str, int], dict[str, int] | None]:
     """The breakdown at the peak without the plan and, where that differs, with it."""
-    plain = baseline(solution.graph)
-    before = memory_at(solution.graph, plain, solution.baseline.peak_op)
-    columns = [before]
-    heads = ["without plan", ""]
-    if solution.schedule is not None and solution.trace is not None and _differs(solution):
-        columns.append(memory_at(solution.graph, solution.schedule, solution.trace.peak_op))
-        heads += ["with plan", ""]
+    before = memory_at(solution.graph, baseline(solution.graph), solution.baseline.peak_op)
+    if solution.schedule is None or solution.trace is None or not _differs(solution):
+        return before, None
+    return before, memory_at(solution.graph, solution.schedule, solution.trace.peak_op)
+
+
+def _memory(solution: Solution) -> RenderableType:
+    before, after = memory_parts(solution)
+    columns = [before] if after is None else [before, after]
+    heads = ["without plan", "", "with plan", ""][: 2 * len(columns)]
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=15, no_wrap=True)
     for _ in heads:
         table.add_column(justify="right", no_wrap=True)
     table.add_row("", *(Text(head, style="dim") for head in heads))
     for name in CATEGORIES:
-        table.add_row(name, *(cell for parts in columns for cell in _part(name, parts)))
+        table.add_row(name, *(cell for parts in columns for cell in part(name, parts)))
     totals = [cell for parts in columns for cell in (format_size(sum(parts.values())), "")]
     table.add_row(*(Text(cell, style="bold") for cell in ("peak", *totals)))
     return Padding(table, (0, 0, 0, 2))
@@ -126,12 +130,14 @@ def _differs(solution: Solution) -> bool:
     )
 
 
-def _part(name: str, parts: dict[str, int]) -> tuple[str, str]:
+def part(name: str, parts: dict[str, int]) -> tuple[str, str]:
+    """Size and share of one category of a breakdown."""
     share = parts[name] / (sum(parts.values()) or 1)
     return format_size(parts[name]), _percent(share, digits=1) if parts[name] else ""
 
 
-def _peaks(solution: Solution) -> Iterator[tuple[str, str]]:
+def peaks(solution: Solution) -> Iterator[tuple[str, str]]:
+    """Where the peak stands, without the plan and with it."""
     graph = solution.graph
     yield (
         "peak without",
@@ -150,7 +156,8 @@ def described(node: Node | None) -> str:
     return f"{node.name} ({node.op}, {node.phase}){where}"
 
 
-def _answer(report: Report) -> Iterator[tuple[str, str]]:
+def answered(report: Report) -> Iterator[tuple[str, str]]:
+    """The best answer, or why there is none: name and value of each row."""
     solution = report.best
     yield "method", solution.method
     if solution.trace is None:
@@ -221,13 +228,14 @@ def _comparison(report: Report, *, n_spaces: int) -> RenderableType:
     chosen = report.best
     for solution in report.solutions:
         style = "bold" if solution is chosen and solution.trace is not None else ""
-        table.add_row(*_compared(solution), style=style)
+        table.add_row(*compared(solution), style=style)
     for method, _ in report.refused:
         table.add_row(method, "refused")
     return Padding(table, (0, 0, 0, 2))
 
 
-def _compared(solution: Solution) -> tuple[str, ...]:
+def compared(solution: Solution) -> tuple[str, ...]:
+    """One method's row: method, status, peak, overhead, bound, gap, ops again, planned in."""
     trace, bound = solution.trace, solution.lower_bound_overhead
     return (
         solution.method,
@@ -249,16 +257,33 @@ def _measured(found: Verification) -> RenderableType:
     heads = ("", "predicted", "measured", "predicted", "measured")
     table.add_row("", Text("plan", style="dim"), "", Text("without", style="dim"), "")
     table.add_row(*(Text(head, style="dim") for head in heads))
-    peaks = (found.predicted_peak_bytes, found.measured_peak_bytes)
-    plain_peaks = (found.baseline_predicted_peak_bytes, found.baseline_measured_peak_bytes)
-    table.add_row("peak", *(format_size(size) for size in (*peaks, *plain_peaks)))
-    times = (found.predicted_time_s, found.measured_time_s)
-    plain_times = (found.baseline_predicted_time_s, found.baseline_measured_time_s)
-    table.add_row("time of a step", *(format_time(time) for time in (*times, *plain_times)))
+    table.add_row("peak", *map(format_size, measured_peaks(found)))
+    table.add_row("time of a step", *map(format_time, measured_times(found)))
     return Padding(table, (0, 0, 0, 2))
 
 
-def _verified(found: Verification) -> Iterator[tuple[str, str]]:
+def measured_peaks(found: Verification) -> tuple[int, ...]:
+    """Bytes: of the plan predicted and measured, of the step without it predicted and measured."""
+    return (
+        found.predicted_peak_bytes,
+        found.measured_peak_bytes,
+        found.baseline_predicted_peak_bytes,
+        found.baseline_measured_peak_bytes,
+    )
+
+
+def measured_times(found: Verification) -> tuple[float, ...]:
+    """Seconds, in the order of `measured_peaks`."""
+    return (
+        found.predicted_time_s,
+        found.measured_time_s,
+        found.baseline_predicted_time_s,
+        found.baseline_measured_time_s,
+    )
+
+
+def verified(found: Verification) -> Iterator[tuple[str, str]]:
+    """What running the step said beside the figures."""
     yield "ran on", found.device
     spread = format_time(found.spread_s)
     steps = f"medians of {found.n_timed_steps} steps, up to {spread} apart"

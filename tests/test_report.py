@@ -50,6 +50,26 @@ def report_of(*solutions: Solution, **fields: object) -> Report:
     )
 
 
+def verified() -> Verification:
+    return Verification(
+        device="the CPU",
+        available_bytes=4 * 10**9,
+        predicted_peak_bytes=3_100_000_000,
+        measured_peak_bytes=3_200_000_000,
+        baseline_predicted_peak_bytes=5_200_000_000,
+        baseline_measured_peak_bytes=5_300_000_000,
+        predicted_time_s=1.0,
+        measured_time_s=1.5,
+        baseline_predicted_time_s=0.9,
+        baseline_measured_time_s=1.25,
+        n_gradients=149,
+        differences=(),
+        reserved_bytes=3_500_000_000,
+        spread_s=0.125,
+        n_timed_steps=3,
+    )
+
+
 # The breakdown.
 
 
@@ -257,23 +277,7 @@ def test_colour_is_for_terminals_that_want_it(planned, monkeypatch):
 
 
 def test_a_verification_is_told_beside_the_prediction(planned):
-    found = Verification(
-        device="the CPU",
-        available_bytes=4 * 10**9,
-        predicted_peak_bytes=3_100_000_000,
-        measured_peak_bytes=3_200_000_000,
-        baseline_predicted_peak_bytes=5_200_000_000,
-        baseline_measured_peak_bytes=5_300_000_000,
-        predicted_time_s=1.0,
-        measured_time_s=1.5,
-        baseline_predicted_time_s=0.9,
-        baseline_measured_time_s=1.25,
-        n_gradients=149,
-        differences=(),
-        reserved_bytes=3_500_000_000,
-        spread_s=0.125,
-        n_timed_steps=3,
-    )
+    found = verified()
     text = shown(report_of(planned, verification=found))
     for words in ("Verified  passed", "3.20 GB", "5.30 GB", "1.50 s", "149 gradients", "3.50 GB"):
         assert words in text
