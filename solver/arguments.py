@@ -29,6 +29,11 @@ problem:
   package.module[:factory]    the same of an installed package
   graph.json                  a graph that --graph-out wrote; starts at once
 
+explain:
+  solve explain schedule.json graph.json [--op NAME]
+                              why an op runs again, where the peak is, what a gigabyte more or
+                              less would change
+
 sizes:  16GB = 16*10^9, 15.5GiB = 15.5*2^30, 800MB, 1TB, plain bytes, 60% of the device's memory
 
 exit codes:  0 solved   2 wrong usage   3 infeasible   4 the model cannot be loaded or traced
@@ -110,15 +115,15 @@ def parse(argv: Sequence[str]) -> Arguments:
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse prints usage and exits; here every error is raised, so that one place reports it."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (solve --help lists the options)")
+        raise UsageError(f"{message} ({self.prog} --help lists the options)")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="solve",
         usage="solve --budget SIZE [options] model.py[:factory] | package.module[:factory] | "
         "graph.json",
@@ -149,7 +154,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--time-limit",
-        type=_seconds,
+        type=seconds,
         default=DEFAULT_TIME_LIMIT_S,
         metavar="S",
         help="seconds that each method may search (default: 60)",
@@ -223,7 +228,8 @@ def _at_least(least: int) -> Callable[[str], int]:
     return read
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A positive number; raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:

@@ -15,7 +15,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rich.console import Console
 
 from graphs.files import FormatError
 from graphs.graph import GraphError
-from solver import outputs, table
+from solver import explain_cli, outputs, table
 from solver.advice import advise
 from solver.arguments import Arguments, UsageError, parse
 from solver.budget import BudgetError, format_both
@@ -46,6 +46,11 @@ nowhere else, and speaks to it through the protocol `solver.verification.Verifie
 """
 
 
+EXPLAIN = "explain"
+"""The one word that is no problem to plan: a model file ends in .py, a graph in .json, and a module
+has a dot in its name or a colon after it."""
+
+
 class Exit(IntEnum):
     """What the command's exit status means."""
 
@@ -64,23 +69,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A name that the terminal cannot show must not end the report.
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == [EXPLAIN]:
+        return _ended(lambda: explain_cli.main(words[1:]), as_json="--json" in words)
     try:
         arguments = parse(words)
     except UsageError as error:
         return _failed(Exit.USAGE, str(error), as_json=False)
+    return _ended(lambda: _run(arguments), as_json=arguments.json)
+
+
+def _ended(run: Callable[[], int], *, as_json: bool) -> int:
+    """The exit status of what is run, whatever a person got wrong."""
     try:
-        return _run(arguments)
+        return run()
     except (UsageError, BudgetError, SizeError) as error:
-        return _failed(Exit.USAGE, str(error), as_json=arguments.json)
+        return _failed(Exit.USAGE, str(error), as_json=as_json)
     except (LoadError, FormatError, GraphError) as error:
-        return _failed(Exit.NOT_LOADED, str(error), as_json=arguments.json)
+        return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
     except BrokenPipeError:
         # Whoever read our output has enough; the interpreter must not complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.SOLVED
     except KeyboardInterrupt:
-        message = "interrupted"
-        return _failed(Exit.INTERRUPTED, message, as_json=arguments.json)
+        return _failed(Exit.INTERRUPTED, "interrupted", as_json=as_json)
 
 
 def _failed(code: Exit, message: str, *, as_json: bool) -> int:

@@ -30,52 +30,58 @@ N_SHOWN = 4
 
 def show(report: Report, console: Console) -> None:
     """Print the report for a person."""
+    written(Group(*_sections(report, console)), console)
+
+
+def written(shown: RenderableType, console: Console) -> None:
+    """Print it without blanks at the ends of lines."""
     with console.capture() as printed:
-        console.print(Group(*_sections(report, console)))
+        console.print(shown)
     text = "\n".join(line.rstrip() for line in printed.get().splitlines())
     console.file.write(text.lstrip("\n") + "\n")
 
 
 def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     answer = report.best
-    yield _heading("Problem", report.problem)
-    yield _pairs(asked(report))
-    yield _heading("Memory at the peak of the step")
+    yield heading("Problem", report.problem)
+    yield pairs(asked(report))
+    yield heading("Memory at the peak of the step")
     yield _memory(answer)
-    yield _pairs(peaks(answer))
+    yield pairs(peaks(answer))
     if len(report.solutions) + len(report.refused) > 1:
-        yield _heading("Methods")
+        yield heading("Methods")
         table = _comparison(report, n_spaces=2)
         unbounded = console.options.update(max_width=1000)
         if console.measure(table, options=unbounded).maximum > console.width:
             table = _comparison(report, n_spaces=1)
         yield table
-    yield _heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
-    yield _pairs(answered(report))
+    yield heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
+    yield pairs(answered(report))
     if report.verification is not None:
         passed = report.verification.passed
         style = "bold green" if passed else "bold red"
-        yield _heading("Verified", "passed" if passed else "FAILED", style)
+        yield heading("Verified", "passed" if passed else "FAILED", style)
         yield _measured(report.verification)
-        yield _pairs(verified(report.verification))
+        yield pairs(verified(report.verification))
     if report.verify_error:
-        yield _heading("Verified", "FAILED", "bold red")
-        yield _pairs([("reason", report.verify_error)])
+        yield heading("Verified", "FAILED", "bold red")
+        yield pairs([("reason", report.verify_error)])
     if report.advice:
-        yield _heading("Advice")
-        yield _pairs((ABOUT[advice.kind], advice.text) for advice in report.advice)
+        yield heading("Advice")
+        yield pairs((ABOUT[advice.kind], advice.text) for advice in report.advice)
     for method, reason in report.refused:
         yield Text(f"\nRefused by {method}: {reason}")
     for note in report.notes:
         yield Text(f"\nNote: {note}")
 
 
-def _heading(title: str, value: str = "", style: str = "") -> RenderableType:
+def heading(title: str, value: str = "", style: str = "") -> RenderableType:
+    """The first line of a section."""
     text = Text.assemble("\n", (title, "bold"), ("  " if value else ""), (value, style))
     return Padding(text, 0)
 
 
-def _pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
+def pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
     """Name and value side by side; a long value folds under itself and loses nothing."""
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=15, no_wrap=True)
