@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from pathlib import Path
 
 from rich.console import Console
 
@@ -27,6 +26,8 @@ from solver import explain_cli, outputs, table
 from solver.advice import advise
 from solver.arguments import Arguments, UsageError, parse
 from solver.budget import BudgetError, format_both
+from solver.largest import SizeSearch
+from solver.maximise import maximised, size_notes
 from solver.model_file import LoadError, SizeError
 from solver.problem import Problem, opened_problem
 from solver.progress import Progress
@@ -106,7 +107,12 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress=progress.says) as problem:
-        report = _plan(arguments, problem, progress)
+        if arguments.largest is not None:
+            problem, search = maximised(arguments, problem, progress)
+            report = _of_largest(arguments, problem, search)
+        else:
+            report = _plan(arguments, problem, progress)
+        report = _saved(arguments, report)
         if arguments.verify and report.best.schedule is not None:
             with progress.says("verifying: running the step with and without the plan"):
                 report = _verify(problem, report)
@@ -122,31 +128,55 @@ def _run(arguments: Arguments) -> int:
 
 
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
-    """Search, and write graph and schedule: what follows may take long, or be interrupted."""
-    files: list[tuple[str, Path]] = []
-    if arguments.graph_out is not None:
-        problem.graph.save(arguments.graph_out)
-        files.append(("graph", arguments.graph_out))
+    """Search with every method."""
     solutions, refused, interrupted = _search(arguments, problem, progress)
     notes = list(problem.notes)
     if interrupted:
         notes.append("Interrupted: this is the best that was found until then.")
-    chosen = best(solutions)
-    if chosen.schedule is not None and arguments.schedule_out is not None:
-        chosen.save(arguments.schedule_out)
-        files.insert(0, ("schedule", arguments.schedule_out))
     return Report(
         problem=problem.name,
         device=problem.device,
         costs=problem.costs,
         solutions=tuple(solutions),
         refused=tuple(refused),
-        files=tuple(files),
         notes=tuple(notes),
         reserve_reason=problem.reserve_reason,
-        advice=advise(chosen),
+        advice=advise(best(solutions)),
         interrupted=interrupted,
     )
+
+
+def _of_largest(arguments: Arguments, problem: Problem, search: SizeSearch) -> Report:
+    """The report of the largest size that has a plan, or of the smallest that has none."""
+    chosen = search.largest or search.candidates[0]
+    solution = explained(chosen.solution)
+    notes = list(problem.notes)
+    if search.interrupted:
+        notes.append("Interrupted: this is the largest that was found to fit until then.")
+    notes += size_notes(search)
+    return Report(
+        problem=problem.name,
+        device=problem.device,
+        costs=problem.costs,
+        solutions=(solution,),
+        notes=tuple(notes),
+        reserve_reason=problem.reserve_reason,
+        advice=advise(solution),
+        interrupted=search.interrupted,
+        sizes=search,
+    )
+
+
+def _saved(arguments: Arguments, report: Report) -> Report:
+    """Write schedule and graph at once: what follows may take long, or be interrupted."""
+    files = list(report.files)
+    if arguments.schedule_out is not None and report.best.schedule is not None:
+        report.best.save(arguments.schedule_out)
+        files.append(("schedule", arguments.schedule_out))
+    if arguments.graph_out is not None:
+        report.best.graph.save(arguments.graph_out)
+        files.append(("graph", arguments.graph_out))
+    return dataclasses.replace(report, files=tuple(files))
 
 
 def _drawn(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
@@ -161,6 +191,9 @@ def _drawn(arguments: Arguments, problem: Problem, report: Report, progress: Pro
         if arguments.plot is not None and report.best.schedule is not None:
             outputs.draw_memory(arguments.plot, report.best)
             files.append(("memory plot", arguments.plot))
+        if arguments.throughput is not None and report.sizes is not None:
+            outputs.draw_throughput(arguments.throughput, report.sizes)
+            files.append(("throughput plot", arguments.throughput))
         if arguments.pareto is not None and curve is not None:
             outputs.draw_curve(arguments.pareto, curve, chosen=report.best)
             files.append(("budget plot", arguments.pareto))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from solver.arguments import Arguments
+from solver.largest import SizeSearch
 from solver.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
 from solver.problem import Problem
 from solver.progress import Progress
@@ -66,6 +67,12 @@ def draw_curve(path: Path, curve: Curve, *, chosen: Solution) -> None:
     from solver.plot import pareto, save
 
     save(pareto(curve, chosen=chosen), path)
+
+
+def draw_throughput(path: Path, search: SizeSearch) -> None:
+    from solver.plot import save, throughput
+
+    save(throughput(search), path)
 
 
 def write_page(path: Path, report: Report, *, command: str, curve: Curve | None) -> None:

@@ -20,6 +20,7 @@ from solver.advice import ABOUT
 from solver.block_table import block_rows
 from solver.breakdown import CATEGORIES
 from solver.budget import format_both, format_size
+from solver.largest import SizeSearch
 from solver.pareto import Curve
 from solver.report import Report
 from solver.solution import Solution
@@ -40,7 +41,7 @@ def page(report: Report, *, command: str, curve: Curve | None = None) -> str:
 
 
 def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str]:
-    from solver.plot import before_and_after, inline_svg, pareto  # imports Matplotlib
+    from solver.plot import before_and_after, inline_svg, pareto, throughput  # imports Matplotlib
 
     answer = report.best
     yield _section("Answer", f'<p class="{answer.status}">{_text(answer.status)}</p>')
@@ -54,6 +55,14 @@ def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str
     rows = block_rows(answer)
     if rows:
         yield _section("Blocks", _paragraphs(BLOCK_WORDS), _blocks(answer))
+    if report.sizes is not None:
+        picture = inline_svg(throughput(report.sizes), name="sizes")
+        yield _section(
+            table.SIZE_TITLES[report.sizes.size],
+            _figure(picture, "Throughput against size"),
+            _sizes(report.sizes),
+            _list(table.size_words(report.sizes)),
+        )
     if len(report.solutions) + len(report.refused) > 1:
         yield _section("Methods", _methods(report))
     yield _section("What the bound says", _paragraphs(*bound_words(answer)))
@@ -133,6 +142,12 @@ def _blocks(solution: Solution) -> str:
         for row in block_rows(solution)
     ]
     return _table(heads, rows, n_words=2)
+
+
+def _sizes(search: SizeSearch) -> str:
+    rows = [table.size_row(candidate) for candidate in search.candidates]
+    chosen = [i for i, candidate in enumerate(search.candidates) if candidate is search.largest]
+    return _table(table.size_heads(search), rows, n_words=2, marked=dict.fromkeys(chosen, "chosen"))
 
 
 def _methods(report: Report) -> str:

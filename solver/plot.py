@@ -1,4 +1,4 @@
-"""Pictures: memory over the step, and overhead against budget.
+"""Pictures: memory over the step, overhead against budget, throughput against size.
 
 Each function draws into `ax`, or into a figure of its own that belongs to nobody (no pyplot state),
 and returns the axes. `save` writes the figure, whole or not at all.
@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from solver.budget import format_size
 from solver.pareto import Curve
 from solver.plot_memory import before_and_after, memory, overhead_words
+from solver.plot_sizes import throughput
 from solver.plot_style import (
     GREY,
     LIGHT,
@@ -29,7 +30,7 @@ from solver.plot_style import (
 )
 from solver.solution import Solution
 
-__all__ = ["before_and_after", "inline_svg", "memory", "pareto", "save"]
+__all__ = ["before_and_after", "inline_svg", "memory", "pareto", "save", "throughput"]
 
 
 def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = None) -> Axes:

@@ -18,6 +18,7 @@ from graphs.graph import Graph, Node
 from solver.advice import ABOUT
 from solver.breakdown import CATEGORIES, memory_at, node_at
 from solver.budget import format_both, format_size
+from solver.largest import Candidate, SizeSearch
 from solver.rematerialise import baseline
 from solver.report import Report, least_budget_bytes, proven_infeasible
 from solver.solution import STATUSES, Obstacle, Solution
@@ -48,6 +49,10 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     yield heading("Memory at the peak of the step")
     yield _memory(answer)
     yield pairs(peaks(answer))
+    if report.sizes is not None:
+        yield heading(SIZE_TITLES[report.sizes.size])
+        yield _sizes(report.sizes)
+        yield pairs(size_words(report.sizes))
     if len(report.solutions) + len(report.refused) > 1:
         yield heading("Methods")
         table = _comparison(report, n_spaces=2)
@@ -238,6 +243,55 @@ def _comparison(report: Report, *, n_spaces: int) -> RenderableType:
     for method, _ in report.refused:
         table.add_row(method, "refused")
     return Padding(table, (0, 0, 0, 2))
+
+
+SIZE_TITLES = {"batch_size": "Batch sizes", "seq_length": "Sequence lengths"}
+RATE_TITLES = {"batch_size": "samples/s", "seq_length": "positions/s"}
+
+
+def _sizes(search: SizeSearch) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for index, title in enumerate(size_heads(search)):
+        table.add_column(title, justify="left" if index == 1 else "right", no_wrap=True)
+    for candidate in search.candidates:
+        style = "bold" if candidate is search.largest else ""
+        table.add_row(*size_row(candidate), style=style)
+    return Padding(table, (0, 0, 0, 2))
+
+
+def size_heads(search: SizeSearch) -> tuple[str, ...]:
+    """The titles of the columns of `size_row`."""
+    return "size", "status", "peak", "overhead", "time of a step", RATE_TITLES[search.size]
+
+
+def size_row(candidate: Candidate) -> tuple[str, ...]:
+    """One size's row."""
+    solution, rate = candidate.solution, candidate.rate_per_s
+    trace = solution.trace
+    return (
+        str(candidate.size),
+        solution.status,
+        "" if trace is None else format_size(trace.peak_bytes),
+        format_share(solution.overhead),
+        "" if trace is None else format_time(trace.time_s),
+        "" if rate is None else f"{rate:.4g}",
+    )
+
+
+def size_words(search: SizeSearch) -> Iterator[tuple[str, str]]:
+    """The largest that fits, and where more stops paying."""
+    found, beyond, pays = search.largest, search.beyond, search.pays_until
+    if found is None:
+        yield "largest", "none that was tried fits"
+        return
+    next_words = f"; {beyond.size} has no plan within the budget" if beyond else ""
+    yield "largest", f"{found.size}{next_words}"
+    if pays is not None and pays.rate_per_s is not None and found.rate_per_s is not None:
+        unit = RATE_TITLES[search.size]
+        words = f"{pays.size}: {pays.rate_per_s:.4g} {unit}"
+        if pays.size != found.size:
+            words += f"; {found.size} gives {found.rate_per_s:.4g}"
+        yield "more pays until", words
 
 
 def compared(solution: Solution) -> tuple[str, ...]:
