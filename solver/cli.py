@@ -109,7 +109,7 @@ def _run(arguments: Arguments) -> int:
     with opened_problem(arguments, progress=progress.says) as problem:
         if arguments.largest is not None:
             problem, search = maximised(arguments, problem, progress)
-            report = _of_largest(arguments, problem, search)
+            report = _of_largest(problem, search, progress)
         else:
             report = _plan(arguments, problem, progress)
         report = _saved(arguments, report)
@@ -146,11 +146,13 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
     )
 
 
-def _of_largest(arguments: Arguments, problem: Problem, search: SizeSearch) -> Report:
+def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Report:
     """The report of the largest size that has a plan, or of the smallest that has none."""
     chosen = search.largest or search.candidates[0]
-    solution = explained(chosen.solution)
+    solution, unexplained = _explained(chosen.solution, progress)
     notes = list(problem.notes)
+    if unexplained:
+        notes.append("Interrupted: what stands in the way was not looked for to the end.")
     if search.interrupted:
         notes.append("Interrupted: this is the largest that was found to fit until then.")
     notes += size_notes(search)
@@ -162,7 +164,7 @@ def _of_largest(arguments: Arguments, problem: Problem, search: SizeSearch) -> R
         notes=tuple(notes),
         reserve_reason=problem.reserve_reason,
         advice=advise(solution),
-        interrupted=search.interrupted,
+        interrupted=search.interrupted or unexplained,
         sizes=search,
     )
 
@@ -240,10 +242,19 @@ def _search(
             return solutions, refused, True
     bound_s = max(solution.lower_bound_s for solution in solutions)
     solutions = [solution.with_bound(bound_s) for solution in solutions]
+    interrupted = False
     if best(solutions).schedule is None:
+        solutions[0], interrupted = _explained(solutions[0], progress)
+    return solutions, refused, interrupted
+
+
+def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
+    """With what stands in the way, if there is no schedule; and whether Ctrl-C left that out."""
+    try:
         with progress.says("searching for the least budget"):
-            solutions[0] = explained(solutions[0])
-    return solutions, refused, False
+            return explained(solution), False
+    except KeyboardInterrupt:
+        return solution, True
 
 
 def _verify(problem: Problem, report: Report) -> Report:
@@ -254,6 +265,8 @@ def _verify(problem: Problem, report: Report) -> Report:
         verification = problem.verify(verifier, report.best)
     except VerifyError as error:
         return dataclasses.replace(report, verify_error=str(error))
+    except KeyboardInterrupt:  # the plan is there all the same
+        return dataclasses.replace(report, verify_error="it was interrupted", interrupted=True)
     return dataclasses.replace(report, verification=verification)
 
 
