@@ -1,4 +1,5 @@
-"""Pictures: memory over the step, overhead against budget, throughput against size.
+"""Pictures: memory over the step, overhead against budget, throughput against size,
+a schedule block by block.
 
 Each function draws into `ax`, or into a figure of its own that belongs to nobody (no pyplot state),
 and returns the axes. `save` writes the figure, whole or not at all.
@@ -14,6 +15,7 @@ from matplotlib.axes import Axes
 from solver.budget import format_size
 from solver.pareto import Curve
 from solver.plot_memory import before_and_after, memory, overhead_words
+from solver.plot_schedule import schedule
 from solver.plot_sizes import throughput
 from solver.plot_style import (
     GREY,
@@ -30,7 +32,7 @@ from solver.plot_style import (
 )
 from solver.solution import Solution
 
-__all__ = ["before_and_after", "inline_svg", "memory", "pareto", "save", "throughput"]
+__all__ = ["before_and_after", "inline_svg", "memory", "pareto", "save", "schedule", "throughput"]
 
 
 def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = None) -> Axes:

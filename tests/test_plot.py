@@ -9,10 +9,11 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from graphs.synthetic import residual
-from solver import plot, plot_memory
+from graphs.synthetic import chain, residual
+from solver import plot, plot_memory, plot_schedule, plot_style
 from solver.blocks import cut
 from solver.breakdown import node_at
 from solver.occupancy import LAYERS, occupancy
@@ -178,6 +179,43 @@ def test_a_graph_whose_ops_take_no_time(planned):
     nodes = tuple(dataclasses.replace(node, time_s=0.0) for node in GRAPH.nodes)
     graph = dataclasses.replace(GRAPH, nodes=nodes)
     plot.memory(solve(graph, budget=PEAK_BYTES, method="none"))
+
+
+def bars(axes, colour: str) -> list[tuple[float, float, int]]:
+    """(start, width, row) of the bars of a colour."""
+    found = []
+    for collection in axes.collections:
+        if tuple(collection.get_facecolor()[0]) == to_rgba(colour):
+            for path in collection.get_paths():
+                box = path.get_extents()
+                found.append((box.x0, box.width, round(box.y0 + box.height / 2)))
+    return found
+
+
+def test_the_schedule_shows_every_run_in_its_blocks_row(planned):
+    axes = plot.schedule(planned)
+    assert len(bars(axes, plot_style.BLUE)) == len(GRAPH.forward_nodes)
+    assert len(bars(axes, plot_style.ORANGE)) == planned.trace.n_recomputed > 0
+    assert len(bars(axes, plot_style.GREEN)) == len(GRAPH.later_nodes)
+    colours = (plot_style.BLUE, plot_style.ORANGE, plot_style.GREEN)
+    everything = [bar for colour in colours for bar in bars(axes, colour)]
+    assert sum(width for _, width, _ in everything) == pytest.approx(planned.trace.time_s)
+    row_of = {name: i for i, names in enumerate(cut(GRAPH).forward, start=1) for name in names}
+    first_rows = [row for _, _, row in sorted(bars(axes, plot_style.BLUE))]
+    assert first_rows == [row_of[node.name] for node in GRAPH.forward_nodes]
+
+
+def test_the_schedule_shows_what_is_held():
+    graph = chain(n_blocks=4)
+    whole = solve(graph, budget="1GB", method="none")
+    held = [data.values - data.baseline for data in stack(plot.schedule(whole))]
+    assert len(held) == cut(graph).n_blocks == 5
+    full = 2 * plot_schedule.HALF
+    # Block 1 is held from its run until its reader in the backward pass has run.
+    assert held[0].tolist() == pytest.approx([full] * 9 + [0.0])
+    assert held[3].tolist() == pytest.approx([0.0] * 3 + [full] * 3 + [0.0] * 4)
+    nothing = solve(graph, budget=2000, method="none")
+    assert "no plan fits" in plot.schedule(nothing).get_title(loc="left")
 
 
 @pytest.mark.parametrize(("name", "start"), [("m.png", b"\x89PNG"), ("m.SVG", b"<?xml")])
