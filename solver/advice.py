@@ -74,9 +74,11 @@ def _state(solution: Solution) -> Iterator[str]:
     """Parameters, their gradients and the optimizer's state fill the budget."""
     graph, available_bytes = solution.graph, solution.request.available_bytes
     by_kind = {"parameter": 0, "gradient": 0, "optimizer_state": 0}
+    to_the_end = _read_at_the_end(graph)
     for tensor in graph.tensors:
+        made = tensor.name in graph.producer
         if tensor.alias_of is None and tensor.kind in by_kind:
-            by_kind[tensor.kind] += tensor.size_bytes
+            by_kind[tensor.kind] += tensor.size_bytes * (not made or tensor.name in to_the_end)
     state_bytes = sum(by_kind.values())
     if state_bytes < STATE_SHARE * available_bytes:
         return
@@ -99,6 +101,12 @@ def _state(solution: Solution) -> Iterator[str]:
             f"{format_size(trained)} of gradients and states"
         )
     yield text + "."
+
+
+def _read_at_the_end(graph: Graph) -> frozenset[str]:
+    """Storages that the optimizer reads or that are outputs: of the gradients, those of weights."""
+    reads = (name for n in graph.later_nodes if n.phase == "optimizer" for name in n.inputs)
+    return frozenset(map(graph.root, (*reads, *graph.outputs)))
 
 
 def _logits(solution: Solution) -> Iterator[str]:

@@ -21,11 +21,11 @@ from solver.occupancy import LAYERS, Occupancy, occupancy
 from solver.plot_style import (
     BLUE,
     GREEN,
-    GREY,
     INK,
     ORANGE,
     PINK,
     RED,
+    STONE,
     finish,
     legend_below,
     new_axes,
@@ -37,7 +37,7 @@ from solver.simulate import Trace
 from solver.solution import Solution
 
 COLOUR_OF_LAYER: Mapping[str, str] = {
-    "resident": GREY,
+    "resident": STONE,
     "kept": BLUE,
     "recomputed": ORANGE,
     "gradients": GREEN,

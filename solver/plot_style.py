@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from graphs.files import write_whole
 
 # Okabe and Ito's colours: told apart by colour-blind eyes, and in print.
-INK, GREY, LIGHT = "#222222", "#8a8a8a", "#d9d9d9"
+INK, GREY, LIGHT, STONE = "#222222", "#8a8a8a", "#d9d9d9", "#b0b3b8"
 BLUE, RED = "#0072b2", "#d55e00"
 ORANGE, GREEN, PINK, SKY = "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 LINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, INK)
@@ -24,6 +24,7 @@ COLOUR_VARIABLES = {
     INK: "--ink",
     GREY: "--grey",
     LIGHT: "--rule",
+    STONE: "--stone",
     BLUE: "--blue",
     RED: "--red",
     ORANGE: "--orange",

@@ -109,6 +109,15 @@ def test_accumulated_gradients_are_state_too():
     assert "come to 110.0 KB" in advised(graph)["state"]
 
 
+def test_gradients_that_do_not_stay_to_the_end_are_no_state():
+    graph = step(weight=10, acts=10_000)
+    kinds = {f"g{i}": "gradient" for i in range(5)}
+    tensors = tuple(dataclasses.replace(t, kind=kinds.get(t.name, t.kind)) for t in graph.tensors)
+    assert "state" not in advised(dataclasses.replace(graph, tensors=tensors))
+    whole = dataclasses.replace(graph, tensors=tensors, outputs=tuple(kinds))
+    assert "come to 50.02 KB" in advised(whole)["state"]
+
+
 @pytest.mark.parametrize("loss", ["aten._log_softmax.default", "aten.nll_loss_backward.default"])
 def test_one_ops_logits(loss):
     found = advised(step(wide=2000, loss=loss))
