@@ -16,8 +16,9 @@ from solver.report import Report, best
 from solver.solution import Solution
 
 N_QUICK_BUDGETS = 8
-QUICK_LIMIT_S = 1.0
-"""The curve of a page that did not ask for one: this many budgets, so long a search for each."""
+QUICK_LIMIT_S, LONGEST_QUICK_LIMIT_S = 1.0, 3.0
+"""The curve of a page that did not ask for one: this many budgets, so long a search for each, and
+up to the longer limit where the answer itself took its time."""
 
 
 def swept(
@@ -30,7 +31,9 @@ def swept(
     quick = arguments.pareto is None
     methods = [best(solutions).method] if quick else [solution.method for solution in solutions]
     limit_s = arguments.time_limit_s / N_BUDGETS
-    limit_s = min(QUICK_LIMIT_S, limit_s) if quick else limit_s
+    if quick:
+        as_answer_s = 2 * best(solutions).solve_time_s
+        limit_s = min(limit_s, LONGEST_QUICK_LIMIT_S, max(QUICK_LIMIT_S, as_answer_s))
     try:
         with progress.says("sweeping budgets for the curve") as say:
             budgets = default_budgets(
@@ -39,6 +42,7 @@ def swept(
                 reserve_bytes=problem.reserve_bytes,
                 time_limit_s=limit_s,
                 n_budgets=N_QUICK_BUDGETS if quick else N_BUDGETS,
+                quick=quick,
             )
             curve = sweep(
                 problem.graph,

@@ -21,6 +21,7 @@ from solver.rematerialise import baseline
 from solver.simulate import simulate
 from solver.solution import Request, Solution
 from solver.solve import InterruptedSolveError, attempt
+from solver.step import Step
 
 N_BUDGETS = 20
 
@@ -126,18 +127,23 @@ def default_budgets(
     reserve_bytes: int = 0,
     time_limit_s: float = 10.0,
     n_budgets: int = N_BUDGETS,
+    quick: bool = False,
 ) -> tuple[int, ...]:
     """Evenly spaced budgets from the least feasible one found to the peak without checkpointing.
 
-    method: the one that searches for the least budget, for at most time_limit_s.
+    method: the one that searches for the least budget, for at most time_limit_s (`auto` takes what
+    it takes). quick: from the least that is not proven to be too small, so that perhaps nothing is
+    found for the first ones.
     """
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    obstacle = bounds.obstacle(graph)
-    least_bytes = obstacle.reached_bytes
-    if method != "auto":
+    if quick:
+        least_bytes = bounds.least_budget_bytes(Step.of(graph))[0]
+    elif method == "auto":
+        least_bytes = bounds.obstacle(graph).reached_bytes
+    else:
         least_bytes = least_by_method(
             graph,
-            proven_bytes=obstacle.proven_bytes,
+            proven_bytes=bounds.obstacle(graph).proven_bytes,
             method=METHODS[method],
             time_limit_s=time_limit_s,
             seed=0,

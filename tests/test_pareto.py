@@ -8,6 +8,7 @@ import math
 import pytest
 
 from graphs.synthetic import chain, residual
+from solver import bounds
 from solver.least import least_by_method
 from solver.methods import METHODS
 from solver.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
@@ -161,6 +162,15 @@ def test_the_reserve_is_on_top_of_the_default_budgets():
     assert kept == tuple(size + 1000 for size in plain)
     assert len(plain) == N_BUDGETS
     assert plain[-1] == PEAK_BYTES
+
+
+def test_quick_budgets_start_where_nothing_is_proven_to_be_too_small():
+    first, *others = default_budgets(GRAPH, quick=True, n_budgets=5)
+    assert first == bounds.obstacle(GRAPH).proven_bytes
+    assert len(others) == 4
+    assert others[-1] == PEAK_BYTES
+    less = solve(GRAPH, budget=first - 1, time_limit_s=5)
+    assert math.isinf(less.lower_bound_s)
 
 
 def test_the_first_default_budget_is_feasible():
