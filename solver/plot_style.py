@@ -42,7 +42,7 @@ def new_axes() -> Axes:
 
 def finish(axes: Axes, title: str) -> None:
     """Title, light grid, no frame."""
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=LIGHT, lw=0.5, zorder=0)
     axes.set_axisbelow(True)
