@@ -123,6 +123,7 @@ def trace_module(
                 for source in captured.sources.values()
                 if source.kind == "parameter"
             },
+            "parameter_bytes": _bytes_by_dtype(model),
             "costs": {} if costs is None else dict(costs.description),
             "environment": {
                 **environment_of(call, model, device=device),
@@ -135,6 +136,15 @@ def trace_module(
     if gradients == "accumulate":
         graph = with_accumulation(graph, layout.gradients.values())
     return StepTrace(captured=captured, layout=layout, graph=graph)
+
+
+def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:
+    """Bytes of the parameters by dtype name; for people (`solver.advice`), not compared."""
+    sizes: dict[str, int] = {}
+    for parameter in model.parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
+    return sizes
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

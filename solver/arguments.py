@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+from solver.largest import Size
 from solver.methods import METHODS
 
 PICTURES = (".png", ".svg")
+PAGES = (".html", ".htm")
 DEFAULT_TIME_LIMIT_S = 60.0
 
 _EPILOG = """\
@@ -26,6 +29,11 @@ problem:
                               another function than get_model
   package.module[:factory]    the same of an installed package
   graph.json                  a graph that --graph-out wrote; starts at once
+
+explain:
+  solve explain schedule.json graph.json [--op NAME]
+                              why an op runs again, where the peak is, what a gigabyte more or
+                              less would change
 
 sizes:  16GB = 16*10^9, 15.5GiB = 15.5*2^30, 800MB, 1TB, plain bytes, 60% of the device's memory
 
@@ -42,11 +50,12 @@ class UsageError(ValueError):
 class Arguments:
     """The command line. None: not given, so the default of the place that reads it holds.
 
-    budget, reserve: sizes as they were written. time_limit_s: of the search, per method.
+    budget, reserve: sizes as they were written. time_limit_s: of the search, per method. largest:
+    the size to maximise. command: all of it, as a shell takes it.
     """
 
     problem: str
-    budget: str
+    budget: str | None
     methods: tuple[str, ...]
     device: str | None
     costs: str | None
@@ -61,9 +70,13 @@ class Arguments:
     graph_out: Path | None
     plot: Path | None
     pareto: Path | None
+    report: Path | None
+    throughput: Path | None
     verify: bool
     json: bool
     quiet: bool
+    largest: Size | None = None
+    command: str = ""
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -77,7 +90,10 @@ def parse(argv: Sequence[str]) -> Arguments:
         "--graph-out": given.graph_out,
         "--plot": given.plot,
         "--pareto": given.pareto,
+        "--report": given.report,
+        "--throughput": given.throughput,
     }
+    _check_together(given)
     _check_outputs({option: path for option, path in outputs.items() if path is not None})
     return Arguments(
         problem=given.problem,
@@ -96,21 +112,25 @@ def parse(argv: Sequence[str]) -> Arguments:
         graph_out=given.graph_out,
         plot=given.plot,
         pareto=given.pareto,
+        report=given.report,
+        throughput=given.throughput,
         verify=given.verify,
         json=given.json,
         quiet=given.quiet,
+        largest=given.largest,
+        command=shlex.join(("solve", *argv)),
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse prints usage and exits; here every error is raised, so that one place reports it."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (solve --help lists the options)")
+        raise UsageError(f"{message} ({self.prog} --help lists the options)")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="solve",
         usage="solve --budget SIZE [options] model.py[:factory] | package.module[:factory] | "
         "graph.json",
@@ -120,12 +140,22 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("problem", help="model file, package:function, or graph file; see below")
-    parser.add_argument("--budget", required=True, metavar="SIZE", help="bytes for the whole step")
+    parser.add_argument("--budget", metavar="SIZE", help="bytes for the whole step")
     _add_search(parser)
     _add_model(parser)
     _add_output(parser)
     parser.add_argument("--version", action="version", version=f"solve {version()}")
     return parser
+
+
+def _check_together(given: argparse.Namespace) -> None:
+    """What options ask of one another. Raises UsageError."""
+    if given.budget is None and given.largest is None:
+        raise UsageError("the following arguments are required: --budget (solve --help lists all)")
+    if given.largest is not None and given.compare:
+        raise UsageError("--compare plans one step; --max-batch and --max-seq plan many: leave one")
+    if given.throughput is not None and given.largest is None:
+        raise UsageError("--throughput draws what --max-batch or --max-seq finds: give one of them")
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
@@ -141,11 +171,24 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--time-limit",
-        type=_seconds,
+        type=seconds,
         default=DEFAULT_TIME_LIMIT_S,
         metavar="S",
-        help="seconds that each method may search (default: 60)",
+        help="seconds that each method may search (default: 60), of many plans each a share",
     )
+    size = group.add_mutually_exclusive_group()
+    for flag, name, what in (
+        ("--max-batch", "batch_size", "the largest batch"),
+        ("--max-seq", "seq_length", "the longest sequence"),
+    ):
+        size.add_argument(
+            flag,
+            dest="largest",
+            action="store_const",
+            const=name,
+            help=f"find {what} whose plan fits the budget (default: all of the named device's "
+            f"memory) by calling get_batch({name}=...), from --{name.replace('_', '-')} on",
+        )
     group.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="(default: 0)")
 
 
@@ -176,6 +219,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         (("--graph-out",), "write the traced graph (JSON)"),
         (("--plot",), "draw the memory over the step (.png, .svg)"),
         (("--pareto",), "draw overhead against budget (.png, .svg); takes as long again"),
+        (("--throughput",), "draw samples per second against size, for --max-batch (.png, .svg)"),
+        (("--report",), "write the report with its pictures as one page (.html)"),
     ):
         group.add_argument(*flags, type=Path, metavar="FILE", help=what)
     group.add_argument(
@@ -214,7 +259,8 @@ def _at_least(least: int) -> Callable[[str], int]:
     return read
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A positive number; raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -228,8 +274,10 @@ def _check_outputs(outputs: dict[str, Path]) -> None:
     """Find out now, not after minutes of solving, that a file cannot be written."""
     option_of: dict[Path, str] = {}
     for option, path in outputs.items():
-        if option in ("--plot", "--pareto") and path.suffix.lower() not in PICTURES:
+        if option in ("--plot", "--pareto", "--throughput") and path.suffix.lower() not in PICTURES:
             raise UsageError(f"{option} {path}: the name must end in .png or .svg")
+        if option == "--report" and path.suffix.lower() not in PAGES:
+            raise UsageError(f"{option} {path}: the name must end in .html")
         try:
             _check_place(path, option)
         except OSError as error:

@@ -37,26 +37,31 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
             parts[CATEGORY_OF_KIND[tensor.kind]] += tensor.size_bytes
     if position is None:
         return parts
-    holders: dict[str, set[str]] = {}  # storage made in the step -> tensors on it that are there
+    last = schedule.ops[position]
+    if isinstance(last, Compute):
+        node = graph.node_by_name[last.node]
+        parts["workspace"] = node.workspace_bytes
+        held = held_before(graph, schedule, position)
+        # An output that is still there from before counts twice.
+        held += tuple(name for name in node.outputs if graph.root(name) == name)
+    else:
+        held = held_before(graph, schedule, position + 1)
+    for name in held:
+        tensor = graph.tensor_by_name[name]
+        parts[CATEGORY_OF_KIND[tensor.kind]] += tensor.size_bytes
+    return parts
+
+
+def held_before(graph: Graph, schedule: Schedule, position: int) -> tuple[str, ...]:
+    """The storages made in the step that are on the device before the op at `position`."""
+    holders: dict[str, set[str]] = {}  # storage -> tensors on it that are there
     for op in schedule.ops[:position]:
         if isinstance(op, Compute):
             for name in graph.node_by_name[op.node].outputs:
                 holders.setdefault(graph.root(name), set()).add(name)
         else:
             holders[graph.root(op.tensor)].discard(op.tensor)
-    last = schedule.ops[position]
-    made: tuple[str, ...] = ()
-    if isinstance(last, Compute):
-        node = graph.node_by_name[last.node]
-        made = tuple(name for name in node.outputs if graph.tensor_by_name[name].alias_of is None)
-        parts["workspace"] = node.workspace_bytes
-    else:
-        holders[graph.root(last.tensor)].discard(last.tensor)
-    held = [root for root, names in holders.items() if names and root in graph.producer]
-    for name in (*held, *made):  # an output that is still there from before counts twice
-        tensor = graph.tensor_by_name[name]
-        parts[CATEGORY_OF_KIND[tensor.kind]] += tensor.size_bytes
-    return parts
+    return tuple(root for root, names in holders.items() if names and root in graph.producer)
 
 
 def node_at(graph: Graph, schedule: Schedule, trace: Trace) -> Node | None:

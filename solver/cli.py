@@ -9,27 +9,28 @@ an exit code (`Exit`), never in a traceback.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from pathlib import Path
 
 from rich.console import Console
 
 from graphs.files import FormatError
 from graphs.graph import GraphError
-from solver import table
+from solver import explain_cli, outputs, table
+from solver.advice import advise
 from solver.arguments import Arguments, UsageError, parse
 from solver.budget import BudgetError, format_both
+from solver.largest import SizeSearch
+from solver.maximise import maximised, size_notes
 from solver.model_file import LoadError, SizeError
-from solver.pareto import N_BUDGETS, sweep
 from solver.problem import Problem, opened_problem
+from solver.progress import Progress
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
 from solver.solution import Request, Solution
 from solver.solve import InterruptedSolveError, attempt, explained
@@ -44,6 +45,11 @@ the one place that knows every part and puts them together; it lives in solver b
 without torch, which scheduler_runtime imports. So it finds the verifier by this name, here and
 nowhere else, and speaks to it through the protocol `solver.verification.Verifier`.
 """
+
+
+EXPLAIN = "explain"
+"""The one word that is no problem to plan: a model file ends in .py, a graph in .json, and a module
+has a dot in its name or a colon after it."""
 
 
 class Exit(IntEnum):
@@ -64,23 +70,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A name that the terminal cannot show must not end the report.
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == [EXPLAIN]:
+        return _ended(lambda: explain_cli.main(words[1:]), as_json="--json" in words)
     try:
         arguments = parse(words)
     except UsageError as error:
         return _failed(Exit.USAGE, str(error), as_json=False)
+    return _ended(lambda: _run(arguments), as_json=arguments.json)
+
+
+def _ended(run: Callable[[], int], *, as_json: bool) -> int:
+    """The exit status of what is run, whatever a person got wrong."""
     try:
-        return _run(arguments)
+        return run()
     except (UsageError, BudgetError, SizeError) as error:
-        return _failed(Exit.USAGE, str(error), as_json=arguments.json)
+        return _failed(Exit.USAGE, str(error), as_json=as_json)
     except (LoadError, FormatError, GraphError) as error:
-        return _failed(Exit.NOT_LOADED, str(error), as_json=arguments.json)
+        return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
     except BrokenPipeError:
         # Whoever read our output has enough; the interpreter must not complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.SOLVED
     except KeyboardInterrupt:
-        message = "interrupted"
-        return _failed(Exit.INTERRUPTED, message, as_json=arguments.json)
+        return _failed(Exit.INTERRUPTED, "interrupted", as_json=as_json)
 
 
 def _failed(code: Exit, message: str, *, as_json: bool) -> int:
@@ -93,12 +105,18 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 
 
 def _run(arguments: Arguments) -> int:
-    progress = _Progress(quiet=arguments.quiet)
+    progress = Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress=progress.says) as problem:
-        report = _plan(arguments, problem, progress)
+        if arguments.largest is not None:
+            problem, search = maximised(arguments, problem, progress)
+            report = _of_largest(problem, search, progress)
+        else:
+            report = _plan(arguments, problem, progress)
+        report = _saved(arguments, report)
         if arguments.verify and report.best.schedule is not None:
             with progress.says("verifying: running the step with and without the plan"):
                 report = _verify(problem, report)
+        report = _drawn(arguments, problem, report, progress)
     code = _exit_code(report)
     if arguments.json:
         print(json.dumps({**to_json(report), "exit_code": int(code)}, indent=1, allow_nan=False))
@@ -109,46 +127,88 @@ def _run(arguments: Arguments) -> int:
     return code
 
 
-def _plan(arguments: Arguments, problem: Problem, progress: _Progress) -> Report:
-    """Search, and write what was asked for."""
-    files: list[tuple[str, Path]] = []
-    if arguments.graph_out is not None:
-        problem.graph.save(arguments.graph_out)
-        files.append(("graph", arguments.graph_out))
+def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
+    """Search with every method."""
     solutions, refused, interrupted = _search(arguments, problem, progress)
     notes = list(problem.notes)
     if interrupted:
         notes.append("Interrupted: this is the best that was found until then.")
-    chosen = best(solutions)
-    if chosen.schedule is not None:
-        if arguments.schedule_out is not None:
-            chosen.save(arguments.schedule_out)
-            files.insert(0, ("schedule", arguments.schedule_out))
-        if arguments.plot is not None:
-            with progress.says("drawing"):
-                _draw_memory(arguments.plot, chosen)
-            files.append(("memory plot", arguments.plot))
-    if arguments.pareto is not None and not interrupted:
-        try:
-            with progress.says("sweeping budgets for the curve"):
-                _draw_curve(arguments.pareto, arguments, problem, solutions)
-            files.append(("budget plot", arguments.pareto))
-        except KeyboardInterrupt:
-            notes.append("Interrupted while the curve was computed: it is not drawn.")
     return Report(
         problem=problem.name,
         device=problem.device,
         costs=problem.costs,
         solutions=tuple(solutions),
         refused=tuple(refused),
-        files=tuple(files),
         notes=tuple(notes),
         reserve_reason=problem.reserve_reason,
+        advice=advise(best(solutions)),
+        interrupted=interrupted,
     )
 
 
+def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Report:
+    """The report of the largest size that has a plan, or of the smallest that has none."""
+    chosen = search.largest or search.candidates[0]
+    solution, unexplained = _explained(chosen.solution, progress)
+    notes = list(problem.notes)
+    if unexplained:
+        notes.append("Interrupted: what stands in the way was not looked for to the end.")
+    if search.interrupted:
+        notes.append("Interrupted: this is the largest that was found to fit until then.")
+    notes += size_notes(search)
+    return Report(
+        problem=problem.name,
+        device=problem.device,
+        costs=problem.costs,
+        solutions=(solution,),
+        notes=tuple(notes),
+        reserve_reason=problem.reserve_reason,
+        advice=advise(solution),
+        interrupted=search.interrupted or unexplained,
+        sizes=search,
+    )
+
+
+def _saved(arguments: Arguments, report: Report) -> Report:
+    """Write schedule and graph at once: what follows may take long, or be interrupted."""
+    files = list(report.files)
+    if arguments.schedule_out is not None and report.best.schedule is not None:
+        report.best.save(arguments.schedule_out)
+        files.append(("schedule", arguments.schedule_out))
+    if arguments.graph_out is not None:
+        report.best.graph.save(arguments.graph_out)
+        files.append(("graph", arguments.graph_out))
+    return dataclasses.replace(report, files=tuple(files))
+
+
+def _drawn(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
+    """Draw what was asked for; the report with the files' names. Ctrl-C leaves out what is left."""
+    files, notes, curve = list(report.files), list(report.notes), None
+    if (arguments.pareto or arguments.report) and not report.interrupted:
+        curve, interrupted = outputs.swept(arguments, problem, list(report.solutions), progress)
+        if interrupted:
+            part = "it is not drawn" if curve is None else "it has the points found until then"
+            notes.append(f"Interrupted while the curve was computed: {part}.")
+    with progress.says("drawing"):
+        if arguments.plot is not None and report.best.schedule is not None:
+            outputs.draw_memory(arguments.plot, report.best)
+            files.append(("memory plot", arguments.plot))
+        if arguments.throughput is not None and report.sizes is not None:
+            outputs.draw_throughput(arguments.throughput, report.sizes)
+            files.append(("throughput plot", arguments.throughput))
+        if arguments.pareto is not None and curve is not None:
+            outputs.draw_curve(arguments.pareto, curve, chosen=report.best)
+            files.append(("budget plot", arguments.pareto))
+        if arguments.report is not None:
+            files.append(("page", arguments.report))
+        report = dataclasses.replace(report, files=tuple(files), notes=tuple(notes))
+        if arguments.report is not None:
+            outputs.write_page(arguments.report, report, command=arguments.command, curve=curve)
+    return report
+
+
 def _search(
-    arguments: Arguments, problem: Problem, progress: _Progress
+    arguments: Arguments, problem: Problem, progress: Progress
 ) -> tuple[list[Solution], list[tuple[str, str]], bool]:
     """The answer of each method, what refused the graph, and whether Ctrl-C ended the search.
 
@@ -182,32 +242,19 @@ def _search(
             return solutions, refused, True
     bound_s = max(solution.lower_bound_s for solution in solutions)
     solutions = [solution.with_bound(bound_s) for solution in solutions]
+    interrupted = False
     if best(solutions).schedule is None:
+        solutions[0], interrupted = _explained(solutions[0], progress)
+    return solutions, refused, interrupted
+
+
+def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
+    """With what stands in the way, if there is no schedule; and whether Ctrl-C left that out."""
+    try:
         with progress.says("searching for the least budget"):
-            solutions[0] = explained(solutions[0])
-    return solutions, refused, False
-
-
-def _draw_memory(path: Path, solution: Solution) -> None:
-    from solver.plot import memory, save  # imports Matplotlib
-
-    save(memory(solution), path)
-
-
-def _draw_curve(
-    path: Path, arguments: Arguments, problem: Problem, solutions: list[Solution]
-) -> None:
-    from solver.plot import pareto, save  # imports Matplotlib
-
-    curve = sweep(
-        problem.graph,
-        methods=[solution.method for solution in solutions],
-        reserve_bytes=problem.reserve_bytes,
-        time_limit_s=arguments.time_limit_s / N_BUDGETS,
-        seed=arguments.seed,
-        known=solutions,
-    )
-    save(pareto(curve, chosen=best(solutions)), path)
+            return explained(solution), False
+    except KeyboardInterrupt:
+        return solution, True
 
 
 def _verify(problem: Problem, report: Report) -> Report:
@@ -218,6 +265,8 @@ def _verify(problem: Problem, report: Report) -> Report:
         verification = problem.verify(verifier, report.best)
     except VerifyError as error:
         return dataclasses.replace(report, verify_error=str(error))
+    except KeyboardInterrupt:  # the plan is there all the same
+        return dataclasses.replace(report, verify_error="it was interrupted", interrupted=True)
     return dataclasses.replace(report, verification=verification)
 
 
@@ -253,22 +302,6 @@ def _why(code: Exit, report: Report) -> str:
         node = solution.graph.node_by_name[solution.obstacle.op]
         line += f"; in the way is {table.described(node)}"
     return line
-
-
-class _Progress:
-    """A spinner on stderr while something takes its time; silent when stderr is no terminal."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False)
-        self._shown = self._console.is_terminal and not quiet
-
-    @contextlib.contextmanager
-    def says(self, what: str) -> Iterator[None]:
-        if not self._shown:
-            yield
-            return
-        with self._console.status(what):
-            yield
 
 
 if __name__ == "__main__":

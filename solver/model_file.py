@@ -9,6 +9,7 @@ with the file, the line and the reason.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -22,7 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SIZE_NAMES = ("batch_size", "seq_length")
+EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
+SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
 _MODULE_AND_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FILE_AND_FACTORY = re.compile(r"(.*\.py):([A-Za-z_]\w*)", re.DOTALL)
@@ -64,11 +66,15 @@ def parse_source(text: str) -> ModelSource | None:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A loaded model file. sizes: the batch size and sequence length that were asked for."""
+    """A loaded model file. sizes: the batch size and sequence length that were asked for.
+
+    varied: one of them, of which get_batch will be asked for many ("": none).
+    """
 
     source: ModelSource
     module: ModuleType
     sizes: Mapping[str, int]
+    varied: str = ""
 
     def model(self) -> Any:
         """Call the factory. Raises LoadError, SizeError."""
@@ -137,6 +143,8 @@ class ModelFile:
 
     def check(self) -> None:
         """Everything that can be known without calling anything. Raises LoadError, SizeError."""
+        if self.varied:
+            self._check_takes(self.varied)
         accepted = set(self._sizes_for(self.source.factory)) | set(self._sizes_for("get_batch"))
         for name, size in self.sizes.items():
             if name not in accepted:
@@ -147,6 +155,18 @@ class ModelFile:
         for name in ("get_loss", "get_inputs", "get_optimizer"):
             if hasattr(self.module, name):
                 self._function(name)
+
+    def resized(self, name: str, size: int) -> ModelFile:
+        """The same file asked for another size."""
+        return dataclasses.replace(self, sizes={**self.sizes, name: size})
+
+    def _check_takes(self, name: str) -> None:
+        if name not in self._sizes_for("get_batch"):
+            raise SizeError(
+                f"{self._place('get_batch')}: get_batch takes no {name}, so no batch of another "
+                f"size can be made; write it as get_batch({name}={EXAMPLE_OF_SIZE[name]}) and make "
+                "the tensors of that size"
+            )
 
     def _function(self, name: str) -> Callable[..., Any]:
         function = getattr(self.module, name, None)
@@ -199,7 +219,9 @@ class ModelFile:
 
 
 @contextlib.contextmanager
-def opened(source: ModelSource, *, sizes: Mapping[str, int]) -> Iterator[ModelFile]:
+def opened(
+    source: ModelSource, *, sizes: Mapping[str, int], varied: str = ""
+) -> Iterator[ModelFile]:
     """Load a model file; while it is open its directory is where it imports its neighbours from.
 
     Raises LoadError (missing, no Python, lacks a function, raises) and SizeError.
@@ -209,7 +231,7 @@ def opened(source: ModelSource, *, sizes: Mapping[str, int]) -> Iterator[ModelFi
     sys.path.insert(0, directory)
     try:
         module = _load_file(source) if is_file else _import(source)
-        file = ModelFile(source=source, module=module, sizes=sizes)
+        file = ModelFile(source=source, module=module, sizes=sizes, varied=varied)
         file.check()
         yield file
     finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
@@ -22,7 +22,8 @@ from solver.rematerialise import baseline
 from solver.schedule import Schedule
 from solver.simulate import simulate
 from solver.solution import Request, Solution
-from solver.solve import attempt
+from solver.solve import InterruptedSolveError, attempt
+from solver.step import Step
 
 N_BUDGETS = 20
 
@@ -46,6 +47,14 @@ class Curve:
         return tuple(point for point in self.points if point.method == method)
 
 
+class InterruptedSweepError(KeyboardInterrupt):
+    """Ctrl-C ended the sweep; `curve` has the points that were there by then, at least one."""
+
+    def __init__(self, curve: Curve) -> None:
+        super().__init__("the sweep was interrupted")
+        self.curve = curve
+
+
 def sweep(
     graph: Graph,
     *,
@@ -55,14 +64,17 @@ def sweep(
     time_limit_s: float = 10.0,
     seed: int = 0,
     known: Sequence[Solution] = (),
+    on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
     """Plan for every budget with every method.
 
     budgets: bytes for the whole step, reserve included (None: `default_budgets`).
     time_limit_s: of each search, so the sweep takes at most budgets times methods times this.
     known: answers for this graph that are there already; their budgets become points as well.
+    on_point: told after each search how many plans there are by now, and of how many.
 
-    Raises ValueError for a budget that the reserve takes all of, or when there is none.
+    Raises ValueError for a budget that the reserve takes all of, or when there is none;
+    InterruptedSweepError on Ctrl-C, with the points until then (KeyboardInterrupt without any).
     """
     if budgets is None:
         budgets = default_budgets(
@@ -75,26 +87,42 @@ def sweep(
             f"of {reserve_bytes} bytes"
         )
     answers = {(s.method, s.request.budget_bytes): s for s in known}
+    requests = [
+        Request(
+            budget_bytes=budget_bytes,
+            reserve_bytes=reserve_bytes,
+            method=method,
+            time_limit_s=time_limit_s,
+            seed=seed,
+        )
+        for method in methods
+        for budget_bytes in sorted(asked)
+    ]
     points: list[Solution] = []
-    for method in methods:
-        line: list[Solution] = []
-        for budget_bytes in sorted(asked):
-            found = answers.get((method, budget_bytes))
+    try:
+        for request in requests:
+            found = answers.get((request.method, request.budget_bytes))
             if found is None:
-                found = attempt(
-                    graph,
-                    Request(
-                        budget_bytes=budget_bytes,
-                        reserve_bytes=reserve_bytes,
-                        method=method,
-                        time_limit_s=time_limit_s,
-                        seed=seed,
-                    ),
-                    starts=_last_schedule(line),
-                )
-            line.append(found)
-        points.extend(_schedules_carried_up(line))
-    return Curve(graph=graph, points=tuple(_bounds_carried_down(points)))
+                line = [point for point in points if point.method == request.method]
+                found = attempt(graph, request, starts=_last_schedule(line))
+            points.append(found)
+            if on_point is not None:
+                on_point(len(points), len(requests))
+    except InterruptedSolveError as interrupt:
+        raise InterruptedSweepError(_curve(graph, [*points, interrupt.solution])) from interrupt
+    except KeyboardInterrupt as interrupt:
+        if not points:
+            raise
+        raise InterruptedSweepError(_curve(graph, points)) from interrupt
+    return _curve(graph, points)
+
+
+def _curve(graph: Graph, points: Sequence[Solution]) -> Curve:
+    """points: method by method, each smallest budget first."""
+    carried: list[Solution] = []
+    for method in dict.fromkeys(point.method for point in points):
+        carried += _schedules_carried_up([point for point in points if point.method == method])
+    return Curve(graph=graph, points=tuple(_bounds_carried_down(carried)))
 
 
 def default_budgets(
@@ -104,18 +132,23 @@ def default_budgets(
     reserve_bytes: int = 0,
     time_limit_s: float = 10.0,
     n_budgets: int = N_BUDGETS,
+    quick: bool = False,
 ) -> tuple[int, ...]:
     """Evenly spaced budgets from the least feasible one found to the peak without checkpointing.
 
-    method: the one that searches for the least budget, for at most time_limit_s.
+    method: the one that searches for the least budget, for at most time_limit_s (`auto` takes what
+    it takes). quick: from the least that is not proven to be too small, so that perhaps nothing is
+    found for the first ones.
     """
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    obstacle = bounds.obstacle(graph)
-    least_bytes = obstacle.reached_bytes
-    if method != "auto":
+    if quick:
+        least_bytes = bounds.least_budget_bytes(Step.of(graph))[0]
+    elif method == "auto":
+        least_bytes = bounds.obstacle(graph).reached_bytes
+    else:
         least_bytes = least_by_method(
             graph,
-            proven_bytes=obstacle.proven_bytes,
+            proven_bytes=bounds.obstacle(graph).proven_bytes,
             method=METHODS[method],
             time_limit_s=time_limit_s,
             seed=0,

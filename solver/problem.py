@@ -19,6 +19,7 @@ from graphs.graph import Graph
 from graphs.hardware import Hardware
 from solver.arguments import Arguments, UsageError
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
+from solver.largest import FIRST
 from solver.model_file import LoadError, ModelFile, ModelSource, located, opened, parse_source
 from solver.solution import Solution
 from solver.target import Target, cost_words, find_target, named_device
@@ -27,7 +28,7 @@ from solver.verification import Verification, Verifier, VerifyError
 if TYPE_CHECKING:
     from torch import nn
 
-Progress = Callable[[str], AbstractContextManager[None]]
+Progress = Callable[[str], AbstractContextManager[object]]
 
 NOTABLE_OUTPUT_SHARE = 0.01
 NOTABLE_OUTPUT_BYTES = 10**6
@@ -39,6 +40,7 @@ class Problem:
     """What is to be planned. name, device, costs: for the report. notes: whole sentences.
 
     verify: runs the model both ways through a verifier (None: a graph file holds no model).
+    resized: the same problem at another size of the one that is maximised (None: none is).
     """
 
     name: str
@@ -50,6 +52,7 @@ class Problem:
     reserve_reason: str = ""
     notes: tuple[str, ...] = ()
     verify: Callable[[Verifier, Solution], Verification] | None = None
+    resized: Callable[[int], Problem] | None = None
 
 
 @contextlib.contextmanager
@@ -106,6 +109,8 @@ def _refuse_for_graphs(arguments: Arguments) -> None:
         "--autocast": arguments.autocast,
         "--accumulate": arguments.accumulate or None,
         "--verify": arguments.verify or None,
+        "--max-batch": True if arguments.largest == "batch_size" else None,
+        "--max-seq": True if arguments.largest == "seq_length" else None,
     }
     given = [option for option, value in asked.items() if value is not None]
     if given:
@@ -118,7 +123,13 @@ def _refuse_for_graphs(arguments: Arguments) -> None:
 def _sizes(arguments: Arguments, hardware: Hardware | None) -> tuple[int, int, str]:
     """Budget and reserve in bytes, and why the reserve is what it is ("" where it was given)."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
-    budget_bytes = parse_size(arguments.budget, capacity_bytes=capacity_bytes)
+    if arguments.budget is None and capacity_bytes is None:
+        raise UsageError(
+            "--budget is required: how much memory there is is not known here; give it, or name a "
+            "device that has it (--device h100)"
+        )
+    budget = "100%" if arguments.budget is None else arguments.budget
+    budget_bytes = parse_size(budget, capacity_bytes=capacity_bytes)
     reserve_bytes, reason = 0, ""
     if arguments.reserve is not None:
         reserve_bytes = parse_size(
@@ -144,11 +155,14 @@ def _model_problem(
     budget_bytes, reserve_bytes, why_reserve = _sizes(arguments, target.hardware)
     asked = {"batch_size": arguments.batch_size, "seq_length": arguments.seq_length}
     sizes = {name: size for name, size in asked.items() if size is not None}
-    with opened(source, sizes=sizes) as file:
-        with progress(f"tracing {arguments.problem}"):
-            graph, notes = _traced(file, target, arguments)
-        yield Problem(
-            name=f"{arguments.problem} ({graph.meta.get('model', 'model')})",
+    if arguments.largest is not None:
+        sizes.setdefault(arguments.largest, FIRST[arguments.largest])
+
+    def traced(file: ModelFile) -> Problem:
+        graph, notes = _traced(file, target, arguments)
+        size = "" if arguments.largest is None else f", {_size_words(file, arguments.largest)}"
+        return Problem(
+            name=f"{arguments.problem} ({graph.meta.get('model', 'model')}{size})",
             graph=graph,
             device=target.hardware.title,
             costs=cost_words(graph.meta.get("costs")),
@@ -157,7 +171,21 @@ def _model_problem(
             reserve_reason=why_reserve,
             notes=(*target.notes, *notes),
             verify=partial(_verified, file, target, arguments.autocast),
+            resized=None if arguments.largest is None else partial(resized, file),
         )
+
+    def resized(file: ModelFile, size: int) -> Problem:
+        assert arguments.largest is not None
+        return traced(file.resized(arguments.largest, size))
+
+    with opened(source, sizes=sizes, varied=arguments.largest or "") as file:
+        with progress(f"tracing {arguments.problem}"):
+            problem = traced(file)
+        yield problem
+
+
+def _size_words(file: ModelFile, name: str) -> str:
+    return f"{name.replace('_', ' ')} {file.sizes[name]}"
 
 
 def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Graph, list[str]]:

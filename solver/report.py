@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from graphs.graph import Graph, Node
+from solver.advice import Advice
 from solver.breakdown import memory_at, node_at
+from solver.largest import SizeSearch
 from solver.rematerialise import baseline
 from solver.schedule import Schedule
 from solver.simulate import Trace
@@ -27,6 +29,8 @@ class Report:
     solutions: one, or one per method of a comparison. refused: method -> why it gave no answer.
     files: (what, path) of each file written. notes: whole sentences. reserve_reason: where the
     reserve comes from, "" if the caller named it. verify_error: why the step could not be run.
+    advice: what else would help the best of the solutions. interrupted: Ctrl-C ended the search.
+    sizes: the search for the largest batch, if there was one; its answer is the solution.
     """
 
     problem: str
@@ -39,6 +43,9 @@ class Report:
     verification: Verification | None = None
     verify_error: str = ""
     reserve_reason: str = ""
+    advice: tuple[Advice, ...] = ()
+    interrupted: bool = False
+    sizes: SizeSearch | None = None
 
     @property
     def best(self) -> Solution:
@@ -95,7 +102,9 @@ def to_json(report: Report) -> dict[str, Any]:
         "refused": dict(report.refused),
         "verification": _verification(report),
         "files": {what: str(path) for what, path in report.files},
+        "sizes": _sizes(report.sizes),
         "notes": list(report.notes),
+        "advice": [asdict(advice) for advice in report.advice],
     }
 
 
@@ -149,6 +158,23 @@ def _infeasible(solution: Solution) -> dict[str, Any]:
             for name, size_bytes in (obstacle.on_device if obstacle else ())
             if name in solution.graph.producer
         ],
+    }
+
+
+def _sizes(search: SizeSearch | None) -> dict[str, Any] | None:
+    if search is None:
+        return None
+    largest, pays_until = search.largest, search.pays_until
+    return {
+        "size": search.size,
+        "largest": None if largest is None else largest.size,
+        "pays_until": None if pays_until is None else pays_until.size,
+        "interrupted": search.interrupted,
+        "candidates": [
+            {"size": c.size, "rate_per_s": c.rate_per_s, **_answer(c.solution)}
+            for c in search.candidates
+        ],
+        "refused": [{"size": size, "reason": reason} for size, reason in search.refused],
     }
 
 

@@ -15,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from graphs.graph import Graph, Node
+from solver.advice import ABOUT
 from solver.breakdown import CATEGORIES, memory_at, node_at
 from solver.budget import format_both, format_size
+from solver.largest import Candidate, SizeSearch
 from solver.rematerialise import baseline
 from solver.report import Report, least_budget_bytes, proven_infeasible
 from solver.solution import STATUSES, Obstacle, Solution
@@ -29,49 +31,62 @@ N_SHOWN = 4
 
 def show(report: Report, console: Console) -> None:
     """Print the report for a person."""
+    written(Group(*_sections(report, console)), console)
+
+
+def written(shown: RenderableType, console: Console) -> None:
+    """Print it without blanks at the ends of lines."""
     with console.capture() as printed:
-        console.print(Group(*_sections(report, console)))
+        console.print(shown)
     text = "\n".join(line.rstrip() for line in printed.get().splitlines())
     console.file.write(text.lstrip("\n") + "\n")
 
 
 def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     answer = report.best
-    yield _heading("Problem", report.problem)
-    yield _pairs(_asked(report))
-    yield _heading("Memory at the peak of the step")
+    yield heading("Problem", report.problem)
+    yield pairs(asked(report))
+    yield heading("Memory at the peak of the step")
     yield _memory(answer)
-    yield _pairs(_peaks(answer))
+    yield pairs(peaks(answer))
+    if report.sizes is not None:
+        yield heading(SIZE_TITLES[report.sizes.size])
+        yield _sizes(report.sizes)
+        yield pairs(size_words(report.sizes))
     if len(report.solutions) + len(report.refused) > 1:
-        yield _heading("Methods")
+        yield heading("Methods")
         table = _comparison(report, n_spaces=2)
         unbounded = console.options.update(max_width=1000)
         if console.measure(table, options=unbounded).maximum > console.width:
             table = _comparison(report, n_spaces=1)
         yield table
-    yield _heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
-    yield _pairs(_answer(report))
+    yield heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
+    yield pairs(answered(report))
     if report.verification is not None:
         passed = report.verification.passed
         style = "bold green" if passed else "bold red"
-        yield _heading("Verified", "passed" if passed else "FAILED", style)
+        yield heading("Verified", "passed" if passed else "FAILED", style)
         yield _measured(report.verification)
-        yield _pairs(_verified(report.verification))
+        yield pairs(verified(report.verification))
     if report.verify_error:
-        yield _heading("Verified", "FAILED", "bold red")
-        yield _pairs([("reason", report.verify_error)])
+        yield heading("Verified", "FAILED", "bold red")
+        yield pairs([("reason", report.verify_error)])
+    if report.advice:
+        yield heading("Advice")
+        yield pairs((ABOUT[advice.kind], advice.text) for advice in report.advice)
     for method, reason in report.refused:
         yield Text(f"\nRefused by {method}: {reason}")
     for note in report.notes:
         yield Text(f"\nNote: {note}")
 
 
-def _heading(title: str, value: str = "", style: str = "") -> RenderableType:
+def heading(title: str, value: str = "", style: str = "") -> RenderableType:
+    """The first line of a section."""
     text = Text.assemble("\n", (title, "bold"), ("  " if value else ""), (value, style))
     return Padding(text, 0)
 
 
-def _pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
+def pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
     """Name and value side by side; a long value folds under itself and loses nothing."""
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=15, no_wrap=True)
@@ -81,7 +96,8 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
     return Padding(table, (0, 0, 0, 2))
 
 
-def _asked(report: Report) -> Iterator[tuple[str, str]]:
+def asked(report: Report) -> Iterator[tuple[str, str]]:
+    """What was to be planned, for what and within what: name and value of each row."""
     graph, request = report.best.graph, report.best.request
     n_forward = len(graph.forward_nodes)
     yield "graph", f"{len(graph.nodes)} ops, {n_forward} of them forward"
@@ -94,22 +110,25 @@ def _asked(report: Report) -> Iterator[tuple[str, str]]:
         yield "to plan with", format_both(request.available_bytes)
 
 
-def _memory(solution: Solution) -> RenderableType:
+def memory_parts(solution: Solution) -> tuple[dict[str, int], dict[str, int] | None]:
     """The breakdown at the peak without the plan and, where that differs, with it."""
-    plain = baseline(solution.graph)
-    before = memory_at(solution.graph, plain, solution.baseline.peak_op)
-    columns = [before]
-    heads = ["without plan", ""]
-    if solution.schedule is not None and solution.trace is not None and _differs(solution):
-        columns.append(memory_at(solution.graph, solution.schedule, solution.trace.peak_op))
-        heads += ["with plan", ""]
+    before = memory_at(solution.graph, baseline(solution.graph), solution.baseline.peak_op)
+    if solution.schedule is None or solution.trace is None or not _differs(solution):
+        return before, None
+    return before, memory_at(solution.graph, solution.schedule, solution.trace.peak_op)
+
+
+def _memory(solution: Solution) -> RenderableType:
+    before, after = memory_parts(solution)
+    columns = [before] if after is None else [before, after]
+    heads = ["without plan", "", "with plan", ""][: 2 * len(columns)]
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=15, no_wrap=True)
     for _ in heads:
         table.add_column(justify="right", no_wrap=True)
     table.add_row("", *(Text(head, style="dim") for head in heads))
     for name in CATEGORIES:
-        table.add_row(name, *(cell for parts in columns for cell in _part(name, parts)))
+        table.add_row(name, *(cell for parts in columns for cell in part(name, parts)))
     totals = [cell for parts in columns for cell in (format_size(sum(parts.values())), "")]
     table.add_row(*(Text(cell, style="bold") for cell in ("peak", *totals)))
     return Padding(table, (0, 0, 0, 2))
@@ -122,12 +141,14 @@ def _differs(solution: Solution) -> bool:
     )
 
 
-def _part(name: str, parts: dict[str, int]) -> tuple[str, str]:
+def part(name: str, parts: dict[str, int]) -> tuple[str, str]:
+    """Size and share of one category of a breakdown."""
     share = parts[name] / (sum(parts.values()) or 1)
     return format_size(parts[name]), _percent(share, digits=1) if parts[name] else ""
 
 
-def _peaks(solution: Solution) -> Iterator[tuple[str, str]]:
+def peaks(solution: Solution) -> Iterator[tuple[str, str]]:
+    """Where the peak stands, without the plan and with it."""
     graph = solution.graph
     yield (
         "peak without",
@@ -146,7 +167,8 @@ def described(node: Node | None) -> str:
     return f"{node.name} ({node.op}, {node.phase}){where}"
 
 
-def _answer(report: Report) -> Iterator[tuple[str, str]]:
+def answered(report: Report) -> Iterator[tuple[str, str]]:
+    """The best answer, or why there is none: name and value of each row."""
     solution = report.best
     yield "method", solution.method
     if solution.trace is None:
@@ -217,13 +239,63 @@ def _comparison(report: Report, *, n_spaces: int) -> RenderableType:
     chosen = report.best
     for solution in report.solutions:
         style = "bold" if solution is chosen and solution.trace is not None else ""
-        table.add_row(*_compared(solution), style=style)
+        table.add_row(*compared(solution), style=style)
     for method, _ in report.refused:
         table.add_row(method, "refused")
     return Padding(table, (0, 0, 0, 2))
 
 
-def _compared(solution: Solution) -> tuple[str, ...]:
+SIZE_TITLES = {"batch_size": "Batch sizes", "seq_length": "Sequence lengths"}
+RATE_TITLES = {"batch_size": "samples/s", "seq_length": "positions/s"}
+
+
+def _sizes(search: SizeSearch) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for index, title in enumerate(size_heads(search)):
+        table.add_column(title, justify="left" if index == 1 else "right", no_wrap=True)
+    for candidate in search.candidates:
+        style = "bold" if candidate is search.largest else ""
+        table.add_row(*size_row(candidate), style=style)
+    return Padding(table, (0, 0, 0, 2))
+
+
+def size_heads(search: SizeSearch) -> tuple[str, ...]:
+    """The titles of the columns of `size_row`."""
+    return "size", "status", "peak", "overhead", "time of a step", RATE_TITLES[search.size]
+
+
+def size_row(candidate: Candidate) -> tuple[str, ...]:
+    """One size's row."""
+    solution, rate = candidate.solution, candidate.rate_per_s
+    trace = solution.trace
+    return (
+        str(candidate.size),
+        solution.status,
+        "" if trace is None else format_size(trace.peak_bytes),
+        format_share(solution.overhead),
+        "" if trace is None else format_time(trace.time_s),
+        "" if rate is None else f"{rate:.4g}",
+    )
+
+
+def size_words(search: SizeSearch) -> Iterator[tuple[str, str]]:
+    """The largest that fits, and where more stops paying."""
+    found, beyond, pays = search.largest, search.beyond, search.pays_until
+    if found is None:
+        yield "largest", "none that was tried fits"
+        return
+    next_words = f"; {beyond.size} has no plan within the budget" if beyond else ""
+    yield "largest", f"{found.size}{next_words}"
+    if pays is not None and pays.rate_per_s is not None and found.rate_per_s is not None:
+        unit = RATE_TITLES[search.size]
+        words = f"{pays.size}: {pays.rate_per_s:.4g} {unit}"
+        if pays.size != found.size:
+            words += f"; {found.size} gives {found.rate_per_s:.4g}"
+        yield "more pays until", words
+
+
+def compared(solution: Solution) -> tuple[str, ...]:
+    """One method's row: method, status, peak, overhead, bound, gap, ops again, planned in."""
     trace, bound = solution.trace, solution.lower_bound_overhead
     return (
         solution.method,
@@ -245,16 +317,33 @@ def _measured(found: Verification) -> RenderableType:
     heads = ("", "predicted", "measured", "predicted", "measured")
     table.add_row("", Text("plan", style="dim"), "", Text("without", style="dim"), "")
     table.add_row(*(Text(head, style="dim") for head in heads))
-    peaks = (found.predicted_peak_bytes, found.measured_peak_bytes)
-    plain_peaks = (found.baseline_predicted_peak_bytes, found.baseline_measured_peak_bytes)
-    table.add_row("peak", *(format_size(size) for size in (*peaks, *plain_peaks)))
-    times = (found.predicted_time_s, found.measured_time_s)
-    plain_times = (found.baseline_predicted_time_s, found.baseline_measured_time_s)
-    table.add_row("time of a step", *(format_time(time) for time in (*times, *plain_times)))
+    table.add_row("peak", *map(format_size, measured_peaks(found)))
+    table.add_row("time of a step", *map(format_time, measured_times(found)))
     return Padding(table, (0, 0, 0, 2))
 
 
-def _verified(found: Verification) -> Iterator[tuple[str, str]]:
+def measured_peaks(found: Verification) -> tuple[int, ...]:
+    """Bytes: of the plan predicted and measured, of the step without it predicted and measured."""
+    return (
+        found.predicted_peak_bytes,
+        found.measured_peak_bytes,
+        found.baseline_predicted_peak_bytes,
+        found.baseline_measured_peak_bytes,
+    )
+
+
+def measured_times(found: Verification) -> tuple[float, ...]:
+    """Seconds, in the order of `measured_peaks`."""
+    return (
+        found.predicted_time_s,
+        found.measured_time_s,
+        found.baseline_predicted_time_s,
+        found.baseline_measured_time_s,
+    )
+
+
+def verified(found: Verification) -> Iterator[tuple[str, str]]:
+    """What running the step said beside the figures."""
     yield "ran on", found.device
     spread = format_time(found.spread_s)
     steps = f"medians of {found.n_timed_steps} steps, up to {spread} apart"

@@ -43,7 +43,7 @@ LIGHT_GRAPHS = ("graph", "files", "step", "synthetic", "hardware")
 LIGHT = [f"graphs.{name}" for name in LIGHT_GRAPHS] + [
     f"solver.{path.stem}"
     for path in sorted((ROOT / "solver").glob("[!_]*.py"))
-    if path.stem != "plot"
+    if not path.stem.startswith("plot")
 ]
 
 

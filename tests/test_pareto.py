@@ -8,13 +8,14 @@ import math
 import pytest
 
 from graphs.synthetic import chain, residual
+from solver import bounds
 from solver.least import least_by_method
 from solver.methods import METHODS
-from solver.pareto import N_BUDGETS, Curve, default_budgets, sweep
+from solver.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
 from solver.proposal import Proposal
 from solver.rematerialise import baseline
 from solver.simulate import simulate
-from solver.solve import attempt, solve
+from solver.solve import InterruptedSolveError, attempt, solve
 
 GRAPH = residual(n_blocks=5)
 PEAK_BYTES = simulate(GRAPH, baseline(GRAPH)).peak_bytes
@@ -109,12 +110,67 @@ def test_known_answers_are_points_and_not_sought_again(monkeypatch):
     assert seen == [PEAK_BYTES]
 
 
+def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
+    budgets = [int(share * PEAK_BYTES) for share in (0.7, 0.8, 0.9, 1.0)]
+    whole = sweep(GRAPH, budgets=budgets, methods=["sqrt", "none"], time_limit_s=5)
+    told: list[tuple[int, int]] = []
+
+    def interrupted(graph, request, **options):
+        if len(told) == 6:
+            raise KeyboardInterrupt
+        return attempt(graph, request, **options)
+
+    monkeypatch.setattr("solver.pareto.attempt", interrupted)
+    with pytest.raises(InterruptedSweepError) as caught:
+        sweep(
+            GRAPH,
+            budgets=budgets,
+            methods=["sqrt", "none"],
+            time_limit_s=5,
+            on_point=lambda n_done, n_all: told.append((n_done, n_all)),
+        )
+    assert told == [(n, 8) for n in range(1, 7)]
+    curve = caught.value.curve
+    assert [p.overhead for p in curve.of("sqrt")] == [p.overhead for p in whole.of("sqrt")]
+    assert [p.request.budget_bytes for p in curve.of("none")] == budgets[:2]
+
+
+def test_ctrl_c_in_a_search_keeps_what_that_search_had_found(monkeypatch):
+    def interrupted(graph, request, **options):
+        raise InterruptedSolveError(attempt(graph, request, **options))
+
+    monkeypatch.setattr("solver.pareto.attempt", interrupted)
+    with pytest.raises(InterruptedSweepError) as caught:
+        sweep(GRAPH, budgets=[PEAK_BYTES, 2 * PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
+    (point,) = caught.value.curve.points
+    assert point.overhead == 0.0
+
+
+def test_ctrl_c_before_any_point(monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("solver.pareto.attempt", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
+    assert not isinstance(caught.value, InterruptedSweepError)
+
+
 def test_the_reserve_is_on_top_of_the_default_budgets():
     plain = default_budgets(GRAPH, method="sqrt", time_limit_s=5)
     kept = default_budgets(GRAPH, method="sqrt", time_limit_s=5, reserve_bytes=1000)
     assert kept == tuple(size + 1000 for size in plain)
     assert len(plain) == N_BUDGETS
     assert plain[-1] == PEAK_BYTES
+
+
+def test_quick_budgets_start_where_nothing_is_proven_to_be_too_small():
+    first, *others = default_budgets(GRAPH, quick=True, n_budgets=5)
+    assert first == bounds.obstacle(GRAPH).proven_bytes
+    assert len(others) == 4
+    assert others[-1] == PEAK_BYTES
+    less = solve(GRAPH, budget=first - 1, time_limit_s=5)
+    assert math.isinf(less.lower_bound_s)
 
 
 def test_the_first_default_budget_is_feasible():

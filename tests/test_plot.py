@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from itertools import pairwise
 
 import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from graphs.synthetic import residual
-from solver import plot
+from graphs.synthetic import chain, residual
+from solver import plot, plot_memory, plot_schedule, plot_style
+from solver.blocks import cut
+from solver.breakdown import node_at
+from solver.occupancy import LAYERS, occupancy
 from solver.pareto import Curve, sweep
 from solver.rematerialise import baseline
 from solver.simulate import simulate
@@ -45,7 +51,7 @@ def test_memory_is_the_judges_line(planned):
     assert planned.trace is not None
     assert widths[1] / widths[0] == pytest.approx(planned.trace.time_s / planned.baseline.time_s)
     assert any("without checkpointing" in label for label in labels(axes))
-    assert any("with the plan" in label for label in labels(axes))
+    assert "with the plan" in axes.get_title(loc="left")
     assert any(label.startswith("budget:") for label in labels(axes))
 
 
@@ -53,7 +59,93 @@ def test_memory_without_a_plan():
     nothing = solve(GRAPH, budget=int(0.8 * PEAK_BYTES), method="none")
     axes = plot.memory(nothing)
     assert "no plan fits" in axes.get_title(loc="left")
-    assert not any("with the plan" in label for label in labels(axes))
+    assert "with the plan" not in axes.get_title(loc="left")
+
+
+def stack(axes) -> list:
+    """The filled stairs, from below."""
+    return [p.get_data() for p in axes.patches if hasattr(p, "get_data") and p.get_fill()]
+
+
+def test_the_layers_stand_on_one_another_up_to_the_judges_bytes(planned):
+    axes = plot.memory(planned)
+    layers = occupancy(GRAPH, planned.schedule)
+    shown = [name for name in LAYERS if any(layers.layer_bytes[name])]
+    assert labels(axes)[: len(shown)] == [plot_memory.LABEL_OF_LAYER[name] for name in shown]
+    drawn = stack(axes)
+    assert len(drawn) == len(shown) >= 4
+    assert all(drawn[0].baseline == 0)
+    for below, above in pairwise(drawn):
+        assert list(above.baseline) == list(below.values)
+    scale = drawn[-1].values.max() / max(layers.total_bytes)
+    assert drawn[-1].values == pytest.approx([scale * size for size in layers.total_bytes])
+    outline = [p for p in axes.patches if hasattr(p, "get_data") and not p.get_fill()]
+    assert len(outline) == 1
+    assert outline[0].get_data().values.max() == pytest.approx(scale * PEAK_BYTES)
+
+
+def test_before_and_after_are_on_the_same_scales(planned):
+    above, below = plot.before_and_after(planned)
+    assert above.get_xlim() == below.get_xlim()
+    assert above.get_ylim() == below.get_ylim()
+    assert planned.trace is not None
+    assert stack(above)[-1].values.max() / stack(below)[-1].values.max() == pytest.approx(
+        PEAK_BYTES / planned.trace.peak_bytes
+    )
+    assert "without checkpointing" in above.get_title(loc="left")
+    assert "with the plan" in below.get_title(loc="left")
+    assert above.get_figure() is below.get_figure()
+    nothing = solve(GRAPH, budget=int(0.8 * PEAK_BYTES), method="none")
+    assert len(plot.before_and_after(nothing)) == 1
+
+
+def texts(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_the_op_of_the_peak_is_named_where_it_stands(planned):
+    for axes, schedule, trace in zip(
+        plot.before_and_after(planned),
+        (baseline(GRAPH), planned.schedule),
+        (planned.baseline, planned.trace),
+        strict=True,
+    ):
+        (note,) = [text for text in axes.texts if text.get_text().startswith("peak ")]
+        assert note.get_text().endswith(f" at {node_at(GRAPH, schedule, trace).name}")
+        assert note.xy[1] == pytest.approx(stack(axes)[-1].values.max())
+        totals = occupancy(GRAPH, schedule).total_bytes
+        edges = stack(axes)[-1].edges
+        index = totals.index(trace.peak_bytes)
+        assert edges[index] <= note.xy[0] <= edges[index + 1]
+
+
+def test_the_time_axis_shows_where_the_backward_pass_and_each_block_start(planned):
+    blocks = cut(GRAPH)
+    assert blocks.n_blocks > 1
+    axes = plot.memory(planned)
+    assert "backward" in texts(axes)
+    assert f"forward, {blocks.n_blocks} blocks" in texts(axes)
+    (turn,) = [text for text in axes.texts if text.get_text() == "backward"]
+    forward_s = sum(node.time_s for node in GRAPH.forward_nodes)
+    share = forward_s / planned.trace.time_s
+    assert turn.xy[0] == pytest.approx(share * axes.get_xlim()[1])
+    ticks = [c.get_segments() for c in axes.collections if isinstance(c, LineCollection)]
+    assert [len(segments) for segments in ticks] == [blocks.n_blocks] * 2
+    layers = occupancy(GRAPH, planned.schedule)
+    forward, backward = plot_memory.block_starts(GRAPH, layers)
+    assert [block for _, block in forward] == list(range(1, blocks.n_blocks + 1))
+    assert [block for _, block in backward] == list(range(blocks.n_blocks, 0, -1))
+    assert forward[0][0] == 0.0
+    assert forward_s <= backward[0][0] < backward[-1][0] < planned.trace.time_s
+
+
+def test_a_long_schedule_is_thinned_and_keeps_its_peak(planned, monkeypatch):
+    whole = stack(plot.memory(planned))[-1]
+    monkeypatch.setattr(plot_memory, "N_COLUMNS", 7)
+    few = stack(plot.memory(planned))[-1]
+    assert len(few.values) <= 7 < len(whole.values)
+    assert few.values.max() == whole.values.max()
+    assert (few.edges[0], few.edges[-1]) == (whole.edges[0], whole.edges[-1])
 
 
 def test_a_reserve_shows_in_the_line_of_the_budget():
@@ -87,6 +179,43 @@ def test_a_graph_whose_ops_take_no_time(planned):
     nodes = tuple(dataclasses.replace(node, time_s=0.0) for node in GRAPH.nodes)
     graph = dataclasses.replace(GRAPH, nodes=nodes)
     plot.memory(solve(graph, budget=PEAK_BYTES, method="none"))
+
+
+def bars(axes, colour: str) -> list[tuple[float, float, int]]:
+    """(start, width, row) of the bars of a colour."""
+    found = []
+    for collection in axes.collections:
+        if tuple(collection.get_facecolor()[0]) == to_rgba(colour):
+            for path in collection.get_paths():
+                box = path.get_extents()
+                found.append((box.x0, box.width, round(box.y0 + box.height / 2)))
+    return found
+
+
+def test_the_schedule_shows_every_run_in_its_blocks_row(planned):
+    axes = plot.schedule(planned)
+    assert len(bars(axes, plot_style.BLUE)) == len(GRAPH.forward_nodes)
+    assert len(bars(axes, plot_style.ORANGE)) == planned.trace.n_recomputed > 0
+    assert len(bars(axes, plot_style.GREEN)) == len(GRAPH.later_nodes)
+    colours = (plot_style.BLUE, plot_style.ORANGE, plot_style.GREEN)
+    everything = [bar for colour in colours for bar in bars(axes, colour)]
+    assert sum(width for _, width, _ in everything) == pytest.approx(planned.trace.time_s)
+    row_of = {name: i for i, names in enumerate(cut(GRAPH).forward, start=1) for name in names}
+    first_rows = [row for _, _, row in sorted(bars(axes, plot_style.BLUE))]
+    assert first_rows == [row_of[node.name] for node in GRAPH.forward_nodes]
+
+
+def test_the_schedule_shows_what_is_held():
+    graph = chain(n_blocks=4)
+    whole = solve(graph, budget="1GB", method="none")
+    held = [data.values - data.baseline for data in stack(plot.schedule(whole))]
+    assert len(held) == cut(graph).n_blocks == 5
+    full = 2 * plot_schedule.HALF
+    # Block 1 is held from its run until its reader in the backward pass has run.
+    assert held[0].tolist() == pytest.approx([full] * 9 + [0.0])
+    assert held[3].tolist() == pytest.approx([0.0] * 3 + [full] * 3 + [0.0] * 4)
+    nothing = solve(graph, budget=2000, method="none")
+    assert "no plan fits" in plot.schedule(nothing).get_title(loc="left")
 
 
 @pytest.mark.parametrize(("name", "start"), [("m.png", b"\x89PNG"), ("m.SVG", b"<?xml")])

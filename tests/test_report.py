@@ -13,6 +13,7 @@ from rich.console import Console
 
 from graphs.graph import Graph
 from graphs.synthetic import chain, residual
+from solver.advice import Advice
 from solver.breakdown import CATEGORIES, memory_at, node_at
 from solver.methods import METHODS
 from solver.rematerialise import baseline
@@ -46,6 +47,26 @@ def shown(report: Report, *, width: int = 80, **console: object) -> str:
 def report_of(*solutions: Solution, **fields: object) -> Report:
     return Report(
         problem="model.py", device="a card", costs="roofline", solutions=solutions, **fields
+    )
+
+
+def verified() -> Verification:
+    return Verification(
+        device="the CPU",
+        available_bytes=4 * 10**9,
+        predicted_peak_bytes=3_100_000_000,
+        measured_peak_bytes=3_200_000_000,
+        baseline_predicted_peak_bytes=5_200_000_000,
+        baseline_measured_peak_bytes=5_300_000_000,
+        predicted_time_s=1.0,
+        measured_time_s=1.5,
+        baseline_predicted_time_s=0.9,
+        baseline_measured_time_s=1.25,
+        n_gradients=149,
+        differences=(),
+        reserved_bytes=3_500_000_000,
+        spread_s=0.125,
+        n_timed_steps=3,
     )
 
 
@@ -189,6 +210,22 @@ def test_the_best_of_several_is_the_fastest_that_fits(gpt2):
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_advice_is_told(planned):
+    advice = (Advice("logits", "Chunk the loss. " * 9), Advice("precision", "Use bf16."))
+    for width in (60, 80):
+        text = shown(report_of(planned, advice=advice), width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert " ".join(text[text.index("Advice") :].split()).startswith(
+            "Advice logits Chunk the loss. Chunk the loss."
+        )
+        assert "precision        Use bf16." in text
+    assert to_json(report_of(planned, advice=advice))["advice"][1] == {
+        "kind": "precision",
+        "text": "Use bf16.",
+    }
+    assert "Advice" not in shown(report_of(planned))
+
+
 def test_a_refusal_is_told(gpt2, planned):
     text = shown(report_of(planned, refused=(("ilp", "364 ops are too many"),)))
     assert "refused" in text
@@ -240,23 +277,7 @@ def test_colour_is_for_terminals_that_want_it(planned, monkeypatch):
 
 
 def test_a_verification_is_told_beside_the_prediction(planned):
-    found = Verification(
-        device="the CPU",
-        available_bytes=4 * 10**9,
-        predicted_peak_bytes=3_100_000_000,
-        measured_peak_bytes=3_200_000_000,
-        baseline_predicted_peak_bytes=5_200_000_000,
-        baseline_measured_peak_bytes=5_300_000_000,
-        predicted_time_s=1.0,
-        measured_time_s=1.5,
-        baseline_predicted_time_s=0.9,
-        baseline_measured_time_s=1.25,
-        n_gradients=149,
-        differences=(),
-        reserved_bytes=3_500_000_000,
-        spread_s=0.125,
-        n_timed_steps=3,
-    )
+    found = verified()
     text = shown(report_of(planned, verification=found))
     for words in ("Verified  passed", "3.20 GB", "5.30 GB", "1.50 s", "149 gradients", "3.50 GB"):
         assert words in text

@@ -1,0 +1,31 @@
+"""A spinner on stderr while something takes its time; silent where stderr is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+
+Say = Callable[[str], None]
+
+
+class Progress:
+    """quiet: say nothing, terminal or not."""
+
+    def __init__(self, *, quiet: bool, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
+        self._shown = self._console.is_terminal and not quiet
+
+    @contextlib.contextmanager
+    def says(self, what: str) -> Iterator[Say]:
+        """Show `what` for as long as the block runs; the function that it gets says how far."""
+        if not self._shown:
+            yield _say_nothing
+            return
+        with self._console.status(what) as status:
+            yield lambda how_far: status.update(f"{what}: {how_far}")
+
+
+def _say_nothing(_how_far: str) -> None:
+    pass

@@ -1,0 +1,100 @@
+"""A real browser without a window, for the tests of the page: Chromium, where there is one."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LOOK = """
+const frame = document.getElementById("frame");
+frame.onload = () => {
+  const page = frame.contentDocument, view = frame.contentWindow;
+  const root = page.documentElement;
+  const rgb = (text) => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+  const light = (c) => {
+    const [r, g, b] = c.slice(0, 3).map((v) => v / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (item) => {
+    for (let at = item; at; at = at.parentElement) {
+      const c = rgb(view.getComputedStyle(at).backgroundColor);
+      if (c.length < 4 || c[3] > 0) return c;
+    }
+    return [255, 255, 255];
+  };
+  const contrast = (item) => {
+    const style = view.getComputedStyle(item);
+    const ink = light(rgb(item.closest("svg") ? style.fill : style.color));
+    const under = light(ground(item));
+    return (Math.max(ink, under) + 0.05) / (Math.min(ink, under) + 0.05);
+  };
+  const items = [...page.querySelectorAll("h1, h2, p, dt, dd, th, td, pre, svg text")];
+  const found = {
+    width: root.scrollWidth,
+    window: root.clientWidth,
+    tables: [...page.querySelectorAll(".box")].map((box) => [box.clientWidth, box.scrollWidth]),
+    svgs: [...page.querySelectorAll("svg")].map((svg) => svg.getBoundingClientRect().height),
+    n_items: items.length,
+    contrast: Math.min(...items.filter((i) => i.textContent.trim()).map(contrast)),
+    ground: ground(page.body),
+    n_loaded: view.performance.getEntriesByType("resource").length,
+    n_scripts: page.scripts.length,
+    title: page.title,
+    text: page.body.innerText,
+  };
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+"""
+
+
+def find() -> str | None:
+    """The path of the browser, or None."""
+    return next((path for path in map(shutil.which, NAMES) if path is not None), None)
+
+
+def look(browser: str, page: str, directory: Path, *, width: int, dark: bool) -> dict[str, Any]:
+    """Open the page in a frame of this width and report what a reader would see.
+
+    The page goes in as `srcdoc`: a window cannot be as narrow as a phone, a frame can, and a file
+    in a frame could not be looked into.
+    """
+    harness = directory / f"harness-{width}-{'dark' if dark else 'light'}.html"
+    harness.write_text(
+        '<!DOCTYPE html><meta charset="utf-8"><pre id="found"></pre>'
+        f'<iframe id="frame" style="width:{width}px;height:800px;border:0"></iframe>'
+        f"<script>{LOOK}\nframe.srcdoc = {json.dumps(page).replace('</', '<' + chr(92) + '/')};"
+        "</script>",
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [
+            browser,
+            "--headless",
+            "--no-sandbox",  # Chromium refuses to start as root with it
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            f"--user-data-dir={directory / 'profile'}",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            harness.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "HOME": str(directory)},
+    )
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr
+    value: dict[str, Any] = json.loads(html.unescape(found.group(1)))
+    return value
