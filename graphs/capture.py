@@ -8,7 +8,8 @@ What is done to make that true for modules as people write them:
 
 - Parameters and buffers are handed in deduplicated (tied weights otherwise count twice), through
   `torch.func.functional_call` on a shell that owns the fake ones.
-- torch.compiler's compiling flag is set (else the transformers library branches on data).
+- What depends on the batch and on buffers alone may be looked at (`graphs.known_values`): the
+  branches are those of eager mode, and what was seen is kept beside the program.
 - Outputs that get no gradient are detached inside, so that the backward pass does not expect
   zeros as large as they are.
 - Modules call global hooks, for the time of the trace only, that note the path of the module which
@@ -27,12 +28,13 @@ import torch
 from torch import nn
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
 from graphs.call import HOLE, Call, TraceError
 from graphs.eager_kernels import eager_kernels
+from graphs.known_values import Guard, KnowingMode, Leaf
 from graphs.library_branches import eager_branches
 from graphs.side_effects import (
     SideEffectError,
@@ -65,7 +67,8 @@ class Capture:
     order of `output_spec`. gradient_outputs: indices of those that get a gradient. differentiable:
     of those that require one, wanted or not. tangents: index -> its placeholder. gradients:
     placeholder of a parameter or batch tensor -> fx node of its gradient. mutations: placeholder ->
-    fx node of the new value.
+    fx node of the new value. guards: what the module looked at; another call that would see
+    something else is another program.
     """
 
     graph: torch.fx.Graph
@@ -78,6 +81,7 @@ class Capture:
     tangents: Mapping[int, torch.fx.Node]
     gradients: Mapping[torch.fx.Node, torch.fx.Node]
     mutations: Mapping[torch.fx.Node, torch.fx.Node]
+    guards: tuple[Guard, ...]
 
 
 def capture(
@@ -98,7 +102,6 @@ def capture(
     # would depend on what this process has traced before.
     FakeTensorMode.cache_clear()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_compiling())
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
         stack.enter_context(eager_branches())
         stack.enter_context(_module_paths(model))
@@ -118,7 +121,7 @@ def capture(
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors, without recording anything."""
     shell = _Shell(model, call, choose=lambda _output: (), device=device)
-    with _compiling(), shell.mode:
+    with eager_branches(), shell.mode:
         try:
             return shell.call(shell.batch)
         except SideEffectError as error:
@@ -161,16 +164,22 @@ class _Shell(nn.Module):
         self.chosen: tuple[int, ...] = ()
         self.flat_outputs: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = KnowingMode(_leaves(model, call))
         with self.mode:
             for name, parameter in model.named_parameters():
                 fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)
                 self.register_parameter(f"p{len(self._parameter_names)}", fake)
                 self._parameter_names.append(name)
             for name, buffer in model.named_buffers():
-                self.register_buffer(f"b{len(self._buffer_names)}", _fake(buffer, device))
+                fake_buffer = self.mode.set_leaf(_fake(buffer, device), Leaf("buffer", name))
+                self.register_buffer(f"b{len(self._buffer_names)}", fake_buffer)
                 self._buffer_names.append(name)
-            self.batch = [_fake(t, device).requires_grad_(t.requires_grad) for t in call.tensors]
+            self.batch = [
+                self.mode.set_leaf(_fake(tensor, device), Leaf("input", index)).requires_grad_(
+                    tensor.requires_grad
+                )
+                for index, tensor in enumerate(call.tensors)
+            ]
 
     def path(self, target: str) -> str:
         """The model's name of the shell's parameter or buffer."""
@@ -207,6 +216,22 @@ class _Shell(nn.Module):
             for i, item in enumerate(flat)
             if isinstance(item, torch.Tensor)
         ]
+
+
+def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
+    """The tensors of a call whose values a module may look at; not parameters."""
+    leaves: dict[Leaf, torch.Tensor]
+    leaves = {Leaf("buffer", name): buffer for name, buffer in model.named_buffers()}
+    return leaves | {Leaf("input", i): tensor for i, tensor in enumerate(call.tensors)}
+
+
+def _leaves(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
+    """Those that have values: neither fake nor on the meta device."""
+    return {
+        leaf: tensor
+        for leaf, tensor in leaves_of(model, call).items()
+        if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    }
 
 
 def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
@@ -268,6 +293,7 @@ def _read(joint: Any, shell: _Shell) -> Capture:
         tangents=tangents,
         gradients=gradients,
         mutations=mutations,
+        guards=tuple(shell.mode.known.guards),
     )
 
 
@@ -303,17 +329,6 @@ def _source(desc: Any, shell: _Shell) -> Source:
             raise TraceError("outputs of the model share memory; return clones of them")
         return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
     raise TraceError(f"an input of kind {type(desc).__name__} cannot be planned for yet")
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """Set the flag that torch.compiler.is_compiling() reads."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ class _Extraction:
             if isinstance(value, torch.Tensor):
                 self._place(node, value, node.name, "activation")
             return
-        values = [value] if isinstance(value, torch.Tensor) else list(value or ())
+        values = list(value) if isinstance(value, list | tuple) else [value]
         made = self._made(node, values)
         if not made:
             return  # a view, or nothing at all

@@ -12,93 +12,56 @@ evaluation mode and without gradients the module's own forward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import fx, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from graphs.call import Call, TraceError, environment_of
 from graphs.costs import CostModel, from_description
-from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
-from scheduler_runtime.function import run_step
-from scheduler_runtime.program import Program, compile_schedule
+from scheduler_runtime.compiled import Compiled, Programs, kind_of
+from scheduler_runtime.plan import Plan
+from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.replan import replan
 from solver.schedule import Compute, Schedule
 from solver.simulate import simulate
-from solver.solution import Request, SavedSchedule, Solution
+from solver.solution import SavedSchedule, Solution
+
+AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
 
 
 class PlanMismatchError(ValueError):
     """The module, its batch or its environment is not what was planned; says what differs."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What `apply` needs of a Solution or a schedule file."""
-
-    schedule: Schedule
-    request: Request
-    environment: Mapping[str, Any]
-    module_graph_id: str
-    graph: Graph | None
-
-    @classmethod
-    def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
-        if isinstance(plan, str | Path):
-            if not Path(plan).is_file():
-                raise FileNotFoundError(
-                    f"there is no schedule file {str(plan)!r}; `solve -o schedule.json model.py` "
-                    "and Solution.save write one"
-                )
-            plan = SavedSchedule.load(plan)
-        if plan.schedule is None:
-            raise ValueError(f"the solution has no schedule to apply: its status is {plan.status}")
-        if isinstance(plan, Solution):
-            part = plan.graph.module_part()
-            graph: Graph | None = part
-            environment, module_graph_id = plan.environment, part.graph_id
-        else:
-            graph, environment = None, plan.environment
-            module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
-        chosen = environment.get("gradient_outputs", [])
-        if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):
-            raise FormatError(
-                f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of "
-                "integers"
-            )
-        if not chosen:
-            raise ValueError(
-                "the plan was made for a graph file that no module was traced into; apply needs a "
-                "plan from solve(model, batch, ...) or `solve model.py`"
-            )
-        return cls(plan.schedule, plan.request, environment, module_graph_id, graph)
-
-
 def apply(
     model: nn.Module,
-    plan: Solution | SavedSchedule | str | Path,
+    plan: AnyPlan | Sequence[AnyPlan],
     *,
     on_mismatch: str = "error",
 ) -> nn.Module:
     """Replace the module's forward by the planned step; returns the same module.
 
-    plan: a Solution, or a schedule file made in another process.
-    on_mismatch: "error": PlanMismatchError at the forward pass that differs from the plan;
-        "replan": plan anew for it, within the same budget, and keep that plan beside the first.
+    plan: a Solution, or a schedule file made in another process; or several, for batches of
+        several shapes.
+    on_mismatch: "error": PlanMismatchError at the forward pass that no plan fits; "replan": plan
+        anew for it, within the budget of the first plan, and keep that plan beside the others.
 
-    Raises FormatError (the file), ValueError (a plan without schedule; applied twice).
+    Raises FormatError (the file), ValueError (a plan without schedule; plans of different steps;
+    applied twice).
     """
     if on_mismatch not in ("error", "replan"):
         raise ValueError(f"on_mismatch is {on_mismatch!r}; 'error' or 'replan'")
     if isinstance(model.__dict__.get("forward"), PlannedForward):
         raise ValueError("a plan is applied to this module already; remove(model) it first")
-    model.forward = PlannedForward(model, Plan.of(plan), on_mismatch=on_mismatch)
+    plans = [plan] if isinstance(plan, AnyPlan) else plan
+    model.forward = PlannedForward(
+        model, [Plan.of(each) for each in plans], on_mismatch=on_mismatch
+    )
     return model
 
 
@@ -116,13 +79,14 @@ def remove(model: nn.Module) -> nn.Module:
 class PlannedForward:
     """Stands in for `model.forward`; keeps one program for each kind of call."""
 
-    def __init__(self, model: nn.Module, plan: Plan, *, on_mismatch: str) -> None:
+    def __init__(self, model: nn.Module, plans: Sequence[Plan], *, on_mismatch: str) -> None:
+        _refuse_different_steps(plans)
         self.instance_forward = model.__dict__.get("forward")
-        self.plan = plan
+        self.plans = tuple(plans)
         self.on_mismatch = on_mismatch
         self._model = model
         self._tracing = False
-        self._programs: dict[Any, _Compiled] = {}
+        self._programs = Programs()
         functools.update_wrapper(self, self._own_forward, updated=())
 
     @property
@@ -132,41 +96,35 @@ class PlannedForward:
             return self.instance_forward
         return functools.partial(type(self._model).forward, self._model)
 
+    @property
+    def plan(self) -> Plan:
+        """The first: what is planned anew takes its budget and its options."""
+        return self.plans[0]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         planned_mode = bool(self.plan.environment.get("train", True))
         if self._tracing or not torch.is_grad_enabled() or model.training != planned_mode:
             return self._own_forward(*args, **kwargs)
         call = Call.of(args, kwargs)
-        key = self._key(call)
-        compiled = self._programs.get(key)
+        kind = kind_of(model, call)
+        compiled = self._programs.find(kind, model, call)
         if compiled is None:
             compiled = self._compile(call)
-            self._programs[key] = compiled
+            self._programs.add(kind, compiled)
         return compiled.run(model, call)
 
     def __getstate__(self) -> dict[str, Any]:
         """Programs are not copied or pickled: they are made again at the next forward pass."""
-        return {**self.__dict__, "_programs": {}}
+        return {**self.__dict__, "_programs": Programs()}
 
-    def _key(self, call: Call) -> Any:
-        """Everything that the traced graph depends on and that may change between calls."""
-        model = self._model
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        return (
-            tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors),
-            tuple(repr(item) for item in call.rest),
-            call.spec,
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-            tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters()),
-            tuple(_settings(module) for module in model.modules()),
-        )
-
-    def _compile(self, call: Call) -> _Compiled:
+    def _compile(self, call: Call) -> Compiled:
         step = self._trace(call)
-        schedule = self.plan.schedule
         part = step.graph.module_part()
-        if part.graph_id != self.plan.module_graph_id:
+        schedule = next(
+            (p.schedule for p in self.plans if p.module_graph_id == part.graph_id), None
+        )
+        if schedule is None:
             reason = self._difference(part, call)
             if self.on_mismatch == "error":
                 raise PlanMismatchError(
@@ -174,11 +132,11 @@ class PlannedForward:
                     'plan again, or apply(..., on_mismatch="replan")'
                 )
             step = self._trace(call, costs=from_description(self.plan.environment.get("costs", {})))
-            schedule = replan(step.graph, self.plan.request, self.plan.environment, reason)
+            schedule = replan(step.graph, self.plan, reason)
             part = step.graph.module_part()
         schedule = _module_schedule(schedule, part)
         simulate(part, schedule)  # a file may say anything: the judge has the last word
-        return _Compiled(step, compile_schedule(step, schedule))
+        return Compiled(step, compile_schedule(step, schedule))
 
     def _trace(self, call: Call, *, costs: CostModel | None = None) -> StepTrace:
         gradient_outputs = tuple(self.plan.environment["gradient_outputs"])
@@ -205,28 +163,26 @@ class PlannedForward:
                 return f"{field} is {here[field]}, planned was {planned[field]}"
         if self.plan.graph is None:
             return "the traced operators are not those of the plan"
-        for new, old in zip(graph.nodes, self.plan.graph.nodes, strict=False):
+        planned_graph = self.plan.graph.module_part()
+        for new, old in zip(graph.nodes, planned_graph.nodes, strict=False):
             if (new.name, new.op, new.inputs) != (old.name, old.op, old.inputs):
                 return f"operator {new.name} ({new.op}) stands where {old.name} ({old.op}) did"
         for tensor in graph.tensors:
-            old_tensor = self.plan.graph.tensor_by_name.get(tensor.name)
+            old_tensor = planned_graph.tensor_by_name.get(tensor.name)
             if old_tensor is None or old_tensor.size_bytes != tensor.size_bytes:
                 before = "not there" if old_tensor is None else f"{old_tensor.size_bytes} bytes"
                 return f"tensor {tensor.name} has {tensor.size_bytes} bytes, planned: {before}"
-        return f"{len(graph.nodes)} operators, planned were {len(self.plan.graph.nodes)}"
+        return f"{len(graph.nodes)} operators, planned were {len(planned_graph.nodes)}"
 
 
-_PLAIN = (bool, int, float, str)
-
-
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What may change the program from one call to the next: plain attributes and hooks."""
-    attributes = vars(module)
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return (
-        *(value for value in attributes.values() if isinstance(value, _PLAIN)),
-        *map(len, hooks),
-    )
+def _refuse_different_steps(plans: Sequence[Plan]) -> None:
+    """Plans may differ in shapes; what is differentiated, and how, must be the same."""
+    if not plans:
+        raise ValueError("there is no plan to apply: the list is empty")
+    for field in ("train", "gradients", "gradient_outputs"):
+        values = [plan.environment.get(field) for plan in plans]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the plans are for different steps: {field} is {values}")
 
 
 def _module_schedule(schedule: Schedule, part: Graph) -> Schedule:
@@ -239,38 +195,4 @@ def _module_schedule(schedule: Schedule, part: Graph) -> Schedule:
     return Schedule(ops=ops, graph_id=part.graph_id)
 
 
-class _Compiled:
-    """A program and where its tensors come from in the module and the call."""
-
-    def __init__(self, step: StepTrace, program: Program) -> None:
-        self.program = program
-        self._output_spec = step.captured.output_spec
-        self._parameters: list[tuple[fx.Node, str]] = []
-        self._buffers: list[tuple[fx.Node, str]] = []
-        self._inputs: list[tuple[fx.Node, int]] = []
-        for node, source in step.captured.sources.items():
-            if source.kind == "parameter":
-                self._parameters.append((node, source.name))
-            elif source.kind == "buffer":
-                self._buffers.append((node, source.name))
-            elif source.kind == "input":
-                self._inputs.append((node, source.index))
-
-    def run(self, model: nn.Module, call: Call) -> Any:
-        parameters = dict(model.named_parameters())
-        buffers = dict(model.named_buffers())
-        tensors: dict[fx.Node, torch.Tensor]
-        tensors = {node: parameters[name] for node, name in self._parameters}
-        tensors |= {node: buffers[name] for node, name in self._buffers}
-        tensors |= {node: call.tensors[index] for node, index in self._inputs}
-        made = iter(run_step(self.program, tensors))
-        flat = [self._output(item, tensors, made) for item in self.program.outputs]
-        return pytree.tree_unflatten(flat, self._output_spec)
-
-    def _output(self, item: Any, tensors: dict[fx.Node, torch.Tensor], made: Any) -> Any:
-        if not isinstance(item, fx.Node):
-            return item
-        return tensors[item] if item in tensors else next(made)
-
-
-__all__ = ["Plan", "PlanMismatchError", "TraceError", "apply", "remove"]
+__all__ = ["PlanMismatchError", "TraceError", "apply", "remove"]

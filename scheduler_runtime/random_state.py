@@ -15,7 +15,7 @@ import torch
 
 
 def run_and_keep_state(
-    operator: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any
+    operator: Callable[..., Any], device: torch.device, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, torch.Tensor]:
     """Run the operator; return its result and the generator's state from before."""
     state = _get_state(device)
@@ -26,6 +26,7 @@ def run_again(
     operator: Callable[..., Any],
     device: torch.device,
     state: torch.Tensor,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -319,11 +319,59 @@ def test_replan_says_when_nothing_fits() -> None:
         model(batch.repeat(50, 1))
 
 
-def test_replan_with_a_loss_outside_is_refused() -> None:
-    model, (x, label), graph = traced(Classifier)
-    apply(model, solution_of(graph, keep(graph, set())), on_mismatch="replan")
-    with pytest.raises(ReplanError, match="the loss is computed outside"):
+def planned_classifier(**options: Any) -> tuple[nn.Module, nn.Module, Solution]:
+    torch.manual_seed(0)
+    model, batch = Classifier(), Classifier.batch()
+    peak_bytes = solve(model, batch, budget="1GB", loss=model.loss).baseline.peak_bytes
+    solution = solve(model, batch, budget=peak_bytes, loss=model.loss)
+    return model, apply(copy.deepcopy(model), solution, **options), solution
+
+
+def test_replan_with_a_loss_outside_for_a_smaller_batch() -> None:
+    """The loss counts as it was planned, so the step stays within the budget."""
+    model, planned, solution = planned_classifier(on_mismatch="replan")
+    x, label = model.batch()
+    for n_rows in (7, 3, 1):
+        assert_same_bits(model, planned, (x[:n_rows], label[:n_rows]), Classifier.loss)
+    measured = measure(planned, (x[:3], label[:3]), loss=Classifier.loss)
+    assert measured.peak_bytes <= solution.request.available_bytes
+
+
+def test_replan_with_a_loss_outside_for_a_larger_batch_is_refused() -> None:
+    _, planned, _ = planned_classifier(on_mismatch="replan")
+    x, label = Classifier.batch()
+    with pytest.raises(ReplanError, match=r"the loss is computed outside.*another plan"):
+        planned(torch.cat([x, x]), torch.cat([label, label]))
+
+
+def test_replan_from_a_file_does_not_know_the_loss(tmp_path: Path) -> None:
+    model, _, solution = planned_classifier()
+    solution.save(tmp_path / "schedule.json")
+    apply(model, tmp_path / "schedule.json", on_mismatch="replan")
+    x, label = model.batch()
+    with pytest.raises(ReplanError, match="a schedule file does not hold the loss"):
         model(x[:3], label[:3])
+
+
+def test_several_plans_for_batches_of_several_shapes() -> None:
+    model, _, first = planned_classifier()
+    x, label = model.batch()
+    larger = torch.cat([x, x]), torch.cat([label, label])
+    second = solve(model, larger, budget=10**6, loss=model.loss)
+    planned = apply(copy.deepcopy(model), [first, second])
+    for batch in ((x, label), larger, (x, label)):
+        assert_same_bits(model, planned, batch, Classifier.loss)
+    with pytest.raises(PlanMismatchError, match="shapes is"):
+        planned(x[:2], label[:2])
+
+
+def test_plans_of_different_steps_are_refused() -> None:
+    model, _, first = planned_classifier()
+    summed = solve(model, model.batch(), budget=10**6, loss=model.loss, gradients="accumulate")
+    with pytest.raises(ValueError, match="gradients is"):
+        apply(model, [first, summed])
+    with pytest.raises(ValueError, match="the list is empty"):
+        apply(model, [])
 
 
 def test_a_second_backward_is_refused() -> None:

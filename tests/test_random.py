@@ -45,6 +45,8 @@ FILLS: dict[str, Draw] = {
     "alpha_dropout": lambda t: F.alpha_dropout(t + 1, 0.3, training=True),
     "rrelu": lambda t: F.rrelu(t - 2, training=True),
     "rand_like": lambda t: torch.rand_like(t),
+    "rand on a device": lambda t: torch.rand(t.shape, device=t.device),
+    "randint on a device": lambda t: torch.randint(3, 9, t.shape, device=t.device).to(t.dtype),
 }
 
 

@@ -1,0 +1,117 @@
+"""The programs of a planned module: one for each kind of call, and only so many of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from graphs.call import Call
+from graphs.capture import leaves_of
+from graphs.trace import StepTrace
+from scheduler_runtime.function import run_step
+from scheduler_runtime.program import Program
+
+N_KEPT = 32
+"""Programs of a module that are kept; the one that was not used for longest goes first."""
+
+
+class Programs:
+    """Programs by the kind of call that they are for.
+
+    Calls of one kind may still differ in what the module looks at (`graphs.known_values`): then
+    there are several programs of that kind, and the guards of each tell whether it fits.
+    """
+
+    def __init__(self, *, n_kept: int = N_KEPT) -> None:
+        self._n_kept = n_kept
+        self._programs: OrderedDict[tuple[Any, int], Compiled] = OrderedDict()
+        self._n_added = 0
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def find(self, key: Any, model: nn.Module, call: Call) -> Compiled | None:
+        """The program that was made for such a call, if it is still there."""
+        for name, compiled in reversed(self._programs.items()):
+            if name[0] == key and compiled.fits(model, call):
+                self._programs.move_to_end(name)
+                return compiled
+        return None
+
+    def add(self, key: Any, compiled: Compiled) -> None:
+        self._n_added += 1
+        self._programs[key, self._n_added] = compiled
+        while len(self._programs) > self._n_kept:
+            self._programs.popitem(last=False)
+
+
+class Compiled:
+    """A program and where its tensors come from in the module and the call."""
+
+    def __init__(self, step: StepTrace, program: Program) -> None:
+        self.program = program
+        self._guards = step.captured.guards
+        self._output_spec = step.captured.output_spec
+        self._parameters: list[tuple[fx.Node, str]] = []
+        self._buffers: list[tuple[fx.Node, str]] = []
+        self._inputs: list[tuple[fx.Node, int]] = []
+        for node, source in step.captured.sources.items():
+            if source.kind == "parameter":
+                self._parameters.append((node, source.name))
+            elif source.kind == "buffer":
+                self._buffers.append((node, source.name))
+            elif source.kind == "input":
+                self._inputs.append((node, source.index))
+
+    def fits(self, model: nn.Module, call: Call) -> bool:
+        """Whether the module would see in this call what it saw when it was traced."""
+        if not self._guards:
+            return True
+        leaves = leaves_of(model, call)
+        return all(guard.holds(leaves) for guard in self._guards)
+
+    def run(self, model: nn.Module, call: Call) -> Any:
+        parameters = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        tensors: dict[fx.Node, torch.Tensor]
+        tensors = {node: parameters[name] for node, name in self._parameters}
+        tensors |= {node: buffers[name] for node, name in self._buffers}
+        tensors |= {node: call.tensors[index] for node, index in self._inputs}
+        made = iter(run_step(self.program, tensors))
+        flat = [self._output(item, tensors, made) for item in self.program.outputs]
+        return pytree.tree_unflatten(flat, self._output_spec)
+
+    def _output(self, item: Any, tensors: dict[fx.Node, torch.Tensor], made: Any) -> Any:
+        if not isinstance(item, fx.Node):
+            return item
+        return tensors[item] if item in tensors else next(made)
+
+
+def kind_of(model: nn.Module, call: Call) -> Any:
+    """What the traced graph depends on and that may change between calls, but for values."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    return (
+        tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors),
+        tuple(repr(item) for item in call.rest),
+        call.spec,
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters()),
+        tuple(_settings(module) for module in model.modules()),
+    )
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What may change the program from one call to the next: plain attributes and hooks."""
+    attributes = vars(module)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return (
+        *(value for value in attributes.values() if isinstance(value, _PLAIN)),
+        *map(len, hooks),
+    )

@@ -1,0 +1,59 @@
+"""What `apply` needs of a Solution or a schedule file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphs.files import FormatError
+from graphs.graph import Graph
+from solver.schedule import Schedule
+from solver.solution import Request, SavedSchedule, Solution
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, the request that it answers, and the graph it was made for.
+
+    module_graph_id: of the part of the step that the module runs. graph: the whole step, with a
+    loss outside and the optimizer (None: a schedule file does not hold it).
+    """
+
+    schedule: Schedule
+    request: Request
+    environment: Mapping[str, Any]
+    module_graph_id: str
+    graph: Graph | None
+
+    @classmethod
+    def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
+        if isinstance(plan, str | Path):
+            if not Path(plan).is_file():
+                raise FileNotFoundError(
+                    f"there is no schedule file {str(plan)!r}; `solve -o schedule.json model.py` "
+                    "and Solution.save write one"
+                )
+            plan = SavedSchedule.load(plan)
+        if plan.schedule is None:
+            raise ValueError(f"the solution has no schedule to apply: its status is {plan.status}")
+        if isinstance(plan, Solution):
+            graph: Graph | None = plan.graph
+            environment = plan.environment
+            module_graph_id = plan.graph.module_part().graph_id
+        else:
+            graph, environment = None, plan.environment
+            module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
+        chosen = environment.get("gradient_outputs", [])
+        if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):
+            raise FormatError(
+                f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of "
+                "integers"
+            )
+        if not chosen:
+            raise ValueError(
+                "the plan was made for a graph file that no module was traced into; apply needs a "
+                "plan from solve(model, batch, ...) or `solve model.py`"
+            )
+        return cls(plan.schedule, plan.request, environment, module_graph_id, graph)
