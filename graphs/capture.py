@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.call import HOLE, Call, TraceError
 from graphs.eager_kernels import eager_kernels
+from graphs.fake_kernels import cpu_rules
 from graphs.known_values import Guard, KnowingMode, Leaf
 from graphs.library_branches import eager_branches
 from graphs.side_effects import (
@@ -103,6 +104,7 @@ def capture(
     FakeTensorMode.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
+        stack.enter_context(cpu_rules())
         stack.enter_context(eager_branches())
         stack.enter_context(_module_paths(model))
         try:
@@ -121,7 +123,7 @@ def capture(
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors, without recording anything."""
     shell = _Shell(model, call, choose=lambda _output: (), device=device)
-    with eager_branches(), shell.mode:
+    with cpu_rules(), eager_branches(), shell.mode:
         try:
             return shell.call(shell.batch)
         except SideEffectError as error:

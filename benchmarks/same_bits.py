@@ -1,0 +1,135 @@
+"""The same training twice, plain and planned, compared bit for bit and weighed in bytes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.model_zoo import Entry
+from benchmarks.step_styles import Seen, Style, Training
+from graphs.memory_events import cpu_peak_bytes
+from scheduler_runtime import apply
+from solver.solution import Solution
+
+N_STEPS = 3
+RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """differences: what is not equal, in words (none: all is). n_compared: tensors compared.
+    measured_peak_bytes: the most on the device in the last step, resident included."""
+
+    differences: tuple[str, ...]
+    n_compared: int
+    measured_peak_bytes: int
+
+
+def trained(training: Training, style: Style, *, weigh: bool = False) -> tuple[list[Seen], int]:
+    """Three steps: what each shows and leaves behind; the bytes of the last one (0: not weighed).
+
+    Left behind are parameters, buffers, every gradient and the random state.
+    """
+    if not style.steps_inside:
+        training.optimizer = torch.optim.AdamW(
+            (p for p in training.model.parameters() if p.requires_grad), lr=RATE
+        )
+    if style.set_up is not None:
+        style.set_up(training)
+    shown: list[Seen] = []
+    peak_bytes = 0
+    for index in range(N_STEPS):
+        torch.manual_seed(index)
+        training.seen = {}
+        if weigh and index == N_STEPS - 1:
+            if style.gradients == "fresh":
+                training.zero_grad()
+            gc.collect()
+            resident = _bytes_of(_resident(training))
+            peak_bytes = resident + cpu_peak_bytes(lambda: style.step(training)).peak_bytes
+        else:
+            style.step(training)
+        shown.append({**training.seen, **_left(training)})
+    return shown, peak_bytes
+
+
+def compare(
+    model: nn.Module,
+    batch: Any,
+    entry: Entry,
+    style: Style,
+    solution: Solution,
+    *,
+    expected: list[Seen],
+) -> Comparison:
+    """Train a copy of the model with the plan and compare it with `expected`, a plain training."""
+    planned = apply(copy.deepcopy(model), solution)
+    training = Training(planned, copy.deepcopy(batch), entry)
+    shown, peak_bytes = trained(training, style, weigh=True)
+    differences = [
+        f"step {index}: {difference}"
+        for index, (one, other) in enumerate(zip(expected, shown, strict=True))
+        for difference in different(one, other)
+    ]
+    return Comparison(tuple(differences), sum(map(len, expected)), peak_bytes)
+
+
+def different(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names under which something is missing or not the same to the bit."""
+    names = [name for name in expected if name not in got]
+    found = [f"{name} is missing" for name in names]
+    found += [f"{name} is there with the plan only" for name in got if name not in expected]
+    return found + [
+        f"{name} differs"
+        for name in expected
+        if name in got and not same_bits(expected[name], got[name])
+    ]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """torch.equal on the bytes: -0 is not 0, and NaN is itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(*as_bytes)
+
+
+def _left(training: Training) -> Seen:
+    left: Seen = {"random state": torch.get_rng_state()}
+    for name, parameter in training.model.named_parameters():
+        left[f"parameter {name}"] = parameter.detach().clone()
+        if parameter.grad is not None:
+            left[f"gradient of {name}"] = parameter.grad.clone()
+    for name, buffer in training.model.named_buffers():
+        left[f"buffer {name}"] = buffer.clone()
+    for index, tensor in enumerate(pytree.tree_leaves(training.batch)):
+        if isinstance(tensor, torch.Tensor) and tensor.grad is not None:
+            left[f"gradient of tensor {index} of the batch"] = tensor.grad.clone()
+    return left
+
+
+def _resident(training: Training) -> Iterable[torch.Tensor]:
+    model, optimizer = training.model, training.optimizer
+    yield from model.parameters()
+    yield from model.buffers()
+    yield from (p.grad for p in model.parameters() if p.grad is not None)
+    state = [] if optimizer is None else list(optimizer.state.values())
+    for item in pytree.tree_leaves((training.batch, state)):
+        if isinstance(item, torch.Tensor):
+            yield item
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type == "cpu"
+    }
+    return sum(storages.values())

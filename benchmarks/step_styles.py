@@ -1,0 +1,242 @@
+"""Steps as people write them: how a model is prepared, and how one optimizer step goes.
+
+A style is run on a plain model and on a planned one, and the two must agree in every bit, so it
+writes down whatever it can see: losses, gradients as hooks are handed them, calls of hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.model_zoo import Entry
+from graphs.call import as_call, find_loss
+
+Seen = dict[str, torch.Tensor]
+"""What a step shows beside the state that it leaves, by name."""
+
+
+@dataclass
+class Training:
+    """One model in training, with what its steps need. `entry` says how it is called.
+
+    optimizer: None where the style steps by itself. scaler: of half-precision gradients.
+    """
+
+    model: nn.Module
+    batch: Any
+    entry: Entry
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: torch.amp.GradScaler | None = None
+    seen: Seen = field(default_factory=dict)
+
+    def loss(self) -> torch.Tensor:
+        """Forward pass and loss, inside of the model or outside."""
+        args, kwargs = as_call(self.batch, self.entry.inputs)
+        output = self.model(*args, **kwargs)
+        loss = self.entry.loss
+        return find_loss(output) if loss is None else loss(output, self.batch)
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+        for tensor in pytree.tree_leaves(self.batch):
+            if isinstance(tensor, torch.Tensor):
+                tensor.grad = None
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of what was seen; the name is counted on where it was seen before."""
+        count = sum(other.startswith(name) for other in self.seen)
+        self.seen[f"{name} ({count})"] = tensor.detach().clone()
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one step goes.
+
+    step: one optimizer step. prepare: changes model and batch before planning (None: nothing).
+    set_up: hooks and optimizers on a training (after planning). applies: to which models.
+    autocast: of forward pass and loss. gradients: as in `solve`. steps_inside: the optimizer steps
+    while the backward pass runs, so that peaks are not those of the planned step.
+    """
+
+    step: Callable[[Training], None]
+    prepare: Callable[[nn.Module, Any], tuple[nn.Module, Any]] | None = None
+    set_up: Callable[[Training], None] | None = None
+    applies: Callable[[nn.Module, Any], bool] = lambda _model, _batch: True
+    autocast: torch.dtype | None = None
+    gradients: str = "fresh"
+    steps_inside: bool = False
+
+    def ambient(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast, where the style has it."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast)
+
+
+def plain_step(training: Training) -> None:
+    training.zero_grad()
+    loss = training.loss()
+    loss.backward()
+    training.note("loss", loss)
+    assert training.optimizer is not None
+    training.optimizer.step()
+
+
+def _accumulating(training: Training) -> None:
+    """Two micro-batches, gradients kept in place from step to step."""
+    assert training.optimizer is not None
+    training.optimizer.zero_grad(set_to_none=False)
+    for _ in range(2):
+        loss = training.loss() / 2
+        loss.backward()
+        training.note("loss", loss)
+    training.optimizer.step()
+
+
+def _under_autocast(dtype: torch.dtype) -> Callable[[Training], None]:
+    def step(training: Training) -> None:
+        training.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = training.loss()
+        loss.backward()
+        training.note("loss", loss)
+        assert training.optimizer is not None
+        training.optimizer.step()
+
+    return step
+
+
+def _scaled(training: Training) -> None:
+    """Float16 with a gradient scaler, as in PyTorch's examples, clipping included."""
+    assert training.optimizer is not None
+    assert training.scaler is not None
+    training.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = training.loss()
+    training.scaler.scale(loss).backward()
+    training.note("loss", loss)
+    training.scaler.unscale_(training.optimizer)
+    nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+    training.scaler.step(training.optimizer)
+    training.scaler.update()
+
+
+def _with_scaler(training: Training) -> None:
+    training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
+def _clipping(training: Training) -> None:
+    training.zero_grad()
+    loss = training.loss()
+    loss.backward()
+    training.note("loss", loss)
+    norm = nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    training.note("norm", norm)
+    assert training.optimizer is not None
+    training.optimizer.step()
+
+
+def _with_hooks(training: Training) -> None:
+    """Every kind of hook that a training script puts on parameters and on the whole model.
+
+    One gradient is changed on its way, others are looked at before and after they are accumulated.
+    """
+    named = [(n, p) for n, p in training.model.named_parameters() if p.requires_grad]
+    named[0][1].register_hook(lambda gradient: gradient * 2)
+    name, parameter = named[-1]
+    parameter.register_hook(lambda gradient: training.note(f"gradient of {name}", gradient))
+    middle, parameter = named[len(named) // 2]
+    parameter.register_post_accumulate_grad_hook(
+        lambda p: training.note(f"accumulated {middle}", p.grad)
+    )
+
+    def called(_module: nn.Module, args: Any, *rest: Any) -> None:
+        tensors = [t for t in pytree.tree_leaves((args, rest)) if isinstance(t, torch.Tensor)]
+        for tensor in tensors[:1]:
+            training.note("handed to a hook of the model", tensor)
+
+    training.model.register_forward_pre_hook(called, with_kwargs=True)
+    training.model.register_forward_hook(called, with_kwargs=True)
+
+
+def _optimizer_in_backward(training: Training) -> None:
+    """Each parameter is stepped and its gradient dropped as soon as it is there."""
+    training.optimizer = None
+    for name, parameter in training.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+
+        def step(
+            stepped: torch.Tensor,
+            optimizer: torch.optim.Optimizer = optimizer,
+            name: str = name,
+        ) -> None:
+            training.note(f"gradient of {name}", stepped.grad)  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def _backward_alone(training: Training) -> None:
+    loss = training.loss()
+    loss.backward()
+    training.note("loss", loss)
+
+
+def _half_frozen(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """The first half of the parameters, as in fine-tuning the upper layers."""
+    parameters = list(model.parameters())
+    for parameter in parameters[: len(parameters) // 2]:
+        parameter.requires_grad_(False)
+    return model, batch
+
+
+def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """Low-rank adapters of the peft library on every linear layer; all else is frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+    return get_peft_model(model, config).train(), batch
+
+
+def _is_of_transformers(model: nn.Module, _batch: Any) -> bool:
+    return hasattr(model, "config") and type(model).__module__.startswith("transformers.")
+
+
+def _needing_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """Every tensor of the batch that can have a gradient gets one (saliency, adversaries)."""
+    return model, pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: t.requires_grad_(True) if t.is_floating_point() else t,
+        batch,
+    )
+
+
+def _has_real_numbers(_model: nn.Module, batch: Any) -> bool:
+    return any(
+        isinstance(t, torch.Tensor) and t.is_floating_point() for t in pytree.tree_leaves(batch)
+    )
+
+
+STYLES: dict[str, Style] = {
+    "plain": Style(plain_step),
+    "accumulation": Style(_accumulating, gradients="accumulate"),
+    "autocast bf16": Style(_under_autocast(torch.bfloat16), autocast=torch.bfloat16),
+    "autocast fp16, scaler": Style(_scaled, set_up=_with_scaler, autocast=torch.float16),
+    "hooks, clipping": Style(_clipping, set_up=_with_hooks),
+    "optimizer in backward": Style(
+        _backward_alone, set_up=_optimizer_in_backward, steps_inside=True
+    ),
+    "half frozen": Style(plain_step, prepare=_half_frozen),
+    "LoRA": Style(plain_step, prepare=_with_lora, applies=_is_of_transformers),
+    "gradients of inputs": Style(plain_step, prepare=_needing_gradients, applies=_has_real_numbers),
+}
