@@ -62,7 +62,8 @@ class Style:
     step: one optimizer step. prepare: changes model and batch before planning (None: nothing).
     set_up: hooks and optimizers on a training (after planning). applies: to which models.
     autocast: of forward pass and loss. gradients: as in `solve`. steps_inside: the optimizer steps
-    while the backward pass runs, so that peaks are not those of the planned step.
+    while the backward pass runs. own_memory: what the step does beside model, loss and optimizer
+    takes memory that no plan knows of.
     """
 
     step: Callable[[Training], None]
@@ -72,6 +73,7 @@ class Style:
     autocast: torch.dtype | None = None
     gradients: str = "fresh"
     steps_inside: bool = False
+    own_memory: bool = False
 
     def ambient(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast, where the style has it."""
@@ -232,9 +234,9 @@ STYLES: dict[str, Style] = {
     "accumulation": Style(_accumulating, gradients="accumulate"),
     "autocast bf16": Style(_under_autocast(torch.bfloat16), autocast=torch.bfloat16),
     "autocast fp16, scaler": Style(_scaled, set_up=_with_scaler, autocast=torch.float16),
-    "hooks, clipping": Style(_clipping, set_up=_with_hooks),
+    "hooks, clipping": Style(_clipping, set_up=_with_hooks, own_memory=True),
     "optimizer in backward": Style(
-        _backward_alone, set_up=_optimizer_in_backward, steps_inside=True
+        _backward_alone, set_up=_optimizer_in_backward, steps_inside=True, own_memory=True
     ),
     "half frozen": Style(plain_step, prepare=_half_frozen),
     "LoRA": Style(plain_step, prepare=_with_lora, applies=_is_of_transformers),
