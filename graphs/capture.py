@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -106,6 +107,8 @@ def capture(
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
         stack.enter_context(cpu_rules())
         stack.enter_context(eager_branches())
+        # The caller's backward pass runs after the autocast block, as PyTorch's manual has it.
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         stack.enter_context(_module_paths(model))
         try:
             refuse_hooks(model)

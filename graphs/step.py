@@ -7,7 +7,7 @@ what a schedule file says of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from graphs.graph import Graph, Node, Tensor
@@ -15,19 +15,24 @@ from graphs.graph import Graph, Node, Tensor
 ACCUMULATED = ".accumulated"
 
 
-def with_accumulation(graph: Graph, gradients: Iterable[str]) -> Graph:
-    """Gradients are there from the start; each new one is added as soon as it is made.
+def with_accumulation(graph: Graph, gradients: Mapping[str, str]) -> Graph:
+    """Gradients are there from the start; each new one is added when it is made and nothing reads
+    its parameter any more, which is when the runtime hands it out.
 
-    gradients: the tensors that hold a new gradient of a parameter.
+    gradients: the tensors that hold a new gradient, each with its parameter's.
     """
-    gradients = tuple(name for name in gradients if name in graph.producer)
-    made_by: dict[str, list[str]] = {}
-    for name in gradients:
-        made_by.setdefault(graph.producer[name].name, []).append(name)
+    gradients = {name: of for name, of in gradients.items() if name in graph.producer}
+    last_reader = {name: node.name for node in graph.later_nodes for name in node.inputs}
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    added_after: dict[str, list[str]] = {}
+    for name, parameter in gradients.items():
+        maker = graph.producer[name].name
+        after = max(maker, last_reader.get(parameter, maker), key=position.__getitem__)
+        added_after.setdefault(after, []).append(name)
     nodes: list[Node] = []
     for node in graph.nodes:
         nodes.append(node)
-        nodes.extend(_accumulate(name) for name in made_by.get(node.name, ()))
+        nodes.extend(_accumulate(name) for name in added_after.get(node.name, ()))
     resident = tuple(
         Tensor(name + ACCUMULATED, graph.tensor_by_name[name].size_bytes, "gradient")
         for name in gradients

@@ -134,7 +134,8 @@ def trace_module(
         },
     )
     if gradients == "accumulate":
-        graph = with_accumulation(graph, layout.gradients.values())
+        added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
+        graph = with_accumulation(graph, added)
     return StepTrace(captured=captured, layout=layout, graph=graph)
 
 

@@ -30,8 +30,8 @@ class Run:
             program.sources[node]: tensor.detach() for node, tensor in tensors.items()
         }
         self.state.update(program.constants)
-        device = next((t.device for t in tensors.values()), torch.device("cpu"))
-        self.token = torch.empty(0, device=device, requires_grad=True)
+        self._device = next((t.device for t in tensors.values()), torch.device("cpu"))
+        self.token = torch.empty(0, device=self._device, requires_grad=True)
         self._started = False
         self._watched: dict[fx.Node, int] = {}
 
@@ -75,6 +75,12 @@ class Run:
                 "backward ran a second time through a planned step: what it kept is gone. "
                 "retain_graph and several backward calls need the plain model "
                 "(scheduler_runtime.remove(model))"
+            )
+        if torch.is_autocast_enabled(self._device.type):
+            raise RuntimeError(
+                "backward runs under autocast, where eager mode computes other gradients than "
+                "those that are planned: call loss.backward() after the `with torch.autocast` "
+                "block; only forward pass and loss belong into it"
             )
         self._started = True
         for value, gradient in zip(tangents, gradients, strict=True):

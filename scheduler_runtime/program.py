@@ -5,8 +5,9 @@ fx's code generator deletes a name after its last use, so what is on the device 
 saw. Views are not ops of a schedule: they are derived again from the storage that they point at
 whenever a new version of it is read.
 
-The backward pass is cut after every op that finishes a parameter's gradient, so that gradients can
-leave as they are made (see `scheduler_runtime.function`).
+The backward pass is cut where a parameter's gradient is made and the parameter is not read any
+more, so that gradients can leave as they are made, and whoever gets them may change the parameter
+at once (see `scheduler_runtime.function`).
 """
 
 from __future__ import annotations
@@ -103,11 +104,43 @@ class _Line:
         self._finished: list[list[tuple[fx.Node, Value]]] = []
         self._outputs: tuple[Any, ...] = ()
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
-        self._gradients_of: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
         self._position = {node.name: p for p, node in enumerate(step.graph.nodes)}
-        for placeholder, gradient in step.captured.gradients.items():
+        self._due = self._when_due()
+
+    def _when_due(self) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
+        """Index of an op of the schedule -> the leaves with gradients that leave after it.
+
+        That is when the gradient is there and nothing reads the leaf any more: eager mode, too,
+        has read a parameter for the last time when hooks get its gradient, and an optimizer inside
+        the backward pass changes it then. Gradients that are inputs leave at the end.
+        """
+        nodes = self.step.graph.node_by_name
+        storage_of = self.step.layout.storage
+        last_run: dict[str, int] = {}
+        last_read: dict[str, int] = {}
+        freed: dict[str, int] = {}
+        for index, op in enumerate(self.schedule.ops):
+            if isinstance(op, Free):
+                freed[op.tensor] = index
+                continue
+            last_run[op.node] = index
+            last_read |= dict.fromkeys(nodes[op.node].inputs, index)
+        first = min((last_run[node.name] for node in self.step.graph.later_nodes), default=0)
+        due: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+        for placeholder, gradient in self.step.captured.gradients.items():
             maker = self._maker(placeholder, gradient)
-            self._gradients_of.setdefault(maker, []).append((placeholder, gradient))
+            index = len(self.schedule.ops)
+            if maker:
+                read = last_read.get(storage_of[placeholder], first)
+                index = max(last_run[maker], read, first)
+                index = min(index, freed.get(self._held_by(placeholder, gradient), index + 1) - 1)
+            due.setdefault(index, []).append((placeholder, gradient))
+        return due
+
+    def _held_by(self, placeholder: fx.Node, gradient: fx.Node) -> str:
+        """The tensor of the graph that holds a leaf's gradient."""
+        layout = self.step.layout
+        return layout.gradients.get(placeholder, layout.storage[gradient])
 
     def _maker(self, placeholder: fx.Node, gradient: fx.Node) -> str:
         """The node after which a gradient is there ("": before any, it is an input).
@@ -116,7 +149,7 @@ class _Line:
         autograd would have to copy it as well.
         """
         layout = self.step.layout
-        storage = layout.gradients.get(placeholder, layout.storage[gradient])
+        storage = self._held_by(placeholder, gradient)
         copies = [name for name, of in layout.copies.items() if layout.storage[of] == storage]
         node = self.step.graph.producer.get(storage)
         if node is None:
@@ -133,14 +166,12 @@ class _Line:
             if node.op == "placeholder":
                 self._resident(node)
         in_forward = True
-        phases = {node.name: node.phase for node in self.step.graph.nodes}
         n_forward = len(self.step.graph.forward_nodes)
         started: set[str] = set()
-        for op in self.schedule.ops:
+        for index, op in enumerate(self.schedule.ops):
             if isinstance(op, Free):
                 self._forget(op.tensor)
                 continue
-            phase = phases[op.node]
             if in_forward and len(started) == n_forward:
                 self._end_forward()
                 in_forward = False
@@ -151,11 +182,11 @@ class _Line:
             elif op.node in layout.calls:
                 self._call(op.node, again=op.node in started, repeats=runs[op.node] > 1)
             started.add(op.node)
-            if phase == "backward" and op.node in self._gradients_of:
-                self._end_piece(self._gradients_of[op.node])
+            if index in self._due:
+                self._end_piece(self._due[index])
         if in_forward:
             self._end_forward()
-        self._end_piece(self._gradients_of.get("", []))
+        self._end_piece(self._due.get(len(self.schedule.ops), []))
 
     def _resident(self, node: fx.Node) -> None:
         value = self.graph.placeholder(node.name)
