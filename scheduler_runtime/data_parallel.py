@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -36,3 +37,21 @@ def buckets_of(model: nn.Module) -> Buckets | None:
         if parameter.requires_grad and name not in ignored
     ]
     return Buckets(sum(sizes), bool(running.gradient_as_bucket_view))
+
+
+def why_not_planned(model: nn.Module) -> str | None:
+    """Why a module that spreads its work over devices cannot be planned; None: it does not."""
+    name = type(model).__name__
+    if isinstance(model, DistributedDataParallel):
+        return f"{name} sends gradients around the module's step: call fit on the module in it"
+    if isinstance(model, DataParallel):
+        return (
+            f"{name} runs copies of its module in threads, and a plan is for one device: use "
+            "DistributedDataParallel"
+        )
+    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
+        return (
+            f"{name} is sharded: its parameters are gathered in hooks of submodules, which a "
+            "planned step would not run"
+        )
+    return None

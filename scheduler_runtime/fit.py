@@ -29,7 +29,7 @@ from graphs.step import with_optimizer, with_resident, with_unknown_loss
 from graphs.trace import StepTrace
 from scheduler_runtime.checkpoints import no_checkpoints, refuse_checkpointing
 from scheduler_runtime.compiled import Compiled
-from scheduler_runtime.data_parallel import Buckets, buckets_of
+from scheduler_runtime.data_parallel import Buckets, buckets_of, why_not_planned
 from scheduler_runtime.free_memory import memory_now, no_auto, step_bytes_now
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.stand_in import StandIn, device_of, module_schedule, refuse_second
@@ -117,7 +117,7 @@ def fit(
     else:
         _bytes(budget, device_of(model))
     refuse_second(model)
-    _refuse_compiled(model)
+    _refuse_wrapped(model)
     refuse_checkpointing(model)
     model.forward = FittedForward(model, options, _as_tuple(optimizer))
     return model
@@ -311,8 +311,11 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """A compiled module runs what its compiler has made, not `forward`."""
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Modules that run something else than their own `forward`."""
+    reason = why_not_planned(model)
+    if reason is not None:
+        raise FitError(reason)
     inner = model.__dict__.get("_modules", {}).get("_orig_mod")
     if inner is not None or model._compiled_call_impl is not None:
         raise FitError(
