@@ -21,7 +21,7 @@ from transformers import (
 from scheduler_runtime import CheckpointedAlreadyError, FitError, fit, plans_of, remove
 from scheduler_runtime.hugging_face import FitCallback
 
-BUDGET = "1.9MB"
+BUDGET = "1.5MB"
 """Below what every one of these steps takes without a plan."""
 
 
@@ -94,7 +94,7 @@ def trainer(model: Any, folder: Path, callbacks: list[Any], **options: Any) -> T
 def test_the_trainer_has_the_same_losses_and_weights(
     make: Any, options: dict[str, Any], n_plans: int, tmp_path: Path
 ) -> None:
-    callback = FitCallback(budget=BUDGET, time_limit_s=2.0)
+    callback = FitCallback(budget=BUDGET, time_limit_s=1.0)
     results = []
     for callbacks in ([], [callback]):
         model, losses = make(), Losses()
@@ -119,7 +119,7 @@ def test_one_call_before_train_does_the_same(tmp_path: Path) -> None:
         losses = Losses()
         each = trainer(language_model(), tmp_path, [losses])
         if fitted:
-            fit(each.model, budget=BUDGET, time_limit_s=2.0, optimizer=each.create_optimizer())
+            fit(each.model, budget=BUDGET, time_limit_s=1.0, optimizer=each.create_optimizer())
         each.train()
         results.append((losses.values, *(p.sum().item() for p in each.model.parameters())))
     assert results[0] == results[1]
@@ -170,13 +170,13 @@ def test_accelerate_has_the_same_losses_and_weights(when: str, mixed_precision: 
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
         inner = model
         if fitted and when == "before prepare":
-            fit(model, budget=BUDGET, time_limit_s=2.0, optimizer=optimizer)
+            fit(model, budget=BUDGET, time_limit_s=1.0, optimizer=optimizer)
         model, optimizer = accelerator.prepare(model, optimizer)
         if fitted and when == "after prepare":
             fit(
                 accelerator.unwrap_model(model),
                 budget=BUDGET,
-                time_limit_s=2.0,
+                time_limit_s=1.0,
                 optimizer=optimizer,
             )
         torch.manual_seed(1)
