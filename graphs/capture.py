@@ -12,6 +12,8 @@ What is done to make that true for modules as people write them:
   branches are those of eager mode, and what was seen is kept beside the program.
 - Outputs that get no gradient are detached inside, so that the backward pass does not expect
   zeros as large as they are.
+- Ambient autocast is on for the forward pass alone: the backward pass runs after its block, as
+  PyTorch asks, where operators take the types that they get.
 - Modules call global hooks, for the time of the trace only, that note the path of the module which
   an operator belongs to.
 """
@@ -112,7 +114,7 @@ def capture(
         stack.enter_context(_module_paths(model))
         try:
             refuse_hooks(model)
-            with attributes_unchanged(model):
+            with attributes_unchanged(model), shell.autocast.off():
                 joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
         except TraceError:
             raise
@@ -133,6 +135,29 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
             raise _has_side_effect(model, error) from error
         except Exception as error:
             raise TraceError(_reason(model, error)) from error
+
+
+class _Autocast:
+    """The ambient autocast at the time of its making, by the kind of device."""
+
+    def __init__(self) -> None:
+        self._types = {
+            kind: torch.get_autocast_dtype(kind)
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        }
+
+    def on(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for kind, dtype in self._types.items():
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        return stack
+
+    def off(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for kind in self._types:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack
 
 
 class _Forward(nn.Module):
@@ -169,6 +194,7 @@ class _Shell(nn.Module):
         self.chosen: tuple[int, ...] = ()
         self.flat_outputs: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
+        self.autocast = _Autocast()
         self.mode = KnowingMode(_leaves(model, call))
         with self.mode:
             for name, parameter in model.named_parameters():
@@ -197,7 +223,10 @@ class _Shell(nn.Module):
         state = {f"inner.{n}": getattr(self, f"p{i}") for i, n in enumerate(self._parameter_names)}
         state |= {f"inner.{n}": getattr(self, f"b{i}") for i, n in enumerate(self._buffer_names)}
         args, kwargs = call.arguments(tensors)
-        return torch.func.functional_call(_Forward(model), state, args, kwargs, tie_weights=True)
+        with self.autocast.on():
+            return torch.func.functional_call(
+                _Forward(model), state, args, kwargs, tie_weights=True
+            )
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         output = self.call(tensors)

@@ -13,9 +13,10 @@ as the largest parameter.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs import hardware
 from graphs.call import TraceError
 from graphs.costs import CostModel, OpCall
 
@@ -98,6 +100,41 @@ def optimizer_costs(
             f"({type(error).__name__}: {error}); plan without an optimizer and leave room for its "
             "state in the reserve"
         ) from error
+
+
+def optimizer_figures(
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+    model: nn.Module,
+    *,
+    device: torch.device,
+    costs: CostModel,
+) -> dict[str, Any]:
+    """`optimizer_costs` as plain figures, which travel with the schedule file.
+
+    name, state_bytes, workspace_bytes, time_s: what `graphs.step.with_optimizer` takes. The
+    implementation is that of the device whose costs are asked for. Raises TraceError.
+    """
+    planned_for = hardware.DEVICES.get(str(costs.description.get("device")))
+    cost = optimizer_costs(
+        optimizer,
+        model,
+        device=device,
+        costs=costs,
+        foreach=planned_for is not None and planned_for.kind == "cuda",
+    )
+    return dataclasses.asdict(cost)
+
+
+def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Several optimizers that step one after the other, as one (none: None)."""
+    if not figures:
+        return None
+    return {
+        "name": " + ".join(str(each["name"]) for each in figures),
+        "state_bytes": sum(int(each["state_bytes"]) for each in figures),
+        "workspace_bytes": max(int(each["workspace_bytes"]) for each in figures),
+        "time_s": sum(float(each["time_s"]) for each in figures),
+    }
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -86,3 +86,40 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
         tensors=(*graph.tensors, state),
         meta={**graph.meta, "environment": environment},
     )
+
+
+LOSS = "loss.of_the_caller"
+
+
+def with_unknown_loss(graph: Graph, *, workspace_bytes: int) -> Graph:
+    """A loss outside of which only this is known: it reads the outputs and hands gradients back.
+
+    One node between forward and backward pass reads what the module returns and makes the gradients
+    of its outputs, which are not there before. workspace_bytes: what it takes beside them.
+    """
+    tangents = tuple(tensor.name for tensor in graph.tensors if tensor.kind == "tangent")
+    forward = {name for node in graph.forward_nodes for name in node.outputs}
+    loss = Node(
+        name=LOSS,
+        op="the loss, computed by the caller",
+        inputs=tuple(name for name in graph.outputs if name in forward),
+        outputs=tangents,
+        time_s=0.0,
+        workspace_bytes=workspace_bytes,
+        phase="outside",
+        recomputable=False,
+    )
+    environment = {**graph.meta.get("environment", {}), "loss": "outside"}
+    return dataclasses.replace(
+        graph,
+        nodes=(*graph.forward_nodes, loss, *graph.later_nodes),
+        meta={**graph.meta, "environment": environment},
+    )
+
+
+def with_resident(graph: Graph, name: str, size_bytes: int) -> Graph:
+    """The same step beside memory that is taken for all of it (buckets of data parallelism)."""
+    if not size_bytes:
+        return graph
+    held = Tensor(name, size_bytes, "buffer")
+    return dataclasses.replace(graph, tensors=(*graph.tensors, held))

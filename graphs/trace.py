@@ -24,7 +24,7 @@ from graphs.capture import Capture, capture
 from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
 from graphs.extract import Layout, extract
 from graphs.graph import Graph
-from graphs.optimizer import optimizer_costs
+from graphs.optimizer import optimizer_figures
 from graphs.outside import OutsideLoss, StandIns
 from graphs.step import with_accumulation, with_optimizer
 
@@ -95,7 +95,10 @@ def trace(
     if outside is not None:
         loss_layout = extract(outside.captured, cost=_cost_of(costs))
         graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
-    return with_optimizer(graph, _optimizer_of(optimizer, model, target, costs))
+    if optimizer is None:
+        return graph
+    figures = optimizer_figures(optimizer, model, device=target, costs=costs)
+    return with_optimizer(graph, figures)
 
 
 def trace_module(
@@ -210,28 +213,3 @@ def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> 
             "plan with the named device's rates"
         )
     return target
-
-
-def _optimizer_of(
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
-    model: nn.Module,
-    device: torch.device,
-    costs: CostModel,
-) -> dict[str, Any] | None:
-    """What the optimizer takes, as plain figures: they travel with the schedule file."""
-    if optimizer is None:
-        return None
-    planned_for = hardware.DEVICES.get(str(costs.description.get("device")))
-    cost = optimizer_costs(
-        optimizer,
-        model,
-        device=device,
-        costs=costs,
-        foreach=planned_for is not None and planned_for.kind == "cuda",
-    )
-    return {
-        "name": cost.name,
-        "state_bytes": cost.state_bytes,
-        "workspace_bytes": cost.workspace_bytes,
-        "time_s": cost.time_s,
-    }

@@ -11,23 +11,21 @@ evaluation mode and without gradients the module's own forward runs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import torch
 from torch import nn
 
 from graphs.call import Call, TraceError, environment_of
 from graphs.costs import CostModel, from_description
 from graphs.graph import Graph
-from graphs.trace import StepTrace, trace_module
-from scheduler_runtime.compiled import Compiled, Programs, kind_of
+from graphs.trace import StepTrace
+from scheduler_runtime.compiled import Compiled
 from scheduler_runtime.plan import Plan
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.replan import replan
-from solver.schedule import Compute, Schedule
+from scheduler_runtime.stand_in import StandIn, module_schedule, refuse_second
 from solver.simulate import simulate
 from solver.solution import SavedSchedule, Solution
 
@@ -56,8 +54,7 @@ def apply(
     """
     if on_mismatch not in ("error", "replan"):
         raise ValueError(f"on_mismatch is {on_mismatch!r}; 'error' or 'replan'")
-    if isinstance(model.__dict__.get("forward"), PlannedForward):
-        raise ValueError("a plan is applied to this module already; remove(model) it first")
+    refuse_second(model)
     plans = [plan] if isinstance(plan, AnyPlan) else plan
     model.forward = PlannedForward(
         model, [Plan.of(each) for each in plans], on_mismatch=on_mismatch
@@ -66,9 +63,9 @@ def apply(
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Undo `apply`: the module runs its own forward again. Returns the same module."""
+    """Undo `apply` or `fit`: the module runs its own forward again. Returns the same module."""
     planned = model.__dict__.get("forward")
-    if not isinstance(planned, PlannedForward):
+    if not isinstance(planned, StandIn):
         raise ValueError("no plan is applied to this module")
     del model.forward
     if planned.instance_forward is not None:
@@ -76,49 +73,24 @@ def remove(model: nn.Module) -> nn.Module:
     return model
 
 
-class PlannedForward:
-    """Stands in for `model.forward`; keeps one program for each kind of call."""
+class PlannedForward(StandIn):
+    """Runs the plans that it was given, and those that it made for other calls."""
 
     def __init__(self, model: nn.Module, plans: Sequence[Plan], *, on_mismatch: str) -> None:
         _refuse_different_steps(plans)
-        self.instance_forward = model.__dict__.get("forward")
+        super().__init__(model)
         self.plans = tuple(plans)
         self.on_mismatch = on_mismatch
-        self._model = model
-        self._tracing = False
-        self._programs = Programs()
-        functools.update_wrapper(self, self._own_forward, updated=())
-
-    @property
-    def _own_forward(self) -> Any:
-        """The forward that the module had before."""
-        if self.instance_forward is not None:
-            return self.instance_forward
-        return functools.partial(type(self._model).forward, self._model)
 
     @property
     def plan(self) -> Plan:
         """The first: what is planned anew takes its budget and its options."""
         return self.plans[0]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model
-        planned_mode = bool(self.plan.environment.get("train", True))
-        if self._tracing or not torch.is_grad_enabled() or model.training != planned_mode:
-            return self._own_forward(*args, **kwargs)
-        call = Call.of(args, kwargs)
-        kind = kind_of(model, call)
-        compiled = self._programs.find(kind, model, call)
-        if compiled is None:
-            compiled = self._compile(call)
-            self._programs.add(kind, compiled)
-        return compiled.run(model, call)
+    def covers(self) -> bool:
+        return self._model.training == bool(self.plan.environment.get("train", True))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Programs are not copied or pickled: they are made again at the next forward pass."""
-        return {**self.__dict__, "_programs": Programs()}
-
-    def _compile(self, call: Call) -> Compiled:
+    def compile_for(self, call: Call) -> Compiled:
         step = self._trace(call)
         part = step.graph.module_part()
         schedule = next(
@@ -134,25 +106,18 @@ class PlannedForward:
             step = self._trace(call, costs=from_description(self.plan.environment.get("costs", {})))
             schedule = replan(step.graph, self.plan, reason)
             part = step.graph.module_part()
-        schedule = _module_schedule(schedule, part)
+        schedule = module_schedule(schedule, part)
         simulate(part, schedule)  # a file may say anything: the judge has the last word
         return Compiled(step, compile_schedule(step, schedule))
 
     def _trace(self, call: Call, *, costs: CostModel | None = None) -> StepTrace:
         gradient_outputs = tuple(self.plan.environment["gradient_outputs"])
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        self._tracing = True
-        try:
-            return trace_module(
-                self._model,
-                call,
-                device=device,
-                choose=lambda _output: gradient_outputs,
-                gradients=self.plan.environment.get("gradients", "fresh"),
-                costs=costs,
-            )
-        finally:
-            self._tracing = False
+        return self.traced(
+            call,
+            choose=lambda _output: gradient_outputs,
+            gradients=self.plan.environment.get("gradients", "fresh"),
+            costs=costs,
+        )
 
     def _difference(self, graph: Graph, call: Call) -> str:
         """The first field in which the call differs from the plan."""
@@ -183,16 +148,6 @@ def _refuse_different_steps(plans: Sequence[Plan]) -> None:
         values = [plan.environment.get(field) for plan in plans]
         if any(value != values[0] for value in values):
             raise ValueError(f"the plans are for different steps: {field} is {values}")
-
-
-def _module_schedule(schedule: Schedule, part: Graph) -> Schedule:
-    """The schedule without what the caller runs: the loss outside, the optimizer."""
-    ops = tuple(
-        op
-        for op in schedule.ops
-        if (op.node in part.node_by_name if isinstance(op, Compute) else op.tensor in part.producer)
-    )
-    return Schedule(ops=ops, graph_id=part.graph_id)
 
 
 __all__ = ["PlanMismatchError", "TraceError", "apply", "remove"]

@@ -95,7 +95,8 @@ class Run:
             if gradient is None:
                 raise RuntimeError(
                     "no gradient arrives for an output that the plan expects one for; plan again "
-                    "with the loss that is used"
+                    "with the loss that is used, or name what it is computed from: "
+                    "fit(model, loss_outputs=lambda output: ...)"
                 )
             self.state[value] = gradient.contiguous()
 

@@ -165,9 +165,28 @@ def test_every_method_gives_the_same_bits(method: str) -> None:
     assert_same_bits(model, planned, batch)
 
 
-def test_autocast_gives_the_same_bits() -> None:
+class WrittenOutAttention(nn.Module):
+    """Under autocast the softmax is in 32 bits, and so are the products of its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).float().chunk(3, dim=-1)
+        with torch.autocast("cpu", enabled=False):
+            scores = torch.softmax(q @ k.transpose(1, 2), dim=-1)
+            return (scores @ v).square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("make", [TiedLanguageModel, WrittenOutAttention])
+def test_autocast_gives_the_same_bits(make: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        model, batch, graph = traced(TiedLanguageModel)
+        model, batch, graph = traced(make)
     planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
     results = []
     for each in (model, planned):

@@ -1,0 +1,114 @@
+"""What stands in for `model.forward`: a program for each kind of call, the module's own otherwise.
+
+`scheduler_runtime.apply` puts one there that has its plans, `scheduler_runtime.fit` one that makes
+them when it is called.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.call import Call
+from graphs.costs import CostModel
+from graphs.graph import Graph
+from graphs.trace import StepTrace, trace_module
+from scheduler_runtime.compiled import Compiled, Programs, kind_of
+from solver.schedule import Compute, Schedule
+
+
+class StandIn(abc.ABC):
+    """Called in the place of the module's forward; keeps one program for each kind of call.
+
+    instance_forward: what another library had put in the place of the class's forward before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.instance_forward = model.__dict__.get("forward")
+        self._model = model
+        self._tracing = False
+        self._programs = Programs()
+        functools.update_wrapper(self, self._own_forward, updated=())
+
+    @property
+    def _own_forward(self) -> Any:
+        """The forward that the module had before."""
+        if self.instance_forward is not None:
+            return self.instance_forward
+        return functools.partial(type(self._model).forward, self._model)
+
+    @abc.abstractmethod
+    def covers(self) -> bool:
+        """Whether a forward pass with gradients is one that is planned (training or evaluation)."""
+
+    @abc.abstractmethod
+    def compile_for(self, call: Call) -> Compiled:
+        """A program for a call that none of those which are there fits."""
+
+    def situation(self) -> Any:
+        """What the program depends on beside the call."""
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model
+        if self._tracing or not torch.is_grad_enabled() or not self.covers():
+            return self._own_forward(*args, **kwargs)
+        call = Call.of(args, kwargs)
+        kind = (kind_of(model, call), self.situation())
+        compiled = self._programs.find(kind, model, call)
+        if compiled is None:
+            compiled = self.compile_for(call)
+            self._programs.add(kind, compiled)
+        return compiled.run(model, call)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Programs are not copied or pickled: they are made again at the next forward pass."""
+        return {**self.__dict__, "_programs": Programs()}
+
+    def traced(
+        self,
+        call: Call,
+        *,
+        choose: Callable[[Any], tuple[int, ...]],
+        gradients: str,
+        costs: CostModel | None,
+    ) -> StepTrace:
+        """The module's own forward and backward pass for this call (`graphs.trace`)."""
+        self._tracing = True
+        try:
+            return trace_module(
+                self._model,
+                call,
+                device=device_of(self._model),
+                choose=choose,
+                gradients=gradients,
+                costs=costs,
+            )
+        finally:
+            self._tracing = False
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the module's parameters are."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def refuse_second(model: nn.Module) -> None:
+    """One plan for a module: raises ValueError where there is one."""
+    if isinstance(model.__dict__.get("forward"), StandIn):
+        raise ValueError("a plan is applied to this module already; remove(model) it first")
+
+
+def module_schedule(schedule: Schedule, part: Graph) -> Schedule:
+    """The schedule without what the caller runs: the loss outside, the optimizer."""
+    ops = tuple(
+        op
+        for op in schedule.ops
+        if (op.node in part.node_by_name if isinstance(op, Compute) else op.tensor in part.producer)
+    )
+    return Schedule(ops=ops, graph_id=part.graph_id)
