@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
+from graphs.autocast_casts import casts_once
 from graphs.call import HOLE, Call, TraceError
 from graphs.eager_kernels import eager_kernels
 from graphs.fake_kernels import cpu_rules
@@ -109,12 +110,12 @@ def capture(
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
         stack.enter_context(cpu_rules())
         stack.enter_context(eager_branches())
-        # The caller's backward pass runs after the autocast block, as PyTorch's manual has it.
-        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         stack.enter_context(_module_paths(model))
+        # Autocast is for the forward pass: `backward()` is called after its context has ended.
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         try:
             refuse_hooks(model)
-            with attributes_unchanged(model), shell.autocast.off():
+            with attributes_unchanged(model):
                 joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
         except TraceError:
             raise
@@ -135,29 +136,6 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
             raise _has_side_effect(model, error) from error
         except Exception as error:
             raise TraceError(_reason(model, error)) from error
-
-
-class _Autocast:
-    """The ambient autocast at the time of its making, by the kind of device."""
-
-    def __init__(self) -> None:
-        self._types = {
-            kind: torch.get_autocast_dtype(kind)
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        }
-
-    def on(self) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        for kind, dtype in self._types.items():
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
-        return stack
-
-    def off(self) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        for kind in self._types:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return stack
 
 
 class _Forward(nn.Module):
@@ -190,11 +168,11 @@ class _Shell(nn.Module):
         self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
         self._parameter_names: list[str] = []
         self._buffer_names: list[str] = []
+        self._cache_enabled = torch.is_autocast_cache_enabled()
         self.spec: pytree.TreeSpec | None = None
         self.chosen: tuple[int, ...] = ()
         self.flat_outputs: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
-        self.autocast = _Autocast()
         self.mode = KnowingMode(_leaves(model, call))
         with self.mode:
             for name, parameter in model.named_parameters():
@@ -220,16 +198,25 @@ class _Shell(nn.Module):
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output for the shell's parameters and these tensors."""
         model, call, _ = self._outside
-        state = {f"inner.{n}": getattr(self, f"p{i}") for i, n in enumerate(self._parameter_names)}
-        state |= {f"inner.{n}": getattr(self, f"b{i}") for i, n in enumerate(self._buffer_names)}
+        own: dict[torch.Tensor, torch.Tensor]
+        own = {p: getattr(self, f"p{i}") for i, p in enumerate(model.parameters())}
+        own |= {b: getattr(self, f"b{i}") for i, b in enumerate(model.buffers())}
+        # Every place of every module once. `tie_weights=True` names a place once for each name of
+        # its module, and what it puts back there at the end is the stand-in of the time before.
+        state = {
+            f"inner.{path}.{name}" if path else f"inner.{name}": own[tensor]
+            for path, module in model.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
         args, kwargs = call.arguments(tensors)
-        with self.autocast.on():
-            return torch.func.functional_call(
-                _Forward(model), state, args, kwargs, tie_weights=True
-            )
+        forward = _Forward(model)
+        return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
-        output = self.call(tensors)
+        leaves = [*self.parameters(), *tensors]
+        with casts_once(leaves, cache_enabled=self._cache_enabled):
+            output = self.call(tensors)
         flat, self.spec = pytree.tree_flatten(output)
         for item in flat:
             if not isinstance(item, torch.Tensor | int | float | bool | str | None):

@@ -99,6 +99,7 @@ def kind_of(model: nn.Module, call: Call) -> Any:
         tuple(repr(item) for item in call.rest),
         call.spec,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.is_autocast_cache_enabled(),
         tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters()),
         tuple(_settings(module) for module in model.modules()),
     )

@@ -1,0 +1,138 @@
+"""Under autocast, cast a weight as often as eager mode does: once.
+
+Eager's autocast remembers the low-precision copy of a float32 leaf that needs a gradient until the
+outermost autocast context ends. A weight that is used twice is then cast once, and its gradients
+add up in low precision before one cast brings them back. While PyTorch traces nothing is a leaf, so
+that memory stays empty, each use casts for itself, and the gradients add up in float32: other bits.
+
+Here the operators that autocast runs in low precision are wrapped at the autocast dispatch key, for
+the time of one forward pass: where a leaf comes in they are handed the copy that its first use
+made, and what autocast does with the other arguments is left to autocast.
+
+As in eager mode the copy is kept by tensor alone, and an autocast context that ends inside the
+module forgets all copies if it was the outermost. What a planned module does not share is the
+memory beyond its own call: a weight that is also used outside the module, or by two calls in one
+autocast context, is cast once more (the plain module would share one copy among them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+#: Operators that autocast runs in low precision, on any device (PyTorch's autocast op reference).
+LOW_PRECISION = (
+    "_addmm_activation",
+    "_convolution",
+    "_convolution.deprecated",
+    "_native_multi_head_attention",
+    "_scaled_dot_product_flash_attention",
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    "addbmm",
+    "addmm",
+    "addmv",
+    "addr",
+    "baddbmm",
+    "bmm",
+    "chain_matmul",
+    "conv1d",
+    "conv1d.padding",
+    "conv2d",
+    "conv2d.padding",
+    "conv3d",
+    "conv3d.padding",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "convolution",
+    "einsum",
+    "gru_cell",
+    "linalg_multi_dot",
+    "linalg_vecdot",
+    "linear",
+    "lstm_cell",
+    "matmul",
+    "mm",
+    "mv",
+    "prelu",
+    "rnn_relu_cell",
+    "rnn_tanh_cell",
+    "scaled_dot_product_attention",
+)
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
+@contextlib.contextmanager
+def casts_once(leaves: Sequence[torch.Tensor], *, cache_enabled: bool) -> Iterator[None]:
+    """Make autocast remember the copies of these tensors, which stand for eager mode's leaves.
+
+    cache_enabled: the caller's `torch.is_autocast_cache_enabled()`, before tracing turned it off.
+    """
+    waiting = {id(leaf) for leaf in leaves if leaf.dtype == torch.float32 and leaf.requires_grad}
+    kinds = {leaf.device.type for leaf in leaves} & _KEYS.keys()
+    copies: dict[int, torch.Tensor] = {}
+    forget = torch.clear_autocast_cache
+
+    def forget_copies() -> None:
+        copies.clear()
+        forget()
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", forget_copies))
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(cache_enabled)
+        for kind in sorted(kinds):
+            low = _copy_of(waiting, copies, kind=kind)
+            stack.enter_context(_wrapped(low, key=_KEYS[kind]))
+        yield
+
+
+def _copy_of(
+    waiting: set[int], copies: dict[int, torch.Tensor], *, kind: str
+) -> Callable[[Any], Any]:
+    """What an operator is handed in place of an argument."""
+
+    def low(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return type(argument)(low(item) for item in argument)
+        if id(argument) not in waiting or not torch.is_autocast_cache_enabled():
+            return argument
+        if id(argument) not in copies:
+            copies[id(argument)] = argument.to(torch.get_autocast_dtype(kind))
+        return copies[id(argument)]
+
+    return low
+
+
+@contextlib.contextmanager
+def _wrapped(low: Callable[[Any], Any], *, key: str) -> Iterator[None]:
+    """Registers the operators anew at this dispatch key; the end brings the old kernels back."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    try:
+        for name in LOW_PRECISION:
+            if f"aten::{name}" in registered:
+                packet, _, overload = name.partition(".")
+                operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                kernel = torch.library.get_kernel(operator, key)
+                with warnings.catch_warnings(action="ignore"):  # that it is registered already
+                    library.impl(name, _through(kernel, low), key, with_keyset=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _through(kernel: Any, low: Callable[[Any], Any]) -> Callable[..., Any]:
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(low(argument) for argument in args)
+        kwargs = {name: low(argument) for name, argument in kwargs.items()}
+        return kernel.call_boxed(keys, *args, **kwargs)
+
+    return call
