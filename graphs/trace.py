@@ -126,6 +126,8 @@ def trace_module(
                 }
                 for kind in ("parameter", "buffer")
             },
+            "in_place": list(layout.in_place),
+            "backward_functions": [nodes for nodes in layout.functions.values() if len(nodes) > 1],
             "parameter_bytes": _bytes_by_dtype(model),
             "costs": {} if costs is None else dict(costs.description),
             "environment": {

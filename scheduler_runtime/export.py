@@ -27,6 +27,7 @@ from scheduler_runtime.apply import PlannedForward
 from scheduler_runtime.checkpointed import CheckpointedForward, SavedCalls, functional_name
 from solver.budget import format_size
 from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
+from solver.eager import EagerStep
 from solver.regions import Region, is_under
 from solver.schedule import Schedule
 from solver.solution import Solution
@@ -246,9 +247,15 @@ def _called(model: nn.Module, path: str) -> Iterator[str]:
 def _may_save(graph: Graph) -> Any:
     """Which results PyTorch's selective checkpointing can keep.
 
-    Not those of our own operators, which eager mode does not call. And a random operator only if no
-    later one in the module runs again: that one would draw the numbers of the first.
+    Not those of our own operators, which eager mode does not call, nor what is overwritten in place
+    or overwrites. And a random operator only if no later one in the module runs again: that one
+    would draw the numbers of the first.
     """
+    eager = EagerStep.of(graph)
+
+    def overwritten(name: str) -> bool:
+        outputs = graph.node_by_name[name].outputs
+        return name in eager.in_place or any(out in eager.last_write for out in outputs)
 
     def may_save(region: Region) -> frozenset[str]:
         saved = set()
@@ -257,7 +264,8 @@ def _may_save(graph: Graph) -> Any:
             operator = _operator(graph.node_by_name[name].op)
             random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
             ours = not graph.node_by_name[name].op.startswith("aten.")
-            if name in region.saved and operator and not ours and not (random and draws_later):
+            possible = operator and not ours and not overwritten(name)
+            if name in region.saved and possible and not (random and draws_later):
                 saved.add(name)
             elif random or ours:
                 draws_later = True

@@ -13,8 +13,13 @@ of a schedule, and they are followed here one by one:
    they do not run again, everything else of the region does, needed or not.
 4. A region inside a region drops its own part again when the outer one has run again, and runs once
    more when its backward comes.
-5. While a region runs, Python's local variables hold results: each stays until the call of the
+5. A function of the backward pass asks for everything that it has put by at once, and holds it
+   until it is done, however many operators it runs (`solver.eager`).
+6. While a region runs, Python's local variables hold results: each stays until the call of the
    innermost module is over in which it was made and read. So the peak errs on the large side.
+
+A region must not overwrite what it reads, nor may anything after it: it would run again from other
+values.
 
 What regions cannot say: recompute a tensor in time for one reader alone, drop it between two
 readers, or recompute operators that are called outside of any region.
@@ -28,6 +33,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from graphs.graph import Graph, Node
+from solver.eager import EagerStep
 from solver.schedule import Schedule, free_after_last_use
 
 
@@ -102,7 +108,20 @@ def dropped_by(graph: Graph, region: Region) -> tuple[str, ...]:
         last = max(region.nodes.index(graph.producer[name].name) for name in names)
         for node in region.nodes[: last + 1]:
             runs_again(graph, node, region)
+        _refuse_overwritten(graph, layout, region)
     return names
+
+
+def _refuse_overwritten(graph: Graph, layout: _Layout, region: Region) -> None:
+    last_write = EagerStep.of(graph).last_write
+    first = next(p for p, n in enumerate(graph.forward_nodes) if n.name == region.nodes[0])
+    for name in layout.arguments(region):
+        if last_write.get(name, -1) >= first:
+            writer = graph.forward_nodes[last_write[name]]
+            raise RegionError(
+                f"{name!r}, which module {region.path!r} reads, is overwritten in place by "
+                f"{writer.name!r} in module {writer.module!r}"
+            )
 
 
 def runs_again(graph: Graph, name: str, region: Region) -> bool:
@@ -231,6 +250,7 @@ class _Replay:
         self._position = {node.name: p for p, node in enumerate(graph.forward_nodes)}
         self._left_readers = self._count_later_readers()
         self._last_backward: dict[str, int] = {}
+        self._function_of = EagerStep.of(graph).function_of
 
     def run(self) -> Replayed:
         graph, layout = self._graph, self._layout
@@ -241,11 +261,13 @@ class _Replay:
         for node in graph.forward_nodes:
             self._available.update(name for name in node.outputs if layout.stays(name))
         for node in graph.later_nodes:
-            for name in node.inputs:
-                if name not in self._available:
-                    self._restore(name, layout.chain(node.name))
+            function = self._function_of.get(node.name, (node.name,))
+            if node.name == function[0]:
+                self._unpack(function)
             for region in layout.chain(node.name):
                 self._last_backward[region.path] = len(self._order)
+            if node.name == function[-1]:
+                self._held[len(self._order)] += self._read_by(function)
             self._order.append(node.name)
             self._available.update(node.outputs)
             for name in dict.fromkeys(node.inputs):
@@ -256,6 +278,18 @@ class _Replay:
                 self._held[self._last_backward[region.path]] += layout.arguments(region)
         schedule = free_after_last_use(graph, self._order, held=self._held)
         return Replayed(schedule=schedule, n_reruns=self._n_reruns)
+
+    def _read_by(self, function: Iterable[str]) -> list[str]:
+        """The tensors that were made for these nodes."""
+        read = (name for each in function for name in self._graph.node_by_name[each].inputs)
+        return [name for name in dict.fromkeys(read) if name in self._graph.producer]
+
+    def _unpack(self, function: Sequence[str]) -> None:
+        """Have everything on hand that these later nodes read of the forward pass."""
+        for name in self._read_by(function):
+            maker = self._graph.producer[name]
+            if name not in self._available and maker.phase == "forward":
+                self._restore(name, self._layout.chain(function[0]))
 
     def _count_later_readers(self) -> dict[str, int]:
         return {
