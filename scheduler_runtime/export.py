@@ -78,6 +78,11 @@ class Export:
     _model: nn.Module = field(repr=False, compare=False)
 
     @property
+    def fits(self) -> bool:
+        """Whether the exported plan keeps to the budget."""
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
     def overhead(self) -> float:
         """Extra time as a share of the step without checkpointing."""
         return (self.time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
@@ -97,6 +102,7 @@ class Export:
                 f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
                 f"overhead +{100 * self.overhead:.2f} % (the plan itself: "
                 f"{format_size(self.planned_peak_bytes)}, +{100 * self.planned_overhead:.2f} %)"
+                + ("" if self.fits else ": ABOVE THE BUDGET, nothing smaller was found")
             )
         ]
         lines += [
@@ -112,36 +118,34 @@ class Export:
         return "\n".join([*lines, *self.lost])
 
 
-def to_torch_checkpoint(model: nn.Module, solution: Solution) -> Export:
+def to_torch_checkpoint(
+    model: nn.Module, solution: Solution, *, on_excess: Literal["error", "least"] = "error"
+) -> Export:
     """Checkpoint the modules that the solution's schedule says to recompute; changes the model.
 
     solution: from solve(model, ...); its graph says which module each operator belongs to. The
-    model's parameters, names and state dict stay; `Export.remove` undoes it.
+        model's parameters, names and state dict stay; `Export.remove` undoes it.
+    on_excess: where nothing that modules can do fits the budget: "error", or "least": export the
+        choice with the smallest peak that was found, and say so (`Export.fits`).
 
     Raises ExportError where the solution has no schedule, the model is not the one that was
-    planned, has a plan already, or nothing that modules can do fits the budget.
+    planned, has a plan already, or nothing fits.
     """
+    if on_excess not in ("error", "least"):
+        raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
     if solution.schedule is None or solution.trace is None:
         raise ExportError(
             f"the solution has no schedule to export: its status is {solution.status}"
         )
     _check_model(model, solution.graph)
     tree = module_tree(model, solution.graph)
+    may_save = _may_save(solution.graph)
     try:
-        plan = by_module(
-            solution,
-            tree,
-            may_save=_may_save(solution.graph),
-            beside_bytes=CPU_RANDOM_STATE_BYTES,
-        )
+        plan = by_module(solution, tree, may_save=may_save, beside_bytes=CPU_RANDOM_STATE_BYTES)
     except NothingFitsError as error:
-        raise ExportError(
-            f"the budget is {solution.request.available_bytes} bytes, and checkpointing modules of "
-            f"{type(model).__name__} takes at least {error.least_bytes}: PyTorch runs a module "
-            "again all at once, and operators called outside of its blocks not at all. apply(model,"
-            f" solution) keeps to {solution.trace.peak_bytes} bytes; or solve with a budget of "
-            f"{error.least_bytes} bytes"
-        ) from None
+        if on_excess == "error":
+            raise _nothing_fits(model, solution, error) from None
+        plan = error.least
     _put(model, solution.graph, plan)
     return Export(
         modules=tuple(_described(plan)),
@@ -154,6 +158,18 @@ def to_torch_checkpoint(model: nn.Module, solution: Solution) -> Export:
         budget_bytes=solution.request.available_bytes,
         lost=tuple(_lost(solution, plan)),
         _model=model,
+    )
+
+
+def _nothing_fits(model: nn.Module, solution: Solution, error: NothingFitsError) -> ExportError:
+    assert solution.trace is not None
+    least_bytes = error.least.peak_bytes
+    return ExportError(
+        f"the budget is {solution.request.available_bytes} bytes, and checkpointing modules of "
+        f"{type(model).__name__} takes at least {least_bytes}: PyTorch runs a module again all at "
+        "once, and operators called outside of its blocks not at all. apply(model, solution) keeps "
+        f"to {solution.trace.peak_bytes} bytes; or solve with a budget of {least_bytes} bytes, or "
+        'give on_excess="least"'
     )
 
 

@@ -80,11 +80,11 @@ class ModulePlan:
 
 
 class NothingFitsError(ValueError):
-    """No choice of modules fits; `least_bytes` is the smallest peak that was found."""
+    """No choice of modules fits; `least` is the one with the smallest peak that was found."""
 
-    def __init__(self, least_bytes: int) -> None:
-        super().__init__(f"checkpointing by module takes at least {least_bytes} bytes")
-        self.least_bytes = least_bytes
+    def __init__(self, least: ModulePlan) -> None:
+        super().__init__(f"checkpointing by module takes at least {least.peak_bytes} bytes")
+        self.least = least
 
 
 def by_module(
@@ -101,7 +101,7 @@ def by_module(
     budget_bytes = solution.request.available_bytes
     search = _Search(graph, budget_bytes=budget_bytes, beside_bytes=beside_bytes)
     choice = _Choice(graph, tree, may_save)
-    search.judge(())
+    search.judge(())  # without any
     schedule: Schedule | None = solution.schedule
     for _ in range(1 + N_SMALLER_BUDGETS):
         if schedule is None:
@@ -118,9 +118,11 @@ def by_module(
     if search.best is None:
         for regions in choice.nested():
             search.judge(regions)
+    refused = dict(choice.refused)
     if search.best is None:
-        raise NothingFitsError(search.least_bytes)
-    return dataclasses.replace(search.best, refused=dict(choice.refused))
+        assert search.least is not None  # at least the plan without any region was judged
+        raise NothingFitsError(dataclasses.replace(search.least, refused=refused))
+    return dataclasses.replace(search.best, refused=refused)
 
 
 def kept_storages(graph: Graph, schedule: Schedule) -> frozenset[str]:
@@ -229,7 +231,7 @@ class _Search:
         self._budget_bytes = budget_bytes
         self._beside_bytes = beside_bytes
         self.best: ModulePlan | None = None
-        self.least_bytes = 2**63
+        self.least: ModulePlan | None = None
 
     def judge(self, regions: Sequence[Region]) -> int:
         """By how many bytes the plan is above the budget (0 or less: it fits)."""
@@ -239,19 +241,21 @@ class _Search:
         # one more while a region runs again: the state that it interrupts
         beside_bytes = self._beside_bytes * (n_regions + 1) if n_regions else 0
         peak_bytes = trace.peak_bytes + beside_bytes
-        self.least_bytes = min(self.least_bytes, peak_bytes)
+        plan = ModulePlan(
+            regions=tuple(regions),
+            n_reruns=replayed.n_reruns,
+            schedule=replayed.schedule,
+            trace=trace,
+            peak_bytes=peak_bytes,
+            refused={},
+        )
+        if self.least is None or peak_bytes < self.least.peak_bytes:
+            self.least = plan
         if peak_bytes <= self._budget_bytes and (
             self.best is None
             or (trace.time_s, peak_bytes) < (self.best.trace.time_s, self.best.peak_bytes)
         ):
-            self.best = ModulePlan(
-                regions=tuple(regions),
-                n_reruns=replayed.n_reruns,
-                schedule=replayed.schedule,
-                trace=trace,
-                peak_bytes=peak_bytes,
-                refused={},
-            )
+            self.best = plan
         return peak_bytes - self._budget_bytes
 
     def first_blocks_whole(self, choice: _Choice, regions: Mapping[str, tuple[Region, ...]]) -> int:
