@@ -365,5 +365,6 @@ def _lost(solution: Solution, plan: ModulePlan) -> Iterator[str]:
             f"{len(outside)} operators that the plan runs again are in no checkpointed module "
             f"({', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''}): their results stay"
         )
-    for path, reason in plan.refused.items():
-        yield f"{path} is left alone: {reason}"
+    if plan.refused:
+        path, reason = next(iter(plan.refused.items()))
+        yield f"{len(plan.refused)} modules cannot be checkpointed by themselves; {path}: {reason}"
