@@ -34,6 +34,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.autocast_casts import casts_once
 from graphs.call import HOLE, Call, TraceError
@@ -147,7 +148,7 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = buffers_of(self.inner)
-        with random_states_untouched():
+        with random_states_untouched(), _InPlaceNoted():
             output = self.inner.forward(*args, **kwargs)
         refuse_replaced_buffers(before, self.inner)
         return output
@@ -350,6 +351,23 @@ def _source(desc: Any, shell: _Shell) -> Source:
             raise TraceError("outputs of the model share memory; return clones of them")
         return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
     raise TraceError(f"an input of kind {type(desc).__name__} cannot be planned for yet")
+
+
+class _InPlaceNoted(TorchDispatchMode):
+    """Write into an fx node's meta that the module's operator overwrites its first argument.
+
+    The graph itself has lost that: it is functional.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        first = next(iter(func._schema.arguments), None)
+        alias = None if first is None else first.alias_info
+        if alias is None or not alias.is_write:
+            return func(*args, **(kwargs or {}))
+        with annotate({"in_place": True}):
+            return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

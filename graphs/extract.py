@@ -44,6 +44,8 @@ class Layout:
     updates: name of a copy_ node -> (placeholder that is written, fx node of the new value).
     gradients: placeholder of a leaf -> the tensor that holds its gradient, one for each.
     copies: name of a clone node -> fx node of the gradient that it copies.
+    in_place: the forward nodes whose operator overwrites its first argument in eager mode.
+    functions: the names of the nodes of each function of autograd's backward pass, by its number.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -54,6 +56,8 @@ class Layout:
     updates: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = field(default_factory=dict)
     gradients: dict[torch.fx.Node, str] = field(default_factory=dict)
     copies: dict[str, torch.fx.Node] = field(default_factory=dict)
+    in_place: list[str] = field(default_factory=list)
+    functions: dict[int, list[str]] = field(default_factory=dict)
 
 
 def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], NodeCost]) -> Layout:
@@ -143,6 +147,7 @@ class _Extraction:
         cost = self.cost(node)
         phase: Phase = "backward" if _is_backward(node) else "forward"
         self.layout.calls[node.name] = node
+        self._note_eager(node, phase)
         self.layout.nodes.append(
             Node(
                 name=node.name,
@@ -156,6 +161,15 @@ class _Extraction:
                 module=_module_path(node),
             )
         )
+
+    def _note_eager(self, node: torch.fx.Node, phase: Phase) -> None:
+        """What a functional graph of single operators does not tell of eager mode."""
+        number = node.meta.get("seq_nr")
+        if phase == "forward":
+            if _custom(node).get("in_place"):
+                self.layout.in_place.append(node.name)
+        elif number is not None and not node.meta.get("is_gradient_acc"):
+            self.layout.functions.setdefault(number, []).append(node.name)
 
     def _made(self, node: torch.fx.Node, values: list[Any]) -> list[str]:
         """Names of the storages that the call allocates (none: it is a view)."""
@@ -305,8 +319,13 @@ def _is_backward(node: torch.fx.Node) -> bool:
 
 
 def _module_path(node: torch.fx.Node) -> str:
+    return str(_custom(node).get("module_path", ""))
+
+
+def _custom(node: torch.fx.Node) -> dict[str, Any]:
+    """What `graphs.capture` noted while the node was traced."""
     custom = node.meta.get("custom")
-    return custom.get("module_path", "") if isinstance(custom, dict) else ""
+    return custom if isinstance(custom, dict) else {}
 
 
 def _device_of(node: torch.fx.Node) -> str:

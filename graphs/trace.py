@@ -121,11 +121,16 @@ def trace_module(
         meta={
             "model": type(model).__name__,
             "gradients": gradients,
-            "parameters": {
-                source.name: names[source.name]
-                for source in captured.sources.values()
-                if source.kind == "parameter"
+            **{
+                f"{kind}s": {
+                    source.name: names[source.name]
+                    for source in captured.sources.values()
+                    if source.kind == kind
+                }
+                for kind in ("parameter", "buffer")
             },
+            "in_place": list(layout.in_place),
+            "backward_functions": [nodes for nodes in layout.functions.values() if len(nodes) > 1],
             "parameter_bytes": _bytes_by_dtype(model),
             "costs": {} if costs is None else dict(costs.description),
             "environment": {

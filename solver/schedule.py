@@ -7,7 +7,7 @@ and prefetch would be further op classes here; until they exist a file that uses
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.files import MAX_ENTRIES, FormatError
@@ -72,12 +72,17 @@ def _op(item: object, *, where: str) -> Op:
     )
 
 
-def free_after_last_use(graph: Graph, order: Iterable[str]) -> Schedule:
+def free_after_last_use(
+    graph: Graph, order: Iterable[str], *, held: Mapping[int, Iterable[str]] | None = None
+) -> Schedule:
     """The schedule that runs these nodes and frees every tensor as early as it can.
 
     A tensor made by one run of its node is held until the last op that reads it before the next
     run of that node; outputs of the graph, once made for the last time, to the end. No choice of
     frees for the same order holds less at any moment.
+
+    held: position in the order -> tensors that someone beside the graph still holds while that op
+        runs, as if it read them; they must have been made before.
 
     Cost: linear in the length of the order.
     """
@@ -87,7 +92,8 @@ def free_after_last_use(graph: Graph, order: Iterable[str]) -> Schedule:
     read_later: set[str] = set()  # what an op further on reads before it is made again
     for position in range(len(order) - 1, -1, -1):
         node = graph.node_by_name[order[position]]
-        for name in dict.fromkeys((*needs(graph, node), *node.outputs)):
+        others = () if held is None else held.get(position, ())
+        for name in dict.fromkeys((*needs(graph, node), *node.outputs, *others)):
             if name in graph.producer and name not in read_later and name not in awaited:
                 frees_after[position].append(name)
             read_later.add(name)

@@ -1,0 +1,32 @@
+"""A plan exported as stock checkpointing, under DistributedDataParallel: two processes on the CPU.
+
+    python -m examples.integrations.export_ddp
+
+Each process plans the step of its own share of the batch. Planning and exporting come before DDP,
+which then wraps an ordinary module. DDP's buckets hold one more copy of the gradients, which no
+plan of the module knows.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from torch.nn.parallel import DistributedDataParallel
+
+from examples import gpt2
+from examples.integrations.two_processes import SIZES, compare, run, small_gpt2
+from scheduler_runtime.export import to_torch_checkpoint
+from solver import solve
+
+
+def work(rank: int) -> None:
+    model = small_gpt2()
+    plain = DistributedDataParallel(copy.deepcopy(model))
+    exported = to_torch_checkpoint(model, solve(model, gpt2.get_batch(**SIZES), budget="5MB"))
+    if rank == 0:
+        print(exported)
+    compare(plain, DistributedDataParallel(model), rank)
+
+
+if __name__ == "__main__":
+    run(work)

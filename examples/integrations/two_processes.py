@@ -1,0 +1,82 @@
+"""What the examples of data-parallel training share: two processes on the CPU that talk by gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from examples import gpt2
+from graphs.memory_events import cpu_peak_bytes
+
+N_PROCESSES = 2
+N_STEPS = 3
+SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
+
+
+def small_gpt2() -> nn.Module:
+    """Four blocks with dropout, the same weights in each process."""
+    torch.manual_seed(0)
+    return gpt2.get_model(n_layers=4, width=64, n_heads=4, n_tokens=512, max_length=64, dropout=0.1)
+
+
+def train(model: nn.Module, rank: int) -> tuple[list[torch.Tensor], int]:
+    """Some steps of AdamW, each process on batches of its own.
+
+    Returns the losses with this process's part of the last gradients, and the most bytes that
+    another step took above what was there before it.
+    """
+    torch.manual_seed(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(N_STEPS):
+        optimizer.zero_grad()
+        loss = model(*gpt2.get_batch(**SIZES))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    gradients = [
+        g.to_local() if isinstance(g, DTensor) else g for g in (p.grad for p in model.parameters())
+    ]
+    results = [each.clone() for each in (*losses, *gradients)]
+    optimizer.zero_grad()
+    batch = gpt2.get_batch(**SIZES)
+    return results, cpu_peak_bytes(lambda: model(*batch).backward()).peak_bytes
+
+
+def compare(plain: nn.Module, exported: nn.Module, rank: int) -> None:
+    """Train both and print what differs; an exit code of 1 where the results do."""
+    expected, plain_bytes = train(plain, rank)
+    got, exported_bytes = train(exported, rank)
+    same = all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+    print(
+        f"rank {rank}: losses and gradients {'are the same bits' if same else 'DIFFER'}; the step "
+        f"took {plain_bytes} bytes without and {exported_bytes} with checkpointing",
+        flush=True,
+    )
+    if not same:
+        raise SystemExit(1)
+
+
+def run(work: Callable[[int], None]) -> None:
+    """Call `work(rank)`, a function of a module, in each process of a gloo group."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may wait for a name server
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_in_group, args=(port, work), nprocs=N_PROCESSES)
+
+
+def _in_group(rank: int, port: int, work: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=N_PROCESSES)
+    try:
+        work(rank)
+    finally:
+        dist.destroy_process_group()

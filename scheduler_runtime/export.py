@@ -1,0 +1,370 @@
+"""A plan for people who cannot change their step: stock checkpointing of the model's own modules.
+
+    exported = to_torch_checkpoint(model, solution)
+    print(exported)      # which modules are checkpointed how, and what that costs
+    ...                  # train as before: torch.compile, PEFT, DDP and FSDP2 go on top
+    exported.remove()
+
+`torch.utils.checkpoint` runs whole modules again, all of one at once; a schedule of single
+operators is finer. So what is exported is another plan, near the solution's: `solver.by_module`
+chooses it, and its peak and time are judged like any other's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from graphs.extract import CPU_RANDOM_STATE_BYTES
+from graphs.graph import Graph
+from scheduler_runtime import checkpointed
+from scheduler_runtime.apply import PlannedForward
+from scheduler_runtime.checkpointed import CheckpointedForward, SavedCalls, functional_name
+from solver.budget import format_size
+from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
+from solver.eager import EagerStep
+from solver.regions import Region, is_under
+from solver.schedule import Schedule
+from solver.solution import Solution
+
+_UNCALLED = (nn.ModuleList, nn.ModuleDict)
+_EAGER_NAMES = {
+    "aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"
+}
+"""Operators that a traced graph has under another name than eager mode."""
+
+
+class ExportError(ValueError):
+    """The plan cannot be exported to this model; says what was given and what would be right."""
+
+
+@dataclass(frozen=True)
+class ExportedModule:
+    """path: of the module. mode: "checkpoint" (all of it runs again) or "selective" (all but
+    `saved`, the names of graph nodes whose results are kept). n_reruns: how often a step runs its
+    forward again. inside: the paths of checkpointed modules around it, the outermost first.
+    """
+
+    path: str
+    mode: Literal["checkpoint", "selective"]
+    n_reruns: int
+    saved: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was put into the model, and what a step takes with it.
+
+    peak_bytes, time_s: of a step with the exported plan, as judged; schedule: that plan as a
+    schedule of the solution's graph. planned_peak_bytes, planned_time_s: of the solution's own
+    schedule, which `apply` would run. lost: sentences on what the exported plan cannot do.
+    """
+
+    modules: tuple[ExportedModule, ...]
+    schedule: Schedule = field(repr=False)
+    peak_bytes: int
+    time_s: float
+    planned_peak_bytes: int
+    planned_time_s: float
+    baseline_time_s: float
+    budget_bytes: int
+    lost: tuple[str, ...]
+    _model: nn.Module = field(repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the exported plan keeps to the budget."""
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Extra time as a share of the step without checkpointing."""
+        return (self.time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
+
+    @property
+    def planned_overhead(self) -> float:
+        """The same of the solution's own schedule."""
+        return (self.planned_time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
+
+    def remove(self) -> None:
+        """The modules run their own forwards again."""
+        remove_torch_checkpoint(self._model)
+
+    def __str__(self) -> str:
+        lines = [
+            (
+                f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
+                f"overhead +{100 * self.overhead:.2f} % (the plan itself: "
+                f"{format_size(self.planned_peak_bytes)}, +{100 * self.planned_overhead:.2f} %)"
+                + ("" if self.fits else ": ABOVE THE BUDGET, nothing smaller was found")
+            )
+        ]
+        lines += [
+            f"  {module.path}: "
+            + (
+                f"all but {len(module.saved)} operators"
+                if module.mode == "selective"
+                else "checkpointed"
+            )
+            + f", {module.n_reruns} x again"
+            for module in self.modules
+        ]
+        return "\n".join([*lines, *self.lost])
+
+
+def to_torch_checkpoint(
+    model: nn.Module, solution: Solution, *, on_excess: Literal["error", "least"] = "error"
+) -> Export:
+    """Checkpoint the modules that the solution's schedule says to recompute; changes the model.
+
+    solution: from solve(model, ...); its graph says which module each operator belongs to. The
+        model's parameters, names and state dict stay; `Export.remove` undoes it.
+    on_excess: where nothing that modules can do fits the budget: "error", or "least": export the
+        choice with the smallest peak that was found, and say so (`Export.fits`).
+
+    Raises ExportError where the solution has no schedule, the model is not the one that was
+    planned, has a plan already, or nothing fits.
+    """
+    if on_excess not in ("error", "least"):
+        raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
+    if solution.schedule is None or solution.trace is None:
+        raise ExportError(
+            f"the solution has no schedule to export: its status is {solution.status}"
+        )
+    _check_model(model, solution.graph)
+    tree = module_tree(model, solution.graph)
+    may_save = _may_save(solution.graph)
+    try:
+        plan = by_module(solution, tree, may_save=may_save, beside_bytes=CPU_RANDOM_STATE_BYTES)
+    except NothingFitsError as error:
+        if on_excess == "error":
+            raise _nothing_fits(model, solution, error) from None
+        plan = error.least
+    _put(model, solution.graph, plan)
+    return Export(
+        modules=tuple(_described(plan)),
+        schedule=plan.schedule,
+        peak_bytes=plan.peak_bytes,
+        time_s=plan.trace.time_s,
+        planned_peak_bytes=solution.trace.peak_bytes,
+        planned_time_s=solution.trace.time_s,
+        baseline_time_s=solution.baseline.time_s,
+        budget_bytes=solution.request.available_bytes,
+        lost=tuple(_lost(solution, plan)),
+        _model=model,
+    )
+
+
+def _nothing_fits(model: nn.Module, solution: Solution, error: NothingFitsError) -> ExportError:
+    assert solution.trace is not None
+    least_bytes = error.least.peak_bytes
+    return ExportError(
+        f"the budget is {solution.request.available_bytes} bytes, and checkpointing modules of "
+        f"{type(model).__name__} takes at least {least_bytes}: PyTorch runs a module again all at "
+        "once, and operators called outside of its blocks not at all. apply(model, solution) keeps "
+        f"to {solution.trace.peak_bytes} bytes; or solve with a budget of {least_bytes} bytes, or "
+        'give on_excess="least"'
+    )
+
+
+def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
+    """Undo `to_torch_checkpoint`, on a copy of the model too. Returns the same module."""
+    for module in model.modules():
+        checkpointed.take_out(module)
+    return model
+
+
+def _check_model(model: nn.Module, graph: Graph) -> None:
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, PlannedForward):
+            raise ExportError("a plan is applied to this model already; remove(model) it first")
+        if isinstance(forward, CheckpointedForward):
+            raise ExportError(
+                f"a plan is exported to this model already (module {path!r}); remove() it first"
+            )
+    if not graph.meta.get("parameters"):
+        raise ExportError(
+            "the solution was made for a graph file that no module was traced into; export needs "
+            "one from solve(model, batch, ...)"
+        )
+    planned = set(graph.meta["parameters"])
+    missing = sorted(planned.symmetric_difference(dict(model.named_parameters())))
+    missing += sorted({n.module for n in graph.forward_nodes if n.module not in modules})
+    if missing:
+        raise ExportError(
+            f"the solution was made for a {graph.meta.get('model', 'model')} that differs from "
+            f"this {type(model).__name__} in {missing[0]!r}; export to the module that was given "
+            "to solve, before it is wrapped by anything else"
+        )
+
+
+def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
+    """The blocks are the members of the outermost lists and sequences of modules; where a model
+    has none, its children."""
+    order: dict[str, int] = {}
+    for position, node in enumerate(graph.forward_nodes):
+        order.setdefault(node.module, position)
+    first = {path: _first(order, path) for path in dict(model.named_modules())}
+    blocks = [path for path in _blocks(model, "") if first[path] is not None]
+    if not blocks:
+        blocks = [p for p in _called(model, "") if first[p] is not None]
+    blocks.sort(key=lambda path: first[path] or 0)
+    parts: dict[str, tuple[str, ...]] = {}
+    for block in blocks:
+        parts[block] = tuple(p for p in _called(model, block) if first[p] is not None)
+        for part in parts[block]:
+            parts[part] = tuple(p for p in _called(model, part) if first[p] is not None)
+    around = [
+        path
+        for path, module in model.named_modules()
+        if path
+        and not isinstance(module, _UNCALLED)
+        and path not in blocks
+        and any(is_under(block, path) for block in blocks)
+    ]
+    # the nearest to the blocks: what is around them in turn would run almost all of the step again
+    nearest = [p for p in around if not any(o != p and is_under(o, p) for o in around)]
+    return ModuleTree(blocks=tuple(blocks), parts=parts, around=tuple(nearest))
+
+
+def _first(order: Mapping[str, int], path: str) -> int | None:
+    return min((p for module, p in order.items() if is_under(module, path)), default=None)
+
+
+def _blocks(model: nn.Module, path: str) -> Iterator[str]:
+    module = model.get_submodule(path)
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+    for name, _ in module.named_children():
+        child = f"{path}.{name}" if path else name
+        if is_list:
+            yield child
+        else:
+            yield from _blocks(model, child)
+
+
+def _called(model: nn.Module, path: str) -> Iterator[str]:
+    """The nearest modules inside whose forward is called."""
+    for name, child in model.get_submodule(path).named_children():
+        inside = f"{path}.{name}" if path else name
+        if isinstance(child, _UNCALLED):
+            yield from _called(model, inside)
+        else:
+            yield inside
+
+
+def _may_save(graph: Graph) -> Any:
+    """Which results PyTorch's selective checkpointing can keep.
+
+    Not those of our own operators, which eager mode does not call, nor what is overwritten in place
+    or overwrites. And a random operator only if no later one in the module runs again: that one
+    would draw the numbers of the first.
+    """
+    eager = EagerStep.of(graph)
+
+    def overwritten(name: str) -> bool:
+        outputs = graph.node_by_name[name].outputs
+        return name in eager.in_place or any(out in eager.last_write for out in outputs)
+
+    def may_save(region: Region) -> frozenset[str]:
+        saved = set()
+        draws_later = False
+        for name in reversed(region.nodes):
+            operator = _operator(graph.node_by_name[name].op)
+            random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+            ours = not graph.node_by_name[name].op.startswith("aten.")
+            possible = operator and not ours and not overwritten(name)
+            if name in region.saved and possible and not (random and draws_later):
+                saved.add(name)
+            elif random or ours:
+                draws_later = True
+        return frozenset(saved)
+
+    return may_save
+
+
+def _operator(name: str) -> Any:
+    """torch.ops.aten.addmm.default of "aten.addmm.default"; None: it is no operator's name."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _put(model: nn.Module, graph: Graph, plan: ModulePlan) -> None:
+    changed = _changed_buffers(model, graph)
+    for region in (inside for top in plan.regions for inside in top.flat()):
+        prefix = f"{region.path}."
+        checkpointed.put(
+            model.get_submodule(region.path),
+            saved=_saved_calls(graph, region) if region.saved else None,
+            changed_buffers=tuple(
+                name.removeprefix(prefix) for name in changed if name.startswith(prefix)
+            ),
+        )
+
+
+def _changed_buffers(model: nn.Module, graph: Graph) -> list[str]:
+    """The buffers that the forward pass changes: those that a node without outputs writes."""
+    paths = {tensor: path for path, tensor in graph.meta.get("buffers", {}).items()}
+    written = {n for node in graph.forward_nodes if not node.outputs for n in node.inputs}
+    return [paths[name] for name in sorted(written) if name in paths]
+
+
+def _saved_calls(graph: Graph, region: Region) -> SavedCalls:
+    seen: Counter[str] = Counter()
+    saved: dict[str, set[int]] = {}
+    for name in region.nodes:
+        op = graph.node_by_name[name].op
+        operator = functional_name(_EAGER_NAMES.get(op, op))
+        if name in region.saved:
+            saved.setdefault(operator, set()).add(seen[operator])
+        seen[operator] += 1
+    return SavedCalls(
+        region.path,
+        {operator: frozenset(calls) for operator, calls in saved.items()},
+        {operator: seen[operator] for operator in saved},
+    )
+
+
+def _described(plan: ModulePlan) -> Iterator[ExportedModule]:
+    def described(region: Region, inside: tuple[str, ...]) -> Iterator[ExportedModule]:
+        yield ExportedModule(
+            path=region.path,
+            mode="selective" if region.saved else "checkpoint",
+            n_reruns=plan.n_reruns[region.path],
+            saved=tuple(name for name in region.nodes if name in region.saved),
+            inside=inside,
+        )
+        for inner in region.inner:
+            yield from described(inner, (*inside, region.path))
+
+    for region in plan.regions:
+        yield from described(region, ())
+
+
+def _lost(solution: Solution, plan: ModulePlan) -> Iterator[str]:
+    assert solution.schedule is not None
+    assert solution.trace is not None
+    slower_s = plan.trace.time_s - solution.trace.time_s
+    if slower_s > 0:
+        share = 100 * slower_s / (solution.baseline.time_s or 1.0)
+        yield f"the step takes {share:.2f} % longer than with the plan itself"
+    inside = {name for region in plan.regions for name in region.nodes}
+    again = Counter(solution.schedule.order)
+    outside = [name for name, n_runs in again.items() if n_runs > 1 and name not in inside]
+    if outside:
+        yield (
+            f"{len(outside)} operators that the plan runs again are in no checkpointed module "
+            f"({', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''}): their results stay"
+        )
+    if plan.refused:
+        path, reason = next(iter(plan.refused.items()))
+        yield f"{len(plan.refused)} modules cannot be checkpointed by themselves; {path}: {reason}"
