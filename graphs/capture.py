@@ -35,7 +35,6 @@ from torch.utils import _pytree as pytree
 
 from graphs.call import HOLE, Call, TraceError
 from graphs.eager_kernels import eager_kernels
-from graphs.fake_kernels import cpu_rules
 from graphs.known_values import Guard, KnowingMode, Leaf
 from graphs.library_branches import eager_branches
 from graphs.side_effects import (
@@ -105,7 +104,6 @@ def capture(
     FakeTensorMode.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
-        stack.enter_context(cpu_rules())
         stack.enter_context(eager_branches())
         # The caller's backward pass runs after the autocast block, as PyTorch's manual has it.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
@@ -126,7 +124,7 @@ def capture(
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors, without recording anything."""
     shell = _Shell(model, call, choose=lambda _output: (), device=device)
-    with cpu_rules(), eager_branches(), shell.mode:
+    with eager_branches(), shell.mode:
         try:
             return shell.call(shell.batch)
         except SideEffectError as error:
