@@ -174,6 +174,8 @@ def faults(row: Row) -> list[str]:
     """What is wrong with a row, in words; none: it keeps every promise."""
     if "refused" in row:
         return []
+    if "failed" in row:
+        return [row["failed"]]
     if "measured_peak_bytes" not in row:
         return [f"no plan: {row['status']}"]
     found = list(row["differences"])
@@ -217,7 +219,10 @@ def run_model(
             "baseline_peak_bytes": subject.peak_bytes,
         }
         for share in shares if style == "plain" else style_shares:
-            yield about | run_budget(subject, share, time_limit_s=time_limit_s)
+            try:
+                yield about | run_budget(subject, share, time_limit_s=time_limit_s)
+            except (RuntimeError, ValueError, AssertionError) as error:
+                yield about | {"share": share, "failed": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
@@ -252,7 +257,7 @@ def line(row: Row) -> str:
         return f"{row['model']}, {row['style']}: refused: {row['refused']}"
     head = f"{row['model']}, {row['style']}, {row['share']:.0%} ({row['prepared_s']:.0f} s)"
     if "measured_peak_bytes" not in row:
-        return f"{head}: {row['status']}"
+        return f"{head}: {'; '.join(faults(row))}"
     off = row["measured_peak_bytes"] - row["predicted_peak_bytes"]
     spare = row["budget_bytes"] - row["measured_peak_bytes"]
     return (
@@ -302,7 +307,7 @@ def _cells(row: Row) -> str:
         row["style"],
         row["n_nodes"],
         f"{row['share']:.0%}",
-        _mb(row["budget_bytes"]),
+        _mb(row.get("budget_bytes")),
         row.get("n_recomputed", ""),
         _mb(row.get("predicted_peak_bytes")),
         _mb(row.get("measured_peak_bytes")),

@@ -56,6 +56,7 @@ def trained(training: Training, style: Style, *, weigh: bool = False) -> tuple[l
             peak_bytes = resident + cpu_peak_bytes(lambda: style.step(training)).peak_bytes
         else:
             style.step(training)
+        training.output = None
         shown.append({**training.seen, **_left(training)})
     return shown, peak_bytes
 

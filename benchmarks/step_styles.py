@@ -26,7 +26,8 @@ Seen = dict[str, torch.Tensor]
 class Training:
     """One model in training, with what its steps need. `entry` says how it is called.
 
-    optimizer: None where the style steps by itself. scaler: of half-precision gradients.
+    optimizer: None where the style steps by itself. scaler: of half-precision gradients. output:
+    what the model returned, held to the end of the step as a plan expects.
     """
 
     model: nn.Module
@@ -35,13 +36,14 @@ class Training:
     optimizer: torch.optim.Optimizer | None = None
     scaler: torch.amp.GradScaler | None = None
     seen: Seen = field(default_factory=dict)
+    output: Any = None
 
     def loss(self) -> torch.Tensor:
         """Forward pass and loss, inside of the model or outside."""
         args, kwargs = as_call(self.batch, self.entry.inputs)
-        output = self.model(*args, **kwargs)
+        self.output = self.model(*args, **kwargs)
         loss = self.entry.loss
-        return find_loss(output) if loss is None else loss(output, self.batch)
+        return find_loss(self.output) if loss is None else loss(self.output, self.batch)
 
     def zero_grad(self) -> None:
         self.model.zero_grad()
@@ -205,8 +207,10 @@ def _half_frozen(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
 def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Low-rank adapters of the peft library on every linear layer; all else is frozen."""
     from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
-    config = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+    linear = [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=linear)
     return get_peft_model(model, config).train(), batch
 
 

@@ -39,7 +39,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.autocast_casts import casts_once
 from graphs.call import HOLE, Call, TraceError
 from graphs.eager_kernels import eager_kernels
-from graphs.fake_kernels import cpu_rules
 from graphs.known_values import Guard, KnowingMode, Leaf
 from graphs.library_branches import eager_branches
 from graphs.side_effects import (
@@ -109,7 +108,6 @@ def capture(
     FakeTensorMode.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
-        stack.enter_context(cpu_rules())
         stack.enter_context(eager_branches())
         stack.enter_context(_module_paths(model))
         # Autocast is for the forward pass: `backward()` is called after its context has ended.
@@ -130,7 +128,7 @@ def capture(
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors, without recording anything."""
     shell = _Shell(model, call, choose=lambda _output: (), device=device)
-    with cpu_rules(), eager_branches(), shell.mode:
+    with eager_branches(), shell.mode:
         try:
             return shell.call(shell.batch)
         except SideEffectError as error:

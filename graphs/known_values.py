@@ -23,6 +23,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphs.fake_kernels import cpu_kernel_result
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -100,7 +102,9 @@ class KnowingMode(FakeTensorMode):
             if torch.Tag.dynamic_output_shape in func.tags:
                 result = pytree.tree_map_only(torch.Tensor, self._like, self.known.look(recipe))
                 return _with_recipe(result, recipe)
-        result = super().dispatch(func, types, args, kwargs or {})
+        result = cpu_kernel_result(self, func, args, kwargs or {})
+        if result is NotImplemented:
+            result = super().dispatch(func, types, args, kwargs or {})
         if func._schema.is_mutable:
             self._note_written(func, args, kwargs or {})
         elif recipe is not None:
