@@ -78,11 +78,18 @@ class StandIn(abc.ABC):
         gradients: str,
         costs: CostModel | None,
     ) -> StepTrace:
-        """The module's own forward and backward pass for this call (`graphs.trace`)."""
+        """The module's own forward and backward pass for this call (`graphs.trace`).
+
+        What another library has put around the stand-in since (accelerate's autocast) is running
+        already, and may not bear to run in itself: the stand-in takes its place for the time.
+        """
+        model = self._model
+        around = model.__dict__.get("forward")
         self._tracing = True
+        model.forward = self
         try:
             return trace_module(
-                self._model,
+                model,
                 call,
                 device=device_of(self._model),
                 choose=choose,
@@ -91,6 +98,9 @@ class StandIn(abc.ABC):
             )
         finally:
             self._tracing = False
+            del model.forward
+            if around is not None:
+                model.forward = around
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -44,7 +44,7 @@ def train(rank: int, *, budget_bytes: int | None, **options: Any) -> tuple[list[
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.01, **options)
     if budget_bytes is not None:
-        fit(model, budget=budget_bytes, optimizer=optimizer, time_limit_s=1.0)
+        fit(model, budget=budget_bytes, optimizer=optimizer)
     torch.manual_seed(rank)
     results: list[Any] = []
     for step in range(3):
@@ -94,7 +94,7 @@ def main() -> None:
         ("unused", {"find_unused_parameters": True}),
     ):
         plain, _ = train(rank, budget_bytes=None, **options)
-        fitted, plans = train(rank, budget_bytes=350_000, **options)
+        fitted, plans = train(rank, budget_bytes=400_000, **options)
         found[name] = {"plain": plain, "fitted": fitted, "plans": plans}
     torch.save(found, out)
     dist.destroy_process_group()
