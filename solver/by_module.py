@@ -200,7 +200,7 @@ class _Choice:
         yield dataclasses.replace(region, saved=saved)
 
     def nested(self) -> Iterator[tuple[Region, ...]]:
-        """Blocks with their parts inside; modules around blocks, whole; with the blocks inside; both.
+        """Blocks with parts inside; modules around blocks: whole, with blocks inside, with both.
 
         Those blocks that are in no such module stay as they are, whole.
         """
