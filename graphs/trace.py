@@ -95,7 +95,7 @@ def trace(
     if outside is not None:
         loss_layout = extract(outside.captured, cost=_cost_of(costs))
         graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
-    return with_optimizer(graph, _optimizer_of(optimizer, model, target, costs))
+    return with_optimizer(graph, optimizer_figures(optimizer, model, target, costs))
 
 
 def trace_module(
@@ -216,7 +216,7 @@ def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> 
     return target
 
 
-def _optimizer_of(
+def optimizer_figures(
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
     model: nn.Module,
     device: torch.device,
