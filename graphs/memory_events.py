@@ -25,9 +25,11 @@ from torch._C._autograd import (
     _enable_profiler_legacy,
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.autograd.profiler import record_function
 
 _START = "__start_profile"
 """The mark that the profiler itself makes when it starts."""
+_PART = "part of a measured run: "
 _ALLOCATION: Any = "memory_alloc"
 """The kind of the events that have a size (torch's stubs have them as integers)."""
 
@@ -45,6 +47,44 @@ def cpu_peak_bytes(run: Callable[[], object]) -> MemoryUse:
 
     Raises what `run` raises, and RuntimeError under a profiler that is already at work.
     """
+    taken = peak = 0
+    for n_bytes in _allocations(_recorded(run)):
+        taken += n_bytes
+        peak = max(peak, taken)
+    return MemoryUse(peak_bytes=peak, end_bytes=taken)
+
+
+def cpu_peak_bytes_by_part(run: Callable[[], object]) -> dict[str, int]:
+    """Like `cpu_peak_bytes`, for each part of the run that `begin_part` opens: the most above that
+    part's start (of several parts of one name, the most of all)."""
+    threads = _recorded(run)
+    start = _start(threads)
+    timed = [
+        (start.cpu_elapsed_us(event), event)
+        for events in threads
+        for event in events
+        if event.kind() == _ALLOCATION or event.name().startswith(_PART)
+    ]
+    timed.sort(key=lambda item: item[0])
+    peaks: dict[str, int] = {}
+    part, taken = "", 0
+    for _, event in timed:
+        if event.kind() == _ALLOCATION:
+            taken += event.cpu_memory_usage()
+            peaks[part] = max(peaks.get(part, 0), taken)
+        elif event.name() != _PART + part:
+            part, taken = event.name().removeprefix(_PART), 0
+            peaks.setdefault(part, 0)
+    return peaks
+
+
+def begin_part(name: str) -> None:
+    """From here on, until the next call, is the part called `name`."""
+    with record_function(_PART + name):
+        pass
+
+
+def _recorded(run: Callable[[], object]) -> list[list[ProfilerEvent]]:
     _enable_profiler_legacy(
         ProfilerConfig(
             ProfilerState.CPU,
@@ -60,11 +100,11 @@ def cpu_peak_bytes(run: Callable[[], object]) -> MemoryUse:
         run()
     finally:
         threads = _disable_profiler_legacy()
-    taken = peak = 0
-    for n_bytes in _allocations(threads):
-        taken += n_bytes
-        peak = max(peak, taken)
-    return MemoryUse(peak_bytes=peak, end_bytes=taken)
+    return threads
+
+
+def _start(threads: list[list[ProfilerEvent]]) -> ProfilerEvent:
+    return next(event for events in threads for event in events if event.name() == _START)
 
 
 def _allocations(threads: list[list[ProfilerEvent]]) -> list[int]:
@@ -72,7 +112,7 @@ def _allocations(threads: list[list[ProfilerEvent]]) -> list[int]:
 
     A thread's own events are in their order already, and the sort keeps it where times are equal.
     """
-    start = next(event for events in threads for event in events if event.name() == _START)
+    start = _start(threads)
     timed = [
         (start.cpu_elapsed_us(event), event.cpu_memory_usage())
         for events in threads

@@ -21,7 +21,10 @@ from graphs.call import Call, TraceError, environment_of
 from graphs.costs import CostModel, from_description
 from graphs.graph import Graph
 from graphs.trace import StepTrace
+from scheduler_runtime import fallback
+from scheduler_runtime.checkpointed import has_checkpoints, remove_torch_checkpoint
 from scheduler_runtime.compiled import Compiled
+from scheduler_runtime.fallback import SubmoduleSolution
 from scheduler_runtime.plan import Plan
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.replan import replan
@@ -45,7 +48,7 @@ def apply(
     """Replace the module's forward by the planned step; returns the same module.
 
     plan: a Solution, or a schedule file made in another process; or several, for batches of
-        several shapes.
+        several shapes. One of `fallback.plan_chain` puts stock checkpointing into its submodules.
     on_mismatch: "error": PlanMismatchError at the forward pass that no plan fits; "replan": plan
         anew for it, within the budget of the first plan, and keep that plan beside the others.
 
@@ -55,6 +58,8 @@ def apply(
     if on_mismatch not in ("error", "replan"):
         raise ValueError(f"on_mismatch is {on_mismatch!r}; 'error' or 'replan'")
     refuse_second(model)
+    if isinstance(plan, SubmoduleSolution):
+        return fallback.put(model, plan)
     plans = [plan] if isinstance(plan, AnyPlan) else plan
     model.forward = PlannedForward(
         model, [Plan.of(each) for each in plans], on_mismatch=on_mismatch
@@ -63,7 +68,9 @@ def apply(
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Undo `apply` or `fit`: the module runs its own forward again. Returns the same module."""
+    """Undo `apply`, `fit` or an export: the module's own forward. Returns the same module."""
+    if has_checkpoints(model):
+        return remove_torch_checkpoint(model)
     planned = model.__dict__.get("forward")
     if not isinstance(planned, StandIn):
         raise ValueError("no plan is applied to this module")

@@ -186,3 +186,18 @@ def take_out(module: nn.Module) -> None:
         del module.forward
         if forward.instance_forward is not None:
             module.forward = forward.instance_forward
+
+
+def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
+    """Undo `to_torch_checkpoint`, on a copy of the model too. Returns the same module."""
+    for module in model.modules():
+        take_out(module)
+    return model
+
+
+def has_checkpoints(model: nn.Module) -> bool:
+    """Whether `put` is in one of its modules."""
+    return any(
+        isinstance(module.__dict__.get("forward"), CheckpointedForward)
+        for module in model.modules()
+    )

@@ -24,7 +24,12 @@ from graphs.extract import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph
 from scheduler_runtime import checkpointed
 from scheduler_runtime.apply import PlannedForward
-from scheduler_runtime.checkpointed import CheckpointedForward, SavedCalls, functional_name
+from scheduler_runtime.checkpointed import (
+    CheckpointedForward,
+    SavedCalls,
+    functional_name,
+    remove_torch_checkpoint,
+)
 from solver.budget import format_size
 from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
 from solver.eager import EagerStep
@@ -171,13 +176,6 @@ def _nothing_fits(model: nn.Module, solution: Solution, error: NothingFitsError)
         f"to {solution.trace.peak_bytes} bytes; or solve with a budget of {least_bytes} bytes, or "
         'give on_excess="least"'
     )
-
-
-def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
-    """Undo `to_torch_checkpoint`, on a copy of the model too. Returns the same module."""
-    for module in model.modules():
-        checkpointed.take_out(module)
-    return model
 
 
 def _check_model(model: nn.Module, graph: Graph) -> None:
@@ -368,3 +366,13 @@ def _lost(solution: Solution, plan: ModulePlan) -> Iterator[str]:
     if plan.refused:
         path, reason = next(iter(plan.refused.items()))
         yield f"{len(plan.refused)} modules cannot be checkpointed by themselves; {path}: {reason}"
+
+
+__all__ = [
+    "Export",
+    "ExportError",
+    "ExportedModule",
+    "module_tree",
+    "remove_torch_checkpoint",
+    "to_torch_checkpoint",
+]

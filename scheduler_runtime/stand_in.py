@@ -18,6 +18,7 @@ from graphs.call import Call
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
+from scheduler_runtime.checkpointed import has_checkpoints
 from scheduler_runtime.compiled import Compiled, Programs, kind_of
 from solver.schedule import Compute, Schedule
 
@@ -110,7 +111,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def refuse_second(model: nn.Module) -> None:
     """One plan for a module: raises ValueError where there is one."""
-    if isinstance(model.__dict__.get("forward"), StandIn):
+    if isinstance(model.__dict__.get("forward"), StandIn) or has_checkpoints(model):
         raise ValueError("a plan is applied to this module already; remove(model) it first")
 
 

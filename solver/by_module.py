@@ -200,27 +200,27 @@ class _Choice:
         yield dataclasses.replace(region, saved=saved)
 
     def nested(self) -> Iterator[tuple[Region, ...]]:
-        """Blocks with their parts inside; modules around blocks with the blocks inside; both."""
+        """Blocks with parts inside; modules around blocks: whole, with blocks inside, with both.
+
+        Those blocks that are in no such module stay as they are, whole.
+        """
         blocks = [region for path in self.tree.blocks if (region := self.whole(path))]
         with_parts = [self._with_parts(block) for block in blocks]
         yield tuple(with_parts)
         if self.tree.around:
-            for inner in (blocks, with_parts):
-                yield tuple(self._around(inner))
+            for inner in ([], blocks, with_parts):
+                yield tuple(self._around(inner, blocks))
 
     def _with_parts(self, block: Region) -> Region:
         parts = [self.whole(path) for path in self.tree.parts.get(block.path, ())]
         return dataclasses.replace(block, inner=tuple(part for part in parts if part))
 
-    def _around(self, blocks: Sequence[Region]) -> Iterator[Region]:
-        inside: set[str] = set()
-        for path in self.tree.around:
-            region = self.whole(path)
-            inner = tuple(block for block in blocks if is_under(block.path, path))
-            if region and inner:
-                inside.update(block.path for block in inner)
-                yield dataclasses.replace(region, inner=inner)
-        yield from (block for block in blocks if block.path not in inside)
+    def _around(self, inner: Sequence[Region], blocks: Sequence[Region]) -> Iterator[Region]:
+        wholes = [whole for path in self.tree.around if (whole := self.whole(path))]
+        for whole in wholes:
+            inside = tuple(each for each in inner if is_under(each.path, whole.path))
+            yield dataclasses.replace(whole, inner=inside)
+        yield from (b for b in blocks if not any(is_under(b.path, w.path) for w in wholes))
 
 
 class _Search:

@@ -6,9 +6,9 @@ of a schedule, and they are followed here one by one:
 
 1. What a region's operators put by for the backward pass is dropped; what they read from outside of
    the region, its arguments, stays until the region's backward is over.
-2. When the backward pass first misses something of a region, all of the region runs again, from its
-   arguments, up to the last operator that makes something that is missing. Then it is all there at
-   once, each tensor until its last use.
+2. When the backward pass first asks for anything that was put by in a region, be it a parameter or
+   a saved result, all of the region runs again, from its arguments, until the last thing was put by
+   a second time. Then it is all there at once, each tensor until its last use.
 3. `saved` names operators whose results stay from the forward pass on (selective checkpointing):
    they do not run again, everything else of the region does, needed or not.
 4. A region inside a region drops its own part again when the outer one has run again, and runs once
@@ -105,8 +105,7 @@ def dropped_by(graph: Graph, region: Region) -> tuple[str, ...]:
     layout = _Layout(graph, (region,))
     names = tuple(name for name in layout.made_by(region.nodes) if not layout.stays(name))
     if names:
-        last = max(region.nodes.index(graph.producer[name].name) for name in names)
-        for node in region.nodes[: last + 1]:
+        for node in region.nodes[: layout.n_again(region)]:
             runs_again(graph, node, region)
         _refuse_overwritten(graph, layout, region)
     return names
@@ -162,8 +161,11 @@ class _Layout:
             self._enter(region, ())
         self._regions = tuple(regions)
         by_path = {path: self._by_path(path) for path in {n.module for n in graph.later_nodes}}
+        self._read_later: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         for node in graph.later_nodes:
             self.chain_of[node.name] = by_path[node.module]
+            if by_path[node.module]:
+                self._read_later[node.module, by_path[node.module][-1].path] += node.inputs
 
     def _enter(self, region: Region, outside: Chain) -> None:
         chain = (*outside, region)
@@ -221,6 +223,27 @@ class _Layout:
         depth = self._depth[region.path]
         return [name for name in self.made_by(region.nodes) if depth in self.homes(name)]
 
+    def n_again(self, region: Region) -> int:
+        """How many of the region's nodes are over when it has put by everything once more.
+
+        An operator puts by what it reads before it runs, and what it makes afterwards. Which one
+        of the forward pass belongs to a backward node is not known: it is taken for the last one of
+        the same module that reads or makes the tensor.
+        """
+        n_over = 0
+        wanted = set(self.wanted(region))
+        for position, name in enumerate(region.nodes):
+            node = self.graph.node_by_name[name]
+            if not wanted.isdisjoint(node.outputs):
+                n_over = position + 1
+            inside = self.chain(name)[-1]
+            if inside is not region:  # an inner region's arguments
+                if inside.nodes[0] == name:
+                    n_over = max(n_over, position)
+            elif not set(self._read_later[node.module, region.path]).isdisjoint(node.inputs):
+                n_over = max(n_over, position)
+        return n_over
+
     def arguments(self, region: Region) -> list[str]:
         """The tensors from outside that a region reads."""
         made = set(self.made_by(region.nodes))
@@ -247,7 +270,7 @@ class _Replay:
         self._held: defaultdict[int, list[str]] = defaultdict(list)
         self._available: set[str] = {tensor.name for tensor in graph.resident}
         self._n_reruns: dict[str, int] = {}
-        self._position = {node.name: p for p, node in enumerate(graph.forward_nodes)}
+        self._done: set[str] = set()
         self._left_readers = self._count_later_readers()
         self._last_backward: dict[str, int] = {}
         self._function_of = EagerStep.of(graph).function_of
@@ -286,10 +309,25 @@ class _Replay:
 
     def _unpack(self, function: Sequence[str]) -> None:
         """Have everything on hand that these later nodes read of the forward pass."""
+        chain = self._layout.chain(function[0])
+        if chain and any(self._was_put_by(n) for e in function for n in self._inputs(e)):
+            self._rerun_once(chain)
         for name in self._read_by(function):
-            maker = self._graph.producer[name]
-            if name not in self._available and maker.phase == "forward":
-                self._restore(name, self._layout.chain(function[0]))
+            if name not in self._available and self._graph.producer[name].phase == "forward":
+                self._restore(name, chain)
+
+    def _inputs(self, node: str) -> tuple[str, ...]:
+        return self._graph.node_by_name[node].inputs
+
+    def _was_put_by(self, name: str) -> bool:
+        maker = self._graph.producer.get(name)
+        if maker is None:
+            return self._graph.tensor_by_name[name].kind in ("parameter", "buffer", "input")
+        return maker.phase == "forward"
+
+    def _rerun_once(self, chain: Chain) -> None:
+        if chain[-1].path not in self._done:
+            self._rerun(chain)
 
     def _count_later_readers(self) -> dict[str, int]:
         return {
@@ -310,14 +348,16 @@ class _Replay:
 
     def _rerun(self, chain: Chain) -> None:
         region = chain[-1]
+        self._done.add(region.path)
+        if len(chain) > 1:  # its arguments were put by there
+            self._rerun_once(chain[:-1])
         for name in self._layout.arguments(region):
             if name not in self._available:
                 self._restore(name, chain[:-1])
         wanted = self._layout.wanted(region)
-        last = max(self._position[self._graph.producer[name].name] for name in wanted)
         start = len(self._order)
-        for name in region.nodes:
-            if self._position[name] <= last and self._runs_again(name, region):
+        for name in region.nodes[: self._layout.n_again(region)]:
+            if self._runs_again(name, region):
                 self._order.append(name)
         emitted = self._order[start:]
         self._hold_locals(start)
