@@ -253,19 +253,3 @@ _BY_KEY = {
     **{_key(name): device for name, device in DEVICES.items()},
     **{_key(alias): DEVICES[name] for alias, name in _ALIASES.items()},
 }
-
-
-def of_title(title: str) -> Hardware | None:
-    """The named device that a driver's name means ("NVIDIA H200", "NVIDIA A100-SXM4-80GB").
-
-    The one that has most of its words in that name, the first of those where several have; None
-    where no model name is in it.
-    """
-    key = _key(title)
-    best: tuple[int, Hardware] | None = None
-    for device in DEVICES.values():
-        words = device.name.split("-")
-        n_found = sum(word in key for word in words)
-        if words[0] in key and (best is None or n_found > best[0]):
-            best = (n_found, device)
-    return None if best is None else best[1]

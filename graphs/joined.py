@@ -74,7 +74,7 @@ def join(
     Raises TraceError where sizes depend on the data or on symbols.
     """
     line = _Line(forward, backward, n_outputs=n_outputs)
-    _derive_views_again(line.graph)
+    _settle_storages(line.graph)
     captured = _as_capture(line, static_inputs)
     layout = extract(captured, cost=lambda node: costs.cost(OpCall.from_node(node)))
     nodes = tuple(
@@ -149,22 +149,55 @@ class _Line:
         return values
 
 
-def _derive_views_again(graph: fx.Graph) -> None:
-    """Give each view the storage of what it is a view of.
+def _settle_storages(graph: fx.Graph) -> None:
+    """Say anew what shares a storage: a view and what it is a view of, and nothing else.
 
-    Passes over the joint graph put new nodes in, whose values on paper are their own.
+    Passes over the joint graph put new nodes in, whose values on paper are their own; and what the
+    backward half computes again has the very value on paper of its first computation.
     """
+    seen: set[int] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or not _is_view_operator(node.target):
+        if node.op in ("placeholder", "get_attr"):
+            seen.update(map(_storage_id, _fakes(node.meta.get("val"))))
+        if node.op != "call_function" or node.target is operator.getitem:
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda item: item.meta.get("val"))
-        base = next((t for t in pytree.tree_leaves(args) if isinstance(t, FakeTensor)), None)
-        if base is not None:
-            with base.fake_mode:
+        given = _fakes((args, kwargs))
+        if given and _is_view_operator(node.target):
+            with given[0].fake_mode:
                 node.meta["val"] = node.target(*args, **kwargs)
-            for part in node.users:
-                if part.target is operator.getitem:
-                    part.meta["val"] = node.meta["val"][part.args[1]]
+        else:
+            others = seen - set(map(_storage_id, given))
+            node.meta["val"] = _on_own_storages(node.meta.get("val"), others)
+        seen.update(map(_storage_id, _fakes(node.meta["val"])))
+        for part in node.users:
+            if part.target is operator.getitem:
+                part.meta["val"] = node.meta["val"][part.args[1]]
+
+
+def _on_own_storages(value: Any, others: set[int]) -> Any:
+    """The value, with what stands on a storage among `others` moved off it."""
+
+    def moved(fake: FakeTensor) -> FakeTensor:
+        return _apart(fake) if _storage_id(fake) in others else fake
+
+    return pytree.tree_map_only(FakeTensor, moved, value)
+
+
+def _fakes(items: Any) -> list[FakeTensor]:
+    return [item for item in pytree.tree_leaves(items) if isinstance(item, FakeTensor)]
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _apart(fake: FakeTensor) -> FakeTensor:
+    """Of the same shape, strides and type, on a storage of its own."""
+    with fake.fake_mode:
+        return torch.empty_strided(  # type: ignore[return-value]
+            fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+        )
 
 
 def _is_view_operator(target: Any) -> bool:

@@ -1,7 +1,27 @@
 """The run: execute a Schedule inside a PyTorch module."""
 
-from scheduler_runtime.apply import PlanMismatchError, apply, remove
+from scheduler_runtime.apply import CudaGraphError, PlanMismatchError, apply, remove
+from scheduler_runtime.budgeted import (
+    CompileReport,
+    GraphBreakError,
+    compile,
+    compile_reports,
+    uncompile,
+)
 from scheduler_runtime.measure import Measurement, measure
 from scheduler_runtime.replan import ReplanError
 
-__all__ = ["Measurement", "PlanMismatchError", "ReplanError", "apply", "measure", "remove"]
+__all__ = [
+    "CompileReport",
+    "CudaGraphError",
+    "GraphBreakError",
+    "Measurement",
+    "PlanMismatchError",
+    "ReplanError",
+    "apply",
+    "compile",
+    "compile_reports",
+    "measure",
+    "remove",
+    "uncompile",
+]

@@ -24,6 +24,7 @@ from graphs.costs import CostModel, from_description
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
 from scheduler_runtime.compiled import Compiled, Programs, kind_of
+from scheduler_runtime.cuda_graph import CudaGraphError, Recorded, check_model
 from scheduler_runtime.plan import Plan
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.replan import replan
@@ -43,6 +44,7 @@ def apply(
     plan: AnyPlan | Sequence[AnyPlan],
     *,
     on_mismatch: str = "error",
+    cuda_graph: bool = False,
 ) -> nn.Module:
     """Replace the module's forward by the planned step; returns the same module.
 
@@ -50,17 +52,24 @@ def apply(
         several shapes.
     on_mismatch: "error": PlanMismatchError at the forward pass that no plan fits; "replan": plan
         anew for it, within the budget of the first plan, and keep that plan beside the others.
+    cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
+        addresses are then fixed; see `scheduler_runtime.cuda_graph` for what is refused.
 
-    Raises FormatError (the file), ValueError (a plan without schedule; plans of different steps;
-    applied twice).
+    Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
+    different steps; applied twice).
     """
     if on_mismatch not in ("error", "replan"):
         raise ValueError(f"on_mismatch is {on_mismatch!r}; 'error' or 'replan'")
     if isinstance(model.__dict__.get("forward"), PlannedForward):
         raise ValueError("a plan is applied to this module already; remove(model) it first")
+    if cuda_graph:
+        check_model(model)
     plans = [plan] if isinstance(plan, AnyPlan) else plan
     model.forward = PlannedForward(
-        model, [Plan.of(each) for each in plans], on_mismatch=on_mismatch
+        model,
+        [Plan.of(each) for each in plans],
+        on_mismatch=on_mismatch,
+        cuda_graph=cuda_graph,
     )
     return model
 
@@ -79,11 +88,19 @@ def remove(model: nn.Module) -> nn.Module:
 class PlannedForward:
     """Stands in for `model.forward`; keeps one program for each kind of call."""
 
-    def __init__(self, model: nn.Module, plans: Sequence[Plan], *, on_mismatch: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        *,
+        on_mismatch: str,
+        cuda_graph: bool = False,
+    ) -> None:
         _refuse_different_steps(plans)
         self.instance_forward = model.__dict__.get("forward")
         self.plans = tuple(plans)
         self.on_mismatch = on_mismatch
+        self.cuda_graph = cuda_graph
         self._model = model
         self._tracing = False
         self._programs = Programs()
@@ -110,7 +127,8 @@ class PlannedForward:
         kind = kind_of(model, call)
         compiled = self._programs.find(kind, model, call)
         if compiled is None:
-            compiled = self._compile(call)
+            made = self._compile(call)
+            compiled = Recorded(made, model, call) if self.cuda_graph else made
             self._programs.add(kind, compiled)
         return compiled.run(model, call)
 
@@ -195,4 +213,4 @@ def _module_schedule(schedule: Schedule, part: Graph) -> Schedule:
     return Schedule(ops=ops, graph_id=part.graph_id)
 
 
-__all__ = ["PlanMismatchError", "TraceError", "apply", "remove"]
+__all__ = ["CudaGraphError", "PlanMismatchError", "TraceError", "apply", "remove"]

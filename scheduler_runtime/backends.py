@@ -18,7 +18,10 @@ def _inductor(partitioner: BudgetPartitioner) -> Backend:
     from torch._inductor.compile_fx import compile_fx
 
     def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": partitioner})
+        compiled: Any = compile_fx(
+            module, inputs, config_patches={"custom_partitioner_fn": partitioner}
+        )
+        return compiled  # type: ignore[no-any-return]
 
     return compile_graph
 

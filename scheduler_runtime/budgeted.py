@@ -405,16 +405,12 @@ def _compiled(forward: Callable[..., Any], backend: Callable[..., Any]) -> Calla
     return torch.compile(own_code, backend=backend, fullgraph=True, dynamic=False)
 
 
-def _optimizer_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> tuple[int, int]:
+def _optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
     """State that the optimizer has not made yet, and what its step takes beside it."""
     if optimizer is None:
         return 0, 0
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    cost = optimizer_costs(
-        optimizer, model, device=device, costs=Roofline(hardware.named("cpu"))
-    )
+    cost = optimizer_costs(optimizer, model, device=device, costs=Roofline(hardware.named("cpu")))
     return (0 if optimizer.state else cost.state_bytes), cost.workspace_bytes
 
 

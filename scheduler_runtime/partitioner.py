@@ -26,6 +26,7 @@ from graphs.joined import Joined, join
 from scheduler_runtime.split import split
 from solver.solution import Request, Solution
 from solver.solve import answer
+from solver.target import card_called
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +55,14 @@ class Partition:
 
 
 class NothingFitsError(ValueError):
-    """No plan of the compiled graph fits. reached_bytes: the least budget that one was found for."""
+    """No plan of the compiled graph fits. reached_bytes: the least peak that was found."""
 
     def __init__(self, message: str, *, reached_bytes: int | None) -> None:
         super().__init__(message)
         self.reached_bytes = reached_bytes
 
 
-class BudgetPartitioner(CustomPartitionerFn):  # type: ignore[misc]
+class BudgetPartitioner(CustomPartitionerFn):
     """Splits each joint graph so that its peak, by the simulator, fits `budget_bytes`.
 
     budget_bytes: for the graph's own tensors: parameters, batch, activations, gradients (None: as
@@ -113,6 +114,8 @@ class BudgetPartitioner(CustomPartitionerFn):  # type: ignore[misc]
         )
         solution = self._solve(joined)
         saved_bytes = joined.saved_bytes
+        assert solution.trace is not None
+        assert solution.schedule is not None
         if solution.trace.n_recomputed:
             forward, backward, saved_bytes = split(joined, solution.schedule)
         self.partitions.append(_partition(joined, solution, saved_bytes))
@@ -173,6 +176,8 @@ def default_costs(gm: fx.GraphModule) -> FusedCosts:
     if not cuda:
         cpu = hardware.named("cpu")
         return FusedCosts(cpu, products=Roofline(cpu))
-    card = hardware.of_title(torch.cuda.get_device_name(cuda[0])) or hardware.named("a100")
+    properties = torch.cuda.get_device_properties(cuda[0])
+    card = card_called(properties.name, capacity_bytes=properties.total_memory)
+    card = card or hardware.named("a100")
     products: CostModel = Measured(cuda[0], fallback=card)
     return FusedCosts(card, products=products)

@@ -8,7 +8,6 @@ Views are not ops of a schedule: they are derived again from the storage that th
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -112,9 +111,7 @@ class _Rewriter:
             and (node in read or self._is_read_later(node, position, output))
         ]
 
-    def _is_read_later(
-        self, node: fx.Node, position: dict[fx.Node, int], output: fx.Node
-    ) -> bool:
+    def _is_read_later(self, node: fx.Node, position: dict[fx.Node, int], output: fx.Node) -> bool:
         return any(position[user] >= self._n_forward for user in node.users if user is not output)
 
     def _write_up_to(self, node: fx.Node) -> None:
