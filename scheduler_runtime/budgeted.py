@@ -68,10 +68,9 @@ class CompileReport:
     optimizer_peak_bytes: int
 
     def __str__(self) -> str:
-        lines = [
-            f"compiled by {self.backend} within {format_size(self.available_bytes)}: "
-            f"measured peak {_shown(self.chosen.measured_bytes)}"
-        ]
+        peak = _shown(self.chosen.measured_bytes)
+        within = format_size(self.available_bytes)
+        lines = [f"compiled by {self.backend} within {within}: measured peak {peak}"]
         for number, attempt in enumerate(self.attempts):
             plan = attempt.partition
             how = "PyTorch's partition" if not plan.n_again else f"{plan.n_again} ops run again"

@@ -9,7 +9,7 @@ stood. What that asks for is checked before:
 - Shapes that do not change: each kind of call is recorded by itself.
 - Random numbers: an operator that runs once draws from the device's generator, which graphs know to
   advance. To run one again its generator's state has to be put back, which reads it on the host:
-  that cannot be recorded, so such a plan is refused. A plan that keeps the random operators' outputs
+  that cannot be recorded, so such a plan is refused. A plan that keeps what random operators make
   is the way out.
 """
 

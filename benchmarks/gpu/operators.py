@@ -1,4 +1,4 @@
-"""Operators one by one: what they cost measured and by roofline, and what the host takes for each."""
+"""Operators one by one: their cost measured and by roofline, and the host's time for each."""
 
 from __future__ import annotations
 
