@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphs.cost_cache import CostCache
 from graphs.hardware import Hardware, named
 from graphs.memory_events import cpu_peak_bytes
 from graphs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
@@ -112,11 +113,17 @@ class Measured:
     tensors of one call are held at a time. A call that cannot be run by itself, or for which there
     is no memory, is costed by the roofline of `fallback`; `n_fallbacks` counts them. Modes that are
     active (autocast, FLOP counters, fake tensors) do not touch the runs. The random state is as
-    before afterwards; on CUDA the allocator's peak statistics are not.
+    before afterwards; on CUDA the allocator's peak statistics are not. cache: what is known from
+    earlier processes; `save` adds to it.
     """
 
     def __init__(
-        self, device: torch.device | str, *, fallback: Hardware | None = None, n_runs: int = 5
+        self,
+        device: torch.device | str,
+        *,
+        fallback: Hardware | None = None,
+        n_runs: int = 5,
+        cache: CostCache | None = None,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
@@ -127,6 +134,7 @@ class Measured:
         self._roofline = Roofline(named("cpu") if fallback is None else fallback)
         self._n_runs = n_runs
         self._known: dict[Any, Cost] = {}
+        self._cache = cache
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -144,8 +152,24 @@ class Measured:
             return Cost(time_s=0.0)
         key = call.key()
         if key not in self._known:
-            self._known[key] = self._measure(call)
+            self._known[key] = self._from_cache(call, key)
         return self._known[key]
+
+    def _from_cache(self, call: OpCall, key: Any) -> Cost:
+        """What the cache knows of the call, else measured now; fallbacks are not kept there."""
+        kept = None if self._cache is None else self._cache.get(key)
+        if kept is not None:
+            return Cost(*kept)
+        n_fallbacks = self.n_fallbacks
+        cost = self._measure(call)
+        if self._cache is not None and self.n_fallbacks == n_fallbacks:
+            self._cache.put(key, cost.time_s, cost.workspace_bytes)
+        return cost
+
+    def save(self) -> None:
+        """Write what was measured to the cache, where there is one."""
+        if self._cache is not None:
+            self._cache.save()
 
     def _measure(self, call: OpCall) -> Cost:
         devices = [self.device] if self.device.type == "cuda" else []

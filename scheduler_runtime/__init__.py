@@ -1,6 +1,13 @@
 """The run: execute a Schedule inside a PyTorch module."""
 
-from scheduler_runtime.apply import PlanMismatchError, apply, remove
+from scheduler_runtime.apply import CudaGraphError, PlanMismatchError, apply, remove
+from scheduler_runtime.budgeted import (
+    CompileReport,
+    GraphBreakError,
+    compile,
+    compile_reports,
+    uncompile,
+)
 from scheduler_runtime.checkpoints import CheckpointedAlreadyError
 from scheduler_runtime.fit import FitError, Fitted, fit, plans_of
 from scheduler_runtime.measure import Measurement, measure
@@ -8,14 +15,20 @@ from scheduler_runtime.replan import ReplanError
 
 __all__ = [
     "CheckpointedAlreadyError",
+    "CompileReport",
+    "CudaGraphError",
     "FitError",
     "Fitted",
+    "GraphBreakError",
     "Measurement",
     "PlanMismatchError",
     "ReplanError",
     "apply",
+    "compile",
+    "compile_reports",
     "fit",
     "measure",
     "plans_of",
     "remove",
+    "uncompile",
 ]

@@ -23,7 +23,8 @@ from graphs.graph import Graph
 from graphs.trace import StepTrace
 from scheduler_runtime import fallback
 from scheduler_runtime.checkpointed import has_checkpoints, remove_torch_checkpoint
-from scheduler_runtime.compiled import Compiled
+from scheduler_runtime.compiled import Compiled, StepProgram
+from scheduler_runtime.cuda_graph import CudaGraphError, Recorded, check_model
 from scheduler_runtime.fallback import SubmoduleSolution
 from scheduler_runtime.plan import Plan
 from scheduler_runtime.program import compile_schedule
@@ -44,6 +45,7 @@ def apply(
     plan: AnyPlan | Sequence[AnyPlan],
     *,
     on_mismatch: str = "error",
+    cuda_graph: bool = False,
 ) -> nn.Module:
     """Replace the module's forward by the planned step; returns the same module.
 
@@ -51,18 +53,25 @@ def apply(
         several shapes. One of `fallback.plan_chain` puts stock checkpointing into its submodules.
     on_mismatch: "error": PlanMismatchError at the forward pass that no plan fits; "replan": plan
         anew for it, within the budget of the first plan, and keep that plan beside the others.
+    cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
+        addresses are then fixed; see `scheduler_runtime.cuda_graph` for what is refused.
 
-    Raises FormatError (the file), ValueError (a plan without schedule; plans of different steps;
-    applied twice).
+    Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
+    different steps; applied twice).
     """
     if on_mismatch not in ("error", "replan"):
         raise ValueError(f"on_mismatch is {on_mismatch!r}; 'error' or 'replan'")
     refuse_second(model)
     if isinstance(plan, SubmoduleSolution):
         return fallback.put(model, plan)
+    if cuda_graph:
+        check_model(model)
     plans = [plan] if isinstance(plan, AnyPlan) else plan
     model.forward = PlannedForward(
-        model, [Plan.of(each) for each in plans], on_mismatch=on_mismatch
+        model,
+        [Plan.of(each) for each in plans],
+        on_mismatch=on_mismatch,
+        cuda_graph=cuda_graph,
     )
     return model
 
@@ -83,11 +92,19 @@ def remove(model: nn.Module) -> nn.Module:
 class PlannedForward(StandIn):
     """Runs the plans that it was given, and those that it made for other calls."""
 
-    def __init__(self, model: nn.Module, plans: Sequence[Plan], *, on_mismatch: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        *,
+        on_mismatch: str,
+        cuda_graph: bool = False,
+    ) -> None:
         _refuse_different_steps(plans)
         super().__init__(model)
         self.plans = tuple(plans)
         self.on_mismatch = on_mismatch
+        self.cuda_graph = cuda_graph
 
     @property
     def plan(self) -> Plan:
@@ -97,7 +114,7 @@ class PlannedForward(StandIn):
     def covers(self) -> bool:
         return self._model.training == bool(self.plan.environment.get("train", True))
 
-    def compile_for(self, call: Call) -> Compiled:
+    def compile_for(self, call: Call) -> StepProgram:
         step = self._trace(call)
         part = step.graph.module_part()
         schedule = next(
@@ -115,7 +132,8 @@ class PlannedForward(StandIn):
             part = step.graph.module_part()
         schedule = module_schedule(schedule, part)
         simulate(part, schedule)  # a file may say anything: the judge has the last word
-        return Compiled(step, compile_schedule(step, schedule))
+        compiled = Compiled(step, compile_schedule(step, schedule))
+        return Recorded(compiled, self._model, call) if self.cuda_graph else compiled
 
     def _trace(self, call: Call, *, costs: CostModel | None = None) -> StepTrace:
         gradient_outputs = tuple(self.plan.environment["gradient_outputs"])
@@ -157,4 +175,4 @@ def _refuse_different_steps(plans: Sequence[Plan]) -> None:
             raise ValueError(f"the plans are for different steps: {field} is {values}")
 
 
-__all__ = ["PlanMismatchError", "TraceError", "apply", "remove"]
+__all__ = ["CudaGraphError", "PlanMismatchError", "TraceError", "apply", "remove"]

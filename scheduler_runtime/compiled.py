@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -19,6 +19,14 @@ N_KEPT = 32
 """Programs of a module that are kept; the one that was not used for longest goes first."""
 
 
+class StepProgram(Protocol):
+    """What runs a call: the generated code, or a recording of it."""
+
+    def fits(self, model: nn.Module, call: Call) -> bool: ...
+
+    def run(self, model: nn.Module, call: Call) -> Any: ...
+
+
 class Programs:
     """Programs by the kind of call that they are for.
 
@@ -28,13 +36,13 @@ class Programs:
 
     def __init__(self, *, n_kept: int = N_KEPT) -> None:
         self._n_kept = n_kept
-        self._programs: OrderedDict[tuple[Any, int], Compiled] = OrderedDict()
+        self._programs: OrderedDict[tuple[Any, int], StepProgram] = OrderedDict()
         self._n_added = 0
 
     def __len__(self) -> int:
         return len(self._programs)
 
-    def find(self, key: Any, model: nn.Module, call: Call) -> Compiled | None:
+    def find(self, key: Any, model: nn.Module, call: Call) -> StepProgram | None:
         """The program that was made for such a call, if it is still there."""
         for name, compiled in reversed(self._programs.items()):
             if name[0] == key and compiled.fits(model, call):
@@ -42,7 +50,7 @@ class Programs:
                 return compiled
         return None
 
-    def add(self, key: Any, compiled: Compiled) -> None:
+    def add(self, key: Any, compiled: StepProgram) -> None:
         self._n_added += 1
         self._programs[key, self._n_added] = compiled
         while len(self._programs) > self._n_kept:

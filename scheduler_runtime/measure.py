@@ -64,7 +64,7 @@ def measure(
         clear()
         times_s.append(_seconds(step, device))
     clear()
-    resident = _bytes_of(_resident(model, batch, optimizer), device)
+    resident = bytes_of(resident_tensors(model, batch, optimizer), device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         step()
@@ -112,7 +112,7 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started_s
 
 
-def _resident(
+def resident_tensors(
     model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
 ) -> Iterable[torch.Tensor]:
     yield from model.parameters()
@@ -124,7 +124,7 @@ def _resident(
             yield item
 
 
-def _bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+def bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in tensors

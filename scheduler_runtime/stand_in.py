@@ -19,7 +19,7 @@ from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
 from scheduler_runtime.checkpointed import has_checkpoints
-from scheduler_runtime.compiled import Compiled, Programs, kind_of
+from scheduler_runtime.compiled import Programs, StepProgram, kind_of
 from solver.schedule import Compute, Schedule
 
 
@@ -48,7 +48,7 @@ class StandIn(abc.ABC):
         """Whether a forward pass with gradients is one that is planned (training or evaluation)."""
 
     @abc.abstractmethod
-    def compile_for(self, call: Call) -> Compiled:
+    def compile_for(self, call: Call) -> StepProgram:
         """A program for a call that none of those which are there fits."""
 
     def situation(self) -> Any:

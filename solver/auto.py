@@ -37,6 +37,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 from graphs.graph import Graph
 from solver.anchor import offer_anchored
@@ -188,6 +189,8 @@ def _solve_small(search: Search, *, seed: int) -> bool:
     try:
         stages = Stages.of(search.step, budget_bytes=search.budget_bytes, n_sweeps=1)
     except TooLargeError:
+        return False
+    if find_spec("pulp") is None:
         return False
     if stages.n_variables > SMALL_VARIABLES:
         return False

@@ -38,7 +38,10 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-import pulp
+try:
+    import pulp
+except ImportError:  # the other methods do without
+    pulp = None
 
 from graphs.graph import Graph
 from solver.bounds import binding_cut
@@ -60,11 +63,19 @@ GAP = 1e-6
 """Relative gap at which the solver stops."""
 
 
+class MissingSolverError(ImportError):
+    """PuLP is not installed."""
+
+
 def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """The fastest schedule of the class that the module names, and a bound on every schedule.
 
-    Raises TooLargeError.
+    Raises TooLargeError, and MissingSolverError where PuLP is not installed.
     """
+    if pulp is None:
+        raise MissingSolverError(
+            "method 'ilp' needs PuLP, which is not installed: pip install pulp, or choose 'auto'"
+        )
     deadline_s = time.monotonic() + time_limit_s
     step = Step.of(graph)
     binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)

@@ -55,7 +55,9 @@ def solve(
     """Find the schedule that fits the training step into `budget` at the least extra time.
 
     problem: a module (traced with `batch` and the keyword arguments of `graphs.trace.trace`: loss,
-    optimizer, gradients, device), a Graph, or the path of a graph file.
+    optimizer, gradients), a Graph, or the path of a graph file.
+    device, costs: as on the command line: "cpu", "cuda", "cuda:1" or a named card such as "h100";
+    "roofline", "measured" or a cost model (`solver.trace_target`).
     budget: bytes of the device for the whole step, "16GB", "60%" of `capacity_bytes`.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
     module on CUDA, else 0).
@@ -66,7 +68,9 @@ def solve(
     started_s = time.monotonic()
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
-    graph = _as_graph(problem, batch, trace_options)
+    graph, named_bytes = _as_graph(problem, batch, trace_options)
+    if capacity_bytes is None:
+        capacity_bytes = named_bytes
     if reserve is None:
         on_cuda = graph.meta.get("environment", {}).get("device") == "cuda"
         reserve = CUDA_RESERVE_BYTES if on_cuda and not isinstance(problem, Graph) else 0
@@ -215,13 +219,15 @@ def _status(
 
 def _as_graph(
     problem: nn.Module | Graph | str | Path, batch: Any, trace_options: dict[str, Any]
-) -> Graph:
+) -> tuple[Graph, int | None]:
+    """The graph, and the memory of the device that was named (None: none was)."""
     if isinstance(problem, Graph | str | Path):
         if batch is not None or trace_options:
             given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
             raise TypeError(f"a graph is traced already: {given} would have no effect")
-        return problem if isinstance(problem, Graph) else Graph.load(problem)
+        return (problem if isinstance(problem, Graph) else Graph.load(problem)), None
     from graphs.trace import trace
+    from solver.trace_target import trace_target
 
     known = [*inspect.signature(solve).parameters, *inspect.signature(trace).parameters]
     for name in trace_options:
@@ -229,4 +235,8 @@ def _as_graph(
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"solve() takes no argument {name!r}{hint}")
-    return trace(problem, batch, **trace_options)
+    options = dict(trace_options)
+    target = trace_target(options.pop("device", None), options.pop("costs", None))
+    graph = trace(problem, batch, **options, **target.options)
+    target.save()
+    return graph, None if target.hardware is None else target.hardware.capacity_bytes

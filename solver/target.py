@@ -28,7 +28,7 @@ class Target:
 def named_device(name: str) -> Hardware:
     """`graphs.hardware.named`, and "cuda" for the card in this machine. Raises UsageError."""
     if name == "cuda":
-        return _card_here()
+        return card_here()
     try:
         return named(name)
     except ValueError as error:
@@ -83,8 +83,8 @@ def card_called(torch_name: str, *, capacity_bytes: int) -> Hardware | None:
     )[1]
 
 
-def _card_here() -> Hardware:
-    """The first CUDA card of this machine, with the capacity that its driver reports."""
+def card_here(index: int = 0) -> Hardware:
+    """A CUDA card of this machine, with the capacity that its driver reports."""
     import torch
 
     if not torch.cuda.is_available():
@@ -92,7 +92,7 @@ def _card_here() -> Hardware:
             "--device cuda: there is no CUDA device here; name a card (--device h100) to plan for "
             "it, or --device cpu"
         )
-    card = torch.cuda.get_device_properties(0)
+    card = torch.cuda.get_device_properties(index)
     known = card_called(card.name, capacity_bytes=card.total_memory)
     if known is None:
         raise UsageError(

@@ -1,0 +1,157 @@
+"""One training step, measured: peak by the allocator, seconds by events or the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.models import Subject
+from benchmarks.gpu.ways import WAYS, Prepared, Setting
+from graphs.memory_events import cpu_peak_bytes
+from scheduler_runtime.measure import bytes_of, resident_tensors
+
+N_WARM, N_TIMED = 3, 5
+
+
+@dataclass(frozen=True)
+class Figures:
+    """peak_bytes: allocated, resident included. reserved_bytes, context_bytes: what the allocator
+    took from the device, and what the process takes beside it (None on the CPU)."""
+
+    peak_bytes: int
+    time_s: float
+    samples_per_s: float
+    resident_bytes: int
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; fused on CUDA, whose step then takes no copy of the parameters."""
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+
+
+def step_of(
+    call: Callable[..., Any],
+    batch: tuple[torch.Tensor, ...],
+    optimizer: torch.optim.Optimizer,
+) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        call(*batch).backward()
+        optimizer.step()
+
+    return step
+
+
+def measured(
+    step: Callable[[], None],
+    model: nn.Module,
+    batch: tuple[torch.Tensor, ...],
+    optimizer: torch.optim.Optimizer,
+    *,
+    n_warm: int = N_WARM,
+    n_timed: int = N_TIMED,
+) -> Figures:
+    """Peak of a step and the median of some; gradients are set to None before each."""
+    device = batch[0].device
+    for _ in range(n_warm):
+        step()
+    times_s = [_seconds(step, device) for _ in range(n_timed)]
+    time_s = statistics.median(times_s)
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    resident = bytes_of(resident_tensors(model, batch, optimizer), device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        return Figures(
+            peak_bytes=torch.cuda.max_memory_allocated(device),
+            time_s=time_s,
+            samples_per_s=len(batch[0]) / time_s,
+            resident_bytes=resident,
+            reserved_bytes=torch.cuda.max_memory_reserved(device),
+            context_bytes=total - free - reserved,
+        )
+    return Figures(
+        peak_bytes=resident + cpu_peak_bytes(step).peak_bytes,
+        time_s=time_s,
+        samples_per_s=len(batch[0]) / time_s,
+        resident_bytes=resident,
+    )
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started_s = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started_s
+
+
+@contextlib.contextmanager
+def limited(device: torch.device, budget_bytes: int | None) -> Iterator[None]:
+    """Let the allocator take no more than the budget of the device; no limit on the CPU.
+
+    The allocator's limit is on what it reserves: cached blocks are given back when it is met.
+    """
+    if device.type != "cuda" or budget_bytes is None:
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def run_way(
+    way: str,
+    subject: Subject,
+    device: torch.device,
+    *,
+    share: float | None,
+    budget_bytes: int,
+    batch_size: int | None = None,
+    enforce_bytes: int | None = None,
+    time_limit_s: float = 30.0,
+    backend: str = "inductor",
+) -> dict[str, Any]:
+    """A row: what the way predicted and what was measured, or why there is nothing to measure."""
+    row: dict[str, Any] = {"way": way, "share": share, "budget_bytes": budget_bytes}
+    prepared: Prepared | None = None
+    try:
+        model, batch = subject.made(device, batch_size=batch_size)
+        optimizer = optimizer_of(model)
+        setting = Setting(share, budget_bytes, optimizer, time_limit_s, backend)
+        with limited(device, enforce_bytes):
+            prepared = WAYS[way](model, batch, subject, setting)
+            figures = measured(step_of(prepared.call, batch, optimizer), model, batch, optimizer)
+        row |= asdict(figures)
+        row |= {"predicted_bytes": prepared.predicted_bytes, "overhead": prepared.overhead}
+        row["status"] = "ran"
+    except torch.OutOfMemoryError:
+        row["status"] = "out of memory"
+    except (ValueError, NotImplementedError) as error:
+        row |= {"status": "refused", "reason": str(error)}
+    finally:
+        if prepared is not None:
+            prepared.undo()
+    return row

@@ -1,0 +1,124 @@
+"""Are gradients the same bits as without a plan? Dropout inside fused attention included."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import scheduler_runtime
+from examples import gpt2, unet
+from solver import solve
+
+
+class AttentionWithDropout(nn.Module):
+    """Dropout inside the fused attention, between its products, where no mask is ever stored."""
+
+    def __init__(self, width: int = 64, n_heads: int = 4, n_layers: int = 3) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(n_layers))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(n_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            q, k, v = qkv(x).view(batch, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+            x = x + out(y.transpose(1, 2).reshape(batch, length, width))
+        return x.float().square().mean()
+
+
+def _attention(device: torch.device) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # fused kernels want it
+    return AttentionWithDropout().to(dtype), (torch.randn(2, 64, 64, dtype=dtype),)
+
+
+def _gpt2(_device: torch.device) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    model = gpt2.get_model(
+        n_layers=3, width=64, n_heads=2, n_tokens=128, max_length=64, dropout=0.1
+    )
+    return model, gpt2.get_batch(2, 64, 128)
+
+
+def _unet(_device: torch.device) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return unet.get_model(width=8, n_levels=2), unet.get_batch(2, 32)
+
+
+SUBJECTS: Mapping[str, Callable[[torch.device], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
+    "attention with dropout": _attention,
+    "gpt2 with dropout": _gpt2,
+    "batch norm": _unet,
+}
+
+
+def compare(name: str, way: str, device: torch.device, *, backend: str) -> dict[str, Any]:
+    """Two steps without a plan and with one; how many tensors differ in any bit.
+
+    "ours" is compared with eager, "ours, compiled" with the same backend of torch.compile.
+    Operators whose sums have no fixed order are made to have one, where PyTorch can.
+    """
+    torch.manual_seed(0)
+    model, batch = SUBJECTS[name](device)
+    model, batch = model.to(device).train(), tuple(t.to(device) for t in batch)
+    twin = copy.deepcopy(model)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        n_again, plain = _prepare(way, model, twin, batch, backend)
+        before = _bits(twin, batch, plain)
+        after = _bits(model, batch, model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    different = [key for key in before if not torch.equal(before[key], after[key])]
+    return {
+        "status": "ran",
+        "n_again": n_again,
+        "n_compared": len(before),
+        "n_different": len(different),
+        "different": different[:8],
+    }
+
+
+def _prepare(
+    way: str, model: nn.Module, twin: nn.Module, batch: tuple[torch.Tensor, ...], backend: str
+) -> tuple[int, Callable[..., Any]]:
+    """Plan `model` for about two thirds of its activations; what its twin is called by."""
+    if way == "ours":
+        free = solve(model, batch, budget="1TB", reserve=0)
+        resident = free.graph.resident_bytes
+        budget = resident + int(0.67 * (free.baseline.peak_bytes - resident))
+        solution = solve(model, batch, budget=budget, reserve=0)
+        if solution.trace is None:
+            raise ValueError(f"nothing fits {budget} bytes")
+        scheduler_runtime.apply(model, solution)
+        return solution.trace.n_recomputed, twin
+    scheduler_runtime.compile(twin, batch, budget="1TB", reserve=0, backend=backend)
+    (report,) = scheduler_runtime.compile_reports(twin)
+    least = report.chosen.partition.solution.graph.resident_bytes
+    measured_bytes = report.chosen.measured_bytes or least
+    budget = least + int(0.8 * (measured_bytes - least))
+    scheduler_runtime.compile(model, batch, budget=budget, reserve=0, backend=backend)
+    (report,) = scheduler_runtime.compile_reports(model)
+    return report.chosen.partition.n_again, twin
+
+
+def _bits(
+    model: nn.Module, batch: tuple[torch.Tensor, ...], call: Callable[..., Any]
+) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for _ in range(2):
+        loss = call(*batch)
+        loss.backward()
+    found = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    found |= dict(model.named_buffers())
+    found["random numbers after it"] = torch.rand(4, device=loss.device)
+    return {
+        "loss": loss.detach(),
+        **{name: t.detach().clone() for name, t in found.items() if t is not None},
+    }

@@ -1,0 +1,106 @@
+"""Operators one by one: their cost measured and by roofline, and the host's time for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.gpu.bench import measured, optimizer_of, step_of
+from benchmarks.gpu.models import Subject
+from graphs.costs import Cost, Measured, OpCall, Roofline
+from graphs.hardware import Hardware, named
+from graphs.trace import trace
+from solver.target import card_called
+
+
+class _Both:
+    """Asks two cost models about every call; the first one's answers are the graph's."""
+
+    def __init__(self, first: Measured, second: Roofline) -> None:
+        self.first, self.second = first, second
+        self.pairs: list[tuple[str, float, float]] = []
+
+    @property
+    def description(self) -> Any:
+        return self.first.description
+
+    def cost(self, call: OpCall) -> Cost:
+        cost = self.first.cost(call)
+        self.pairs.append((str(call.target), cost.time_s, self.second.cost(call).time_s))
+        return cost
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    """The named card that the device is, or the generic CPU; an H100 for one that is not known."""
+    if device.type != "cuda":
+        return named("cpu")
+    card = torch.cuda.get_device_properties(device)
+    return card_called(card.name, capacity_bytes=card.total_memory) or named("h100")
+
+
+def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str, Any]:
+    """Sums over the step's operators, the ratio, and a real step beside them.
+
+    The model is traced on paper first, so that measuring an operator has the device to itself.
+    """
+    with torch.device("meta"):
+        model = subject.build().to(dtype=subject.dtype).train()
+    batch = tuple(
+        t.to(subject.dtype if t.is_floating_point() else None)
+        for t in subject.batch(subject.batch_size)
+    )
+    hardware = hardware_of(device)
+    both = _Both(Measured(device, fallback=hardware), Roofline(hardware))
+    trace(model, batch, device=device, costs=both)
+    described = dict(both.first.description)
+    by_operator: dict[str, list[float]] = {}
+    for name, measured_s, roofline_s in both.pairs:
+        sums = by_operator.setdefault(name, [0.0, 0.0])
+        sums[0] += measured_s
+        sums[1] += roofline_s
+    real, real_batch = subject.made(device)
+    optimizer = optimizer_of(real)
+    figures = measured(step_of(real, real_batch, optimizer), real, real_batch, optimizer)
+    measured_s = sum(pair[1] for pair in both.pairs)
+    roofline_s = sum(pair[2] for pair in both.pairs)
+    slowest = sorted(by_operator.items(), key=lambda item: -item[1][0])[:12]
+    return {
+        "status": "ran",
+        "n_distinct": described["n_distinct"],
+        "n_fallbacks": described["n_fallbacks"],
+        "measured_s": measured_s,
+        "roofline_s": roofline_s,
+        "ratio": measured_s / roofline_s,
+        "step_s": figures.time_s,
+        "operators": {
+            name: {"measured_s": sums[0], "roofline_s": sums[1]} for name, sums in slowest
+        },
+    }
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def host_time(step: Callable[[], None], device: torch.device) -> tuple[int, float]:
+    """Operators of a step, and the least seconds until the host has handed all of them over."""
+    with _Counter() as counter:
+        step()
+    times_s = []
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started_s = time.perf_counter()
+        step()
+        times_s.append(time.perf_counter() - started_s)
+    return counter.n_calls, min(times_s)

@@ -1,0 +1,287 @@
+"""The parts of the GPU benchmark: what cases each has, and what one case measures.
+
+A case is named by words with a slash between them ("gpt2/ours/0.5"), so that a run can be taken up
+where it was left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import bits, operators
+from benchmarks.gpu.bench import measured, optimizer_of, run_way, step_of
+from benchmarks.gpu.models import QUICK, Subject, subjects
+from benchmarks.gpu.ways import WAYS, WITH_BUDGET, Setting
+from solver.budget import CUDA_RESERVE_BYTES
+
+SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+QUICK_SHARES = (0.8, 0.5, 0.2)
+KEPT_SHARES = (0.8, 0.6, 0.4)
+CARDS_BYTES = {"16 GB": 16 * 10**9, "24 GB": 24 * 10**9, "80 GB": 80 * 10**9}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """device; full: all models and shares. backend: of torch.compile. time_limit_s: of a search."""
+
+    device: torch.device
+    full: bool = False
+    backend: str = "inductor"
+    time_limit_s: float = 30.0
+
+    @property
+    def names(self) -> list[str]:
+        known = subjects(self.device)
+        return list(known) if self.full or self.device.type == "cpu" else list(QUICK)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        return SHARES if self.full else QUICK_SHARES
+
+    def subject(self, name: str) -> Subject:
+        return subjects(self.device)[name]
+
+
+@dataclass(frozen=True)
+class Part:
+    """title: what it answers. cases: in order. run: a case's figures; `earlier`: those of the cases
+    before it. columns: of its table."""
+
+    title: str
+    cases: Callable[[Settings], list[str]]
+    run: Callable[[str, Settings, Mapping[str, Any]], dict[str, Any]]
+    columns: tuple[str, ...]
+
+
+# ---- side by side ------------------------------------------------------------------------------
+
+
+def _ways_cases(settings: Settings) -> list[str]:
+    """Eager first: budgets are shares of its activations."""
+    cases = []
+    for name in settings.names:
+        cases += [f"{name}/{way}" for way in WAYS if way not in WITH_BUDGET]
+        cases += [f"{name}/{way}/{share}" for share in settings.shares for way in WITH_BUDGET]
+    return cases
+
+
+def _ways_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    name, way, *rest = case.split("/")
+    share = float(rest[0]) if rest else None
+    budget_bytes = _share_bytes(name, share, settings, earlier)
+    return run_way(
+        way,
+        settings.subject(name),
+        settings.device,
+        share=share,
+        budget_bytes=budget_bytes,
+        time_limit_s=settings.time_limit_s,
+        backend=settings.backend,
+    )
+
+
+def _share_bytes(
+    name: str, share: float | None, settings: Settings, earlier: Mapping[str, Any]
+) -> int:
+    """Resident bytes, and that share of what eager takes beside them at its peak."""
+    plain = earlier.get(f"{name}/eager") or _eager_row(name, settings)
+    if share is None or "peak_bytes" not in plain:
+        return _capacity_bytes(settings.device)
+    held = plain["peak_bytes"] - plain["resident_bytes"]
+    return int(plain["resident_bytes"] + share * held)
+
+
+def _eager_row(name: str, settings: Settings) -> dict[str, Any]:
+    return run_way(
+        "eager",
+        settings.subject(name),
+        settings.device,
+        share=None,
+        budget_bytes=_capacity_bytes(settings.device),
+    )
+
+
+def _capacity_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return 10**12
+
+
+# ---- the budget is kept ------------------------------------------------------------------------
+
+
+def _kept_cases(settings: Settings) -> list[str]:
+    return [f"{name}/{share}" for name in settings.names for share in KEPT_SHARES]
+
+
+def _kept_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """With the allocator held to the budget: the plain model must fail, the planned one must not.
+
+    On the CPU nothing can be enforced: the peak that is counted stands for it.
+    """
+    name, share_text = case.split("/")
+    share = float(share_text)
+    plain = _eager_row(name, settings)
+    if plain["status"] != "ran":
+        return {"status": "refused", "reason": "eager does not run on this device"}
+    held = plain["peak_bytes"] - plain["resident_bytes"]
+    step_bytes = int(plain["resident_bytes"] + share * held)
+    on_cuda = settings.device.type == "cuda"
+    enforce_bytes = step_bytes + CUDA_RESERVE_BYTES if on_cuda else None
+    row = run_way(
+        "ours",
+        settings.subject(name),
+        settings.device,
+        share=share,
+        budget_bytes=step_bytes,
+        enforce_bytes=enforce_bytes,
+        time_limit_s=settings.time_limit_s,
+    )
+    row["plain_peak_bytes"] = plain["peak_bytes"]
+    if on_cuda:
+        limited = run_way(
+            "eager",
+            settings.subject(name),
+            settings.device,
+            share=None,
+            budget_bytes=step_bytes,
+            enforce_bytes=enforce_bytes,
+        )
+        row["plain_fails"] = limited["status"] == "out of memory"
+    else:
+        row["plain_fails"] = plain["peak_bytes"] > step_bytes
+    row["kept"] = row["status"] == "ran" and row["peak_bytes"] <= step_bytes
+    return row
+
+
+# ---- largest batch -----------------------------------------------------------------------------
+
+
+def _batch_cases(settings: Settings) -> list[str]:
+    cards = CARDS_BYTES if settings.full else {"24 GB": CARDS_BYTES["24 GB"]}
+    if settings.device.type == "cpu":
+        cards = {"4 MB": 4 * 10**6}
+    return [f"{name}/{way}/{card}" for name in settings.names for card in cards for way in WAYS]
+
+
+def _batch_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Doubling, then halving the distance, over measured peaks."""
+    name, way, card = case.split("/")
+    budget_bytes = {**CARDS_BYTES, "4 MB": 4 * 10**6}[card]
+    largest, smallest_not, best = 0, None, {}
+    size = 1
+    while smallest_not is None or smallest_not - largest > max(1, largest // 8):
+        row = run_way(
+            way,
+            settings.subject(name),
+            settings.device,
+            share=0.3 if way == "compile, memory budget" else None,
+            budget_bytes=budget_bytes,
+            batch_size=size,
+            enforce_bytes=budget_bytes + CUDA_RESERVE_BYTES,
+            time_limit_s=settings.time_limit_s,
+            backend=settings.backend,
+        )
+        if row["status"] == "ran" and row["peak_bytes"] <= budget_bytes:
+            largest, best = size, row
+        else:
+            smallest_not = size
+            if not largest:
+                return {**row, "batch_size": 0}
+        size = 2 * size if smallest_not is None else (largest + smallest_not) // 2
+        if smallest_not is not None and size == largest:
+            break
+    return {**best, "batch_size": largest}
+
+
+# ---- host overhead -----------------------------------------------------------------------------
+
+
+def _host_cases(settings: Settings) -> list[str]:
+    return [f"{name}/{way}" for name in settings.names for way in ("eager", "ours")]
+
+
+def _host_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds in which the host hands a step over, by its operators.
+
+    The plan is that of a budget that everything fits, so the operators are those of eager.
+    """
+    name, way = case.split("/")
+    model, batch = settings.subject(name).made(settings.device)
+    optimizer = optimizer_of(model)
+    setting = Setting(None, _capacity_bytes(settings.device), None, settings.time_limit_s)
+    prepared = WAYS[way](model, batch, settings.subject(name), setting)
+    step = step_of(prepared.call, batch, optimizer)
+    figures = measured(step, model, batch, optimizer)
+    n_operators, host_s = operators.host_time(step, settings.device)
+    prepared.undo()
+    return {
+        "status": "ran",
+        "way": way,
+        "n_operators": n_operators,
+        "host_s": host_s,
+        "host_s_per_operator": host_s / n_operators,
+        "time_s": figures.time_s,
+    }
+
+
+def _costs_cases(settings: Settings) -> list[str]:
+    return settings.names
+
+
+def _costs_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    return operators.measured_beside_roofline(settings.subject(case), settings.device)
+
+
+def _bits_cases(settings: Settings) -> list[str]:
+    return [f"{name}/{way}" for name in bits.SUBJECTS for way in ("ours", "ours, compiled")]
+
+
+def _bits_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    name, way = case.split("/")
+    return bits.compare(name, way, settings.device, backend="aot_eager")
+
+
+PARTS: Mapping[str, Part] = {
+    "costs": Part(
+        "What operators cost, measured beside the roofline",
+        _costs_cases,
+        _costs_run,
+        ("n_distinct", "n_fallbacks", "measured_s", "roofline_s", "ratio", "step_s"),
+    ),
+    "budget": Part(
+        "The budget is kept where the plain model fails",
+        _kept_cases,
+        _kept_run,
+        ("budget_bytes", "predicted_bytes", "peak_bytes", "plain_fails", "kept", "status"),
+    ),
+    "bits": Part(
+        "Gradients are the same bits as eager's",
+        _bits_cases,
+        _bits_run,
+        ("n_again", "n_compared", "n_different", "status"),
+    ),
+    "host": Part(
+        "Host time per operator",
+        _host_cases,
+        _host_run,
+        ("n_operators", "host_s_per_operator", "time_s"),
+    ),
+    "ways": Part(
+        "All ways side by side",
+        _ways_cases,
+        _ways_run,
+        ("samples_per_s", "budget_bytes", "predicted_bytes", "peak_bytes", "status"),
+    ),
+    "batch": Part(
+        "The largest batch of each way",
+        _batch_cases,
+        _batch_run,
+        ("batch_size", "samples_per_s", "peak_bytes", "status"),
+    ),
+}
+QUICK_PARTS = ("costs", "budget", "bits", "host", "ways")

@@ -1,0 +1,168 @@
+"""Ways to train a model in less memory, ours and others', behind one signature.
+
+A way prepares a model for a budget and says what it predicts; the model is then called as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+import scheduler_runtime
+from benchmarks.gpu.models import Subject
+from solver import solve
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """call: what to call in place of the model. predicted_bytes, overhead: of the plan, where
+    there is one. undo: after the measurement."""
+
+    call: Callable[..., Any]
+    predicted_bytes: int | None = None
+    overhead: float | None = None
+    undo: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """share: of the activations that may be held (None: no budget). budget_bytes: of the whole
+    step. time_limit_s: of each search."""
+
+    share: float | None
+    budget_bytes: int
+    optimizer: torch.optim.Optimizer | None
+    time_limit_s: float
+    backend: str = "inductor"
+
+
+Way = Callable[[nn.Module, tuple[torch.Tensor, ...], Subject, Setting], Prepared]
+
+
+def eager(model: nn.Module, _batch: Any, _subject: Subject, _setting: Setting) -> Prepared:
+    return Prepared(model)
+
+
+def _checkpointed(every: int, context: Callable[[], Any] | None = None) -> Way:
+    """torch.utils.checkpoint around each `every`-th block."""
+
+    def prepare(model: nn.Module, _batch: Any, subject: Subject, _setting: Setting) -> Prepared:
+        wrapped = subject.blocks(model)[::every]
+        if not wrapped:
+            raise NotImplementedError("the model has no blocks to checkpoint")
+        options = {} if context is None else {"context_fn": context}
+        for block in wrapped:
+            block.forward = functools.partial(  # type: ignore[method-assign]
+                checkpoint.checkpoint, block.forward, use_reentrant=False, **options
+            )
+
+        def undo() -> None:
+            for block in wrapped:
+                del block.forward
+
+        return Prepared(model, undo=undo)
+
+    return prepare
+
+
+_KEPT = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def _keep_products() -> Any:
+    return checkpoint.create_selective_checkpoint_contexts(list(_KEPT))
+
+
+def compiled(model: nn.Module, _batch: Any, _subject: Subject, setting: Setting) -> Prepared:
+    torch._dynamo.reset()
+    return Prepared(
+        torch.compile(model, backend=setting.backend, dynamic=False), undo=torch._dynamo.reset
+    )
+
+
+def memory_budget(
+    model: nn.Module, batch: tuple[torch.Tensor, ...], _subject: Subject, setting: Setting
+) -> Prepared:
+    """torch.compile with its own knob, a share of what its partitioner would save."""
+    torch._dynamo.reset()
+    call = torch.compile(model, backend=setting.backend, dynamic=False)
+    share = 1.0 if setting.share is None else setting.share
+    with torch._functorch.config.patch(activation_memory_budget=share):
+        call(*batch).backward()  # compiles with the knob as it is now
+    return Prepared(call, undo=torch._dynamo.reset)
+
+
+def _planned(*, cuda_graph: bool) -> Way:
+    def prepare(
+        model: nn.Module, batch: tuple[torch.Tensor, ...], _subject: Subject, setting: Setting
+    ) -> Prepared:
+        solution = solve(
+            model,
+            batch,
+            budget=setting.budget_bytes,
+            reserve=0,
+            optimizer=setting.optimizer,
+            time_limit_s=setting.time_limit_s,
+        )
+        if solution.trace is None:
+            raise ValueError(f"nothing fits ({solution.status})")
+        scheduler_runtime.apply(model, solution, cuda_graph=cuda_graph)
+        return Prepared(
+            model,
+            predicted_bytes=solution.trace.peak_bytes,
+            overhead=solution.overhead,
+            undo=lambda: scheduler_runtime.remove(model),
+        )
+
+    return prepare
+
+
+def ours_compiled(
+    model: nn.Module, batch: tuple[torch.Tensor, ...], _subject: Subject, setting: Setting
+) -> Prepared:
+    scheduler_runtime.compile(
+        model,
+        batch,
+        budget=setting.budget_bytes,
+        reserve=0,
+        optimizer=setting.optimizer,
+        backend=setting.backend,
+        time_limit_s=setting.time_limit_s,
+    )
+    (report,) = scheduler_runtime.compile_reports(model)
+    return Prepared(
+        model,
+        predicted_bytes=report.chosen.measured_bytes,
+        overhead=report.chosen.partition.overhead,
+        undo=lambda: scheduler_runtime.uncompile(model),
+    )
+
+
+WAYS: Mapping[str, Way] = {
+    "eager": eager,
+    "every block": _checkpointed(1),
+    "every second block": _checkpointed(2),
+    "selective": _checkpointed(1, _keep_products),
+    "compile": compiled,
+    "compile, memory budget": memory_budget,
+    "ours": _planned(cuda_graph=False),
+    "ours, CUDA graph": _planned(cuda_graph=True),
+    "ours, compiled": ours_compiled,
+}
+
+WITH_BUDGET = ("compile, memory budget", "ours", "ours, CUDA graph", "ours, compiled")
+"""Those that follow a budget; the others have one point each."""

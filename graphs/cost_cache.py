@@ -1,0 +1,101 @@
+"""Measured costs, kept on disk: what was measured once on a device need not be measured again.
+
+One file for a device and the versions that its kernels come from; in it, seconds and workspace by a
+digest of the call (operator, options, and per tensor its shape, strides and dtype).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphs.files import FormatError, write_json
+
+FORMAT = "costs/1"
+
+
+def default_cache_file(device: torch.device | str) -> Path:
+    """Where costs of this device are kept: below $XDG_CACHE_HOME, else ~/.cache."""
+    stem = hashlib.sha256(json.dumps(circumstances(device), sort_keys=True).encode()).hexdigest()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "checkpoint-solver" / f"costs-{stem[:16]}.json"
+
+
+def circumstances(device: torch.device | str) -> dict[str, Any]:
+    """What other kernels, or another speed, would come with."""
+    where = torch.device(device)
+    found: dict[str, Any] = {"torch": torch.__version__, "device": where.type}
+    if where.type == "cuda":
+        card = torch.cuda.get_device_properties(where)
+        found |= {
+            "card": card.name,
+            "memory_bytes": card.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        }
+    else:
+        found |= {
+            "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        }
+    return found
+
+
+class CostCache:
+    """Costs by call. Nothing is written before `save`."""
+
+    def __init__(self, path: Path, device: torch.device | str) -> None:
+        self._path = path
+        self._head = {"format": FORMAT, "circumstances": circumstances(device)}
+        self._costs: dict[str, tuple[float, int]] = {}
+        self._is_changed = False
+        if path.exists():
+            self._costs = _read(path, self._head)
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def get(self, key: Any) -> tuple[float, int] | None:
+        """Seconds and workspace bytes of a call by its `OpCall.key()`; None: not known."""
+        return self._costs.get(_digest(key))
+
+    def put(self, key: Any, time_s: float, workspace_bytes: int) -> None:
+        self._costs[_digest(key)] = (time_s, workspace_bytes)
+        self._is_changed = True
+
+    def save(self) -> None:
+        """Write what is new; a file that another process has written meanwhile is added to."""
+        if not self._is_changed:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        others = _read(self._path, self._head) if self._path.exists() else {}
+        costs = {key: list(cost) for key, cost in {**others, **self._costs}.items()}
+        write_json(self._path, {**self._head, "costs": costs})
+        self._is_changed = False
+
+
+def _digest(key: Any) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+
+
+def _read(path: Path, head: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """The file's costs; raises FormatError for what is no such file of this device."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for field in ("format", "circumstances"):
+            if found[field] != head[field]:
+                raise FormatError(
+                    f"{path}: {field} is {found[field]}, expected {head[field]}; delete the file "
+                    "or name another"
+                )
+        return {key: (float(time_s), int(size)) for key, (time_s, size) in found["costs"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{path}: no file of measured costs ({error}); delete it") from error

@@ -1,0 +1,185 @@
+"""The GPU benchmark's code, on the CPU at small size, and what it needs to be installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import operators
+from benchmarks.gpu.__main__ import main, table
+from benchmarks.gpu.models import SMALL
+from benchmarks.gpu.parts import PARTS, Settings
+from benchmarks.gpu.picture import draw
+from scheduler_runtime import CudaGraphError, apply
+from scheduler_runtime.cuda_graph import check_program
+from solver import solve
+
+CPU = torch.device("cpu")
+SETTINGS = Settings(CPU, backend="aot_eager", time_limit_s=5.0)
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(part: str, case: str, earlier=None) -> dict:
+    return PARTS[part].run(case, SETTINGS, earlier or {})
+
+
+def test_every_case_of_a_part_has_a_name_of_its_own():
+    for device in (CPU, torch.device("cuda")):
+        for full in (False, True):
+            for part in PARTS.values():
+                cases = part.cases(Settings(device, full=full))
+                assert cases
+                assert len(set(cases)) == len(cases)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["eager", "every block", "every second block", "selective", "compile", "ours"],
+)
+def test_each_way_runs_and_less_is_held_where_blocks_are_checkpointed(way):
+    plain = run("ways", "gpt2/eager")
+    case = f"gpt2/{way}/0.6" if way == "ours" else f"gpt2/{way}"
+    row = run("ways", case, {"gpt2/eager": plain})
+    assert row["status"] == "ran", row
+    assert row["samples_per_s"] > 0
+    if way in ("every block", "every second block"):
+        assert row["peak_bytes"] < plain["peak_bytes"]
+    if way == "ours":
+        assert row["peak_bytes"] <= row["budget_bytes"] < plain["peak_bytes"]
+
+
+def test_the_part_on_budgets_tells_whether_they_were_kept():
+    row = run("budget", "unet/0.6")
+    assert row["kept"], row
+    assert row["plain_fails"], row
+    assert row["peak_bytes"] <= row["budget_bytes"] < row["plain_peak_bytes"]
+
+
+def test_the_part_on_bits_compares_a_plan_that_runs_something_again():
+    row = run("bits", "attention with dropout/ours")
+    assert row["n_again"] > 0
+    assert row["n_compared"] > 10
+    assert row["different"] == []
+
+
+def test_the_largest_batch_lies_between_one_that_fits_and_one_that_does_not():
+    row = run("batch", "gpt2/eager/4 MB")
+    assert row["batch_size"] >= 1
+    assert row["peak_bytes"] <= 4 * 10**6
+    larger = run("batch", "gpt2/every block/4 MB")
+    assert larger["batch_size"] > row["batch_size"]
+
+
+def test_costs_are_put_beside_the_roofline():
+    row = operators.measured_beside_roofline(SMALL["llama"], CPU)
+    assert row["n_distinct"] > 10
+    assert row["ratio"] == pytest.approx(row["measured_s"] / row["roofline_s"])
+    assert "aten.mm.default" in row["operators"]
+
+
+def test_the_command_goes_on_where_it_was_left(tmp_path, capsys):
+    options = ["--out", str(tmp_path), "--device", "cpu", "--in-process", "--parts", "host"]
+    assert main([*options, "--minutes", "0"]) == 0
+    assert "run the command again" in capsys.readouterr().out
+    path = tmp_path / "gpu.json"
+    found = json.loads(path.read_text())
+    found["parts"]["host"]["cases"] = {
+        case: {"status": "ran", "n_operators": 7} for case in PARTS["host"].cases(SETTINGS)
+    }
+    path.write_text(json.dumps(found))
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert "gpt2/ours  7" in printed
+    found["machine"]["torch"] = "0.1"
+    path.write_text(json.dumps(found))
+    with pytest.raises(SystemExit, match="another machine"):
+        main(options)
+
+
+def test_a_case_that_fails_is_a_row_with_its_reason():
+    shown = table("ways", {"gpt2/ours/0.1": {"status": "refused", "reason": "nothing fits"}})
+    assert "refused: nothing fits" in shown
+
+
+def test_without_a_gpu_the_command_says_what_to_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "--device cpu" in capsys.readouterr().out
+    assert main(["--out", str(tmp_path), "--device", "mps"]) == 2
+
+
+def test_all_ways_are_in_one_picture(tmp_path):
+    row = {"status": "ran", "peak_bytes": 10**9, "samples_per_s": 5.0}
+    refused = {"status": "refused"}
+    cases = {"gpt2/eager": row, "gpt2/ours/0.5": row, "unet/compile": refused}
+    assert [path.name for path in draw(cases, tmp_path)] == ["ways-gpt2.png"]
+    assert (tmp_path / "ways-gpt2.png").stat().st_size > 10_000
+
+
+def test_a_cuda_graph_is_refused_on_the_cpu():
+    model, batch = SMALL["gpt2"].made(CPU)
+    solution = solve(model, batch, budget="1GB")
+    with pytest.raises(CudaGraphError, match="this one is on cpu"):
+        apply(model, solution, cuda_graph=True)
+    assert "forward" not in model.__dict__
+
+
+def test_a_cuda_graph_of_random_operators_that_run_again_is_refused():
+    from benchmarks.gpu.bits import AttentionWithDropout
+
+    model, batch = AttentionWithDropout(), torch.randn(2, 64, 64)
+    free = solve(model, batch, budget="1GB")
+    resident = free.graph.resident_bytes
+    budget = resident + int(0.6 * (free.baseline.peak_bytes - resident))
+    for solution, is_refused in ((free, False), (solve(model, batch, budget=budget), True)):
+        apply(model, solution)
+        model(batch).backward()
+        compiled = next(iter(model.forward._programs._programs.values()))
+        del model.forward
+        if is_refused:
+            with pytest.raises(CudaGraphError, match="which a CUDA graph cannot"):
+                check_program(compiled)
+        else:
+            check_program(compiled)
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {missing}:
+            raise ImportError(name + ' is not installed here')
+sys.meta_path.insert(0, Missing())
+import torch
+from solver import solve
+from scheduler_runtime import apply
+import benchmarks.gpu.__main__
+from benchmarks.gpu.models import SMALL
+model, batch = SMALL['gpt2'].made(torch.device('cpu'))
+free = solve(model, batch, budget='1GB')
+resident = free.graph.resident_bytes
+budget = resident + int(0.7 * (free.baseline.peak_bytes - resident))
+solution = solve(model, batch, budget=budget)
+assert solution.trace.n_recomputed
+apply(model, solution)
+model(*batch).backward()
+print('ran')
+"""
+
+
+def test_what_the_gpu_machine_may_lack_is_not_needed():
+    missing = ("rich", "pulp", "highspy", "transformers", "hypothesis", "checkpoint_schedules")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout.strip().endswith("ran"), done.stderr

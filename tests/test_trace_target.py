@@ -1,0 +1,93 @@
+"""Devices and costs by name from Python, as on the command line; measured costs kept on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.cost_cache import CostCache
+from graphs.costs import Measured, OpCall, Roofline
+from graphs.files import FormatError
+from graphs.hardware import named
+from solver import solve
+from solver.trace_target import trace_target
+
+
+def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
+    class Loss(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    return Loss(16, 16), torch.randn(4, 16)
+
+
+def test_a_named_card_gives_its_rates_and_its_memory():
+    model, batch = model_and_batch()
+    solution = solve(model, batch, budget="50%", device="h100")
+    assert solution.graph.meta["costs"]["device"] == "h100"
+    assert solution.request.budget_bytes == named("h100").capacity_bytes // 2
+    same = solve(model, batch, budget="1GB", device="H100", costs="roofline")
+    assert same.graph.baseline_time_s == solution.graph.baseline_time_s
+
+
+def test_costs_are_measured_on_the_device_that_is_here():
+    model, batch = model_and_batch()
+    solution = solve(model, batch, budget="1GB", device="cpu", costs="measured")
+    assert solution.graph.meta["costs"]["model"] == "measured"
+    with pytest.raises(ValueError, match="'cpu' or 'cuda', not 'h100'"):
+        solve(model, batch, budget="1GB", device="h100", costs="measured")
+
+
+def test_a_cost_model_is_taken_as_it_is():
+    model, batch = model_and_batch()
+    solution = solve(model, batch, budget="1GB", costs=Roofline(named("t4")))
+    assert solution.graph.meta["costs"]["device"] == "t4"
+
+
+@pytest.mark.parametrize(
+    ("device", "costs", "message"),
+    [
+        ("h1000", None, "device is 'h1000'; cpu, cuda, cuda:1, or one of cpu, t4"),
+        ("cpu", "guessed", "'roofline', 'measured' or a cost model"),
+        (None, "measured", "needs a device"),
+        ("mps", None, "planned for cpu and cuda alone"),
+        ("xpu", "roofline", "planned for cpu and cuda alone"),
+        (torch.device("mps"), None, "planned for cpu and cuda alone"),
+    ],
+)
+def test_what_means_nothing_here_is_refused(device, costs, message):
+    with pytest.raises(ValueError, match=message):
+        trace_target(device, costs)
+
+
+def product(n: int) -> OpCall:
+    x = torch.randn(n, n)
+    return OpCall(torch.ops.aten.mm.default, (x, x), {}, x @ x)
+
+
+def test_measured_costs_are_kept_between_processes(tmp_path):
+    path = tmp_path / "costs.json"
+    first = Measured("cpu", cache=CostCache(path, "cpu"))
+    cost = first.cost(product(32))
+    assert not path.exists()
+    first.save()
+    again = Measured("cpu", cache=CostCache(path, "cpu"))
+    assert again.cost(product(32)) == cost
+    assert len(CostCache(path, "cpu")) == 1
+    again.cost(product(33))
+    again.save()
+    assert len(CostCache(path, "cpu")) == 2
+
+
+def test_a_file_of_another_device_or_none_at_all_is_refused(tmp_path):
+    path = tmp_path / "costs.json"
+    measured = Measured("cpu", cache=CostCache(path, "cpu"))
+    measured.cost(product(8))
+    measured.save()
+    path.write_text(path.read_text().replace(torch.__version__, "0.0"))
+    with pytest.raises(FormatError, match="circumstances"):
+        CostCache(path, "cpu")
+    path.write_text("{}")
+    with pytest.raises(FormatError, match="delete it"):
+        CostCache(path, "cpu")
