@@ -28,6 +28,8 @@ problem:
                               get_loss(output, batch) and get_optimizer(model); :factory names
                               another function than get_model
   package.module[:factory]    the same of an installed package
+  hf:config.json              a Hugging Face configuration, or the directory that holds it: the
+                              model that its architectures name, with random data
   graph.json                  a graph that --graph-out wrote; starts at once
 
 explain:
@@ -133,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="solve",
         usage="solve --budget SIZE [options] model.py[:factory] | package.module[:factory] | "
-        "graph.json",
+        "hf:config.json | graph.json",
         description="Fit a training step into a number of bytes at the least extra time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
