@@ -70,7 +70,7 @@ def load(path: Path) -> Loaded:
     configuration.use_cache = False
 
     def get_model() -> Any:
-        from solver.loss_only import LossOnly
+        from graphs.loss_only import LossOnly
 
         model = model_class._from_config(configuration, dtype=dtype)
         return LossOnly(model).train()

@@ -1,6 +1,6 @@
 """A Hugging Face model whose forward returns its loss and nothing else.
 
-Imports torch, unlike the rest of `solver`: it is loaded where a model is built.
+Imports torch, as the model file does: it is loaded where a model is built.
 """
 
 from __future__ import annotations
