@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from solver.largest import Size
 from solver.methods import METHODS
+from solver.settings import SYSTEMS
 
 PICTURES = (".png", ".svg")
 PAGES = (".html", ".htm")
@@ -75,6 +76,7 @@ class Arguments:
     report: Path | None
     throughput: Path | None
     verify: bool
+    emit: str | None
     json: bool
     quiet: bool
     largest: Size | None = None
@@ -117,6 +119,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         report=given.report,
         throughput=given.throughput,
         verify=given.verify,
+        emit=given.emit,
         json=given.json,
         quiet=given.quiet,
         largest=given.largest,
@@ -225,6 +228,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         (("--report",), "write the report with its pictures as one page (.html)"),
     ):
         group.add_argument(*flags, type=Path, metavar="FILE", help=what)
+    group.add_argument(
+        "--emit",
+        choices=tuple(SYSTEMS),
+        metavar="SYSTEM",
+        help=f"the nearest setting of another system, judged alike: {', '.join(SYSTEMS)}",
+    )
     group.add_argument(
         "--verify", action="store_true", help="run one step with and without the plan, and compare"
     )

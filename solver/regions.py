@@ -60,7 +60,7 @@ def play(graph: Graph, regions: Sequence[Region]) -> Schedule:
 
 
 def _kept(graph: Graph, regions: Iterable[Region], region_of: dict[str, Region]) -> frozenset[str]:
-    """Storages that stay: of no region, saved, or handed from one region to a node outside of it."""
+    """Storages that stay: of no region, saved, or handed on to a node outside of the region."""
     kept = {
         graph.root(name)
         for node in graph.forward_nodes

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 from graphs.graph import Graph, Node
@@ -150,8 +151,8 @@ def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
     on = "gradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: false"
     seen: set[frozenset[str]] = set()
     for saved in ((), ("aten::mm", "aten::addmm", "attention"), ("aten::mm",), ("attention",)):
-        ops = {op for word in saved for op in _axolotl_ops(word)}
-        regions = _saving(layers, lambda node, ops=ops: node.op in ops, stops_early=True)
+        ops = frozenset(op for word in saved for op in _axolotl_ops(word))
+        regions = _saving(layers, partial(_is_among, ops), stops_early=True)
         kept = frozenset(name for region in regions for name in region.saved)
         if kept in seen:
             continue  # a word for an op that these layers do not have says nothing
@@ -160,6 +161,10 @@ def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
         if saved:
             text += f"\nselective_checkpointing:\n  save: {json.dumps(list(saved))}"
         yield (Candidate(text, regions),)
+
+
+def _is_among(ops: frozenset[str], node: Node) -> bool:
+    return node.op in ops
 
 
 def _axolotl_ops(word: str) -> frozenset[str]:
