@@ -5,9 +5,9 @@ of `torch.utils.checkpoint`, and of the systems that are built on it, runs again
 backward pass first needs something of it, and what it makes stays until it has been read. To say
 what such a setting costs, that is what must be judged.
 
-An approximation in two places, both on the fast side: a tensor that is handed on from one region to
-the next is not made a second time, and what nobody reads of a node that runs again is dropped at
-once.
+An approximation in two places: a tensor that one region hands on to the next is not made a second
+time (PyTorch's reentrant checkpoint makes it, and holds it while the region's backward pass runs:
+these bytes are missing here), and what nobody reads of a node that runs again is dropped at once.
 """
 
 from __future__ import annotations
