@@ -153,6 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def help_text() -> str:
+    """What `solve --help` prints, at 100 columns at most, without blanks at the ends of lines."""
+    return "\n".join(line.rstrip() for line in _parser().format_help().splitlines())
+
+
 def _check_together(given: argparse.Namespace) -> None:
     """What options ask of one another. Raises UsageError."""
     if given.budget is None and given.largest is None:
