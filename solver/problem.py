@@ -24,6 +24,7 @@ from solver.arguments import Arguments, UsageError
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
 from solver.largest import FIRST
 from solver.model_file import LoadError, ModelFile, ModelSource, located, opened, parse_source
+from solver.show import evaluation_note
 from solver.solution import Solution
 from solver.target import Target, cost_words, find_target, named_device
 from solver.verification import Verification, Verifier, VerifyError
@@ -71,9 +72,11 @@ def opened_problem(arguments: Arguments, *, progress: Progress) -> Iterator[Prob
         yield problem
         return
     if source is None:
+        near = Path(f"{arguments.problem}.py")
+        hint = f"; did you mean {near}?" if near.is_file() else ""
         raise LoadError(
             f"{arguments.problem!r} is none of model.py[:function], package.module[:function], "
-            "hf:config.json and graph.json"
+            f"hf:config.json and graph.json{hint}"
         )
     # What a model file prints must not get into the report or the JSON object.
     with contextlib.redirect_stdout(sys.stderr), _model_problem(arguments, source, progress) as it:
@@ -107,6 +110,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         reserve_reason=why_reserve,
+        notes=tuple(evaluation_note(graph)),
     )
 
 
@@ -220,8 +224,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
             )
     except TraceError as error:
         raise LoadError(f"{file.source}: {error}{_called_with(error, batch)}") from error
-    if not model.training:
-        notes.append("The model is in evaluation mode, as get_model() returned it.")
+    notes.extend(evaluation_note(graph))
     notes.extend(_note_on_outputs(graph))
     return graph, notes
 
