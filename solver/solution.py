@@ -14,7 +14,7 @@ from graphs.graph import Graph
 from solver.budget import format_size
 from solver.rematerialise import baseline as baseline_schedule
 from solver.schedule import Schedule, ops_from_json
-from solver.simulate import IllegalScheduleError, Trace, simulate
+from solver.simulate import IllegalScheduleError, OtherGraphError, Trace, simulate
 
 Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -184,10 +184,10 @@ class Solution:
         graph = graph if isinstance(graph, Graph) else Graph.load(graph)
         saved = SavedSchedule.load(path)
         if saved.schedule.graph_id != graph.graph_id:
-            raise FormatError(
+            raise OtherGraphError(
                 f"{path}: the schedule was made for another graph "
-                f"({saved.schedule.graph_id[:19]}…) than the one given ({graph.graph_id[:19]}…); give the graph that was saved with "
-                "it, or plan again"
+                f"({saved.schedule.graph_id[:19]}…) than the one given "
+                f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
             )
         trace = simulate(graph, saved.schedule)
         if trace.peak_bytes > saved.request.available_bytes:
