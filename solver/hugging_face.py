@@ -12,13 +12,14 @@ https://huggingface.co/docs/transformers/model_doc/auto.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from graphs.files import FormatError, read_json
 
 FILE_NAME = "config.json"
 IMAGE_SIZE, N_CHANNELS = 224, 3
@@ -92,8 +93,8 @@ def load(path: Path) -> Loaded:
 def is_configuration(path: Path) -> bool:
     """Whether the JSON file looks like a configuration of the transformers library."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = read_json(path)
+    except (OSError, FormatError):
         return False
     return isinstance(value, dict) and "model_type" in value
 

@@ -23,7 +23,15 @@ from solver import hugging_face
 from solver.arguments import Arguments, UsageError
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
 from solver.largest import FIRST
-from solver.model_file import LoadError, ModelFile, ModelSource, located, opened, parse_source
+from solver.model_file import (
+    CONFIGURATION,
+    LoadError,
+    ModelFile,
+    ModelSource,
+    located,
+    opened,
+    parse_source,
+)
 from solver.show import evaluation_note
 from solver.solution import Solution
 from solver.target import Target, cost_words, find_target, named_device
@@ -65,12 +73,13 @@ def opened_problem(arguments: Arguments, *, progress: Progress) -> Iterator[Prob
 
     Raises UsageError, BudgetError, SizeError; LoadError, FormatError.
     """
-    source = parse_source(arguments.problem)
-    if source is None and arguments.problem.endswith(".json"):
+    is_configuration = arguments.problem.startswith(CONFIGURATION)
+    if arguments.problem.endswith(".json") and not is_configuration:
         with progress("reading the graph"):
             problem = _graph_problem(arguments)
         yield problem
         return
+    source = parse_source(arguments.problem)
     if source is None:
         near = Path(f"{arguments.problem}.py")
         hint = f"; did you mean {near}?" if near.is_file() else ""
