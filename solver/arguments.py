@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from solver.largest import Size
 from solver.methods import METHODS
+from solver.settings import SYSTEMS
 
 PICTURES = (".png", ".svg")
 PAGES = (".html", ".htm")
@@ -28,6 +29,8 @@ problem:
                               get_loss(output, batch) and get_optimizer(model); :factory names
                               another function than get_model
   package.module[:factory]    the same of an installed package
+  hf:config.json              a Hugging Face configuration, or the directory that holds it: the
+                              model that its architectures name, with random data
   graph.json                  a graph that --graph-out wrote; starts at once
 
 explain:
@@ -73,6 +76,7 @@ class Arguments:
     report: Path | None
     throughput: Path | None
     verify: bool
+    emit: str | None
     json: bool
     quiet: bool
     largest: Size | None = None
@@ -115,6 +119,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         report=given.report,
         throughput=given.throughput,
         verify=given.verify,
+        emit=given.emit,
         json=given.json,
         quiet=given.quiet,
         largest=given.largest,
@@ -133,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="solve",
         usage="solve --budget SIZE [options] model.py[:factory] | package.module[:factory] | "
-        "graph.json",
+        "hf:config.json | graph.json",
         description="Fit a training step into a number of bytes at the least extra time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -146,6 +151,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(parser)
     parser.add_argument("--version", action="version", version=f"solve {version()}")
     return parser
+
+
+def help_text() -> str:
+    """What `solve --help` prints, at 100 columns at most, without blanks at the ends of lines."""
+    return "\n".join(line.rstrip() for line in _parser().format_help().splitlines())
 
 
 def _check_together(given: argparse.Namespace) -> None:
@@ -223,6 +233,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         (("--report",), "write the report with its pictures as one page (.html)"),
     ):
         group.add_argument(*flags, type=Path, metavar="FILE", help=what)
+    group.add_argument(
+        "--emit",
+        choices=tuple(SYSTEMS),
+        metavar="SYSTEM",
+        help=f"the nearest setting of another system, judged alike: {', '.join(SYSTEMS)}",
+    )
     group.add_argument(
         "--verify", action="store_true", help="run one step with and without the plan, and compare"
     )

@@ -7,7 +7,8 @@ from fractions import Fraction
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-zA-Z]*|%)\s*")
+_NUMBER = r"[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][0-9]{1,2}(?![0-9a-zA-Z]))?|\.[0-9]{1,30}"
+_SIZE = re.compile(rf"\s*({_NUMBER})\s*([a-zA-Z]*|%)\s*")
 _RIGHT = "write 16GB, 15.5GiB, 800MB, 60% or a number of bytes"
 
 CUDA_RESERVE_BYTES = 750 * 10**6
@@ -25,20 +26,22 @@ class BudgetError(ValueError):
 
 
 def parse_size(
-    text: str | int,
+    text: str | int | float,
     *,
     capacity_bytes: int | None = None,
     what: str = "budget",
     least_bytes: int = 1,
 ) -> int:
-    """Bytes of "16GB" (10^9), "15.5GiB" (2^30), "800MB", "1TB", "123456" or 123456, rounded down.
+    """Bytes of "16GB" (10^9), "15.5GiB" (2^30), "800MB", "123456", 123456 or 1e9, rounded down.
 
     "60%" is a share of `capacity_bytes`, the named device's memory. `what` is the size's name in
     messages. Raises BudgetError for what is no size, for less than `least_bytes`, and for a
     percentage of a device whose capacity is unknown, or above all of it.
     """
     shown = f"{what} {_shown(text)}"
-    if isinstance(text, bool) or not isinstance(text, int | str):
+    if isinstance(text, float) and not text.is_integer():
+        raise BudgetError(f"{shown} is no whole number of bytes; {_RIGHT}")
+    if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise BudgetError(f"{shown} is no size; {_RIGHT}")
     if isinstance(text, str) and text.strip().startswith("-"):
         raise BudgetError(f"{shown} is negative; {_RIGHT}")

@@ -26,7 +26,9 @@ from solver import explain_cli, outputs, table
 from solver.advice import advise
 from solver.arguments import Arguments, UsageError, parse
 from solver.budget import BudgetError, format_both
+from solver.emit import nearest
 from solver.largest import SizeSearch
+from solver.layers import NoLayersError, layers
 from solver.maximise import maximised, size_notes
 from solver.model_file import LoadError, SizeError
 from solver.problem import Problem, opened_problem
@@ -107,11 +109,15 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress=progress.says) as problem:
+        _check_layers(arguments, problem)
         if arguments.largest is not None:
             problem, search = maximised(arguments, problem, progress)
             report = _of_largest(problem, search, progress)
         else:
             report = _plan(arguments, problem, progress)
+        if arguments.emit is not None:
+            with progress.says(f"judging the settings of {arguments.emit}"):
+                report = _with_setting(arguments.emit, report)
         report = _saved(arguments, report)
         if arguments.verify and report.best.schedule is not None:
             with progress.says("verifying: running the step with and without the plan"):
@@ -125,6 +131,22 @@ def _run(arguments: Arguments) -> int:
     if code is not Exit.SOLVED:
         print(f"solve: {_why(code, report)}", file=sys.stderr)
     return code
+
+
+def _check_layers(arguments: Arguments, problem: Problem) -> None:
+    """Find out before the search that no setting can be named. Raises UsageError."""
+    if arguments.emit is None:
+        return
+    try:
+        layers(problem.graph)
+    except NoLayersError as error:
+        raise UsageError(f"--emit {arguments.emit}: {error}") from error
+
+
+def _with_setting(system: str, report: Report) -> Report:
+    solution = report.best
+    found = nearest(solution.graph, system=system, budget_bytes=solution.request.available_bytes)
+    return dataclasses.replace(report, emitted=found)
 
 
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:

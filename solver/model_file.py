@@ -23,8 +23,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from solver import hugging_face
+
 EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
+CONFIGURATION = "hf:"
+"""What comes before the path of a Hugging Face configuration."""
 _MODULE_AND_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FILE_AND_FACTORY = re.compile(r"(.*\.py):([A-Za-z_]\w*)", re.DOTALL)
@@ -40,17 +44,23 @@ class SizeError(ValueError):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from: a file, or a module to import; and the name of its factory."""
+    """Where a model comes from: a file, or a module to import; and the name of its factory.
+
+    is_configuration: the file is a Hugging Face configuration.
+    """
 
     place: Path | str
     factory: str = "get_model"
+    is_configuration: bool = False
 
     def __str__(self) -> str:
-        return str(self.place)
+        return f"{CONFIGURATION}{self.place}" if self.is_configuration else str(self.place)
 
 
 def parse_source(text: str) -> ModelSource | None:
-    """`model.py[:factory]` or `package.module[:factory]`; None for anything else."""
+    """`model.py[:factory]`, `package.module[:factory]` or `hf:config.json`; None for others."""
+    if text.startswith(CONFIGURATION):
+        return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
     if text.endswith(".py"):
         return ModelSource(Path(text))
     match = _FILE_AND_FACTORY.fullmatch(text)
@@ -68,13 +78,16 @@ def parse_source(text: str) -> ModelSource | None:
 class ModelFile:
     """A loaded model file. sizes: the batch size and sequence length that were asked for.
 
-    varied: one of them, of which get_batch will be asked for many ("": none).
+    varied: one of them, of which get_batch will be asked for many ("": none). title: the model's
+    name where it is not its class's. notes: whole sentences for the report.
     """
 
     source: ModelSource
     module: ModuleType
     sizes: Mapping[str, int]
     varied: str = ""
+    title: str = ""
+    notes: tuple[str, ...] = ()
 
     def model(self) -> Any:
         """Call the factory. Raises LoadError, SizeError."""
@@ -210,6 +223,8 @@ class ModelFile:
         function = self._function(name)
         try:
             return function(*args, **sizes)
+        except hugging_face.ConfigurationError as error:
+            raise SizeError(str(error)) from error
         except (Exception, SystemExit) as error:
             raise LoadError(f"{located(error, self.source)} (in {name})") from error
 
@@ -226,6 +241,9 @@ def opened(
 
     Raises LoadError (missing, no Python, lacks a function, raises) and SizeError.
     """
+    if source.is_configuration:
+        yield _configured(source, sizes=sizes, varied=varied)
+        return
     is_file = isinstance(source.place, Path)
     directory = str(source.place.resolve().parent) if is_file else str(Path.cwd())  # type: ignore[union-attr]
     sys.path.insert(0, directory)
@@ -237,6 +255,24 @@ def opened(
     finally:
         if directory in sys.path:
             sys.path.remove(directory)
+
+
+def _configured(source: ModelSource, *, sizes: Mapping[str, int], varied: str) -> ModelFile:
+    assert isinstance(source.place, Path)
+    try:
+        loaded = hugging_face.load(source.place)
+    except hugging_face.ConfigurationError as error:
+        raise LoadError(str(error)) from error
+    file = ModelFile(
+        source=source,
+        module=loaded.module,
+        sizes=sizes,
+        varied=varied,
+        title=loaded.title,
+        notes=loaded.notes,
+    )
+    file.check()
+    return file
 
 
 def _load_file(source: ModelSource) -> ModuleType:

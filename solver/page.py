@@ -65,6 +65,9 @@ def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str
         )
     if len(report.solutions) + len(report.refused) > 1:
         yield _section("Methods", _methods(report))
+    if report.emitted is not None:
+        setting = _list(table.emitted(report, report.emitted))
+        yield _section(f"Setting for {report.emitted.title}", setting)
     yield _section("What the bound says", _paragraphs(*bound_words(answer)))
     if report.advice:
         yield _section("Advice", _list((ABOUT[a.kind], a.text) for a in report.advice))

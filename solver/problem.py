@@ -13,14 +13,26 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
+from solver import hugging_face
 from solver.arguments import Arguments, UsageError
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
 from solver.largest import FIRST
-from solver.model_file import LoadError, ModelFile, ModelSource, located, opened, parse_source
+from solver.model_file import (
+    CONFIGURATION,
+    LoadError,
+    ModelFile,
+    ModelSource,
+    located,
+    opened,
+    parse_source,
+)
+from solver.show import evaluation_note
 from solver.solution import Solution
 from solver.target import Target, cost_words, find_target, named_device
 from solver.verification import Verification, Verifier, VerifyError
@@ -61,16 +73,19 @@ def opened_problem(arguments: Arguments, *, progress: Progress) -> Iterator[Prob
 
     Raises UsageError, BudgetError, SizeError; LoadError, FormatError.
     """
-    if arguments.problem.endswith(".json"):
+    is_configuration = arguments.problem.startswith(CONFIGURATION)
+    if arguments.problem.endswith(".json") and not is_configuration:
         with progress("reading the graph"):
             problem = _graph_problem(arguments)
         yield problem
         return
     source = parse_source(arguments.problem)
     if source is None:
+        near = Path(f"{arguments.problem}.py")
+        hint = f"; did you mean {near}?" if near.is_file() else ""
         raise LoadError(
-            f"{arguments.problem!r} is none of model.py[:function], package.module[:function] and "
-            "graph.json"
+            f"{arguments.problem!r} is none of model.py[:function], package.module[:function], "
+            f"hf:config.json and graph.json{hint}"
         )
     # What a model file prints must not get into the report or the JSON object.
     with contextlib.redirect_stdout(sys.stderr), _model_problem(arguments, source, progress) as it:
@@ -86,6 +101,13 @@ def _graph_problem(arguments: Arguments) -> Problem:
     except OSError as error:
         reason = error.strerror or str(error)
         raise LoadError(f"{arguments.problem}: {reason}; give a graph file") from error
+    except FormatError as error:
+        if hugging_face.is_configuration(Path(arguments.problem)):
+            raise LoadError(
+                f"{arguments.problem} is no graph file but a Hugging Face configuration: write "
+                f"hf:{arguments.problem}"
+            ) from error
+        raise
     device = (
         "not named: sizes and times are the graph file's" if hardware is None else hardware.title
     )
@@ -97,6 +119,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         reserve_reason=why_reserve,
+        notes=tuple(evaluation_note(graph)),
     )
 
 
@@ -162,7 +185,7 @@ def _model_problem(
         graph, notes = _traced(file, target, arguments)
         size = "" if arguments.largest is None else f", {_size_words(file, arguments.largest)}"
         return Problem(
-            name=f"{arguments.problem} ({graph.meta.get('model', 'model')}{size})",
+            name=f"{arguments.problem} ({file.title or graph.meta.get('model', 'model')}{size})",
             graph=graph,
             device=target.hardware.title,
             costs=cost_words(graph.meta.get("costs")),
@@ -192,7 +215,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
     """Build on the meta device, trace, and note what a reader of the report should know."""
     from graphs.trace import TraceError, trace
 
-    notes: list[str] = []
+    notes = list(file.notes)
     model: nn.Module = _on_meta(file.model, "the model", notes)
     batch = _on_meta(file.batch, "the batch", notes)
     optimizer = file.optimizer(model)
@@ -210,8 +233,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
             )
     except TraceError as error:
         raise LoadError(f"{file.source}: {error}{_called_with(error, batch)}") from error
-    if not model.training:
-        notes.append("The model is in evaluation mode, as get_model() returned it.")
+    notes.extend(evaluation_note(graph))
     notes.extend(_note_on_outputs(graph))
     return graph, notes
 

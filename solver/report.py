@@ -11,6 +11,7 @@ from typing import Any
 from graphs.graph import Graph, Node
 from solver.advice import Advice
 from solver.breakdown import memory_at, node_at
+from solver.emit import Emitted
 from solver.largest import SizeSearch
 from solver.rematerialise import baseline
 from solver.schedule import Schedule
@@ -30,7 +31,8 @@ class Report:
     files: (what, path) of each file written. notes: whole sentences. reserve_reason: where the
     reserve comes from, "" if the caller named it. verify_error: why the step could not be run.
     advice: what else would help the best of the solutions. interrupted: Ctrl-C ended the search.
-    sizes: the search for the largest batch, if there was one; its answer is the solution.
+    sizes: the search for the largest batch, if there was one; its answer is the solution. emitted:
+    another system's nearest setting, if it was asked for.
     """
 
     problem: str
@@ -46,6 +48,7 @@ class Report:
     advice: tuple[Advice, ...] = ()
     interrupted: bool = False
     sizes: SizeSearch | None = None
+    emitted: Emitted | None = None
 
     @property
     def best(self) -> Solution:
@@ -103,6 +106,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "verification": _verification(report),
         "files": {what: str(path) for what, path in report.files},
         "sizes": _sizes(report.sizes),
+        "emitted": _emitted(report),
         "notes": list(report.notes),
         "advice": [asdict(advice) for advice in report.advice],
     }
@@ -176,6 +180,30 @@ def _sizes(search: SizeSearch | None) -> dict[str, Any] | None:
         ],
         "refused": [{"size": size, "reason": reason} for size, reason in search.refused],
     }
+
+
+def _emitted(report: Report) -> dict[str, Any] | None:
+    found = report.emitted
+    if found is None:
+        return None
+    trace = found.setting.trace
+    return {
+        "system": found.system,
+        "setting": found.setting.text,
+        "fits": found.fits,
+        "peak_bytes": trace.peak_bytes,
+        "time_s": trace.time_s,
+        "overhead": emitted_overhead(report, found),
+        "n_recomputed": trace.n_recomputed,
+        "n_layers": found.n_layers,
+        "n_judged": found.n_judged,
+    }
+
+
+def emitted_overhead(report: Report, found: Emitted) -> float:
+    """Extra time of the emitted setting, as a share of the step without checkpointing."""
+    baseline_s = report.best.baseline.time_s
+    return (found.setting.trace.time_s - baseline_s) / (baseline_s or 1.0)
 
 
 def _verification(report: Report) -> dict[str, Any] | None:

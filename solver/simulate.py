@@ -36,6 +36,14 @@ class IllegalScheduleError(ValueError):
         super().__init__(f"illegal schedule, {where}: {reason}")
 
 
+class OtherGraphError(IllegalScheduleError):
+    """The schedule is of another graph; none of its ops was looked at."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(None, reason)
+        self.args = (reason,)
+
+
 @dataclass(frozen=True)
 class Trace:
     """What the judge saw.

@@ -14,7 +14,7 @@ from graphs.graph import Graph
 from solver.budget import format_size
 from solver.rematerialise import baseline as baseline_schedule
 from solver.schedule import Schedule, ops_from_json
-from solver.simulate import IllegalScheduleError, Trace, simulate
+from solver.simulate import IllegalScheduleError, OtherGraphError, Trace, simulate
 
 Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -62,7 +62,7 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` returns; `apply` runs it, `report` prints it, `save` writes schedule.json.
+    """What `solve` returns; `apply` runs it, `solver.report` prints it, `save` writes it.
 
     status: optimal (gap below OPTIMAL_GAP), feasible, infeasible, time_limit.
     schedule, trace: None when nothing was found. baseline: the trace of the step without
@@ -87,13 +87,31 @@ class Solution:
         """One line: what was asked, what was found, what is proven."""
         asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
         if self.trace is None or self.overhead is None:
-            return f"Solution({asked}: no schedule)"
+            return f"Solution({asked}: no schedule{self._obstacle_words})"
         return (
             f"Solution({asked}: peak {format_size(self.trace.peak_bytes)}, without checkpointing "
             f"{format_size(self.baseline.peak_bytes)}; overhead {100 * self.overhead:.2f} %, "
             f"proven at least {100 * self.lower_bound_overhead:.2f} %; "
             f"{self.trace.n_recomputed} ops run again)"
         )
+
+    @property
+    def _obstacle_words(self) -> str:
+        """The least budget and the op in the way, where they are known."""
+        if self.obstacle is None:
+            return ""
+        reserve_bytes = self.request.reserve_bytes
+        words = f"; the least budget found is {format_size(self.obstacle.reached_bytes)}"
+        if reserve_bytes:
+            words = (
+                "; the least budget found is "
+                f"{format_size(self.obstacle.reached_bytes + reserve_bytes)}, reserve included"
+            )
+        node = self.graph.node_by_name.get(self.obstacle.op)
+        if node is None:
+            return words
+        where = f" in module {node.module}" if node.module else ""
+        return f"{words}; in the way is {node.op} ({node.phase}){where}"
 
     @property
     def overhead(self) -> float | None:
@@ -165,6 +183,12 @@ class Solution:
         """
         graph = graph if isinstance(graph, Graph) else Graph.load(graph)
         saved = SavedSchedule.load(path)
+        if saved.schedule.graph_id != graph.graph_id:
+            raise OtherGraphError(
+                f"{path}: the schedule was made for another graph "
+                f"({saved.schedule.graph_id[:19]}…) than the one given "
+                f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
+            )
         trace = simulate(graph, saved.schedule)
         if trace.peak_bytes > saved.request.available_bytes:
             raise IllegalScheduleError(

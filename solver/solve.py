@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphs.files import FormatError
 from graphs.graph import Graph
 from solver import bounds
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, parse_size
@@ -44,8 +45,8 @@ def solve(
     problem: nn.Module | Graph | str | Path,
     batch: Any = None,
     *,
-    budget: int | str,
-    reserve: int | str | None = None,
+    budget: int | float | str,
+    reserve: int | float | str | None = None,
     method: str = "auto",
     time_limit_s: float = 60.0,
     seed: int = 0,
@@ -58,7 +59,7 @@ def solve(
     optimizer, gradients), a Graph, or the path of a graph file.
     device, costs: as on the command line: "cpu", "cuda", "cuda:1" or a named card such as "h100";
     "roofline", "measured" or a cost model (`solver.trace_target`).
-    budget: bytes of the device for the whole step, "16GB", "60%" of `capacity_bytes`.
+    budget: bytes of the device for the whole step (16e9), "16GB", "60%" of `capacity_bytes`.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
     module on CUDA, else 0).
 
@@ -217,6 +218,23 @@ def _status(
     return "time_limit"
 
 
+def _loaded(path: str | Path) -> Graph:
+    """Read a graph file; says what would be right where the path is of something else."""
+    name = str(path)
+    if name.startswith("hf:") or Path(name).suffix == ".py":
+        raise FormatError(
+            f"{name}: solve() in Python takes a module and its batch, a Graph or a graph file "
+            "(.json); a model file or configuration is for the command (solve --budget SIZE "
+            f"{name}); here import it: solve(get_model(), get_batch(), budget=...)"
+        )
+    try:
+        return Graph.load(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name}: no such file; give a graph file (--graph-out or Graph.save writes one)"
+        ) from error
+
+
 def _as_graph(
     problem: nn.Module | Graph | str | Path, batch: Any, trace_options: dict[str, Any]
 ) -> tuple[Graph, int | None]:
@@ -225,7 +243,12 @@ def _as_graph(
         if batch is not None or trace_options:
             given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
             raise TypeError(f"a graph is traced already: {given} would have no effect")
-        return (problem if isinstance(problem, Graph) else Graph.load(problem)), None
+        return (problem if isinstance(problem, Graph) else _loaded(problem)), None
+    if batch is None:
+        raise TypeError(
+            "a batch is missing: solve(model, batch, budget=...), with what the model is called "
+            "with: a tensor, a tuple or a dict of tensors"
+        )
     from graphs.trace import trace
     from solver.trace_target import trace_target
 

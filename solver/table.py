@@ -18,9 +18,10 @@ from graphs.graph import Graph, Node
 from solver.advice import ABOUT
 from solver.breakdown import CATEGORIES, memory_at, node_at
 from solver.budget import format_both, format_size
+from solver.emit import Emitted
 from solver.largest import Candidate, SizeSearch
 from solver.rematerialise import baseline
-from solver.report import Report, least_budget_bytes, proven_infeasible
+from solver.report import Report, emitted_overhead, least_budget_bytes, proven_infeasible
 from solver.solution import STATUSES, Obstacle, Solution
 from solver.verification import Verification
 
@@ -62,6 +63,9 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
         yield table
     yield heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
     yield pairs(answered(report))
+    if report.emitted is not None:
+        yield heading("Setting", f"for {report.emitted.title}")
+        yield pairs(emitted(report, report.emitted))
     if report.verification is not None:
         passed = report.verification.passed
         style = "bold green" if passed else "bold red"
@@ -192,6 +196,25 @@ def answered(report: Report) -> Iterator[tuple[str, str]]:
         yield what, str(path)
     if solution.trace is not None and not any(what == "schedule" for what, _ in report.files):
         yield "schedule", "not written; -o schedule.json writes it"
+
+
+def emitted(report: Report, found: Emitted) -> Iterator[tuple[str, str]]:
+    """Another system's nearest setting beside this plan: name and value of each row."""
+    answer, trace = report.best, found.setting.trace
+    nothing = "the default: no activation checkpointing"
+    if not found.fits:
+        budget = format_both(answer.request.available_bytes)
+        yield "none fits", f"no setting of {found.title} fits {budget}; the least peak has:"
+    yield "setting", found.setting.text or nothing
+    yield "its peak", format_both(trace.peak_bytes)
+    yield "its overhead", format_share(emitted_overhead(report, found))
+    if answer.trace is not None:
+        ours = f"{format_both(answer.trace.peak_bytes)} at {format_share(answer.overhead)}"
+        yield "this plan", ours
+    judged = f"of {found.n_judged} settings for {found.n_layers} layers, by the same simulator"
+    yield "chosen", f"{judged} on the same graph; a forecast, as that system runs its own kernels"
+    if found.note:
+        yield "about it", found.note
 
 
 def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:

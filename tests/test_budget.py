@@ -37,7 +37,7 @@ def test_what_people_write(text, size_bytes):
         ("GB", "is no size"),
         ("16XB", "is no size"),
         ("16GBs", "is no size"),
-        ("1e9", "is no size"),
+        ("1e9GB", "is no size"),
         ("0x10", "is no size"),
         ("inf", "is no size"),
         ("nan", "is no size"),
@@ -46,7 +46,7 @@ def test_what_people_write(text, size_bytes):
         ("٣GB", "is no size"),  # a digit to Python, not to a person reading the report
         ("9" * 5000, "is no size"),
         (True, "is no size"),
-        (1.5, "is no size"),
+        (1.5, "is no whole number of bytes"),
         (None, "is no size"),
         ("-5GB", "is negative"),
         (-5, "must be above zero"),

@@ -1,0 +1,88 @@
+"""The pictures of the README and of the site: both plots, and the page of `--report`.
+
+    PYTHONPATH=. python docs/screenshots.py [--budget 8GB] [--problem examples/gpt2.py]
+
+The page is opened in Chromium without a window (Debian: `apt install chromium`), light and dark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+WIDTH, HEIGHT = 1000, 1500
+"""Pixels of the picture of the page: its first screens."""
+TIME_LIMIT_S = "600"
+"""Of the search; each point of the curve over budgets gets a twentieth."""
+MEMORY, PARETO = "gpt2_memory.png", "gpt2_pareto.png"
+
+
+def photographed(browser: str, page: Path, picture: Path, *, dark: bool) -> None:
+    """Open the page and write what a window of WIDTH by HEIGHT shows."""
+    with tempfile.TemporaryDirectory() as home:
+        subprocess.run(
+            [
+                browser,
+                "--headless",
+                "--no-sandbox",  # Chromium refuses to start as root with it
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--hide-scrollbars",
+                f"--user-data-dir={home}/profile",
+                f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+                f"--window-size={WIDTH},{HEIGHT}",
+                "--virtual-time-budget=5000",
+                f"--screenshot={picture}",
+                page.as_uri(),
+            ],
+            check=True,
+            timeout=120,
+            capture_output=True,
+            env={**os.environ, "HOME": home},
+        )
+
+
+def main() -> int:
+    sys.path.insert(0, str(ROOT))
+    from solver.cli import main as solve
+    from tests.browser import find
+
+    parser = argparse.ArgumentParser(description="Make the pictures of the documentation.")
+    parser.add_argument("--budget", default="8GB")
+    parser.add_argument("--problem", default="examples/gpt2.py")
+    parser.add_argument("--out", type=Path, default=DOCS, help="a directory (default: docs)")
+    given = parser.parse_args()
+    browser = find()
+    if browser is None:
+        print("screenshots: no Chromium on PATH; Debian: apt install chromium", file=sys.stderr)
+        return 1
+    out = given.out.resolve()
+    (out / "images").mkdir(exist_ok=True, parents=True)
+    with tempfile.TemporaryDirectory() as directory:
+        # Names in the page are as a person gives them, so the command runs beside the examples.
+        os.chdir(directory)
+        Path("examples").symlink_to(ROOT / "examples")
+        outputs = ("--plot", MEMORY, "--pareto", PARETO, "--report", "report.html")
+        options = ("--budget", given.budget, "--device", "cpu", "--time-limit", TIME_LIMIT_S)
+        code = solve([*options, *outputs, "--quiet", given.problem])
+        if code != 0:
+            return int(code)
+        for name in (MEMORY, PARETO):
+            shutil.copy(name, out / name)
+        for dark in (False, True):
+            name = "report_dark.png" if dark else "report_light.png"
+            page = Path("report.html").resolve()
+            photographed(browser, page, out / "images" / name, dark=dark)
+        os.chdir(ROOT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""A Hugging Face model whose forward returns its loss and nothing else.
+
+Imports torch, as the model file does: it is loaded where a model is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class LossOnly(nn.Module):
+    """Calls the model and returns `output.loss`, so that nobody holds the logits after it.
+
+    The logits of a language model can be the largest tensor of the step. What is returned beside
+    the loss is held to the end of the step by whoever called the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        """The loss (a scalar) of a batch that holds `labels`."""
+        loss = self.model(**batch).loss
+        if loss is None:
+            raise ValueError(
+                f"{type(self.model).__name__} returned no loss; give it a batch that holds labels"
+            )
+        assert isinstance(loss, torch.Tensor)
+        return loss

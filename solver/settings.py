@@ -1,0 +1,233 @@
+"""What other systems let a person set about activation checkpointing, as regions to be judged.
+
+Each system's candidates are settings in its own words beside the regions of the step that run again
+under it. Taken from the code of these releases, against which `benchmarks/emitted_settings.py`
+checks every setting: megatron-core 0.16.1 (`TransformerConfig`, `TransformerBlock`), deepspeed
+0.19.8 (`runtime/config.py`, `PipelineModule`), axolotl 0.19.0 (`utils/schemas`), torchtitan 0.3.0
+(`distributed/activation_checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+
+from graphs.graph import Graph, Node
+from solver.layers import FUSED_ATTENTION, Layer, attention_nodes, mlp_parts, norm_parts
+from solver.sqrt import segment_counts
+from solver.system_regions import Region
+
+MATRIX_PRODUCT = "aten.mm.default"
+COMPUTE_INTENSIVE = FUSED_ATTENTION | {
+    MATRIX_PRODUCT,
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.convolution.default",
+    "aten.linear.default",
+    "aten.max.default",
+    "aten.topk.default",
+    "aten.upsample_bilinear2d.vec",
+    "aten._scaled_mm.default",
+    "aten._flash_attention_forward.default",
+    "aten._efficient_attention_forward.default",
+}
+"""What torchtitan's selective checkpointing saves, but for every second matrix product."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """text: the setting in the system's words. regions: what runs again under it."""
+
+    text: str
+    regions: tuple[Region, ...]
+
+
+Family = tuple[Candidate, ...]
+"""Candidates of one kind, those that recompute least first."""
+
+
+@dataclass(frozen=True)
+class System:
+    """title: for a person. families: (graph, layers) -> the candidates, by kind. note: a sentence
+    on what the setting is about, "" for none.
+    """
+
+    title: str
+    families: Callable[[Graph, Sequence[Layer]], Iterator[Family]]
+    note: str = ""
+
+
+def _whole(layers: Sequence[Layer], *, per_region: int, stops_early: bool) -> tuple[Region, ...]:
+    """Regions of so many layers each, one after the other."""
+    return tuple(
+        Region(
+            tuple(name for layer in layers[start : start + per_region] for name in layer.names),
+            stops_early=stops_early,
+        )
+        for start in range(0, len(layers), per_region)
+    )
+
+
+def _megatron(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    yield (Candidate("", ()),)
+    yield _megatron_selective(graph, layers)
+    yield tuple(
+        Candidate(
+            "--recompute-granularity full --recompute-method block "
+            f"--recompute-num-layers {n_layers}",
+            _whole(layers[:n_layers], per_region=1, stops_early=False),
+        )
+        for n_layers in range(1, len(layers) + 1)
+    )
+    for per_region in segment_counts(len(layers)):
+        yield (
+            Candidate(
+                "--recompute-granularity full --recompute-method uniform "
+                f"--recompute-num-layers {per_region}",
+                _whole(layers, per_region=per_region, stops_early=False),
+            ),
+        )
+
+
+def _megatron_selective(graph: Graph, layers: Sequence[Layer]) -> Family:
+    """Every set of the submodules that these layers have."""
+    regions_of: dict[str, list[Region]] = {"core_attn": [], "layernorm": [], "mlp": []}
+    for layer in layers:
+        if attention_nodes(layer):
+            regions_of["core_attn"].append(Region(_names(attention_nodes(layer))))
+        for nodes in norm_parts(graph, layer):
+            regions_of["layernorm"].append(Region(_names(nodes), drops_output=True))
+        regions_of["mlp"].extend(Region(_names(nodes)) for nodes in mlp_parts(layer))
+    modules = [module for module, regions in regions_of.items() if regions]
+    return tuple(
+        Candidate(
+            f"--recompute-granularity selective --recompute-modules {' '.join(chosen)}",
+            tuple(region for module in chosen for region in regions_of[module]),
+        )
+        for n_modules in range(1, len(modules) + 1)
+        for chosen in combinations(modules, n_modules)
+    )
+
+
+def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _deepspeed(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    yield (Candidate(_deepspeed_text(len(layers), per_region=0), ()),)
+    for per_region in segment_counts(len(layers)):
+        yield (
+            Candidate(
+                _deepspeed_text(len(layers), per_region=per_region),
+                _whole(layers, per_region=per_region, stops_early=False),
+            ),
+        )
+
+
+def _deepspeed_text(n_layers: int, *, per_region: int) -> str:
+    """The blocks of the configuration file. per_region: layers between checkpoints (0: none)."""
+    block: dict[str, object] = {
+        "pipeline": {"activation_checkpoint_interval": per_region},
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "synchronize_checkpoint_boundary": False,
+            "profile": False,
+        },
+    }
+    if per_region:
+        checkpointing = block["activation_checkpointing"]
+        assert isinstance(checkpointing, dict)
+        checkpointing["number_checkpoints"] = -(-n_layers // per_region)
+    return json.dumps(block, indent=2)
+
+
+def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    yield (Candidate("gradient_checkpointing: false", ()),)
+    on = "gradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: false"
+    seen: set[frozenset[str]] = set()
+    for saved in ((), ("aten::mm", "aten::addmm", "attention"), ("aten::mm",), ("attention",)):
+        ops = frozenset(op for word in saved for op in _axolotl_ops(word))
+        regions = _saving(layers, partial(_is_among, ops), stops_early=True)
+        kept = frozenset(name for region in regions for name in region.saved)
+        if kept in seen:
+            continue  # a word for an op that these layers do not have says nothing
+        seen.add(kept)
+        text = on
+        if saved:
+            text += f"\nselective_checkpointing:\n  save: {json.dumps(list(saved))}"
+        yield (Candidate(text, regions),)
+
+
+def _is_among(ops: frozenset[str], node: Node) -> bool:
+    return node.op in ops
+
+
+def _axolotl_ops(word: str) -> frozenset[str]:
+    return FUSED_ATTENTION if word == "attention" else frozenset({f"aten.{word[6:]}.default"})
+
+
+def _saving(
+    layers: Sequence[Layer], saves: Callable[[Node], bool], *, stops_early: bool
+) -> tuple[Region, ...]:
+    """Every layer a region that keeps the outputs of what `saves` says, asked in graph order."""
+    return tuple(
+        Region(
+            layer.names,
+            saved=frozenset(node.name for node in layer.nodes if saves(node)),
+            stops_early=stops_early,
+        )
+        for layer in layers
+    )
+
+
+def _torchtitan(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    yield (Candidate("activation-checkpoint:none", ()),)
+    regions = tuple(
+        region for layer in layers for region in _saving([layer], _alternating(), stops_early=False)
+    )
+    yield (Candidate("activation-checkpoint:selective", regions),)
+    yield (
+        Candidate("activation-checkpoint:full", _whole(layers, per_region=1, stops_early=False)),
+    )
+
+
+def _alternating() -> Callable[[Node], bool]:
+    """For one layer: what computes much is saved, but for every second product of matrices."""
+    n_products = 0
+
+    def saves(node: Node) -> bool:
+        nonlocal n_products
+        if node.op == MATRIX_PRODUCT:
+            n_products += 1
+            return n_products % 2 == 1
+        return node.op in COMPUTE_INTENSIVE
+
+    return saves
+
+
+SYSTEMS: Mapping[str, System] = {
+    "megatron": System(
+        "Megatron-LM",
+        _megatron,
+        "The layers are those of one pipeline stage. A graph of one device: neither tensor, "
+        "sequence nor pipeline parallelism is in these figures.",
+    ),
+    "deepspeed": System(
+        "DeepSpeed",
+        _deepspeed,
+        "pipeline.activation_checkpoint_interval is read by a PipelineModule; any other model "
+        "calls deepspeed.checkpointing.checkpoint around that many layers itself.",
+    ),
+    "axolotl": System("axolotl", _axolotl),
+    "torchtitan": System(
+        "torchtitan",
+        _torchtitan,
+        "A subcommand of its trainer; in a configuration, activation_checkpoint=SelectiveAC."
+        "Config(), FullAC.Config() or None.",
+    ),
+}
