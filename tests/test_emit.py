@@ -70,7 +70,7 @@ def graph() -> Graph:
 
 
 HANDED_ON_BYTES = 1024 * 64 * 4
-"""What a layer hands on: the reentrant way makes it again and holds it; see solver.system_regions."""
+"""What a layer hands on: the reentrant way makes it again and holds it."""
 
 
 @pytest.mark.parametrize(
