@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import sys
 import time
@@ -36,7 +37,7 @@ from graphs.trace import TraceError, trace
 from solver import bounds
 from solver.rematerialise import baseline
 from solver.simulate import simulate
-from solver.solution import Request
+from solver.solution import Request, Solution
 from solver.solve import answer
 
 SHARES = (1.0, 0.7, 0.4, 0.0)
@@ -57,9 +58,17 @@ class Subject:
     entry: Entry
     style: Style
     graph: Graph
-    least_bytes: int
-    peak_bytes: int
     expected: list[Seen]
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """The least budget for which a schedule is found; takes a search."""
+        return bounds.obstacle(self.graph).reached_bytes
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        """Of the step without checkpointing."""
+        return simulate(self.graph, baseline(self.graph)).peak_bytes
 
     def budget_bytes(self, share: float) -> int:
         return self.least_bytes + int(share * (self.peak_bytes - self.least_bytes))
@@ -101,8 +110,6 @@ def prepare(entry: Entry, style: Style, *, costs: CostModel | None = None) -> Su
         entry=entry,
         style=style,
         graph=graph,
-        least_bytes=bounds.obstacle(graph).reached_bytes,
-        peak_bytes=simulate(graph, baseline(graph)).peak_bytes,
         expected=expected,
     )
 
@@ -144,12 +151,13 @@ def run_budget(subject: Subject, share: float, *, time_limit_s: float) -> Row:
     budget_bytes = subject.budget_bytes(share)
     began_s = time.perf_counter()
     solution = answer(subject.graph, Request(budget_bytes, time_limit_s=time_limit_s))
-    row: Row = {
-        "share": share,
-        "budget_bytes": budget_bytes,
-        "status": solution.status,
-        "solve_s": time.perf_counter() - began_s,
-    }
+    row = {"share": share, "solve_s": time.perf_counter() - began_s}
+    return row | run_solution(subject, solution)
+
+
+def run_solution(subject: Subject, solution: Solution) -> Row:
+    """Train with the plan, compare and weigh."""
+    row: Row = {"budget_bytes": solution.request.budget_bytes, "status": solution.status}
     if solution.trace is None:
         return row
     found = compare(

@@ -1,0 +1,139 @@
+"""Random small modules x budgets, each trained with and without a plan: how many bits differ.
+
+    python -m benchmarks.fuzz --n-models 1000 --out benchmarks/results/fuzz.json
+
+Each module gets a plan at a random budget between the least feasible and the peak without
+checkpointing, the least feasible schedule itself, the one that keeps nothing, and one that keeps a
+random half. Three steps are compared to the bit: loss, gradients, parameters, buffers and the
+random state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.model_zoo import Entry
+from benchmarks.plan_quality import circumstances
+from benchmarks.random_modules import (
+    N_ROWS,
+    WIDTH,
+    RandomModule,
+    Recipe,
+    described,
+    random_recipe,
+)
+from benchmarks.same_bits import compare, trained
+from benchmarks.step_styles import STYLES, Training
+from graphs.graph import Graph
+from graphs.trace import TraceError, trace
+from solver import bounds
+from solver.rematerialise import baseline, keep
+from solver.schedule import Schedule
+from solver.simulate import simulate
+from solver.solution import Request, Solution
+from solver.solve import answer
+
+TIME_LIMIT_S = 5.0
+_ENTRY = Entry(build=lambda: (torch.nn.Identity(), None))
+
+
+@dataclass
+class Tally:
+    """What came out. mismatches and refusals in words, with the recipe."""
+
+    n_models: int = 0
+    n_plans: int = 0
+    n_recomputed: int = 0
+    n_compared: int = 0
+    mismatches: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+
+def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: bool = True) -> None:
+    """Run one module under several schedules and add what came out to the tally.
+
+    search: with the plans that take a search, for a random budget and for the least one.
+    """
+    torch.manual_seed(choice.randrange(10**6))
+    model = RandomModule(recipe)
+    batch = torch.randn(N_ROWS, WIDTH)
+    tally.n_models += 1
+    try:
+        graph = trace(model, batch)
+    except TraceError as error:
+        tally.refusals.append(f"{error} [{described(recipe)}]")
+        return
+    style = STYLES["plain"]
+    expected, _ = trained(Training(copy.deepcopy(model), batch.clone(), _ENTRY), style)
+    solutions = _searched(graph, choice) if search else []
+    for solution in solutions + _drawn(graph, choice):
+        found = compare(model, batch, _ENTRY, style, solution, expected=expected)
+        assert solution.trace is not None
+        tally.n_plans += 1
+        tally.n_recomputed += solution.trace.n_recomputed
+        tally.n_compared += found.n_compared
+        if found.differences:
+            tally.mismatches.append(f"{found.differences[0]} [{described(recipe)}]")
+
+
+def _searched(graph: Graph, choice: random.Random) -> list[Solution]:
+    plain = simulate(graph, baseline(graph))
+    least = bounds.obstacle(graph)
+    assert least.schedule is not None
+    found = [_of_schedule(graph, least.schedule)]
+    budget_bytes = choice.randint(least.reached_bytes, plain.peak_bytes)
+    solution = answer(graph, Request(budget_bytes, time_limit_s=TIME_LIMIT_S))
+    if solution.trace is not None:
+        found.append(solution)
+    return found
+
+
+def _drawn(graph: Graph, choice: random.Random) -> list[Solution]:
+    """Keep nothing; keep a random half."""
+    half = {tensor.name for tensor in graph.tensors if choice.random() < 0.5}
+    return [_of_schedule(graph, keep(graph, kept)) for kept in (set[str](), half)]
+
+
+def _of_schedule(graph: Graph, schedule: Schedule) -> Solution:
+    plain, judged = simulate(graph, baseline(graph)), simulate(graph, schedule)
+    request = Request(max(plain.peak_bytes, judged.peak_bytes))
+    return Solution("feasible", graph, schedule, judged, request, plain, plain.time_s, "fuzz", 0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz")
+    parser.add_argument("--n-models", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the count here (JSON)")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", category=UserWarning)
+    choice, tally = random.Random(arguments.seed), Tally()
+    for index in range(arguments.n_models):
+        try_recipe(random_recipe(choice), choice, tally)
+        if index % 50 == 49:
+            print(
+                f"{tally.n_models} models, {tally.n_plans} plans, {len(tally.mismatches)} "
+                f"mismatches, {len(tally.refusals)} refused",
+                file=sys.stderr,
+                flush=True,
+            )
+    report = {"circumstances": circumstances(TIME_LIMIT_S), **vars(tally)}
+    text = json.dumps(report, indent=1) + "\n"
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text)
+    sys.exit(bool(tally.mismatches))
+
+
+if __name__ == "__main__":
+    main()

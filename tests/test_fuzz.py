@@ -1,0 +1,60 @@
+"""Random small modules: no plan changes a bit. `python -m benchmarks.fuzz` tries a thousand."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.fuzz import Tally, try_recipe
+from benchmarks.random_modules import OPERATIONS, Recipe, Step
+from benchmarks.same_bits import different
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Up to seven operations, each of which reads any three earlier values."""
+    steps = []
+    for index in range(draw(st.integers(2, 7))):
+        reads = st.tuples(*[st.integers(0, index)] * 3)
+        steps.append(
+            Step(draw(st.sampled_from(list(OPERATIONS))), draw(st.integers(0, 1)), draw(reads))
+        )
+    returned = draw(st.lists(st.integers(0, len(steps)), max_size=2, unique=True))
+    return Recipe(tuple(steps), tuple(sorted(returned)), draw(st.sampled_from([(), (1,)])))
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(recipe=recipes())
+def test_no_plan_of_a_random_module_changes_a_bit(recipe: Recipe) -> None:
+    tally = Tally()
+    try_recipe(recipe, random.Random(0), tally, search=False)
+    assert tally.mismatches == []
+    assert tally.refusals == []
+    assert tally.n_plans >= 2
+    assert tally.n_compared > 0
+
+
+def test_a_bit_that_differs_is_told() -> None:
+    one = {"loss": torch.zeros(3), "gradient": torch.ones(2)}
+    assert different(one, {name: tensor.clone() for name, tensor in one.items()}) == []
+    assert different(one, {**one, "loss": -torch.zeros(3)}) == ["loss differs"]
+    assert different(one, {"loss": one["loss"]}) == ["gradient is missing"]
+    assert different({}, {"loss": one["loss"]}) == ["loss is there with the plan only"]
+
+
+def test_every_operation_can_be_planned() -> None:
+    tally = Tally()
+    for name in OPERATIONS:
+        step = Step(name, 0, (0, 0, 0))
+        try_recipe(Recipe((step, step), (1,), ()), random.Random(0), tally, search=False)
+    assert tally.refusals == []
+    assert tally.mismatches == []
+    assert tally.n_models == len(OPERATIONS)
