@@ -397,8 +397,13 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
             entered.pop().close()
 
 
+_WAY_OUT = (
+    ". What cannot be traced can be planned by submodules: scheduler_runtime.fallback.plan_chain"
+)
+
+
 def _has_side_effect(model: nn.Module, error: SideEffectError) -> TraceError:
-    return TraceError(f"{type(model).__name__} cannot be planned: {error}")
+    return TraceError(f"{type(model).__name__} cannot be planned: {error}{_WAY_OUT}")
 
 
 def _reason(model: nn.Module, error: Exception) -> str:
@@ -413,4 +418,6 @@ def _reason(model: nn.Module, error: Exception) -> str:
         if "/torch/" not in path and not ours and not path.startswith("<"):
             place = f" ({path}, line {frame.tb_lineno})"
         frame = frame.tb_next
-    return f"{type(model).__name__} cannot be traced{place}: {type(error).__name__}: {what}"
+    return (
+        f"{type(model).__name__} cannot be traced{place}: {type(error).__name__}: {what}{_WAY_OUT}"
+    )

@@ -124,6 +124,8 @@ def plan_chain(
 
 def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
     """Checkpoint the planned submodules; `scheduler_runtime.remove` undoes it."""
+    if solution.schedule is None:
+        raise ValueError(f"the plan has no schedule to apply: its status is {solution.status}")
     modules = dict(model.named_modules())
     for path in solution.checkpointed:
         if path not in modules:

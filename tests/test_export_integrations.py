@@ -1,0 +1,98 @@
+"""An exported plan beneath torch.compile, PEFT, DDP and FSDP2: the same bits, less memory."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graphs.memory_events import cpu_peak_bytes
+from graphs.trace import trace
+from scheduler_runtime.export import to_torch_checkpoint
+from scheduler_runtime.measure import measure
+from solver.regions import Region, nodes_of
+from tests.test_apply import one_step
+from tests.test_export import planned, put, small_gpt2, tokens
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_torch_compile_takes_whole_and_selective_checkpoints(dropout: float) -> None:
+    """aot_eager runs eager's operators, so the bits are eager's."""
+    plain, batch = small_gpt2(dropout), tokens()
+    model = copy.deepcopy(plain)
+    graph = trace(model, batch)
+    nodes = [nodes_of(graph, f"blocks.{i}") for i in range(3)]
+    saved = frozenset(n for n in nodes[0] if "attention" in graph.node_by_name[n].op)
+    put(model, graph, [Region("blocks.0", nodes[0], saved=saved), Region("blocks.1", nodes[1])])
+    compiled = [torch.compile(m, backend="aot_eager", fullgraph=True) for m in (plain, model)]
+    for expected, got in zip(*(one_step(each, batch, 3) for each in compiled), strict=True):
+        assert torch.equal(expected, got)
+    peaks = [cpu_peak_bytes(lambda m=m: m(*batch).backward()).peak_bytes for m in compiled]
+    assert peaks[1] < peaks[0]
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            vocab_size=64,
+            use_cache=False,
+        )
+    )
+
+
+@pytest.mark.parametrize("first", ["export", "peft"])
+def test_peft_over_and_under_an_export(first: str) -> None:
+    ids = torch.arange(4 * 32).reshape(4, 32) % 64
+    batch = {"input_ids": ids, "labels": ids}
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    model = llama() if first == "export" else get_peft_model(llama(), lora)
+    model.train()
+    plain = copy.deepcopy(model)
+    plan = to_torch_checkpoint(model, planned(trace(model, batch), 0.5))
+    assert plan.modules
+    if first == "export":
+        adapted = []
+        for each in (plain, model):
+            torch.manual_seed(1)
+            adapted.append(get_peft_model(each, copy.deepcopy(lora)).train())
+        plain, model = adapted
+    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
+        assert (expected is None) == (got is None)
+        assert expected is None or torch.equal(expected, got)
+    peaks = [measure(copy.deepcopy(m), batch, n_steps=1).peak_bytes for m in (plain, model)]
+    assert peaks[1] < peaks[0]
+    if first == "peft":
+        assert peaks[1] <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("example", ["export_ddp", "export_fsdp2"])
+def test_two_processes_train_with_the_same_bits(example: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"examples.integrations.{example}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
+    assert len(lines) == 2
+    for line in lines:
+        assert "are the same bits" in line
+        numbers = [int(word) for word in line.split() if word.isdigit()]
+        plain_bytes, exported_bytes = numbers[-2:]
+        assert exported_bytes < plain_bytes
