@@ -147,6 +147,13 @@ class FittedForward(StandIn):
         """A copy of the module is another module: the optimizer is not its own."""
         return {**super().__getstate__(), "_optimizers": (), "plans": []}
 
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="the module has a plan from fit, which runs operator by operator; "
+        "scheduler_runtime.remove(model) undoes it"
+    )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
     def covers(self) -> bool:
         return self._model.training
 

@@ -309,6 +309,29 @@ def test_compiled_modules_are_refused() -> None:
         fit(model, budget="1GB")
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_module_that_is_compiled_afterwards_runs_its_plan_uncompiled(in_place: bool) -> None:
+    plain = tower()
+    fitted = copy.deepcopy(plain)
+    optimizer = adamw(fitted.parameters())
+    fit(fitted, budget=budget_for(plain, numbers(256), 0.8, **FIRST), optimizer=optimizer)
+    compiled = fitted if in_place else torch.compile(fitted, backend="eager")
+    if in_place:
+        fitted.compile(backend="eager")
+    expected = trained(plain, [adamw(plain.parameters())], [numbers(256)] * 2, **FIRST)
+    got = trained(compiled, [optimizer], [numbers(256)] * 2, **FIRST)
+    assert all(map(torch.equal, expected, got))
+    assert [p.solution.trace.n_recomputed > 0 for p in plans_of(fitted) if p.solution.trace] == [
+        True
+    ]
+
+
+def test_a_module_that_must_be_compiled_whole_afterwards_is_refused() -> None:
+    model = fit(tower(), budget="1GB")
+    with pytest.raises(RuntimeError, match="found no compiled frames"):  # the compiler's own words
+        torch.compile(model, backend="eager", fullgraph=True)(numbers(8)[0])
+
+
 def test_options_that_are_none_are_refused() -> None:
     model = tower()
     with pytest.raises(ValueError, match="method is 'best'"):
