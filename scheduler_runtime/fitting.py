@@ -99,6 +99,8 @@ class Fitting:
                 raise inner from error
             raise
         except torch.OutOfMemoryError:
+            if not partitioner.partitions:
+                raise  # before there was anything to plan
             measured_bytes = None
         if len(partitioner.partitions) != 1:
             raise GraphBreakError(
