@@ -211,6 +211,11 @@ def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> 
         target = kinds.pop()
     if target.type == "meta":
         target = torch.device("cpu")
+    if target.type not in ("cpu", "cuda"):
+        raise TraceError(
+            f"the step is on {target}; steps are planned for cpu and cuda alone, where the peak "
+            "can be measured and random numbers be drawn again"
+        )
     if target.type == "cuda" and not torch.cuda.is_available():
         # Fake CUDA tensors abort a CPU-only build's process beyond any `except`.
         raise TraceError(

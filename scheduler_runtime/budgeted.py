@@ -22,38 +22,21 @@ import torch
 from torch import nn
 
 from graphs import hardware
-from graphs.call import Call, TraceError, as_call
+from graphs.call import Call, as_call
 from graphs.costs import Roofline
 from graphs.fused_costs import FusedCosts
 from graphs.optimizer import optimizer_costs
-from scheduler_runtime.backends import backend_of
 from scheduler_runtime.compiled import kind_of
-from scheduler_runtime.partitioner import BudgetPartitioner, NothingFitsError, Partition
+from scheduler_runtime.fitting import Attempt, Fitting, shown_bytes
+from scheduler_runtime.measure import bytes_of, resident_tensors
+from scheduler_runtime.partitioner import BudgetPartitioner
 from scheduler_runtime.rehearsal import Rehearsal
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_size, parse_size
 
 logger = logging.getLogger(__name__)
 
-CLOSE = 0.02
-"""A peak this share below the budget is close enough to stop at."""
 N_KEPT = 8
 """Compiled calls of other shapes or settings that are kept for a module."""
-
-
-class GraphBreakError(TraceError):
-    """torch.compile cannot make one graph of the module; says where it would break and why."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One compilation. planned_bytes: what its partition was planned for (None: as PyTorch does).
-
-    measured_bytes: peak of the step (None: the device's memory did not suffice).
-    """
-
-    planned_bytes: int | None
-    partition: Partition
-    measured_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +51,7 @@ class CompileReport:
     optimizer_peak_bytes: int
 
     def __str__(self) -> str:
-        peak = _shown(self.chosen.measured_bytes)
+        peak = shown_bytes(self.chosen.measured_bytes)
         within = format_size(self.available_bytes)
         lines = [f"compiled by {self.backend} within {within}: measured peak {peak}"]
         for number, attempt in enumerate(self.attempts):
@@ -76,8 +59,8 @@ class CompileReport:
             how = "PyTorch's partition" if not plan.n_again else f"{plan.n_again} ops run again"
             lines.append(
                 f"  attempt {number}: predicted {format_size(plan.predicted_bytes)}, measured "
-                f"{_shown(attempt.measured_bytes)}, saved {format_size(plan.saved_bytes)}, {how}, "
-                f"+{100 * plan.overhead:.2f} % by the cost model"
+                f"{shown_bytes(attempt.measured_bytes)}, saved {format_size(plan.saved_bytes)}, "
+                f"{how}, +{100 * plan.overhead:.2f} % by the cost model"
                 + (", in force" if attempt is self.chosen else "")
             )
         return "\n".join(lines)
@@ -235,6 +218,20 @@ class BudgetedForward:
     ) -> None:
         """Compile for calls like this one, and measure, until it fits."""
         state_bytes, workspace_bytes = _optimizer_bytes(self._model, self._optimizer)
+        gradients = [p for p in self._model.parameters() if p.requires_grad and p.grad is None]
+        there = resident_tensors(self._model, (args, kwargs), self._optimizer)
+        optimizer_peak_bytes = (
+            bytes_of(there, gradients[0].device if gradients else torch.device("cpu"))
+            + sum(p.numel() * p.element_size() for p in gradients)
+            + state_bytes
+            + workspace_bytes
+        )
+        if self._optimizer is not None and optimizer_peak_bytes > self._available_bytes:
+            raise BudgetError(
+                f"the optimizer's step alone takes {optimizer_peak_bytes} bytes (parameters, "
+                f"gradients, state and temporaries), above {self._available_bytes}; recomputing "
+                "activations cannot help"
+            )
         rehearsal = Rehearsal(
             model=self._model,
             args=args,
@@ -243,7 +240,7 @@ class BudgetedForward:
             optimizer=self._optimizer,
             outside_bytes=state_bytes,
         )
-        fitting = _Fitting(
+        fitting = Fitting(
             rehearsal,
             self.own_forward,
             backend=self._backend,
@@ -253,155 +250,18 @@ class BudgetedForward:
         )
         with torch._functorch.config.patch(enable_autograd_cache=False):
             chosen, function = fitting.run()
-        trained_bytes = sum(
-            p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad
-        )
-        state = sum(t.numel() * t.element_size() for t in self._model.buffers())
-        all_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters()) + state
         report = CompileReport(
             backend=self._backend,
             budget_bytes=self._budget_bytes,
             available_bytes=self._available_bytes,
             attempts=tuple(fitting.attempts),
             chosen=chosen,
-            optimizer_peak_bytes=all_bytes + trained_bytes + state_bytes + workspace_bytes,
+            optimizer_peak_bytes=optimizer_peak_bytes,
         )
         while len(self.compiled) >= N_KEPT:
             del self.compiled[next(iter(self.compiled))]
         self.compiled[kind_of(self._model, Call.of(args, kwargs))] = (report, function)
         logger.info("%s", report)
-
-
-class _Fitting:
-    """Compile, measure, correct; `attempts` are what was tried."""
-
-    def __init__(
-        self,
-        rehearsal: Rehearsal,
-        forward: Callable[..., Any],
-        *,
-        backend: str,
-        partitioner: Callable[..., BudgetPartitioner],
-        available_bytes: int,
-        max_attempts: int,
-    ) -> None:
-        self.attempts: list[Attempt] = []
-        self._rehearsal = rehearsal
-        self._forward = forward
-        self._backend = backend
-        self._partitioner = partitioner
-        self._available_bytes = available_bytes
-        self._max_attempts = max_attempts
-        self._best: tuple[Attempt, Callable[..., Any]] | None = None
-        self._fits_bytes = 0  # the largest planned budget whose measured peak fitted
-        self._bursts_bytes = 2**60  # the smallest whose peak did not
-
-    def run(self) -> tuple[Attempt, Callable[..., Any]]:
-        planned_bytes: int | None = None
-        least_tried = False
-        while len(self.attempts) < self._max_attempts:
-            try:
-                attempt, function = self._attempt(planned_bytes)
-            except NothingFitsError as error:
-                if self._best is not None:
-                    break
-                if error.reached_bytes is None or least_tried:
-                    raise BudgetError(self._nothing_fits()) from error
-                planned_bytes, least_tried = error.reached_bytes, True
-                continue
-            self.attempts.append(attempt)
-            if self._is_final(attempt, function):
-                break
-            following = self._next_bytes(attempt)
-            if following is None:
-                break
-            planned_bytes = following
-        if self._best is None:
-            raise BudgetError(self._nothing_fits())
-        return self._best
-
-    def _attempt(self, planned_bytes: int | None) -> tuple[Attempt, Callable[..., Any]]:
-        partitioner = self._partitioner(budget_bytes=planned_bytes)
-        function = _compiled(self._forward, backend_of(self._backend, partitioner))
-        try:
-            measured_bytes: int | None = self._rehearsal.peak_bytes(function)
-        except torch._dynamo.exc.Unsupported as error:
-            raise GraphBreakError(
-                f"torch.compile cannot make one graph of {type(self._rehearsal.model).__name__}: "
-                f"{_first_lines(error)}"
-            ) from error
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, NothingFitsError | TraceError | ValueError):
-                raise inner from error
-            raise
-        except torch.OutOfMemoryError:
-            measured_bytes = None
-        if len(partitioner.partitions) != 1:
-            raise GraphBreakError(
-                f"{type(self._rehearsal.model).__name__} was compiled into "
-                f"{len(partitioner.partitions)} graphs with a backward pass; a budget is kept for "
-                "one"
-            )
-        partitioner.seal()
-        return Attempt(planned_bytes, partitioner.partitions[0], measured_bytes), function
-
-    def _is_final(self, attempt: Attempt, function: Callable[..., Any]) -> bool:
-        """Note what the attempt shows; whether there is nothing more to win."""
-        if any(_is_same(attempt, earlier) for earlier in self.attempts[:-1]):
-            return self._best is not None
-        planned_bytes = attempt.partition.predicted_bytes
-        if attempt.measured_bytes is None or attempt.measured_bytes > self._available_bytes:
-            self._bursts_bytes = min(self._bursts_bytes, planned_bytes)
-            return False
-        self._fits_bytes = max(self._fits_bytes, planned_bytes)
-        if self._best is None or attempt.partition.overhead < self._best[0].partition.overhead:
-            self._best = attempt, function
-        room_bytes = self._available_bytes - attempt.measured_bytes
-        return not attempt.partition.n_again or room_bytes <= CLOSE * self._available_bytes
-
-    def _next_bytes(self, attempt: Attempt) -> int | None:
-        """What to plan for next: the budget, corrected by how far the prediction was off."""
-        predicted_bytes = attempt.partition.predicted_bytes
-        if attempt.measured_bytes is None:
-            offset_bytes = self._rehearsal.outside_bytes
-            planned_bytes = min(
-                self._available_bytes - offset_bytes, predicted_bytes - predicted_bytes // 10
-            )
-        else:
-            planned_bytes = self._available_bytes - (attempt.measured_bytes - predicted_bytes)
-        if not self._fits_bytes < planned_bytes < self._bursts_bytes:
-            planned_bytes = (max(self._fits_bytes, 0) + self._bursts_bytes) // 2
-            if not self._fits_bytes:  # only too much so far
-                planned_bytes = int(0.9 * self._bursts_bytes)
-        if self._bursts_bytes - self._fits_bytes <= CLOSE * self._available_bytes / 2:
-            return None if self._fits_bytes else planned_bytes
-        return planned_bytes
-
-    def _nothing_fits(self) -> str:
-        measured = [a.measured_bytes for a in self.attempts if a.measured_bytes is not None]
-        least = f"the least peak measured is {min(measured)} bytes" if measured else "none ran"
-        return (
-            f"no compiled step was found within {self._available_bytes} bytes in "
-            f"{len(self.attempts)} attempts: {least}"
-        )
-
-
-def _is_same(one: Attempt, other: Attempt) -> bool:
-    plans = (one.partition.solution.schedule, other.partition.solution.schedule)
-    return plans[0] == plans[1]
-
-
-def _compiled(forward: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of the forward by itself: entries of other attempts do not count against it."""
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    own_code = types.FunctionType(
-        step.__code__.replace(), step.__globals__, "step", None, step.__closure__
-    )
-    return torch.compile(own_code, backend=backend, fullgraph=True, dynamic=False)
 
 
 def _optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
@@ -411,12 +271,3 @@ def _optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     cost = optimizer_costs(optimizer, model, device=device, costs=Roofline(hardware.named("cpu")))
     return (0 if optimizer.state else cost.state_bytes), cost.workspace_bytes
-
-
-def _first_lines(error: Exception, n_lines: int = 6) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:n_lines])
-
-
-def _shown(n_bytes: int | None) -> str:
-    return "out of memory" if n_bytes is None else format_size(n_bytes)

@@ -190,6 +190,13 @@ def test_a_loss_outside_and_the_optimizer_count():
     assert two_moments <= more_bytes <= two_moments + 1000  # and the step counts
 
 
+def test_an_optimizer_that_does_not_fit_is_told_before_anything_is_compiled():
+    model, batch = nn.Linear(300, 300), torch.randn(4, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(BudgetError, match="the optimizer's step alone takes"):
+        compile(model, batch, budget="1MB", optimizer=optimizer, backend="aot_eager")
+
+
 def test_another_compilation_than_the_measured_one_is_warned_of(caplog):
     model, batch = Perceptrons(n_blocks=1), Perceptrons.batch()
     partitioner = BudgetPartitioner(budget_bytes=None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphs.call import TraceError
 from graphs.cost_cache import CostCache
 from graphs.costs import Measured, OpCall, Roofline
 from graphs.files import FormatError
@@ -51,14 +52,18 @@ def test_a_cost_model_is_taken_as_it_is():
         ("h1000", None, "device is 'h1000'; cpu, cuda, cuda:1, or one of cpu, t4"),
         ("cpu", "guessed", "'roofline', 'measured' or a cost model"),
         (None, "measured", "needs a device"),
-        ("mps", None, "planned for cpu and cuda alone"),
-        ("xpu", "roofline", "planned for cpu and cuda alone"),
-        (torch.device("mps"), None, "planned for cpu and cuda alone"),
     ],
 )
 def test_what_means_nothing_here_is_refused(device, costs, message):
     with pytest.raises(ValueError, match=message):
         trace_target(device, costs)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", torch.device("mps")])
+def test_devices_whose_peak_nobody_can_measure_are_refused(device):
+    model, batch = model_and_batch()
+    with pytest.raises(TraceError, match="planned for cpu and cuda alone"):
+        solve(model, batch, budget="1GB", device=device)
 
 
 def product(n: int) -> OpCall:

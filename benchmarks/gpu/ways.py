@@ -146,7 +146,7 @@ def ours_compiled(
     (report,) = scheduler_runtime.compile_reports(model)
     return Prepared(
         model,
-        predicted_bytes=report.chosen.measured_bytes,
+        predicted_bytes=report.chosen.partition.predicted_bytes,
         overhead=report.chosen.partition.overhead,
         undo=lambda: scheduler_runtime.uncompile(model),
     )
