@@ -64,6 +64,7 @@ def test_the_help_is_the_commands(site):
 def test_formulas_are_shown_without_a_script(site):
     theory = page(site, "theory.html")
     assert theory.count("<math") > 80
+    assert theory.count("</p>\n<math") == theory.count('display="block"')
     assert "$" not in re.sub(r"<(script|style).*?</\1>", "", theory, flags=re.DOTALL)
 
 
