@@ -74,7 +74,10 @@ def _mathml(match: re.Match[str]) -> str:
     """Formulas as MathML, which browsers show without a script."""
     block, inline = match.groups()
     words = " ".join((block or inline).split())
-    return str(convert(words, display="block" if block else "inline"))
+    if block:
+        return str(convert(words, display="block"))
+    # In a span, since Markdown takes a line that begins with <math> for a block of its own.
+    return f"<span>{convert(words)}</span>"
 
 
 def _help() -> str:

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
+from docs import screenshots
 from solver.arguments import help_text
+from tests.browser import find
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -64,6 +67,7 @@ def test_the_help_is_the_commands(site):
 def test_formulas_are_shown_without_a_script(site):
     theory = page(site, "theory.html")
     assert theory.count("<math") > 80
+    assert theory.count("</p>\n<math") == theory.count('display="block"')
     assert "$" not in re.sub(r"<(script|style).*?</\1>", "", theory, flags=re.DOTALL)
 
 
@@ -112,3 +116,19 @@ def test_the_tutorial_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Memory at the peak of the step" in done.stdout
+
+
+def test_a_page_is_photographed(tmp_path):
+    browser = find()
+    if browser is None:
+        pytest.skip("no Chromium on PATH; Debian: apt install chromium")
+    page = tmp_path / "page.html"
+    page.write_text("<style>@media (prefers-color-scheme: dark) {body {background: #000}}</style>.")
+    corners = []
+    for dark in (False, True):
+        picture = tmp_path / f"{dark}.png"
+        screenshots.photographed(browser, page, picture, dark=dark)
+        pixels = imread(picture)
+        assert pixels.shape[:2] == (screenshots.HEIGHT, screenshots.WIDTH)
+        corners.append(pixels[-1, -1, 0])
+    assert corners == [1.0, 0.0]
