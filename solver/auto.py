@@ -112,7 +112,7 @@ def _run(search: Search, *, seed: int, starts: Sequence[Schedule]) -> None:
         return
     binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     search.lost_share = binding.lost_share
-    search.timed_out = binding.timed_out
+    search.cut_short = binding.timed_out
     if not search.done and binding.cuts is not None:
         _offer_cuts(search, binding.cuts)
     if not search.close and binding.ranked:

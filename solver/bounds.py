@@ -135,7 +135,7 @@ def binding_cut(
     ranked = tuple(sorted(bound.items(), key=lambda item: (-item[1], item[0])))
     if not ranked or math.isinf(ranked[0][1]):
         return Binding(ranked[0][1] if ranked else 0.0, ranked, None)
-    lost_share, first = ranked[0][1], None
+    lost_share, first, timed_out = ranked[0][1], None, False
     for p, lp_share in ranked[:2]:
         left_s = deadline_s - time.monotonic()
         if lp_share < 0.98 * ranked[0][1] or left_s <= 0:
@@ -148,10 +148,12 @@ def binding_cut(
             gap=gap,
             time_limit_s=min(left_s, WHOLE_SHARE * time_limit_s),
         )
+        timed_out = timed_out or cuts.timed_out
         if first is None or cuts.lost_share > lost_share:
             first = cuts
         lost_share = max(lost_share, cuts.lost_share)
-    return Binding(lost_share, ranked, first, timed_out=time.monotonic() > deadline_s)
+    timed_out = timed_out or time.monotonic() > deadline_s
+    return Binding(lost_share, ranked, first, timed_out=timed_out)
 
 
 def _fullest(step: Step, *, budget_bytes: int) -> list[int]:

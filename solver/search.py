@@ -23,7 +23,8 @@ class Search:
 
     lost_share: proven, as a share of the baseline's time. reruns: (node, moment) for every node
     that some schedule offered ran again right before that moment. work: of the evictions, as
-    `Evicted` counts it.
+    `Evicted` counts it. timed_out: there is no time left. cut_short: the clock has ended a program
+    on the way, so that a slower machine may find another answer.
     """
 
     step: Step
@@ -32,6 +33,7 @@ class Search:
     best: Played | None = None
     lost_share: float = 0.0
     timed_out: bool = False
+    cut_short: bool = False
     reruns: set[tuple[int, int]] = field(default_factory=set)
     work: int = 0
 
@@ -87,5 +89,5 @@ class Search:
         return Proposal(
             schedule=self.best.schedule if self.best else None,
             lower_bound_s=baseline_s * (1.0 + self.lost_share),
-            timed_out=self.timed_out,
+            timed_out=self.timed_out or self.cut_short,
         )
