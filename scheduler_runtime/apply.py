@@ -12,7 +12,7 @@ evaluation mode and without gradients the module's own forward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from torch import nn
 from graphs.call import Call, TraceError, environment_of
 from graphs.costs import CostModel, from_description
 from graphs.graph import Graph
-from graphs.trace import StepTrace, trace_module
+from graphs.trace import StepTrace, parameter_forms, trace_module
 from scheduler_runtime.compiled import Compiled, Programs, kind_of
 from scheduler_runtime.plan import Plan
 from scheduler_runtime.program import compile_schedule
@@ -163,6 +163,9 @@ class PlannedForward:
                 return f"{field} is {here[field]}, planned was {planned[field]}"
         if self.plan.graph is None:
             return "the traced operators are not those of the plan"
+        forms = self.plan.graph.meta.get("parameter_forms", {})
+        if forms and (words := _other_parameters(forms, parameter_forms(self._model))):
+            return words
         planned_graph = self.plan.graph.module_part()
         for new, old in zip(graph.nodes, planned_graph.nodes, strict=False):
             if (new.name, new.op, new.inputs) != (old.name, old.op, old.inputs):
@@ -173,6 +176,23 @@ class PlannedForward:
                 before = "not there" if old_tensor is None else f"{old_tensor.size_bytes} bytes"
                 return f"tensor {tensor.name} has {tensor.size_bytes} bytes, planned: {before}"
         return f"{len(graph.nodes)} operators, planned were {len(planned_graph.nodes)}"
+
+
+def _other_parameters(planned: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """How the parameters differ from those that were planned, in words; "": they do not."""
+    extra = [name for name in here if name not in planned]
+    missing = [name for name in planned if name not in here]
+    for names, verb in ((extra, "was not planned for"), (missing, "was planned for and is gone")):
+        if names:
+            others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            return (
+                f"the model has {len(here)} parameters, planned were {len(planned)}: "
+                f"{names[0]!r}{others} {verb}; is it another depth or another model?"
+            )
+    for name, form in here.items():
+        if form != planned[name]:
+            return f"parameter {name!r} is {form}, planned was {planned[name]}"
+    return ""
 
 
 def _refuse_different_steps(plans: Sequence[Plan]) -> None:
