@@ -40,7 +40,7 @@ from solver.rematerialise import baseline, keep
 from solver.schedule import Schedule
 from solver.simulate import simulate
 from solver.solution import Request, Solution
-from solver.solve import answer
+from solver.solve import attempt
 
 TIME_LIMIT_S = 5.0
 _ENTRY = Entry(build=lambda: (torch.nn.Identity(), None))
@@ -91,7 +91,9 @@ def _searched(graph: Graph, choice: random.Random) -> list[Solution]:
     assert least.schedule is not None
     found = [_of_schedule(graph, least.schedule)]
     budget_bytes = choice.randint(least.reached_bytes, plain.peak_bytes)
-    solution = answer(graph, Request(budget_bytes, time_limit_s=TIME_LIMIT_S))
+    solution = attempt(
+        graph, Request(budget_bytes, time_limit_s=TIME_LIMIT_S), starts=[least.schedule]
+    )
     if solution.trace is not None:
         found.append(solution)
     return found

@@ -37,8 +37,8 @@ from graphs.trace import TraceError, trace
 from solver import bounds
 from solver.rematerialise import baseline
 from solver.simulate import simulate
-from solver.solution import Request, Solution
-from solver.solve import answer
+from solver.solution import Obstacle, Request, Solution
+from solver.solve import attempt
 
 SHARES = (1.0, 0.7, 0.4, 0.0)
 STYLE_SHARES = (0.4,)
@@ -61,9 +61,13 @@ class Subject:
     expected: list[Seen]
 
     @functools.cached_property
+    def least(self) -> Obstacle:
+        """The least budget for which a schedule is found, and that schedule; takes a search."""
+        return bounds.obstacle(self.graph)
+
+    @property
     def least_bytes(self) -> int:
-        """The least budget for which a schedule is found; takes a search."""
-        return bounds.obstacle(self.graph).reached_bytes
+        return self.least.reached_bytes
 
     @functools.cached_property
     def peak_bytes(self) -> int:
@@ -150,7 +154,9 @@ def run_budget(subject: Subject, share: float, *, time_limit_s: float) -> Row:
     """Plan for one budget, train with the plan, compare and weigh."""
     budget_bytes = subject.budget_bytes(share)
     began_s = time.perf_counter()
-    solution = answer(subject.graph, Request(budget_bytes, time_limit_s=time_limit_s))
+    least = [] if subject.least.schedule is None else [subject.least.schedule]
+    request = Request(budget_bytes, time_limit_s=time_limit_s)
+    solution = attempt(subject.graph, request, starts=least)
     row = {"share": share, "solve_s": time.perf_counter() - began_s}
     return row | run_solution(subject, solution)
 

@@ -31,7 +31,12 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -406,10 +411,21 @@ def _has_side_effect(model: nn.Module, error: SideEffectError) -> TraceError:
     return TraceError(f"{type(model).__name__} cannot be planned: {error}{_WAY_OUT}")
 
 
+_LOOKED_AT = (DataDependentOutputException, DynamicOutputShapeException)
+_LOOKS = (
+    "forward looks at numbers that the step computes (an `if` on a tensor, .item(), int(), a "
+    "selection by a computed mask), so that each step could be another one; a plan is for one. "
+    "Select with torch.where or by multiplying with a mask, or decide by what comes with the batch "
+    "(the batch and the buffers may be looked at)"
+)
+
+
 def _reason(model: nn.Module, error: Exception) -> str:
     """One line: what failed and where in the user's code."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    what = lines[0] if lines else "no message"
+    what = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    if isinstance(error, _LOOKED_AT):
+        what = _LOOKS
     place = ""
     frame = error.__traceback__
     while frame is not None:
@@ -418,6 +434,4 @@ def _reason(model: nn.Module, error: Exception) -> str:
         if "/torch/" not in path and not ours and not path.startswith("<"):
             place = f" ({path}, line {frame.tb_lineno})"
         frame = frame.tb_next
-    return (
-        f"{type(model).__name__} cannot be traced{place}: {type(error).__name__}: {what}{_WAY_OUT}"
-    )
+    return f"{type(model).__name__} cannot be traced{place}: {what}{_WAY_OUT}"

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.fake_kernels import cpu_kernel_result
+from graphs.one_dtype import refuse_mixed_dtypes
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class KnowingMode(FakeTensorMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        refuse_mixed_dtypes(func, args, kwargs or {})
         recipe = self._recipe(func, args, kwargs or {})
         if recipe is not None:
             if torch.Tag.data_dependent_output in func.tags:

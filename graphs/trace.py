@@ -132,6 +132,7 @@ def trace_module(
             "in_place": list(layout.in_place),
             "backward_functions": [nodes for nodes in layout.functions.values() if len(nodes) > 1],
             "parameter_bytes": _bytes_by_dtype(model),
+            "parameter_forms": parameter_forms(model),
             "costs": {} if costs is None else dict(costs.description),
             "environment": {
                 **environment_of(call, model, device=device),
@@ -145,6 +146,15 @@ def trace_module(
         added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
         graph = with_accumulation(graph, added)
     return StepTrace(captured=captured, layout=layout, graph=graph)
+
+
+def parameter_forms(model: nn.Module) -> dict[str, str]:
+    """What people call each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
+    return {
+        name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+        + ("" if parameter.requires_grad else ", frozen")
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:

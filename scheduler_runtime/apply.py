@@ -11,16 +11,16 @@ evaluation mode and without gradients the module's own forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from graphs.call import Call, TraceError, environment_of
 from graphs.costs import CostModel, from_description
 from graphs.graph import Graph
-from graphs.trace import StepTrace
+from graphs.trace import StepTrace, parameter_forms
 from scheduler_runtime import fallback
 from scheduler_runtime.checkpointed import has_checkpoints, remove_torch_checkpoint
 from scheduler_runtime.compiled import Compiled, StepProgram
@@ -153,6 +153,9 @@ class PlannedForward(StandIn):
                 return f"{field} is {here[field]}, planned was {planned[field]}"
         if self.plan.graph is None:
             return "the traced operators are not those of the plan"
+        forms = self.plan.graph.meta.get("parameter_forms", {})
+        if forms and (words := _other_parameters(forms, parameter_forms(self._model))):
+            return words
         planned_graph = self.plan.graph.module_part()
         for new, old in zip(graph.nodes, planned_graph.nodes, strict=False):
             if (new.name, new.op, new.inputs) != (old.name, old.op, old.inputs):
@@ -163,6 +166,23 @@ class PlannedForward(StandIn):
                 before = "not there" if old_tensor is None else f"{old_tensor.size_bytes} bytes"
                 return f"tensor {tensor.name} has {tensor.size_bytes} bytes, planned: {before}"
         return f"{len(graph.nodes)} operators, planned were {len(planned_graph.nodes)}"
+
+
+def _other_parameters(planned: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """How the parameters differ from those that were planned, in words; "": they do not."""
+    extra = [name for name in here if name not in planned]
+    missing = [name for name in planned if name not in here]
+    for names, verb in ((extra, "was not planned for"), (missing, "was planned for and is gone")):
+        if names:
+            others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            return (
+                f"the model has {len(here)} parameters, planned were {len(planned)}: "
+                f"{names[0]!r}{others} {verb}; is it another depth or another model?"
+            )
+    for name, form in here.items():
+        if form != planned[name]:
+            return f"parameter {name!r} is {form}, planned was {planned[name]}"
+    return ""
 
 
 def _refuse_different_steps(plans: Sequence[Plan]) -> None:

@@ -186,9 +186,7 @@ class _Model:
     def _binary(self) -> pulp.LpVariable:
         return self._variable(cat=pulp.LpBinary)
 
-    def _variable(
-        self, *, most: float | None = None, cat: str = pulp.LpContinuous
-    ) -> pulp.LpVariable:
+    def _variable(self, *, most: float | None = None, cat: str = "Continuous") -> pulp.LpVariable:
         self._n_names += 1
         return pulp.LpVariable(f"v{self._n_names}", lowBound=0, upBound=most, cat=cat)
 

@@ -164,3 +164,46 @@ def test_a_selection_whose_size_is_known_has_a_gradient() -> None:
     assert torch.equal(model.first.weight.grad, planned.first.weight.grad)
     assert not torch.equal(model.first.weight.grad, torch.zeros_like(model.first.weight))
     assert F.mse_loss(*losses) == 0
+
+
+def test_a_number_that_the_step_computes_is_refused_in_the_users_words() -> None:
+    model = Looking(lambda _module, hidden, _mask: hidden if hidden.sum() > 0 else -hidden)
+    with pytest.raises(TraceError, match=r"line \d+\): forward looks at numbers.*torch\.where"):
+        trace(model, batch_of(8))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(WIDTH, WIDTH), (2, WIDTH)),
+        (nn.Linear(WIDTH, WIDTH, bias=False), (2, 3, WIDTH)),
+        (nn.ConvTranspose1d(WIDTH, WIDTH, 1), (2, WIDTH, 3)),
+        (nn.LayerNorm(WIDTH), (2, WIDTH)),
+        (nn.BatchNorm1d(WIDTH), (2, WIDTH)),
+        (nn.GroupNorm(2, WIDTH), (2, WIDTH)),
+        (nn.GRUCell(WIDTH, WIDTH), (2, WIDTH)),
+    ],
+)
+def test_dtypes_that_eager_mode_refuses_are_refused_while_tracing(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).sum()
+
+    batch = torch.randn(shape, dtype=torch.float64)
+    with pytest.raises(RuntimeError):
+        Net()(batch)
+    with pytest.raises(TraceError, match=r"takes tensors of one dtype, and got float\d\d and"):
+        trace(Net(), batch)
+    trace(Net(), batch.float())
+
+
+def test_norms_take_halves_with_float_weights_as_in_eager_mode() -> None:
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Flatten(0))
+    half = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    assert trace(model, half, loss=lambda output, _: output.float().sum()).nodes

@@ -1,0 +1,112 @@
+"""What differs from the plan is noticed before anything runs, and told in words."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler_runtime import PlanMismatchError, apply
+from solver.rematerialise import keep
+from tests.models import Classifier, TiedLanguageModel
+from tests.test_apply import one_step, solution_of, traced
+
+
+def planned(make: Any = Classifier) -> tuple[Any, Any]:
+    model, batch, graph = traced(make)
+    return apply(model, solution_of(graph, keep(graph, set()))), batch
+
+
+def frozen(model: Classifier) -> None:
+    model.layers[0].weight.requires_grad_(False)
+
+
+def deeper(model: Classifier) -> None:
+    model.layers.append(torch.nn.Linear(32, 32))
+
+
+def shallower(model: Classifier) -> None:
+    del model.layers[3]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (frozen, r"'layers.0.weight' is float32 \[32, 8\], frozen, planned was float32 \[32, 8\]"),
+        (deeper, r"has 8 parameters, planned were 6: 'layers.5.weight' \(and 1 more\) was not"),
+        (shallower, r"has 4 parameters, planned were 6: 'layers.3.weight' \(and 1 more\) was pl"),
+    ],
+)
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_another_model_is_told_by_its_parameters(
+    change: Any, words: str, after_a_step: bool
+) -> None:
+    model, batch = planned()
+    if after_a_step:
+        one_step(model, batch, 0, Classifier.loss)
+    change(model)
+    with pytest.raises(PlanMismatchError, match=words):
+        model(*batch)
+
+
+def test_another_dtype_of_a_parameter_is_told() -> None:
+    model, batch = planned()
+    model.double()
+    with pytest.raises(PlanMismatchError, match=r"dtypes is \['float64', 'int64'\], planned was"):
+        model(batch[0].double(), batch[1])
+    language, tokens = planned(TiedLanguageModel)
+    language.double()
+    with pytest.raises(PlanMismatchError, match=r"is float64 \[.*planned was float32 \["):
+        language(tokens)
+
+
+def test_a_planned_module_is_saved_loaded_moved_and_pickled(tmp_path: Path) -> None:
+    plain, batch, graph = traced(TiedLanguageModel)
+    model = apply(copy.deepcopy(plain), solution_of(graph, keep(graph, set())))
+    expected = one_step(plain, batch, 0)
+    fresh = apply(TiedLanguageModel(), solution_of(graph, keep(graph, set())))
+    fresh.load_state_dict(model.state_dict())
+    torch.save(model, tmp_path / "model.pt")
+    others = [
+        fresh,
+        model.to(torch.device("cpu")),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+    ]
+    for other in others:
+        other.zero_grad()
+        got = one_step(other, batch, 0)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_inference_mode_runs_the_module_itself() -> None:
+    model, batch = planned()
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        got = model(*batch)
+        torch.manual_seed(0)
+        assert torch.equal(got, type(model).forward(model, *batch))
+
+
+def test_a_backward_pass_under_autocast_is_refused() -> None:
+    """Eager mode would compute other gradients there than after the block."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model, batch, graph = traced(TiedLanguageModel)
+    apply(model, solution_of(graph, keep(graph, set())))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(batch)
+        with pytest.raises(RuntimeError, match=r"loss\.backward\(\) after the"):
+            loss.backward()
+
+
+def test_a_second_backward_pass_is_refused_and_says_what_to_do() -> None:
+    model, batch = planned(TiedLanguageModel)
+    loss = model(batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"retain_graph and several backward calls need"):
+        loss.backward()
