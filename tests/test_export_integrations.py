@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphs.memory_events import cpu_peak_bytes
 from graphs.trace import trace
+from scheduler_runtime.checkpointed import CountMismatchError
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.measure import measure
 from solver.regions import Region, nodes_of
@@ -53,29 +56,49 @@ def llama() -> LlamaForCausalLM:
     )
 
 
-@pytest.mark.parametrize("first", ["export", "peft"])
-def test_peft_over_and_under_an_export(first: str) -> None:
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+
+
+def sentences() -> dict[str, torch.Tensor]:
     ids = torch.arange(4 * 32).reshape(4, 32) % 64
-    batch = {"input_ids": ids, "labels": ids}
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    model = llama() if first == "export" else get_peft_model(llama(), lora)
-    model.train()
-    plain = copy.deepcopy(model)
-    plan = to_torch_checkpoint(model, planned(trace(model, batch), 0.5))
-    assert plan.modules
-    if first == "export":
-        adapted = []
-        for each in (plain, model):
-            torch.manual_seed(1)
-            adapted.append(get_peft_model(each, copy.deepcopy(lora)).train())
-        plain, model = adapted
+    return {"input_ids": ids, "labels": ids}
+
+
+def assert_same_bits_in_less_memory(plain: nn.Module, model: nn.Module) -> int:
+    """Returns the measured peak."""
+    batch = sentences()
     for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
         assert (expected is None) == (got is None)
         assert expected is None or torch.equal(expected, got)
     peaks = [measure(copy.deepcopy(m), batch, n_steps=1).peak_bytes for m in (plain, model)]
     assert peaks[1] < peaks[0]
-    if first == "peft":
-        assert peaks[1] <= plan.peak_bytes
+    return peaks[1]
+
+
+def test_peft_and_then_export() -> None:
+    model = get_peft_model(llama(), LORA).train()
+    plain = copy.deepcopy(model)
+    plan = to_torch_checkpoint(model, planned(trace(model, sentences()), 0.5))
+    assert assert_same_bits_in_less_memory(plain, model) <= plan.peak_bytes
+
+
+def test_peft_after_an_export_works_for_whole_checkpoints_and_else_says_so() -> None:
+    plain = llama().train()
+    graph = trace(plain, sentences())
+    nodes = nodes_of(graph, "model.layers.1")
+    whole, selective = copy.deepcopy(plain), copy.deepcopy(plain)
+    put(whole, graph, [Region("model.layers.1", nodes)])
+    products = frozenset(n for n in nodes if graph.node_by_name[n].op == "aten.mm.default")
+    put(selective, graph, [Region("model.layers.1", nodes, saved=products)])
+    adapted = []
+    for each in (plain, whole, selective):
+        torch.manual_seed(1)
+        adapted.append(get_peft_model(each, copy.deepcopy(LORA)).train())
+    assert_same_bits_in_less_memory(adapted[0], adapted[1])
+    with pytest.raises(
+        CountMismatchError, match=r"called aten\.mm\.default 11 times, planned were 7"
+    ):
+        one_step(adapted[2], sentences(), 3)
 
 
 @pytest.mark.parametrize("example", ["export_ddp", "export_fsdp2"])
@@ -89,10 +112,7 @@ def test_two_processes_train_with_the_same_bits(example: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
-    assert len(lines) == 2
-    for line in lines:
-        assert "are the same bits" in line
-        numbers = [int(word) for word in line.split() if word.isdigit()]
-        plain_bytes, exported_bytes = numbers[-2:]
-        assert exported_bytes < plain_bytes
+    same = r"rank \d: losses and gradients are the same bits; the step took (\d+) bytes without "
+    found = re.findall(same + r"and (\d+) with checkpointing", done.stdout)
+    assert len(found) == 2
+    assert all(int(exported_bytes) < int(plain_bytes) for plain_bytes, exported_bytes in found)
