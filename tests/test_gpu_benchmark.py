@@ -150,11 +150,14 @@ def test_a_cuda_graph_of_random_operators_that_run_again_is_refused():
 
 WITHOUT = """
 import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
         if name.split('.')[0] in {missing}:
-            raise ImportError(name + ' is not installed here')
-sys.meta_path.insert(0, Missing())
+            return None
+        return PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 import torch
 from solver import solve
 from scheduler_runtime import apply
