@@ -186,9 +186,11 @@ class _Model:
     def _binary(self) -> pulp.LpVariable:
         return self._variable(cat=pulp.LpBinary)
 
-    def _variable(self, *, most: float | None = None, cat: str = "Continuous") -> pulp.LpVariable:
+    def _variable(self, *, most: float | None = None, cat: str | None = None) -> pulp.LpVariable:
         self._n_names += 1
-        return pulp.LpVariable(f"v{self._n_names}", lowBound=0, upBound=most, cat=cat)
+        return pulp.LpVariable(
+            f"v{self._n_names}", lowBound=0, upBound=most, cat=cat or pulp.LpContinuous
+        )
 
     def _cover(self, sweep: _Sweep, i: int, by: pulp.LpVariable | int) -> None:
         """Item i is there in this sweep, or is made again in it, if `by` is one."""

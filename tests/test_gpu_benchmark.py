@@ -94,7 +94,7 @@ def test_the_command_goes_on_where_it_was_left(tmp_path, capsys):
     path.write_text(json.dumps(found))
     assert main(options) == 0
     printed = capsys.readouterr().out
-    assert "gpt2/ours  7" in printed
+    assert [line.split()[:2] for line in printed.splitlines()].count(["gpt2/ours", "7"]) == 1
     found["machine"]["torch"] = "0.1"
     path.write_text(json.dumps(found))
     with pytest.raises(SystemExit, match="another machine"):
@@ -150,11 +150,14 @@ def test_a_cuda_graph_of_random_operators_that_run_again_is_refused():
 
 WITHOUT = """
 import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
         if name.split('.')[0] in {missing}:
-            raise ImportError(name + ' is not installed here')
-sys.meta_path.insert(0, Missing())
+            return None
+        return PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 import torch
 from solver import solve
 from scheduler_runtime import apply
