@@ -20,9 +20,18 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("index.md", "tutorial.md")),
     (
         "How to",
-        ("options.md", "hugging_face.md", "emit.md", "export.md", "compile.md", "gpu.md"),
+        (
+            "report.md",
+            "options.md",
+            "model_files.md",
+            "hugging_face.md",
+            "emit.md",
+            "export.md",
+            "compile.md",
+            "gpu.md",
+        ),
     ),
-    ("Understand", ("theory.md", "limits.md")),
+    ("Understand", ("theory.md", "same_bits.md", "limits.md")),
 )
 HELP = "<!-- solve --help -->"
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+(?:\n[^$\n]+)?)\$", re.DOTALL)
