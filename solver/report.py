@@ -20,6 +20,10 @@ from solver.solution import Solution
 from solver.verification import Verification
 
 FORMAT = "report/1"
+EVALUATION = (
+    "The model is in evaluation mode: dropout is off and batch norm uses its running statistics. "
+    "Call model.train() before planning if it is to be trained."
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,14 @@ class Report:
     @property
     def best(self) -> Solution:
         return best(self.solutions)
+
+
+def evaluation_note(graph: Graph) -> list[str]:
+    """A sentence where the graph is of a model in evaluation mode."""
+    environment = graph.meta.get("environment", {})
+    if not isinstance(environment, dict) or environment.get("train", True) is not False:
+        return []
+    return [EVALUATION]
 
 
 def best(solutions: Iterable[Solution]) -> Solution:

@@ -16,18 +16,14 @@ from solver import pareto
 from solver.advice import advise
 from solver.budget import parse_size
 from solver.pareto import Curve
-from solver.report import Report
+from solver.report import Report, evaluation_note
 from solver.solution import Solution
 from solver.target import cost_words
-from solver.verification import Verification, Verifier
+from solver.verification import VERIFIER, Verification, Verifier
 
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
-EVALUATION = (
-    "The model is in evaluation mode: dropout is off and batch norm uses its running statistics. "
-    "Call model.train() before planning if it is to be trained."
-)
 PICTURES = (".png", ".svg")
 
 
@@ -57,14 +53,6 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
     table.show(shown, console)
 
 
-def evaluation_note(graph: Graph) -> list[str]:
-    """A sentence where the graph is of a model in evaluation mode."""
-    environment = graph.meta.get("environment", {})
-    if not isinstance(environment, dict) or environment.get("train", True) is not False:
-        return []
-    return [EVALUATION]
-
-
 def draw(shown: Solution | Curve, path: str | Path, *, chosen: Solution | None = None) -> None:
     """Draw into a file (.png, .svg): a Solution's memory over the step, or a Curve over budgets.
 
@@ -74,22 +62,16 @@ def draw(shown: Solution | Curve, path: str | Path, *, chosen: Solution | None =
     path = Path(path)
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"{path}: the name must end in .png or .svg")
-    from solver import outputs
+    from solver import plot
 
     if isinstance(shown, Curve):
-        if chosen is None:
-            from solver.plot import pareto as axes_of
-            from solver.plot import save
-
-            save(axes_of(shown), path)
-        else:
-            outputs.draw_curve(path, shown, chosen=chosen)
+        plot.save(plot.pareto(shown, chosen=chosen), path)
         return
     if not isinstance(shown, Solution):
         raise TypeError(f"draw() takes a Solution or a Curve, not {type(shown).__name__}")
     if shown.schedule is None:
         raise ValueError(f"no schedule to draw: the status is {shown.status}")
-    outputs.draw_memory(path, shown)
+    plot.save(plot.before_and_after(shown)[0], path)
 
 
 def sweep(
@@ -149,8 +131,6 @@ def verify(
                 f"{name} is an object of type {type(value).__name__}; give a function that makes "
                 f"it ({name}=lambda: ...), since both ways begin from the same state"
             )
-    from solver.cli import VERIFIER
-
     verifier: Verifier = importlib.import_module(VERIFIER).verify
     return verifier(
         solution,

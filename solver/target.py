@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphs.hardware import DEVICES, Hardware, named
-from solver.arguments import UsageError
+from solver.usage import UsageError
 
 if TYPE_CHECKING:
     from graphs.costs import CostModel

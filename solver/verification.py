@@ -12,6 +12,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
 
+VERIFIER = "scheduler_runtime.verify"
+"""The module whose `verify` runs a step both ways.
+
+Imports go one way: solver must not import scheduler_runtime. The command and the functions of
+`solver.show` are the outermost layer, which puts the parts together; they live in solver because
+they must start without torch, which scheduler_runtime imports. So they find the verifier by this
+name, and speak to it through the protocol `Verifier`.
+"""
+
+
 class VerifyError(ValueError):
     """The step cannot be run both ways here; says why."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import solver.arguments
 import solver.cli
+import solver.cli.arguments
 from graphs.graph import Graph
 from graphs.synthetic import residual
 from solver.cli import main
@@ -98,7 +98,7 @@ def test_quiet_says_nothing(tmp_path, capsys):
 
 def test_a_comparison_has_a_row_for_each_method(capsys, monkeypatch):
     few = {name: METHODS[name] for name in ("auto", "none", "sqrt")}
-    monkeypatch.setattr(solver.arguments, "METHODS", few)
+    monkeypatch.setattr(solver.cli.arguments, "METHODS", few)
     assert main(["--budget", "4GB", "--compare", GPT2]) == 0
     out = capsys.readouterr().out
     table = out[out.index("Methods") : out.index("Answer")]
@@ -112,7 +112,7 @@ def test_a_method_that_refuses_the_graph_does_not_end_a_comparison(capsys, monke
         raise TooLargeError("364 ops are too many, at most 10")
 
     monkeypatch.setitem(METHODS, "none", refuses)
-    monkeypatch.setattr(solver.arguments, "METHODS", {"none": refuses, "sqrt": METHODS["sqrt"]})
+    monkeypatch.setattr(solver.cli.arguments, "METHODS", {"none": refuses, "sqrt": METHODS["sqrt"]})
     assert main(["--budget", "4GB", "--compare", GPT2]) == 0
     assert "Refused by none: 364 ops are too many, at most 10" in capsys.readouterr().out
     code, line = failed(capsys, "--budget", "4GB", "--method", "none", GPT2)
@@ -200,7 +200,7 @@ def test_ctrl_c_in_a_comparison_keeps_what_is_there(capsys, monkeypatch):
 
     monkeypatch.setitem(METHODS, "sqrt", interrupted)
     few = {name: METHODS[name] for name in ("auto", "sqrt", "none")}
-    monkeypatch.setattr(solver.arguments, "METHODS", few)
+    monkeypatch.setattr(solver.cli.arguments, "METHODS", few)
     assert main(["--budget", "4GB", "--compare", GPT2]) == 0
     assert "Interrupted" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from docs import screenshots
-from solver.arguments import help_text
+from solver.cli.arguments import help_text
 from tests.browser import find
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import solver.explain_cli
+import solver.cli.explain
 from graphs.graph import Graph
 from graphs.synthetic import residual
 from solver.cli import main
@@ -220,7 +220,7 @@ def test_ctrl_c_leaves_out_the_neighbours_alone(saved, capsys, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solver.explain_cli, "neighbours", interrupted)
+    monkeypatch.setattr(solver.cli.explain, "neighbours", interrupted)
     assert main(["explain", *saved]) == 0
     text = capsys.readouterr().out
     assert "stands at" in text

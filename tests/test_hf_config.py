@@ -12,10 +12,9 @@ import pytest
 import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig
 
-from solver import hugging_face
-from solver.cli import main
-from solver.hugging_face import ConfigurationError
-from solver.model_file import opened, parse_source
+from solver.cli import hugging_face, main
+from solver.cli.hugging_face import ConfigurationError
+from solver.cli.model_file import opened, parse_source
 from tests.command import failed
 
 LLAMA = LlamaConfig(

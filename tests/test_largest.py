@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import solver.cli.maximise
 import solver.largest
-import solver.maximise
 from graphs.graph import Graph
 from graphs.synthetic import residual
 from solver import plot
@@ -273,7 +273,7 @@ def test_ctrl_c_reports_the_largest_so_far(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return attempt(graph, request)
 
-    monkeypatch.setattr(solver.maximise, "attempt", interrupted)
+    monkeypatch.setattr(solver.cli.maximise, "attempt", interrupted)
     assert main(["--max-batch", "--budget", "1MB", write_model(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "largest 8" in text

@@ -13,11 +13,14 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from graphs.synthetic import chain, residual
-from solver import plot, plot_memory, plot_schedule, plot_style
+from solver import plot
 from solver.blocks import cut
 from solver.breakdown import node_at
 from solver.occupancy import LAYERS, occupancy
 from solver.pareto import Curve, sweep
+from solver.plot import of_memory as plot_memory
+from solver.plot import of_schedule as plot_schedule
+from solver.plot import style as plot_style
 from solver.rematerialise import baseline
 from solver.simulate import simulate
 from solver.solution import Solution

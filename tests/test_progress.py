@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 import solver.cli
-import solver.outputs
+import solver.cli.outputs
 from graphs.synthetic import residual
 from solver.cli import main
+from solver.cli.progress import Progress
 from solver.pareto import InterruptedSweepError, sweep
-from solver.progress import Progress
 from solver.rematerialise import baseline
 from solver.simulate import simulate
 from tests.command import write_model
@@ -103,7 +103,7 @@ def test_ctrl_c_in_the_sweep_draws_the_points_that_are_there(tmp_path, capsys, m
     def interrupted(graph, **options):
         raise InterruptedSweepError(sweep(graph, **{**options, "budgets": [peak_bytes]}))
 
-    monkeypatch.setattr(solver.outputs, "sweep", interrupted)
+    monkeypatch.setattr(solver.cli.outputs, "sweep", interrupted)
     curve, page = tmp_path / "c.svg", tmp_path / "p.html"
     argv = ["--budget", str(peak_bytes), "--method", "sqrt", str(tmp_path / "g.json")]
     assert main([*argv, "--pareto", str(curve), "--report", str(page)]) == 0
@@ -116,7 +116,7 @@ def test_ctrl_c_before_any_point_leaves_the_curve_out(tmp_path, capsys, monkeypa
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solver.outputs, "default_budgets", interrupted)
+    monkeypatch.setattr(solver.cli.outputs, "default_budgets", interrupted)
     curve = tmp_path / "c.svg"
     assert main(["--budget", "4GB", "--method", "sqrt", "--pareto", str(curve), GPT2]) == 0
     assert "it is not drawn" in " ".join(capsys.readouterr().out.split())

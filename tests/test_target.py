@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphs.hardware import DEVICES
-from solver.arguments import UsageError
 from solver.target import card_called, cost_words, named_device
+from solver.usage import UsageError
 
 
 @pytest.mark.parametrize(

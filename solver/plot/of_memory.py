@@ -18,7 +18,7 @@ from solver.blocks import cut
 from solver.breakdown import node_at
 from solver.budget import format_size
 from solver.occupancy import LAYERS, Occupancy, occupancy
-from solver.plot_style import (
+from solver.plot.style import (
     BLUE,
     GREEN,
     INK,

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from solver import hugging_face
+from solver.cli import hugging_face
 
 EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)

@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 
 from solver.budget import format_size
 from solver.pareto import Curve
-from solver.plot_memory import before_and_after, memory, overhead_words
-from solver.plot_schedule import schedule
-from solver.plot_sizes import throughput
-from solver.plot_style import (
+from solver.plot.of_memory import before_and_after, memory, overhead_words
+from solver.plot.of_schedule import schedule
+from solver.plot.of_sizes import throughput
+from solver.plot.style import (
     GREY,
     LIGHT,
     LINE_COLOURS,

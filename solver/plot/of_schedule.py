@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 
 from graphs.graph import Graph, Node
 from solver.blocks import Blocks, cut
-from solver.plot_memory import overhead_words
-from solver.plot_style import BLUE, GREEN, INK, LIGHT, ORANGE, finish, legend_below, new_axes
+from solver.plot.of_memory import overhead_words
+from solver.plot.style import BLUE, GREEN, INK, LIGHT, ORANGE, finish, legend_below, new_axes
 from solver.rematerialise import baseline
 from solver.schedule import Compute, Schedule
 from solver.solution import Solution

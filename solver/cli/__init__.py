@@ -22,32 +22,24 @@ from rich.console import Console
 
 from graphs.files import FormatError
 from graphs.graph import GraphError
-from solver import explain_cli, outputs, table
+from solver import table
 from solver.advice import advise
-from solver.arguments import Arguments, UsageError, parse
 from solver.budget import BudgetError, format_both
+from solver.cli import explain, outputs
+from solver.cli.arguments import Arguments, parse
+from solver.cli.maximise import maximised, size_notes
+from solver.cli.model_file import LoadError, SizeError
+from solver.cli.problem import Problem, opened_problem
+from solver.cli.progress import Progress
 from solver.emit import nearest
 from solver.largest import SizeSearch
 from solver.layers import NoLayersError, layers
-from solver.maximise import maximised, size_notes
-from solver.model_file import LoadError, SizeError
-from solver.problem import Problem, opened_problem
-from solver.progress import Progress
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
 from solver.solution import Request, Solution
 from solver.solve import InterruptedSolveError, attempt, explained
 from solver.stages import TooLargeError
-from solver.verification import Verifier, VerifyError
-
-VERIFIER = "scheduler_runtime.verify"
-"""The module whose `verify` runs a step both ways.
-
-Imports go one way: solver must not import scheduler_runtime. The command is the outermost layer,
-the one place that knows every part and puts them together; it lives in solver because it must start
-without torch, which scheduler_runtime imports. So it finds the verifier by this name, here and
-nowhere else, and speaks to it through the protocol `solver.verification.Verifier`.
-"""
-
+from solver.usage import UsageError
+from solver.verification import VERIFIER, Verifier, VerifyError
 
 EXPLAIN = "explain"
 """The one word that is no problem to plan: a model file ends in .py, a graph in .json, and a module
@@ -73,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == [EXPLAIN]:
-        return _ended(lambda: explain_cli.main(words[1:]), as_json="--json" in words)
+        return _ended(lambda: explain.main(words[1:]), as_json="--json" in words)
     try:
         arguments = parse(words)
     except UsageError as error:
@@ -324,7 +316,3 @@ def _why(code: Exit, report: Report) -> str:
         node = solution.graph.node_by_name[solution.obstacle.op]
         line += f"; in the way is {table.described(node)}"
     return line
-
-
-if __name__ == "__main__":
-    sys.exit(main())

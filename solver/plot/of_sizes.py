@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 
 from solver.largest import SizeSearch
-from solver.plot_style import BLUE, GREY, RED, finish, legend_below, new_axes
+from solver.plot.style import BLUE, GREY, RED, finish, legend_below, new_axes
 
 WORDS = {
     "batch_size": ("batch size", "samples per second"),

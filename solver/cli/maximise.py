@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.arguments import Arguments, UsageError
+from solver.cli.arguments import Arguments
+from solver.cli.model_file import LoadError
+from solver.cli.problem import Problem
+from solver.cli.progress import Progress
 from solver.largest import (
     FIRST,
     Candidate,
@@ -13,12 +16,10 @@ from solver.largest import (
     SizeSearch,
     largest,
 )
-from solver.model_file import LoadError
-from solver.problem import Problem
-from solver.progress import Progress
 from solver.solution import Request, Solution
 from solver.solve import attempt
 from solver.stages import TooLargeError
+from solver.usage import UsageError
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
 SHARE_OF_LIMIT = 1 / 6

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
-from solver import hugging_face
-from solver.arguments import Arguments, UsageError
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
-from solver.largest import FIRST
-from solver.model_file import (
+from solver.cli import hugging_face
+from solver.cli.arguments import Arguments
+from solver.cli.model_file import (
     CONFIGURATION,
     LoadError,
     ModelFile,
@@ -32,9 +31,11 @@ from solver.model_file import (
     opened,
     parse_source,
 )
-from solver.show import evaluation_note
+from solver.largest import FIRST
+from solver.report import evaluation_note
 from solver.solution import Solution
 from solver.target import Target, cost_words, find_target, named_device
+from solver.usage import UsageError
 from solver.verification import Verification, Verifier, VerifyError
 
 if TYPE_CHECKING:

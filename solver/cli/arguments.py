@@ -16,6 +16,7 @@ from typing import NoReturn
 from solver.largest import Size
 from solver.methods import METHODS
 from solver.settings import SYSTEMS
+from solver.usage import UsageError
 
 PICTURES = (".png", ".svg")
 PAGES = (".html", ".htm")
@@ -43,10 +44,6 @@ sizes:  16GB = 16*10^9, 15.5GiB = 15.5*2^30, 800MB, 1TB, plain bytes, 60% of the
 exit codes:  0 solved   2 wrong usage   3 infeasible   4 the model cannot be loaded or traced
              5 --verify failed   6 nothing found within the time limit   130 interrupted
 """
-
-
-class UsageError(ValueError):
-    """The command line asks for something that cannot be; the message says what would be right."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from solver.arguments import Arguments
+from solver.cli.arguments import Arguments
+from solver.cli.problem import Problem
+from solver.cli.progress import Progress
 from solver.largest import SizeSearch
 from solver.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
-from solver.problem import Problem
-from solver.progress import Progress
 from solver.report import Report, best
 from solver.solution import Solution
 

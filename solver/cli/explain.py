@@ -16,9 +16,10 @@ from rich.console import Console, Group, RenderableType
 
 from graphs.files import FormatError
 from graphs.graph import Node
-from solver.arguments import Parser, UsageError, seconds
 from solver.breakdown import CATEGORIES
 from solver.budget import format_both, format_size, parse_size
+from solver.cli.arguments import Parser, seconds
+from solver.cli.progress import Progress
 from solver.explain import (
     Peak,
     WhyAgain,
@@ -28,9 +29,9 @@ from solver.explain import (
     step_bytes_for,
     why_again,
 )
-from solver.progress import Progress
 from solver.solution import Solution
 from solver.table import described, format_share, format_time, heading, pairs, part, written
+from solver.usage import UsageError
 
 FORMAT = "explanation/1"
 DEFAULT_TIME_LIMIT_S = 10.0
