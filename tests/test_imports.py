@@ -72,7 +72,9 @@ def test_solving_a_saved_graph_from_python_imports_nothing_heavy():
     assert imported_by(program, str(GRAPH)) == dict.fromkeys(HEAVY, False)
 
 
-@pytest.mark.parametrize(("package", "path"), SOURCES, ids=[str(p.relative_to(ROOT)) for _, p in SOURCES])
+@pytest.mark.parametrize(
+    ("package", "path"), SOURCES, ids=[str(p.relative_to(ROOT)) for _, p in SOURCES]
+)
 def test_imports_go_one_way(package, path):
     ours = {name for name in _imports(path) if name in MAY_IMPORT}
     assert ours <= MAY_IMPORT[package], f"{path.name} imports {ours - MAY_IMPORT[package]}"
