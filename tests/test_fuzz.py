@@ -27,7 +27,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 
 @settings(
-    max_examples=40,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
