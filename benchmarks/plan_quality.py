@@ -210,9 +210,10 @@ def markdown(report: Row) -> str:
 def _head(report: Row) -> str:
     c = report["circumstances"]
     versions = ", ".join(f"{name} {version}" for name, version in c["versions"].items())
+    note = f"; {c['note']}" if "note" in c else ""  # written by hand, where parts were run again
     return (
         f"# Quality of plans\n\n`{c['command']}`, {c['date']}, {c['n_cpus']} CPUs, one used, "
-        f"{versions}. Overhead, bound and gap in percent of the step without checkpointing."
+        f"{versions}{note}. Overhead, bound and gap in percent of the step without checkpointing."
     )
 
 
