@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.autocast_casts import casts_once
 from graphs.call import HOLE, Call, TraceError
 from graphs.eager_kernels import eager_kernels
+from graphs.held_tensors import HeldTensor
 from graphs.known_values import Guard, KnowingMode, Leaf
 from graphs.library_branches import eager_branches
 from graphs.side_effects import (
@@ -78,7 +79,8 @@ class Capture:
     of those that require one, wanted or not. tangents: index -> its placeholder. gradients:
     placeholder of a parameter or batch tensor -> fx node of its gradient. mutations: placeholder ->
     fx node of the new value. guards: what the module looked at; another call that would see
-    something else is another program.
+    something else is another program. held: the tensors in plain attributes of the module that the
+    program has as constants.
     """
 
     graph: torch.fx.Graph
@@ -92,6 +94,7 @@ class Capture:
     gradients: Mapping[torch.fx.Node, torch.fx.Node]
     mutations: Mapping[torch.fx.Node, torch.fx.Node]
     guards: tuple[Guard, ...]
+    held: tuple[HeldTensor, ...]
 
 
 def capture(
@@ -193,6 +196,10 @@ class _Shell(nn.Module):
                 )
                 for index, tensor in enumerate(call.tensors)
             ]
+
+    @property
+    def model(self) -> nn.Module:
+        return self._outside[0]
 
     def path(self, target: str) -> str:
         """The model's name of the shell's parameter or buffer."""
@@ -319,6 +326,7 @@ def _read(joint: Any, shell: _Shell) -> Capture:
         gradients=gradients,
         mutations=mutations,
         guards=tuple(shell.mode.known.guards),
+        held=shell.mode.read.held_by(shell.model),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,12 @@ def default_cache_file(device: torch.device | str) -> Path:
 def circumstances(device: torch.device | str) -> dict[str, Any]:
     """What other kernels, or another speed, would come with."""
     where = torch.device(device)
-    found: dict[str, Any] = {"torch": torch.__version__, "device": where.type}
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": where.type,
+        "float32_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
     if where.type == "cuda":
         card = torch.cuda.get_device_properties(where)
         found |= {
@@ -38,11 +44,14 @@ def circumstances(device: torch.device | str) -> dict[str, Any]:
             "memory_bytes": card.total_memory,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
         }
     else:
         found |= {
             "threads": torch.get_num_threads(),
             "cpu": torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.node(),  # one home may be shared by machines of several speeds
         }
     return found
 

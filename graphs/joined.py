@@ -255,6 +255,7 @@ def _as_capture(line: _Line, static_inputs: Collection[int]) -> Capture:
         gradients=gradients,
         mutations=_mutations(line),
         guards=(),
+        held=(),
     )
 
 

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.fake_kernels import cpu_kernel_result
+from graphs.held_tensors import ReadTensors
 from graphs.one_dtype import refuse_mixed_dtypes
 
 
@@ -40,7 +41,8 @@ class Recipe:
     """One operator: the value of output `index` (None: of its only one).
 
     arguments: flat arguments, with recipes in the places of tensors. inputs: the recipes among
-    them. leaves: what it depends on in the end.
+    them. leaves: what it depends on in the end. reads_constants: whether it depends on tensors that
+    are neither of the call nor of the module, which may be written between calls.
     """
 
     operator: Any
@@ -49,6 +51,7 @@ class Recipe:
     index: int | None
     inputs: tuple[Value, ...]
     leaves: frozenset[Leaf]
+    reads_constants: bool = False
 
 
 Value: TypeAlias = Leaf | Recipe
@@ -74,9 +77,9 @@ class KnownValues:
     guards: list[Guard] = field(default_factory=list)
 
     def look(self, recipe: Recipe) -> Any:
-        """The real result of the recipe; remembered where it depends on the call."""
+        """The real result of the recipe; remembered where another call may see another."""
         result = evaluate(recipe, self.leaves)
-        if recipe.leaves:
+        if recipe.leaves or recipe.reads_constants:
             self.guards.append(Guard(recipe, _seen(result)))
         return result
 
@@ -87,6 +90,7 @@ class KnowingMode(FakeTensorMode):
     def __init__(self, leaves: Mapping[Leaf, torch.Tensor]) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.known = KnownValues(leaves)
+        self.read = ReadTensors()
         self._written: dict[int, Any] = {}  # storages that changed in place, kept for their ids
 
     def dispatch(
@@ -96,6 +100,7 @@ class KnowingMode(FakeTensorMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        self.read.note(func, (*args, *(kwargs or {}).values()))
         refuse_mixed_dtypes(func, args, kwargs or {})
         recipe = self._recipe(func, args, kwargs or {})
         if recipe is not None:
@@ -146,7 +151,15 @@ class KnowingMode(FakeTensorMode):
                 flat[position] = value
                 inputs.append(value)
         leaves = [{value} if isinstance(value, Leaf) else value.leaves for value in inputs]
-        return Recipe(func, tuple(flat), spec, None, tuple(inputs), frozenset().union(*leaves))
+        return Recipe(
+            func,
+            tuple(flat),
+            spec,
+            None,
+            tuple(inputs),
+            frozenset().union(*leaves),
+            any(isinstance(value, Recipe) and value.reads_constants for value in inputs),
+        )
 
     def _note_written(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
@@ -236,7 +249,7 @@ def _constant(tensor: torch.Tensor) -> Recipe:
     def value() -> torch.Tensor:
         return tensor
 
-    return Recipe(value, (), _NO_ARGUMENTS, None, (), frozenset())
+    return Recipe(value, (), _NO_ARGUMENTS, None, (), frozenset(), reads_constants=True)
 
 
 _NO_ARGUMENTS = pytree.tree_flatten(((), {}))[1]

@@ -26,8 +26,8 @@ from graphs.call import Call, as_call
 from graphs.costs import Roofline
 from graphs.fused_costs import FusedCosts
 from graphs.optimizer import optimizer_costs
+from scheduler_runtime.compile_loop import Attempt, CompileLoop, shown_bytes
 from scheduler_runtime.compiled import kind_of
-from scheduler_runtime.fitting import Attempt, Fitting, shown_bytes
 from scheduler_runtime.measure import bytes_of, resident_tensors
 from scheduler_runtime.partitioner import BudgetPartitioner
 from scheduler_runtime.rehearsal import Rehearsal
@@ -240,7 +240,7 @@ class BudgetedForward:
             optimizer=self._optimizer,
             outside_bytes=state_bytes,
         )
-        fitting = Fitting(
+        loop = CompileLoop(
             rehearsal,
             self.own_forward,
             backend=self._backend,
@@ -249,12 +249,12 @@ class BudgetedForward:
             max_attempts=self._max_attempts,
         )
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            chosen, function = fitting.run()
+            chosen, function = loop.run()
         report = CompileReport(
             backend=self._backend,
             budget_bytes=self._budget_bytes,
             available_bytes=self._available_bytes,
-            attempts=tuple(fitting.attempts),
+            attempts=tuple(loop.attempts),
             chosen=chosen,
             optimizer_peak_bytes=optimizer_peak_bytes,
         )

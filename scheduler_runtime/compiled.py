@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import types
 from collections import OrderedDict
 from typing import Any, Protocol
 
@@ -63,6 +65,7 @@ class Compiled:
     def __init__(self, step: StepTrace, program: Program) -> None:
         self.program = program
         self._guards = step.captured.guards
+        self._held = step.captured.held
         self._output_spec = step.captured.output_spec
         self._parameters: list[tuple[fx.Node, str]] = []
         self._buffers: list[tuple[fx.Node, str]] = []
@@ -77,6 +80,8 @@ class Compiled:
 
     def fits(self, model: nn.Module, call: Call) -> bool:
         """Whether the module would see in this call what it saw when it was traced."""
+        if not all(held.holds(model) for held in self._held):
+            return False
         if not self._guards:
             return True
         leaves = leaves_of(model, call)
@@ -113,7 +118,7 @@ def kind_of(model: nn.Module, call: Call) -> Any:
     )
 
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, torch.device, types.NoneType)
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
@@ -121,6 +126,13 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
     attributes = vars(module)
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     return (
-        *(value for value in attributes.values() if isinstance(value, _PLAIN)),
+        *(value for value in attributes.values() if _is_plain(value)),
         *map(len, hooks),
     )
+
+
+def _is_plain(value: object) -> bool:
+    """What cannot change by itself; a list may grow with every step (of losses, say)."""
+    if type(value) is tuple:
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, _PLAIN)

@@ -27,9 +27,9 @@ from graphs.graph import Graph
 from graphs.optimizer import optimizer_figures, together
 from graphs.step import with_optimizer, with_resident, with_unknown_loss
 from graphs.trace import StepTrace
-from scheduler_runtime.checkpoints import no_checkpoints, refuse_checkpointing
 from scheduler_runtime.compiled import Compiled
 from scheduler_runtime.data_parallel import Buckets, buckets_of, why_not_planned
+from scheduler_runtime.foreign_checkpoints import no_checkpoints, refuse_checkpointing
 from scheduler_runtime.free_memory import memory_now, no_auto, step_bytes_now
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.stand_in import StandIn, device_of, module_schedule, refuse_second

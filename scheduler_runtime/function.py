@@ -54,7 +54,11 @@ class Run:
         read -= self.program.indifferent
         reachable = {
             self.state[value].untyped_storage()._cdata
-            for value in (*self.program.sources.values(), *self.program.made_outputs)
+            for value in (
+                *self.program.sources.values(),
+                *self.program.constants,
+                *self.program.made_outputs,
+            )
             if value in self.state
         }
         self._watched = {

@@ -328,7 +328,8 @@ class _Line:
                 for position in self.step.captured.differentiable
                 if self._outputs[position] in made
             ),
-            titles={value: _title(self.step, node) for node, value in self.sources.items()},
+            titles=dict.fromkeys(self.constants, "a tensor that the model holds")
+            | {value: _title(self.step, node) for node, value in self.sources.items()},
             indifferent=self._indifferent({node for piece in pieces[1:] for node in piece}),
         )
 

@@ -32,6 +32,8 @@ from solver.solution import OPTIMAL_GAP, Request, Solution, Status
 if TYPE_CHECKING:
     from torch import nn
 
+    from graphs.hardware import Hardware
+
 
 class InterruptedSolveError(KeyboardInterrupt):
     """Ctrl-C ended the search; `solution` is what was best by then (perhaps without a schedule)."""
@@ -61,7 +63,7 @@ def solve(
     "roofline", "measured" or a cost model (`solver.trace_target`).
     budget: bytes of the device for the whole step (16e9), "16GB", "60%" of `capacity_bytes`.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
-    module on CUDA, else 0).
+    module on CUDA or planned for a named card, else 0).
 
     Raises ValueError for a budget, reserve or method that is none; TraceError (a module that cannot
     be traced), FormatError (a file). That nothing fits is no error but the Solution's status.
@@ -69,12 +71,14 @@ def solve(
     started_s = time.monotonic()
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
-    graph, named_bytes = _as_graph(problem, batch, trace_options)
-    if capacity_bytes is None:
-        capacity_bytes = named_bytes
+    graph, hardware = _as_graph(problem, batch, trace_options)
+    if capacity_bytes is None and hardware is not None:
+        capacity_bytes = hardware.capacity_bytes
     if reserve is None:
         on_cuda = graph.meta.get("environment", {}).get("device") == "cuda"
-        reserve = CUDA_RESERVE_BYTES if on_cuda and not isinstance(problem, Graph) else 0
+        on_cuda = on_cuda or (hardware is not None and hardware.kind == "cuda")
+        is_module = not isinstance(problem, Graph | str | Path)
+        reserve = CUDA_RESERVE_BYTES if on_cuda and is_module else 0
     request = Request(
         budget_bytes=parse_size(budget, capacity_bytes=capacity_bytes),
         reserve_bytes=parse_size(
@@ -237,8 +241,8 @@ def _loaded(path: str | Path) -> Graph:
 
 def _as_graph(
     problem: nn.Module | Graph | str | Path, batch: Any, trace_options: dict[str, Any]
-) -> tuple[Graph, int | None]:
-    """The graph, and the memory of the device that was named (None: none was)."""
+) -> tuple[Graph, Hardware | None]:
+    """The graph, and the device that was named (None: none was)."""
     if isinstance(problem, Graph | str | Path):
         if batch is not None or trace_options:
             given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
@@ -262,4 +266,4 @@ def _as_graph(
     target = trace_target(options.pop("device", None), options.pop("costs", None))
     graph = trace(problem, batch, **options, **target.options)
     target.save()
-    return graph, None if target.hardware is None else target.hardware.capacity_bytes
+    return graph, target.hardware

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 from graphs.call import TraceError
-from graphs.cost_cache import CostCache
+from graphs.cost_cache import CostCache, default_cache_file
 from graphs.costs import Measured, OpCall, Roofline
 from graphs.files import FormatError
 from graphs.hardware import named
+from graphs.trace import trace
 from solver import solve
+from solver.budget import CUDA_RESERVE_BYTES
 from solver.trace_target import trace_target
 
 
@@ -28,8 +32,20 @@ def test_a_named_card_gives_its_rates_and_its_memory():
     solution = solve(model, batch, budget="50%", device="h100")
     assert solution.graph.meta["costs"]["device"] == "h100"
     assert solution.request.budget_bytes == named("h100").capacity_bytes // 2
+    assert solution.request.reserve_bytes == CUDA_RESERVE_BYTES  # as on the command line
     same = solve(model, batch, budget="1GB", device="H100", costs="roofline")
     assert same.graph.baseline_time_s == solution.graph.baseline_time_s
+
+
+def test_a_graph_file_has_no_reserve_of_its_own(tmp_path):
+    model, batch = model_and_batch()
+    graph = trace(model, batch)
+    environment = {**graph.meta["environment"], "device": "cuda"}
+    graph = dataclasses.replace(graph, meta={**graph.meta, "environment": environment})
+    path = tmp_path / "graph.json"
+    graph.save(path)
+    for problem in (graph, path):
+        assert solve(problem, budget="1GB").request.reserve_bytes == 0
 
 
 def test_costs_are_measured_on_the_device_that_is_here():
@@ -83,6 +99,16 @@ def test_measured_costs_are_kept_between_processes(tmp_path):
     again.cost(product(33))
     again.save()
     assert len(CostCache(path, "cpu")) == 2
+
+
+def test_costs_of_other_float32_products_are_kept_apart():
+    before, path = torch.get_float32_matmul_precision(), default_cache_file("cpu")
+    torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
+    try:
+        assert default_cache_file("cpu") != path
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert default_cache_file("cpu") == path
 
 
 def test_a_file_of_another_device_or_none_at_all_is_refused(tmp_path):

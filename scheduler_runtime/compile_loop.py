@@ -35,7 +35,7 @@ class Attempt:
     measured_bytes: int | None
 
 
-class Fitting:
+class CompileLoop:
     """Compile, measure, correct; `attempts` are what was tried."""
 
     def __init__(

@@ -1,0 +1,79 @@
+"""Tensors that a module reads and that are neither its parameters, its buffers nor the batch.
+
+A trace takes them for constants. That is right as long as they stay the same and need no gradient:
+one that needs a gradient is refused, for it would get none; of one in a plain attribute
+(`self.scale = torch.tensor(2.0)`) it is noted where it is held, so that another one in its place is
+noticed. Those in closures and globals are taken to stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from graphs.call import TraceError
+
+_NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """module: the path of the one that holds it. attribute: its name there. index: among the
+    tensors of the attribute, which may be a list, tuple or dict."""
+
+    module: str
+    attribute: str
+    index: int
+    tensor: torch.Tensor
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the same tensor is still there."""
+        value = vars(model.get_submodule(self.module)).get(self.attribute)
+        tensors = list(_tensors(value))
+        return self.index < len(tensors) and tensors[self.index] is self.tensor
+
+
+class ReadTensors:
+    """The real tensors that came up in one trace."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, torch.Tensor] = {}
+
+    def note(self, operator: object, args: Iterable[object]) -> None:
+        """Raises TraceError for one that needs a gradient here."""
+        for item in pytree.arg_tree_leaves(*args):
+            if not isinstance(item, torch.Tensor) or isinstance(item, FakeTensor):
+                continue
+            if item.requires_grad and torch.is_grad_enabled():
+                if operator in _NOT_DIFFERENTIATED:
+                    continue
+                raise TraceError(
+                    f"forward reads a tensor of shape {tuple(item.shape)} that requires a gradient "
+                    "and is no parameter of the module, so that no gradient would reach it: "
+                    "register it (nn.Parameter as an attribute, nn.ParameterList for a list), "
+                    "hand it in with the batch, or detach it"
+                )
+            self._by_storage[item.untyped_storage()._cdata] = item
+
+    def held_by(self, model: nn.Module) -> tuple[HeldTensor, ...]:
+        """Those of them that stand in plain attributes of the model's modules."""
+        return tuple(
+            HeldTensor(path, attribute, index, tensor)
+            for path, module in model.named_modules()
+            for attribute, value in vars(module).items()
+            if attribute not in ("_parameters", "_buffers", "_modules")
+            for index, tensor in enumerate(_tensors(value))
+            if tensor.untyped_storage()._cdata in self._by_storage
+        )
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor | list | tuple | dict):
+        for item in pytree.tree_leaves(value):
+            if isinstance(item, torch.Tensor):
+                yield item

@@ -1,0 +1,112 @@
+"""Tensors in plain attributes: as the plain module has them at each call, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.trace import TraceError, trace
+from scheduler_runtime import fit, plans_of
+
+WIDTH = 16
+
+
+class Holding(nn.Module):
+    """Scales by what it holds in attributes that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.scale = torch.tensor(2.0)
+        self.shifts = [torch.zeros(WIDTH), torch.ones(WIDTH)]
+        self.unread = torch.zeros(3)
+        self.power = (2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(x) * self.scale + self.shifts[1]
+        if self.scale > 1:
+            hidden = hidden.cos()
+        return (hidden ** self.power[0]).mean()
+
+
+def rewritten(model: Holding) -> None:
+    model.scale.fill_(0.5)
+
+
+def replaced(model: Holding) -> None:
+    model.scale = torch.tensor(3.0)
+
+
+def replaced_in_list(model: Holding) -> None:
+    model.shifts[1] = torch.full((WIDTH,), 0.25)
+
+
+def other_tuple(model: Holding) -> None:
+    model.power = (4, 1)
+
+
+@pytest.mark.parametrize("change", [rewritten, replaced, replaced_in_list, other_tuple])
+def test_a_change_between_calls_is_seen(change: Callable[[Holding], None]) -> None:
+    torch.manual_seed(0)
+    plain, x = Holding(), torch.randn(4, WIDTH)
+    planned = copy.deepcopy(plain)
+    fit(planned, budget="100MB", optimizer=torch.optim.SGD(planned.parameters()))
+    planned(x)
+    for model in (plain, planned):
+        change(model)
+        model.zero_grad()
+        model(x).backward()
+    assert torch.equal(plain(x), planned(x))
+    for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_what_is_not_read_may_be_replaced() -> None:
+    model, x = Holding(), torch.randn(4, WIDTH)
+    fit(model, budget="100MB", optimizer=torch.optim.SGD(model.parameters()))
+    model(x)
+    model.unread = torch.ones(3)
+    model.shifts[0] = torch.ones(WIDTH)
+    model(x)
+    assert len(plans_of(model)) == 1
+
+
+def test_a_change_before_the_backward_pass_is_refused() -> None:
+    model, x = Holding(), torch.randn(4, WIDTH)
+    fit(model, budget="100MB", optimizer=torch.optim.SGD(model.parameters()))
+    loss = model(x)
+    model.scale.mul_(2)
+    with pytest.raises(RuntimeError, match="a tensor that the model holds was changed in place"):
+        loss.backward()
+
+
+class Unregistered(nn.Module):
+    """A parameter that the module does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.hidden = [nn.Parameter(torch.ones(WIDTH))]
+        self.trained = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.hidden[0]
+        if not self.trained:
+            with torch.no_grad():
+                weight = weight * 2
+        return (self.layer(x) * weight).square().mean()
+
+
+def test_a_parameter_that_is_not_registered_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"shape \(16,\) that requires a gradient and is no param"):
+        trace(Unregistered(), torch.randn(4, WIDTH))
+
+
+def test_it_may_be_read_without_a_gradient() -> None:
+    model = Unregistered()
+    model.trained = False
+    assert trace(model, torch.randn(4, WIDTH)).nodes
