@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from graphs.costs import CostModel, Roofline
 from graphs.graph import Graph
@@ -45,11 +46,12 @@ from solver.segments import Segment, best_segments, described, judged, shifted
 from solver.simulate import Trace, simulate
 from solver.solution import Obstacle, Solution
 from solver.solve import solve
+from solver.submodules import NoRowError, Planned
 
 N_CORRECTIONS = 4
 
 
-class FallbackError(ValueError):
+class FallbackError(NoRowError):
     """The model cannot be planned by submodules either; says why."""
 
 
@@ -74,14 +76,14 @@ class SubmoduleSolution(Solution):
     @property
     def parts(self) -> tuple[str, ...]:
         """Lines that say which submodules are planned how; those nested further right."""
-        if not self.segments:
-            return tuple(
-                f"{path}: {'checkpointed' if path in self.checkpointed else 'kept'}"
-                for path in self.blocks
-            )
-        kept = [path for path in self.blocks if path not in self.checkpointed]
-        lines = [f"checkpointed: {line}" for line in described(self.segments, self.blocks)]
-        return (*lines, f"kept: {', '.join(kept) or 'none'}")
+        if self.schedule is None:
+            return ()
+        if self.segments:
+            together = described(self.segments, self.blocks)
+        else:
+            together = iter(self.checkpointed)
+        kept = ", ".join(path for path in self.blocks if path not in self.checkpointed)
+        return (*(f"checkpointed: {line}" for line in together), f"kept: {kept or 'none'}")
 
     def __str__(self) -> str:
         lines = [repr(self), f"{self.scope}: {len(self.blocks)} submodules"]
@@ -340,10 +342,57 @@ def _left_alone(watched: _Watched) -> Iterator[str]:
     outside_s = sum(p.forward_s for p in pieces if not p.path)
     total_s = sum(p.forward_s for p in pieces)
     yield f"{100 * outside_s / (total_s or 1.0):.0f} % of the forward pass runs outside of them"
-    for piece in pieces:
-        if piece.overwritten:
-            how = "kept" if watched.loop is None else "runs again only with what is before it"
-            yield f"{piece.path} overwrites what it reads, or something after it does: {how}"
+    overwritten = ", ".join(piece.path for piece in pieces if piece.overwritten)
+    if overwritten:
+        how = (
+            "are kept"
+            if watched.loop is None
+            else "run again only together with what is before them"
+        )
+        yield f"what these read is overwritten, so they {how}: {overwritten}"
 
 
-__all__ = ["SCOPE", "FallbackError", "SubmoduleSolution", "plan_chain", "put"]
+def planned_for_command(
+    *,
+    model: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    inputs: Callable[[Any], Any] | None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    device: str,
+    budget_bytes: int,
+    reserve_bytes: int,
+    time_limit_s: float,
+) -> Planned:
+    """For the command `solve`. See solver.submodules.SubmodulePlanner."""
+    real = model().to(device)
+    example = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch())
+    solution = plan_chain(
+        real,
+        example,
+        budget=budget_bytes,
+        reserve=reserve_bytes,
+        loss=loss,
+        inputs=inputs,
+        optimizer=optimizer(real),
+        time_limit_s=time_limit_s,
+    )
+    parts = [f"Planned by submodules, measured in eager mode: {len(solution.blocks)} submodules."]
+    parts += solution.parts
+    parts += solution.left_alone
+    if solution.schedule is not None:
+        parts.append(
+            "A schedule of submodules is no program for apply(): in the training script, "
+            "apply(model, scheduler_runtime.fallback.plan_chain(model, batch, budget=...))."
+        )
+    return Planned(solution, tuple(part[:1].upper() + part[1:] for part in parts))
+
+
+__all__ = [
+    "SCOPE",
+    "FallbackError",
+    "SubmoduleSolution",
+    "plan_chain",
+    "planned_for_command",
+    "put",
+]
