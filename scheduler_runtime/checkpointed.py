@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,18 +97,12 @@ def functional_name(operator: str) -> str:
     return ".".join(parts)
 
 
-class CheckpointedForward:
-    """Stands in for `module.forward`."""
+class ReplacedForward:
+    """Stands in for `module.forward`; this one changes nothing, and marks what a plan that leaves
+    all as it is was applied to."""
 
-    def __init__(
-        self, module: nn.Module, *, saved: SavedCalls | None, changed_buffers: tuple[str, ...]
-    ) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.instance_forward = module.__dict__.get("forward")
-        self.saved = saved
-        self.changed_buffers = changed_buffers
-        self.n_runs = 0
-        # the compiler takes a plain function or a partial of one
-        self._compiled_contexts = None if saved is None else functools.partial(_unchecked, saved)
         self._module = module
         functools.update_wrapper(self, self.own_forward, updated=())
 
@@ -118,6 +112,23 @@ class CheckpointedForward:
         if self.instance_forward is not None:
             return self.instance_forward  # type: ignore[no-any-return]
         return functools.partial(type(self._module).forward, self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own_forward(*args, **kwargs)
+
+
+class CheckpointedForward(ReplacedForward):
+    """Runs the module again as a whole, but for what is saved."""
+
+    def __init__(
+        self, module: nn.Module, *, saved: SavedCalls | None, changed_buffers: tuple[str, ...]
+    ) -> None:
+        super().__init__(module)
+        self.saved = saved
+        self.changed_buffers = changed_buffers
+        self.n_runs = 0
+        # the compiler takes a plain function or a partial of one
+        self._compiled_contexts = None if saved is None else functools.partial(_unchecked, saved)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -151,20 +162,24 @@ class CheckpointedForward:
             if self.saved is None
             else self.saved.contexts()
         )
-        return forward, self._with_buffers_kept(again)
+        return forward, with_buffers_kept(again, self._module, self.changed_buffers)
 
-    @contextlib.contextmanager
-    def _with_buffers_kept(self, context: Any) -> Iterator[None]:
-        buffers = [self._module.get_buffer(name) for name in self.changed_buffers]
-        before = [buffer.clone() for buffer in buffers]
-        try:
-            with context:
-                yield
-        finally:
-            for buffer, value in zip(buffers, before, strict=True):
-                # autograd has them among what batch norm saved, but does not read their values
-                with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
-                    buffer.copy_(value)
+
+@contextlib.contextmanager
+def with_buffers_kept(
+    context: Any, module: nn.Module, changed_buffers: Iterable[str]
+) -> Iterator[None]:
+    """The context, with these buffers of the module afterwards as they were before."""
+    buffers = [module.get_buffer(name) for name in changed_buffers]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        with context:
+            yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            # autograd has them among what batch norm saved, but does not read their values
+            with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
+                buffer.copy_(value)
 
 
 def put(
@@ -180,9 +195,9 @@ def put(
 
 
 def take_out(module: nn.Module) -> None:
-    """Undo `put`; a module without it stays as it is."""
+    """Undo what replaced the module's forward; a module without it stays as it is."""
     forward = module.__dict__.get("forward")
-    if isinstance(forward, CheckpointedForward):
+    if isinstance(forward, ReplacedForward):
         del module.forward
         if forward.instance_forward is not None:
             module.forward = forward.instance_forward
@@ -196,8 +211,7 @@ def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
 
 
 def has_checkpoints(model: nn.Module) -> bool:
-    """Whether `put` is in one of its modules."""
+    """Whether the forward of one of its modules is replaced, for checkpoints or for none."""
     return any(
-        isinstance(module.__dict__.get("forward"), CheckpointedForward)
-        for module in model.modules()
+        isinstance(module.__dict__.get("forward"), ReplacedForward) for module in model.modules()
     )

@@ -7,8 +7,10 @@
 Data-dependent control flow, custom autograd functions, hooks: what the tracer refuses still runs,
 and can be watched while it does (`scheduler_runtime.observe`). The row of submodules that puts by
 the most becomes a coarse Graph, one forward and one backward node for each of them and for what
-runs in between, with times and bytes as measured. It is solved and judged like any other graph, and
-`solver.by_module` finds the checkpoints of whole submodules that carry it out.
+runs in between, with times and bytes as measured. It is solved and judged like any other graph.
+What carries it out is the faster of two, judged on that graph: checkpoints of single submodules
+(`solver.by_module`), or, where the row is the children of an nn.Sequential, of neighbours together
+and nested (`solver.segments`).
 
 Coarser than a traced plan: a submodule is kept or run again as a whole, what runs outside of them
 is left alone, and the bound holds for this coarse graph alone. After planning one step runs with
@@ -27,50 +29,65 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphs.call import Call, as_call, environment_of, find_loss
 from graphs.costs import CostModel, Roofline
-from graphs.extract import CPU_RANDOM_STATE_BYTES
-from graphs.graph import Graph, Node, Tensor
+from graphs.graph import Graph
 from graphs.hardware import named
-from graphs.memory_events import cpu_peak_bytes
 from graphs.optimizer import optimizer_figures
 from graphs.step import with_optimizer
 from scheduler_runtime import checkpointed
-from scheduler_runtime.observe import Observed, as_before, chain_of, observe
+from scheduler_runtime.coarse import SCOPE, Loop, coarse_graph, container_of, loop_of, without_gaps
+from scheduler_runtime.eager_step import NoLossError, Step
+from scheduler_runtime.observe import Observed, chain_of, observe
+from scheduler_runtime.segmented import put_segments, runs_in_a_loop
 from solver.by_module import ModuleTree, NothingFitsError, by_module
-from solver.regions import Region
-from solver.solution import Solution
+from solver.regions import Region, replay_regions
+from solver.schedule import Schedule
+from solver.segments import Segment, best_segments, described, judged, shifted
+from solver.simulate import Trace, simulate
+from solver.solution import Obstacle, Solution
 from solver.solve import solve
+from solver.submodules import NoRowError, Planned
 
-SCOPE = "planned by submodules, measured in eager mode"
-N_CORRECTIONS = 3
+N_CORRECTIONS = 4
 
 
-class FallbackError(ValueError):
+class FallbackError(NoRowError):
     """The model cannot be planned by submodules either; says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SubmoduleSolution(Solution):
     """A Solution for a coarse graph of submodules.
 
     scope: what the figures are about. blocks: the submodules that were planned. checkpointed:
-    those of them that run again. left_alone: sentences on what was not planned.
+    those of them that run again. segments: of an nn.Sequential at `container`, whose children are
+    the blocks: which neighbours are in a checkpoint together, by position; () where
+    each checkpoint is of one submodule. left_alone: sentences on what was not planned.
     """
 
     scope: str = SCOPE
     blocks: tuple[str, ...] = ()
     checkpointed: tuple[str, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    container: str = ""
     left_alone: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = field(default=(), repr=False)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Lines that say which submodules are planned how; those nested further right."""
+        if self.schedule is None:
+            return ()
+        if self.segments:
+            together = described(self.segments, self.blocks)
+        else:
+            together = iter(self.checkpointed)
+        kept = ", ".join(path for path in self.blocks if path not in self.checkpointed)
+        return (*(f"checkpointed: {line}" for line in together), f"kept: {kept or 'none'}")
+
     def __str__(self) -> str:
         lines = [repr(self), f"{self.scope}: {len(self.blocks)} submodules"]
-        lines += [
-            f"  {path}: {'checkpointed' if path in self.checkpointed else 'kept'}"
-            for path in self.blocks
-        ]
-        return "\n".join([*lines, *self.left_alone])
+        return "\n".join([*lines, *(f"  {part}" for part in self.parts), *self.left_alone])
 
 
 def plan_chain(
@@ -81,38 +98,49 @@ def plan_chain(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    reserve: int | str | None = None,
     time_limit_s: float = 30.0,
 ) -> SubmoduleSolution:
     """Watch a few real training steps of the model and plan its submodules; changes nothing.
 
-    budget: bytes of the device for the whole step. loss, inputs, optimizer: as in
-    `graphs.trace.trace`. Gradients are set to None before each step.
+    budget, reserve: bytes of the device for the whole step, and of those what it may not use. loss,
+    inputs, optimizer: as in `graphs.trace.trace`. Gradients are set to None before each step.
 
     Raises FallbackError where no row of submodules was seen.
     """
-    step = _Step(model, batch, loss, inputs)
-    blocks = chain_of(model, step.forward)
-    if not blocks:
-        raise FallbackError(
-            f"{type(model).__name__} has no two submodules that the same module calls once each in "
-            "a step, so there is nothing to checkpoint; split it into submodules, or make it "
-            "traceable"
-        )
-    observed = observe(model, step.forward, blocks, resident=step.batch_tensors)
-    unseen_bytes = 0
+    step = Step(model, batch, loss, inputs)
+    try:
+        watched = _watched(model, step)
+    except NoLossError as error:
+        raise FallbackError(str(error)) from error
+    changed_buffers = step.changed_buffers()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    costs: CostModel = Roofline(named("cpu"))
+    figures = (
+        None
+        if optimizer is None
+        else optimizer_figures(optimizer, model, device=device, costs=costs)
+    )
+    unseen_bytes, excess_bytes = 0, 0
+    chosen: _Chosen | None = None
     for _ in range(1 + N_CORRECTIONS):
-        graph = _graph(model, step, observed, unseen_bytes=unseen_bytes)
-        costs: CostModel = Roofline(named("cpu"))
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if optimizer is not None:
-            graph = with_optimizer(
-                graph, optimizer_figures(optimizer, model, device=device, costs=costs)
-            )
-        found = _plan(graph, observed, blocks, budget=budget, time_limit_s=time_limit_s)
-        found = dataclasses.replace(found, changed_buffers=step.changed_buffers())
-        if found.trace is None or device.type != "cpu":
+        graph = coarse_graph(
+            model, step, watched.observed, row=watched.loop is not None, unseen_bytes=unseen_bytes
+        )
+        if figures is not None:
+            graph = with_optimizer(graph, figures)
+        solution = solve(graph, budget=budget, reserve=reserve, time_limit_s=time_limit_s)
+        if chosen is not None:  # it ran, and took what is counted now
+            chosen = chosen.judged_on(graph, watched.loop)
+            if chosen.trace.peak_bytes <= solution.request.available_bytes:
+                return _solution(solution, watched, chosen, changed_buffers)
+        chosen, least_bytes = _choose(solution, watched)
+        if chosen is None:
+            return _nothing_fits(solution, watched, least_bytes)
+        found = _solution(solution, watched, chosen, changed_buffers)
+        if device.type != "cpu":
             return found
-        excess_bytes = step.measured_bytes(found) - _peak_in_step(found)
+        excess_bytes = _measured_bytes(model, step, found) - _peak_in_step(found)
         if excess_bytes <= 0:
             return found
         unseen_bytes += excess_bytes
@@ -127,83 +155,172 @@ def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
     if solution.schedule is None:
         raise ValueError(f"the plan has no schedule to apply: its status is {solution.status}")
     modules = dict(model.named_modules())
-    for path in solution.checkpointed:
+    for path in solution.blocks:
         if path not in modules:
             raise ValueError(f"the plan is for a model with a submodule {path!r}; this has none")
-        prefix = f"{path}."
-        names = (n for n in solution.changed_buffers if n.startswith(prefix))
-        checkpointed.put(
-            modules[path], changed_buffers=tuple(name.removeprefix(prefix) for name in names)
-        )
+    if not solution.checkpointed:
+        model.forward = checkpointed.ReplacedForward(model)
+        return model
+    if solution.segments:
+        container = modules.get(solution.container)
+        n_blocks = len(solution.blocks)
+        if (
+            not isinstance(container, nn.Sequential)
+            or not runs_in_a_loop(container)
+            or len(container) != n_blocks
+        ):
+            where = f"at {solution.container!r}" if solution.container else "as the model"
+            raise ValueError(
+                f"the plan is for an nn.Sequential {where} with {n_blocks} children without hooks; "
+                "this is another"
+            )
+        names = _inside(solution.changed_buffers, solution.container)
+        put_segments(container, segments=solution.segments, changed_buffers=names)
+        return model
+    for path in solution.checkpointed:
+        names = _inside(solution.changed_buffers, path)
+        checkpointed.put(modules[path], changed_buffers=names)
     return model
 
 
-class _Step:
-    """The training step as people write it."""
+def _inside(names: Sequence[str], path: str) -> tuple[str, ...]:
+    """Of these names of tensors those in the module at this path, as it calls them."""
+    prefix = f"{path}." if path else ""
+    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Callable[[Any, Any], torch.Tensor] | None,
-        inputs: Callable[[Any], Any] | None,
-    ) -> None:
-        self.model, self._batch, self._loss = model, batch, loss
-        self.args, self.kwargs = as_call(batch, inputs)
-        leaves = pytree.tree_leaves(batch)
-        self.batch_tensors = [item for item in leaves if isinstance(item, torch.Tensor)]
-        self._held: Any = None
 
-    def forward(self) -> torch.Tensor:
-        self._held = self.model(*self.args, **self.kwargs)  # the caller holds it
-        loss = self._loss
-        value = find_loss(self._held) if loss is None else loss(self._held, self._batch)
-        if not isinstance(value, torch.Tensor):
-            raise FallbackError("the model returns no loss; give loss=lambda output, batch: ...")
-        return value
+@dataclass(frozen=True)
+class _Watched:
+    """blocks: the row. loop: where an nn.Sequential runs it and steps can be put together."""
 
-    def resident_bytes(self) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        seen: set[int] = set()
-        for kind, tensors in (
-            ("parameter", self.model.parameters()),
-            ("buffer", self.model.buffers()),
-            ("input", iter(self.batch_tensors)),
-        ):
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in seen:
-                    seen.add(storage._cdata)
-                    sizes[kind] = sizes.get(kind, 0) + storage.nbytes()
-        return sizes
+    blocks: tuple[str, ...]
+    observed: Observed
+    loop: Loop | None
 
-    def changed_buffers(self) -> tuple[str, ...]:
-        """The names of the buffers that a step changes."""
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        with as_before(self.model):
-            self.forward()
-            self._held = None
-            return tuple(
-                name
-                for name, buffer in self.model.named_buffers()
-                if not torch.equal(buffer, before[name])
-            )
+    @property
+    def may_run_again(self) -> tuple[str, ...]:
+        """The blocks that can run again by themselves."""
+        return tuple(p.path for p in self.observed.pieces if p.path and not p.overwritten)
 
-    def measured_bytes(self, solution: SubmoduleSolution) -> int:
-        """The peak of one step with the plan in place, resident bytes included."""
-        self._held = None
-        put(self.model, solution)
+
+def _watched(model: nn.Module, step: Step) -> _Watched:
+    blocks = chain_of(model, step.forward)
+    if not blocks:
+        raise FallbackError(
+            f"{type(model).__name__} has no two submodules that the same module calls once each in "
+            "a step, so there is nothing to checkpoint; split it into submodules, or make it "
+            "traceable"
+        )
+    observed = observe(model, step.forward, blocks, resident=step.batch_tensors)
+    container = container_of(model, blocks)
+    if container is None:
+        return _Watched(blocks, observed, None)
+    without = without_gaps(observed)
+    loop = loop_of(container, without)
+    return _Watched(blocks, observed if loop is None else without, loop)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What to checkpoint: neighbours of the loop, in its steps, or single submodules."""
+
+    schedule: Schedule
+    trace: Trace
+    segments: tuple[Segment, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+    def judged_on(self, graph: Graph, loop: Loop | None) -> _Chosen:
+        """The same checkpoints on another graph of the same pieces."""
+        if self.segments:
+            assert loop is not None
+            plan = judged(graph, loop.row, self.segments)
+            return dataclasses.replace(self, schedule=plan.schedule, trace=plan.trace)
+        schedule = replay_regions(graph, self.regions).schedule
+        return dataclasses.replace(self, schedule=schedule, trace=simulate(graph, schedule))
+
+
+def _choose(solution: Solution, watched: _Watched) -> tuple[_Chosen | None, int]:
+    """The fastest that fits, and the smallest peak that was found."""
+    found: list[_Chosen] = []
+    available_bytes = solution.request.available_bytes
+    least = [] if solution.obstacle is None else [solution.obstacle.reached_bytes]
+    if solution.schedule is not None:
+        possible = watched.may_run_again
+        tree = ModuleTree(blocks=possible, parts=dict.fromkeys(possible, ()))
         try:
-            with as_before(self.model):
-                self.forward().backward()  # makes what is made once
-            self._held = None
-            with as_before(self.model):
-                used = cpu_peak_bytes(lambda: self.forward().backward())
-        finally:
-            self._held = None
-            for path in solution.checkpointed:
-                checkpointed.take_out(self.model.get_submodule(path))
-        return sum(self.resident_bytes().values()) + used.peak_bytes
+            plan = by_module(solution, tree, may_save=_nothing, beside_bytes=0)
+            found.append(_Chosen(plan.schedule, plan.trace, regions=plan.regions))
+        except NothingFitsError as error:
+            least = [error.least.peak_bytes]
+    if watched.loop is not None:
+        best, least_bytes = best_segments(
+            solution.graph,
+            watched.loop.row,
+            excess=lambda plan: plan.trace.peak_bytes - available_bytes,
+        )
+        least = [least_bytes]
+        if best is not None:
+            found.append(_Chosen(best.schedule, best.trace, segments=best.segments))
+    chosen = min(found, key=lambda c: (c.trace.time_s, c.trace.peak_bytes), default=None)
+    return chosen, min(least, default=solution.baseline.peak_bytes)
+
+
+def _solution(
+    solution: Solution, watched: _Watched, chosen: _Chosen, changed_buffers: tuple[str, ...]
+) -> SubmoduleSolution:
+    proven = chosen.trace.time_s - solution.lower_bound_s <= 1e-3 * solution.baseline.time_s
+    segments: tuple[Segment, ...] = ()
+    paths = tuple(region.path for region in chosen.regions)
+    if chosen.segments:
+        assert watched.loop is not None
+        segments = shifted(chosen.segments, watched.loop.starts)
+        paths = tuple(p for s in segments for p in watched.blocks[s.first : s.last + 1])
+    return _as_submodules(
+        solution,
+        watched,
+        schedule=chosen.schedule,
+        trace=chosen.trace,
+        status="optimal" if proven else "feasible",
+        obstacle=None,
+        checkpointed=paths,
+        segments=segments,
+        container=watched.loop.container if watched.loop is not None else "",
+        left_alone=tuple(_left_alone(watched)),
+        changed_buffers=changed_buffers,
+    )
+
+
+def _nothing_fits(solution: Solution, watched: _Watched, least_bytes: int) -> SubmoduleSolution:
+    """With the smallest peak that was found as the least budget."""
+    obstacle = solution.obstacle
+    known = (
+        (0, "", ())
+        if obstacle is None
+        else (obstacle.proven_bytes, obstacle.op, obstacle.on_device)
+    )
+    return _as_submodules(
+        solution,
+        watched,
+        schedule=None,
+        trace=None,
+        status="time_limit" if solution.status == "time_limit" else "infeasible",
+        obstacle=Obstacle(known[0], max(known[0], least_bytes), None, known[1], known[2]),
+        left_alone=(
+            *_left_alone(watched),
+            f"checkpointing submodules whole takes at least {least_bytes} bytes",
+        ),
+    )
+
+
+def _as_submodules(solution: Solution, watched: _Watched, **values: Any) -> SubmoduleSolution:
+    kept = {f.name: getattr(solution, f.name) for f in dataclasses.fields(Solution)}
+    return SubmoduleSolution(**{**kept, "blocks": watched.blocks, **values})
+
+
+def _measured_bytes(model: nn.Module, step: Step, solution: SubmoduleSolution) -> int:
+    return step.measured_bytes(
+        lambda: put(model, solution), lambda: checkpointed.remove_torch_checkpoint(model)
+    )
 
 
 def _peak_in_step(solution: Solution) -> int:
@@ -216,142 +333,66 @@ def _peak_in_step(solution: Solution) -> int:
     return max(before) - state
 
 
-def _graph(model: nn.Module, step: _Step, observed: Observed, *, unseen_bytes: int) -> Graph:
-    """One forward and one backward node for each piece."""
-    sizes = step.resident_bytes()
-    pieces = observed.pieces
-    beside = {"random_state": CPU_RANDOM_STATE_BYTES * (len(pieces) + 1), "unseen": unseen_bytes}
-    tensors = [Tensor(kind, n, kind) for kind, n in sizes.items()]  # type: ignore[arg-type]
-    tensors += [Tensor(name, n, "buffer") for name, n in beside.items()]
-    tensors += [Tensor(f"t{i}", n, "activation") for i, n in enumerate(observed.storage_bytes)]
-    made_by = {f"t{i}": k for k, piece in enumerate(pieces) for i in piece.made}
-    gradients = _gradient_bytes(model, [piece.path for piece in pieces])
-    forward, backward = [], []
-    for k, piece in enumerate(pieces):
-        made = tuple(f"t{i}" for i in piece.made)
-        saved = tuple(f"t{i}" for i in piece.saved)
-        link = f"x{k}"  # keeps the pieces in their order
-        tensors += [Tensor(link, 0, "activation"), Tensor(f"g{k}", 0, "activation")]
-        read = [f"t{i}" for i in piece.read]
-        read += [name for name in saved if made_by[name] < k]
-        before = () if k == 0 else (f"x{k - 1}",)
-        inputs = tuple(dict.fromkeys((*sizes, *before, *read)))
-        n_made = sum(observed.storage_bytes[i] for i in piece.made)
-        forward.append(
-            Node(
-                name=f"forward{k}",
-                op="submodule.forward" if piece.path else "outside.forward",
-                inputs=inputs,
-                outputs=(*made, link),
-                time_s=piece.forward_s,
-                workspace_bytes=max(0, piece.forward_peak_bytes - n_made),
-                phase="forward",
-                recomputable=bool(piece.path) and not piece.overwritten,
-                module=piece.path,
-            )
-        )
-        after = (f"x{k}",) if k == len(pieces) - 1 else (f"g{k + 1}",)
-        own = (f"gradient{k}",) if gradients[k] else ()
-        tensors += [Tensor(name, gradients[k], "gradient") for name in own]
-        backward.append(
-            Node(
-                name=f"backward{k}",
-                op="submodule.backward" if piece.path else "outside.backward",
-                inputs=tuple(dict.fromkeys((*after, *saved))),
-                outputs=(f"g{k}", *own),
-                time_s=piece.backward_s,
-                # the gradients of activations, which stand on both sides of it, among them
-                workspace_bytes=max(0, piece.backward_peak_bytes - gradients[k])
-                + _passed_bytes(observed, k),
-                phase="backward",
-                recomputable=False,
-                module=piece.path,
-            )
-        )
-    call = Call.of(step.args, step.kwargs)
-    outputs = [t.name for t in tensors if t.kind == "gradient"]
-    return Graph(
-        nodes=(*forward, *reversed(backward)),
-        tensors=tuple(tensors),
-        outputs=tuple(outputs),
-        meta={
-            "model": type(model).__name__,
-            "scope": SCOPE,
-            "costs": {"model": "measured", "device": "here"},
-            "environment": environment_of(call, model),
-        },
-    )
-
-
-def _passed_bytes(observed: Observed, k: int) -> int:
-    """The gradient that comes in: as large as what the next piece reads of this one."""
-    made = set(observed.pieces[k].made)
-    after = observed.pieces[k + 1 :]
-    read = {i for piece in after[:2] for i in piece.read if i in made}
-    return sum(observed.storage_bytes[i] for i in read)
-
-
-def _gradient_bytes(model: nn.Module, paths: Sequence[str]) -> list[int]:
-    """Of each piece's parameters; what is in no submodule of the row counts from the first on."""
-    sizes = [0] * len(paths)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            inside = [k for k, path in enumerate(paths) if path and name.startswith(f"{path}.")]
-            piece = inside[0] if inside else len(paths) - 1
-            sizes[piece] += parameter.numel() * parameter.element_size()
-    return sizes
-
-
-def _plan(
-    graph: Graph,
-    observed: Observed,
-    blocks: Sequence[str],
-    *,
-    budget: int | str,
-    time_limit_s: float,
-) -> SubmoduleSolution:
-    solution = solve(graph, budget=budget, time_limit_s=time_limit_s)
-    left_alone = tuple(_left_alone(observed))
-    values = {f.name: getattr(solution, f.name) for f in dataclasses.fields(Solution)}
-    possible = [piece.path for piece in observed.pieces if piece.path and not piece.overwritten]
-    if solution.schedule is None:
-        return SubmoduleSolution(**values, blocks=tuple(blocks), left_alone=left_alone)
-    tree = ModuleTree(blocks=tuple(possible), parts=dict.fromkeys(possible, ()))
-    try:
-        plan = by_module(solution, tree, may_save=_nothing, beside_bytes=0)
-    except NothingFitsError as error:
-        left_alone = (
-            *left_alone,
-            f"checkpointing submodules whole takes at least {error.least.peak_bytes} bytes",
-        )
-        values |= {"status": "infeasible", "schedule": None, "trace": None}
-        return SubmoduleSolution(**values, blocks=tuple(blocks), left_alone=left_alone)
-    gap_s = plan.trace.time_s - solution.lower_bound_s
-    proven = gap_s <= 1e-3 * solution.baseline.time_s
-    values |= {
-        "schedule": plan.schedule,
-        "trace": plan.trace,
-        "status": "optimal" if proven else "feasible",
-    }
-    return SubmoduleSolution(
-        **values,
-        blocks=tuple(blocks),
-        checkpointed=tuple(region.path for region in plan.regions),
-        left_alone=left_alone,
-    )
-
-
 def _nothing(_region: Region) -> frozenset[str]:
     return frozenset()
 
 
-def _left_alone(observed: Observed) -> Iterator[str]:
-    outside_s = sum(p.forward_s for p in observed.pieces if not p.path)
-    total_s = sum(p.forward_s for p in observed.pieces)
+def _left_alone(watched: _Watched) -> Iterator[str]:
+    pieces = watched.observed.pieces
+    outside_s = sum(p.forward_s for p in pieces if not p.path)
+    total_s = sum(p.forward_s for p in pieces)
     yield f"{100 * outside_s / (total_s or 1.0):.0f} % of the forward pass runs outside of them"
-    for piece in observed.pieces:
-        if piece.overwritten:
-            yield f"{piece.path} overwrites what it reads, or something after it does: kept"
+    overwritten = ", ".join(piece.path for piece in pieces if piece.overwritten)
+    if overwritten:
+        how = (
+            "are kept"
+            if watched.loop is None
+            else "run again only together with what is before them"
+        )
+        yield f"what these read is overwritten, so they {how}: {overwritten}"
 
 
-__all__ = ["SCOPE", "FallbackError", "SubmoduleSolution", "plan_chain", "put"]
+def planned_for_command(
+    *,
+    model: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    inputs: Callable[[Any], Any] | None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    device: str,
+    budget_bytes: int,
+    reserve_bytes: int,
+    time_limit_s: float,
+) -> Planned:
+    """For the command `solve`. See solver.submodules.SubmodulePlanner."""
+    real = model().to(device)
+    example = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch())
+    solution = plan_chain(
+        real,
+        example,
+        budget=budget_bytes,
+        reserve=reserve_bytes,
+        loss=loss,
+        inputs=inputs,
+        optimizer=optimizer(real),
+        time_limit_s=time_limit_s,
+    )
+    parts = [f"Planned by submodules, measured in eager mode: {len(solution.blocks)} submodules."]
+    parts += solution.parts
+    parts += solution.left_alone
+    if solution.schedule is not None:
+        parts.append(
+            "A schedule of submodules is no program for apply(): in the training script, "
+            "apply(model, scheduler_runtime.fallback.plan_chain(model, batch, budget=...))."
+        )
+    return Planned(solution, tuple(part[:1].upper() + part[1:] for part in parts))
+
+
+__all__ = [
+    "SCOPE",
+    "FallbackError",
+    "SubmoduleSolution",
+    "plan_chain",
+    "planned_for_command",
+    "put",
+]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -194,6 +195,7 @@ class _Watch:
         self._resident = {t.untyped_storage()._cdata for t in _state(model)}
         self._arguments: list[tuple[Piece, torch.Tensor, int]] = []
         self._marks: list[tuple[str, float]] = []
+        self._marked: list[weakref.ref[torch.Tensor]] = []
         self._now = 0
 
     def keep_out(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -233,12 +235,15 @@ class _Watch:
                 if saving:
                     self._add(piece.read, tensor, maker=outside)
                     self._arguments.append((piece, tensor.detach(), tensor._version))
-                if tensor.requires_grad:
+                # what comes right from a submodule marks that one's backward, and nothing between
+                direct = any(tensor is made() for made in self._marked)
+                if tensor.requires_grad and not direct:
                     tensor.register_hook(self._marking(f"backward {index - 1}"))
             self._now = index
             self._mark(f"forward {index}")
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._marked = [weakref.ref(tensor) for tensor in _tensors(output)]
             for tensor in _tensors(output):
                 if saving:
                     self._add(self.pieces[index + 1].read, tensor, maker=piece)

@@ -70,12 +70,17 @@ class Replayed:
     n_reruns: Mapping[str, int]
 
 
-def replay_regions(graph: Graph, regions: Sequence[Region]) -> Replayed:
+def replay_regions(
+    graph: Graph, regions: Sequence[Region], *, locals_held: bool = True
+) -> Replayed:
     """The step when these disjoint regions are checkpointed. Raises RegionError.
+
+    locals_held: rule 6. False for regions whose code is a loop over their modules with one
+    variable (nn.Sequential): then only the arguments of a region are held while it runs.
 
     Cost: linear in the number of operators that run, times the depth of regions.
     """
-    return _Replay(graph, _Layout(graph, regions)).run()
+    return _Replay(graph, _Layout(graph, regions), locals_held=locals_held).run()
 
 
 def nodes_of(graph: Graph, path: str) -> tuple[str, ...]:
@@ -263,9 +268,10 @@ def _n_common(one: Chain, other: Chain) -> int:
 class _Replay:
     """Runs the step on paper, collecting the order of nodes and who holds what until when."""
 
-    def __init__(self, graph: Graph, layout: _Layout) -> None:
+    def __init__(self, graph: Graph, layout: _Layout, *, locals_held: bool) -> None:
         self._graph = graph
         self._layout = layout
+        self._locals_held = locals_held
         self._order: list[str] = []
         self._held: defaultdict[int, list[str]] = defaultdict(list)
         self._available: set[str] = {tensor.name for tensor in graph.resident}
@@ -374,6 +380,9 @@ class _Replay:
 
     def _hold_locals(self, start: int) -> None:
         """Of what was run from `start` on inside regions: held until the calls are over."""
+        if not self._locals_held:
+            self._hold_arguments(start)
+            return
         last_of: dict[str, int] = {}
         run = range(start, len(self._order))
         for position in run:
@@ -386,6 +395,15 @@ class _Replay:
                 until = self._scope(node, chain[0])
                 for name in node.outputs:
                     self._held[last_of[until]].append(name)
+
+    def _hold_arguments(self, start: int) -> None:
+        """Of each region of which something was run from `start` on: until the last of it."""
+        last_of: dict[str, tuple[Region, int]] = {}
+        for position in range(start, len(self._order)):
+            for region in self._layout.chain(self._order[position]):
+                last_of[region.path] = region, position
+        for region, position in last_of.values():
+            self._held[position] += self._layout.arguments(region)
 
     def _scope(self, node: Node, region: Region) -> str:
         """The innermost module, within the region, that both makes and reads what the node makes"""

@@ -91,8 +91,7 @@ def test_the_planned_step_keeps_to_the_predicted_peak_and_the_bits(share: float)
             one_step(plain, batch, seed), one_step(model, batch, seed), strict=True
         ):
             assert torch.equal(expected, got)
-    if share < 1:
-        remove(model)
+    remove(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

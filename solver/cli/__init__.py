@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Any
 
 from rich.console import Console
 
@@ -38,6 +39,7 @@ from solver.report import Report, best, least_budget_bytes, proven_infeasible, t
 from solver.solution import Request, Solution
 from solver.solve import InterruptedSolveError, attempt, explained
 from solver.stages import TooLargeError
+from solver.submodules import PLANNER, Planned, SubmodulePlanner
 from solver.usage import UsageError
 from solver.verification import VERIFIER, Verifier, VerifyError
 
@@ -100,7 +102,7 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 
 def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
-    with opened_problem(arguments, progress=progress.says) as problem:
+    with opened_problem(arguments, progress=progress.says, planner=_plan_submodules) as problem:
         _check_layers(arguments, problem)
         if arguments.largest is not None:
             problem, search = maximised(arguments, problem, progress)
@@ -141,8 +143,22 @@ def _with_setting(system: str, report: Report) -> Report:
     return dataclasses.replace(report, emitted=found)
 
 
+def _plan_submodules(**asked: Any) -> Planned:
+    planner: SubmodulePlanner = importlib.import_module(PLANNER).planned_for_command
+    return planner(**asked)
+
+
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
     """Search with every method."""
+    if problem.planned is not None:
+        return Report(
+            problem=problem.name,
+            device=problem.device,
+            costs=problem.costs,
+            solutions=(problem.planned,),
+            notes=problem.notes,
+            reserve_reason=problem.reserve_reason,
+        )
     solutions, refused, interrupted = _search(arguments, problem, progress)
     notes = list(problem.notes)
     if interrupted:

@@ -31,9 +31,11 @@ from solver.cli.model_file import (
     opened,
     parse_source,
 )
+from solver.cli.submodules import plan_by_submodules
 from solver.largest import FIRST
 from solver.report import evaluation_note
 from solver.solution import Solution
+from solver.submodules import SubmodulePlanner
 from solver.target import Target, cost_words, find_target, named_device
 from solver.usage import UsageError
 from solver.verification import Verification, Verifier, VerifyError
@@ -48,12 +50,17 @@ NOTABLE_OUTPUT_BYTES = 10**6
 """Tensors returned beside the loss are worth a note from these bytes and share of all on."""
 
 
+class NotTracedError(LoadError):
+    """The model was built, and its step cannot be captured as one graph."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is to be planned. name, device, costs: for the report. notes: whole sentences.
 
     verify: runs the model both ways through a verifier (None: a graph file holds no model).
     resized: the same problem at another size of the one that is maximised (None: none is).
+    planned: by submodules, where the model cannot be traced (None: a method is to search).
     """
 
     name: str
@@ -66,11 +73,16 @@ class Problem:
     notes: tuple[str, ...] = ()
     verify: Callable[[Verifier, Solution], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
+    planned: Solution | None = None
 
 
 @contextlib.contextmanager
-def opened_problem(arguments: Arguments, *, progress: Progress) -> Iterator[Problem]:
+def opened_problem(
+    arguments: Arguments, *, progress: Progress, planner: SubmodulePlanner
+) -> Iterator[Problem]:
     """Load or trace what the command line names; a model file stays importable meanwhile.
+
+    planner: for a model that cannot be traced.
 
     Raises UsageError, BudgetError, SizeError; LoadError, FormatError.
     """
@@ -89,7 +101,10 @@ def opened_problem(arguments: Arguments, *, progress: Progress) -> Iterator[Prob
             f"hf:config.json and graph.json{hint}"
         )
     # What a model file prints must not get into the report or the JSON object.
-    with contextlib.redirect_stdout(sys.stderr), _model_problem(arguments, source, progress) as it:
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        _model_problem(arguments, source, progress, planner) as it,
+    ):
         yield it
 
 
@@ -172,7 +187,7 @@ def _sizes(arguments: Arguments, hardware: Hardware | None) -> tuple[int, int, s
 
 @contextlib.contextmanager
 def _model_problem(
-    arguments: Arguments, source: ModelSource, progress: Progress
+    arguments: Arguments, source: ModelSource, progress: Progress, planner: SubmodulePlanner
 ) -> Iterator[Problem]:
     with progress("loading PyTorch"):
         target = find_target(arguments.device, costs=arguments.costs)
@@ -198,13 +213,43 @@ def _model_problem(
             resized=None if arguments.largest is None else partial(resized, file),
         )
 
+    def measured(file: ModelFile, refused: LoadError) -> Problem:
+        planned = plan_by_submodules(
+            file,
+            target,
+            arguments,
+            refused=refused,
+            planner=planner,
+            budget_bytes=budget_bytes,
+            reserve_bytes=reserve_bytes,
+        )
+        graph = planned.solution.graph
+        return Problem(
+            name=f"{arguments.problem} ({file.title or graph.meta.get('model', 'model')})",
+            graph=graph,
+            device="the CPU of this machine"
+            if target.torch_device == "cpu"
+            else target.hardware.title,
+            costs="measured here, submodule by submodule",
+            budget_bytes=budget_bytes,
+            reserve_bytes=reserve_bytes,
+            reserve_reason=why_reserve,
+            notes=(*planned.notes, *file.notes),
+            verify=partial(_verified, file, target, arguments.autocast),
+            planned=planned.solution,
+        )
+
     def resized(file: ModelFile, size: int) -> Problem:
         assert arguments.largest is not None
         return traced(file.resized(arguments.largest, size))
 
     with opened(source, sizes=sizes, varied=arguments.largest or "") as file:
-        with progress(f"tracing {arguments.problem}"):
-            problem = traced(file)
+        try:
+            with progress(f"tracing {arguments.problem}"):
+                problem = traced(file)
+        except NotTracedError as refused:
+            with progress("it cannot be traced: running real steps, to plan by submodules"):
+                problem = measured(file, refused)
         yield problem
 
 
@@ -233,7 +278,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
                 costs=target.costs,
             )
     except TraceError as error:
-        raise LoadError(f"{file.source}: {error}{_called_with(error, batch)}") from error
+        raise NotTracedError(f"{file.source}: {error}{_called_with(error, batch)}") from error
     notes.extend(evaluation_note(graph))
     notes.extend(_note_on_outputs(graph))
     return graph, notes
