@@ -81,7 +81,7 @@ def test_imports_go_one_way(package, path):
 
 
 def test_the_places_that_find_another_package_by_name():
-    """`--verify` runs the model, which is scheduler_runtime's: it is found by name; the fallback's planner too."""
+    """`--verify` and the fallback run the model, which is scheduler_runtime's: found by name."""
     places = [
         path.name
         for package, path in SOURCES
