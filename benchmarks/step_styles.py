@@ -65,7 +65,8 @@ class Style:
     set_up: hooks and optimizers on a training (after planning). applies: to which models.
     autocast: of forward pass and loss. gradients: as in `solve`. steps_inside: the optimizer steps
     while the backward pass runs. own_memory: what the step does beside model, loss and optimizer
-    takes memory that no plan knows of.
+    takes memory that no plan knows of, so that its peak is not judged. own_bytes: the same where it
+    is so little that the peak is judged with it.
     """
 
     step: Callable[[Training], None]
@@ -76,6 +77,7 @@ class Style:
     gradients: str = "fresh"
     steps_inside: bool = False
     own_memory: bool = False
+    own_bytes: int = 0
 
     def ambient(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast, where the style has it."""
@@ -101,6 +103,7 @@ def _accumulating(training: Training) -> None:
         loss = training.loss() / 2
         loss.backward()
         training.note("loss", loss)
+        training.output = None  # else it is held while the next micro-batch runs, beyond its plan
     training.optimizer.step()
 
 
@@ -233,11 +236,15 @@ def _has_real_numbers(_model: nn.Module, batch: Any) -> bool:
     )
 
 
+SCALER_BYTES = 1024
+"""Scalars of a gradient scaler: scale, growth, what it found, each in a block of the allocator."""
 STYLES: dict[str, Style] = {
     "plain": Style(plain_step),
     "accumulation": Style(_accumulating, gradients="accumulate"),
     "autocast bf16": Style(_under_autocast(torch.bfloat16), autocast=torch.bfloat16),
-    "autocast fp16, scaler": Style(_scaled, set_up=_with_scaler, autocast=torch.float16),
+    "autocast fp16, scaler": Style(
+        _scaled, set_up=_with_scaler, autocast=torch.float16, own_bytes=SCALER_BYTES
+    ),
     "hooks, clipping": Style(_clipping, set_up=_with_hooks, own_memory=True),
     "optimizer in backward": Style(
         _backward_alone, set_up=_optimizer_in_backward, steps_inside=True, own_memory=True
