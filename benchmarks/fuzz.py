@@ -4,8 +4,9 @@
 
 Each module runs under the schedule that keeps nothing and one that keeps a random half, every fifth
 also under a plan for a random budget between the least feasible and the peak without checkpointing,
-and under the least feasible schedule itself (these take a search). Three steps are compared to the bit: loss, gradients, parameters, buffers and the
-random state.
+and under the least feasible schedule itself (these take a search). Three steps are compared to the
+bit: loss, gradients, parameters, buffers and the random state. The count is written after every
+fifty modules, so that a run that was stopped has one.
 """
 
 from __future__ import annotations
@@ -122,20 +123,21 @@ def main() -> None:
     choice, tally = random.Random(arguments.seed), Tally()
     for index in range(arguments.n_models):
         try_recipe(random_recipe(choice), choice, tally, search=index % SEARCHED_EVERY == 0)
-        if index % 50 == 49:
-            print(
-                f"{tally.n_models} models, {tally.n_plans} plans, {len(tally.mismatches)} "
-                f"mismatches, {len(tally.refusals)} refused",
-                file=sys.stderr,
-                flush=True,
-            )
-    report = {"circumstances": circumstances(TIME_LIMIT_S), **vars(tally)}
-    text = json.dumps(report, indent=1) + "\n"
-    if arguments.out is None:
-        print(text)
-    else:
-        arguments.out.write_text(text)
+        if index % 50 == 49 or index == arguments.n_models - 1:
+            _tell(tally, arguments.out)
     sys.exit(bool(tally.mismatches))
+
+
+def _tell(tally: Tally, out: Path | None) -> None:
+    print(
+        f"{tally.n_models} models, {tally.n_plans} plans, {len(tally.mismatches)} mismatches, "
+        f"{len(tally.refusals)} refused",
+        file=sys.stderr,
+        flush=True,
+    )
+    if out is not None:
+        report = {"circumstances": circumstances(TIME_LIMIT_S), **vars(tally)}
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
