@@ -38,6 +38,7 @@ from solver.solution import Request, Solution
 from solver.solve import InterruptedSolveError, attempt, explained
 from solver.stages import TooLargeError
 from solver.verification import Verifier, VerifyError
+from solver.wording import described
 
 VERIFIER = "scheduler_runtime.verify"
 """The module whose `verify` runs a step both ways.
@@ -322,7 +323,7 @@ def _why(code: Exit, report: Report) -> str:
         line += f"; the least budget found is {format_both(least_bytes)}"
     if solution.obstacle is not None and solution.obstacle.op in solution.graph.node_by_name:
         node = solution.graph.node_by_name[solution.obstacle.op]
-        line += f"; in the way is {table.described(node)}"
+        line += f"; in the way is {described(node)}"
     return line
 
 
