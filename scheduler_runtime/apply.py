@@ -77,7 +77,7 @@ def apply(
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Undo `apply`, `fit` or an export: the module's own forward. Returns the same module."""
+    """The module's own forward again, after `apply`, `fit`, `compile` or an export; returns it."""
     if has_checkpoints(model):
         return remove_torch_checkpoint(model)
     planned = model.__dict__.get("forward")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,12 @@ from graphs.call import Call, as_call
 from graphs.costs import Roofline
 from graphs.fused_costs import FusedCosts
 from graphs.optimizer import optimizer_costs
+from scheduler_runtime.apply import remove
 from scheduler_runtime.compile_loop import Attempt, CompileLoop, shown_bytes
-from scheduler_runtime.compiled import kind_of
 from scheduler_runtime.measure import bytes_of, resident_tensors
 from scheduler_runtime.partitioner import BudgetPartitioner
 from scheduler_runtime.rehearsal import Rehearsal
+from scheduler_runtime.stand_in import StandIn, device_of, refuse_second
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_size, parse_size
 
 logger = logging.getLogger(__name__)
@@ -85,9 +87,10 @@ def compile(
     """Replace the module's forward by its compiled form within a budget; returns the same module.
 
     batch, loss, inputs, optimizer, budget, reserve, method, time_limit_s, seed: as in
-        `solver.solve`. With a batch the step is compiled now, without one at the first forward
-        pass in training mode (then the loss must be the model's own; of a model without one the
-        sum of its outputs is rehearsed, so that a loss outside is not counted).
+        `solver.solve`. With a batch the step is compiled now, in the mode that the model is in (the
+        other mode runs as it is), without one at the first forward pass in training mode. Then the
+        loss must be the model's own; of a model without one the sum of its outputs is rehearsed, so
+        that a loss outside is not counted.
     backend: "inductor", or "aot_eager": the same partition run operator by operator.
     max_attempts: compilations at most, the one without a plan included.
 
@@ -95,16 +98,18 @@ def compile(
     are those of the same backend without a budget; with Inductor up to the rounding of kernels
     that are fused differently. `compile_reports(model)` tells what was tried.
 
+    `remove(model)` or `uncompile(model)` undoes it.
+
     Raises GraphBreakError where the module is not one graph; BudgetError where nothing was found
-    that fits; TraceError, ValueError.
+    that fits; TraceError (forward changes attributes of the module, say); ValueError, also for a
+    module that has a plan.
     """
-    if isinstance(model.__dict__.get("forward"), BudgetedForward):
-        raise ValueError("the module is compiled within a budget already; uncompile(model) first")
+    refuse_second(model)
     if loss is not None and batch is None:
         raise ValueError("a loss of (output, batch) can only be rehearsed with a batch: give one")
     if max_attempts < 1:
         raise ValueError(f"max_attempts is {max_attempts}; it must be at least 1")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the model is on {device}; peaks can be measured on cpu and cuda")
     capacity_bytes = (
@@ -131,11 +136,17 @@ def compile(
         optimizer=optimizer,
         max_attempts=max_attempts,
         partitioner=partitioner,
+        covers_training=batch is None or model.training,
     )
     if batch is not None:
-        args, kwargs = as_call(batch, inputs)
+        if not model.training:
+            warnings.warn(
+                "compile: the model is in evaluation mode, and it is compiled for that alone; call "
+                "model.train() before if it is to be trained",
+                stacklevel=2,
+            )
         chosen = None if loss is None else functools.partial(_loss_of, loss, batch)
-        forward.prepare(args, kwargs, loss=chosen)
+        forward.prepare(Call.of(*as_call(batch, inputs)), loss=chosen)
     model.forward = forward
     return model
 
@@ -147,15 +158,12 @@ def _loss_of(loss: Callable[[Any, Any], torch.Tensor], batch: Any, output: Any) 
 def uncompile(model: nn.Module) -> nn.Module:
     """Undo `compile`: the module runs its own forward again. Returns the same module."""
     _budgeted(model)
-    own = model.__dict__.pop("forward").instance_forward
-    if own is not None:
-        model.forward = own
-    return model
+    return remove(model)
 
 
 def compile_reports(model: nn.Module) -> tuple[CompileReport, ...]:
     """What was tried for each kind of call so far."""
-    return tuple(report for report, _ in _budgeted(model).compiled.values())
+    return tuple(_budgeted(model).reports)
 
 
 def _budgeted(model: nn.Module) -> BudgetedForward:
@@ -165,8 +173,24 @@ def _budgeted(model: nn.Module) -> BudgetedForward:
     return forward
 
 
-class BudgetedForward:
-    """Stands in for `model.forward`; keeps what was compiled for each kind of call."""
+@dataclass(frozen=True)
+class _Function:
+    """A compiled forward, for calls of the kind that it was compiled for."""
+
+    function: Callable[..., Any]
+
+    def fits(self, _model: nn.Module, _call: Call) -> bool:
+        return True
+
+    def run(self, _model: nn.Module, call: Call) -> Any:
+        args, kwargs = call.arguments(call.tensors)
+        return self.function(*args, **kwargs)
+
+
+class BudgetedForward(StandIn):
+    """Compiles for each kind of call, in training mode or in evaluation mode."""
+
+    n_kept = N_KEPT
 
     def __init__(
         self,
@@ -178,45 +202,34 @@ class BudgetedForward:
         optimizer: torch.optim.Optimizer | None,
         max_attempts: int,
         partitioner: Callable[..., BudgetPartitioner],
+        covers_training: bool,
     ) -> None:
-        self.instance_forward = model.__dict__.get("forward")
-        self.compiled: dict[Any, tuple[CompileReport, Callable[..., Any]]] = {}
-        self._model = model
+        super().__init__(model)
+        self.reports: list[CompileReport] = []
         self._budget_bytes = budget_bytes
         self._available_bytes = available_bytes
         self._backend = backend
         self._optimizer = optimizer
         self._max_attempts = max_attempts
         self._partitioner = partitioner
-        self._training = model.training
-
-    @property
-    def own_forward(self) -> Any:
-        """The forward that the module had before."""
-        if self.instance_forward is not None:
-            return self.instance_forward
-        return types.MethodType(type(self._model).forward, self._model)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._model.training != self._training:
-            return self.own_forward(*args, **kwargs)
-        kind = kind_of(self._model, Call.of(args, kwargs))
-        if kind not in self.compiled:
-            self.prepare(args, kwargs, loss=None)
-        return self.compiled[kind][1](*args, **kwargs)
+        self._covers_training = covers_training
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was compiled is not copied or pickled: it is compiled again when it is called."""
-        return {**self.__dict__, "compiled": {}}
+        return {**super().__getstate__(), "reports": []}
 
-    def prepare(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        loss: Callable[[Any], torch.Tensor] | None,
-    ) -> None:
-        """Compile for calls like this one, and measure, until it fits."""
+    def covers(self) -> bool:
+        return self._model.training == self._covers_training
+
+    def compile_for(self, call: Call) -> _Function:
+        return self._measured(call, loss=None)
+
+    def prepare(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> None:
+        """Compile for calls like this one before they come."""
+        self._programs.add(self.kind(call), self._measured(call, loss=loss))
+
+    def _measured(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> _Function:
+        """Compile, and measure, until it fits."""
+        args, kwargs = call.arguments(call.tensors)
         state_bytes, workspace_bytes = _optimizer_bytes(self._model, self._optimizer)
         gradients = [p for p in self._model.parameters() if p.requires_grad and p.grad is None]
         there = resident_tensors(self._model, (args, kwargs), self._optimizer)
@@ -242,7 +255,7 @@ class BudgetedForward:
         )
         loop = CompileLoop(
             rehearsal,
-            self.own_forward,
+            self._own_method(),
             backend=self._backend,
             partitioner=self._partitioner,
             available_bytes=self._available_bytes,
@@ -258,16 +271,21 @@ class BudgetedForward:
             chosen=chosen,
             optimizer_peak_bytes=optimizer_peak_bytes,
         )
-        while len(self.compiled) >= N_KEPT:
-            del self.compiled[next(iter(self.compiled))]
-        self.compiled[kind_of(self._model, Call.of(args, kwargs))] = (report, function)
+        self.reports.append(report)
         logger.info("%s", report)
+        return _Function(function)
+
+    def _own_method(self) -> Callable[..., Any]:
+        """The module's own forward as a method, which the compiler knows best."""
+        if self.instance_forward is not None:
+            return self.instance_forward  # type: ignore[no-any-return]
+        return types.MethodType(type(self._model).forward, self._model)
 
 
 def _optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
     """State that the optimizer has not made yet, and what its step takes beside it."""
     if optimizer is None:
         return 0, 0
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     cost = optimizer_costs(optimizer, model, device=device, costs=Roofline(hardware.named("cpu")))
     return (0 if optimizer.state else cost.state_bytes), cost.workspace_bytes

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphs.call import TraceError
+from graphs.side_effects import SideEffectError
 from scheduler_runtime.backends import backend_of
 from scheduler_runtime.partitioner import BudgetPartitioner, NothingFitsError, Partition
 from scheduler_runtime.rehearsal import Rehearsal
@@ -98,6 +99,11 @@ class CompileLoop:
             if isinstance(inner, NothingFitsError | TraceError | ValueError):
                 raise inner from error
             raise
+        except SideEffectError as error:
+            raise TraceError(
+                f"{type(self._rehearsal.model).__name__} cannot be compiled within a budget: "
+                f"{error}"
+            ) from error
         except torch.OutOfMemoryError:
             if not partitioner.partitions:
                 raise  # before there was anything to plan

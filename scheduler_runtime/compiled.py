@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from graphs.call import Call
-from graphs.capture import leaves_of
+from graphs.shell import leaves_of
 from graphs.trace import StepTrace
 from scheduler_runtime.function import run_step
 from scheduler_runtime.program import Program

@@ -23,13 +23,13 @@ from torch import nn
 from graphs.extract import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph
 from scheduler_runtime import checkpointed
-from scheduler_runtime.apply import PlannedForward
 from scheduler_runtime.checkpointed import (
     CheckpointedForward,
     SavedCalls,
     functional_name,
     remove_torch_checkpoint,
 )
+from scheduler_runtime.stand_in import StandIn
 from solver.budget import format_size
 from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
 from solver.eager import EagerStep
@@ -182,7 +182,7 @@ def _check_model(model: nn.Module, graph: Graph) -> None:
     modules = dict(model.named_modules())
     for path, module in modules.items():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, PlannedForward):
+        if isinstance(forward, StandIn):
             raise ExportError("a plan is applied to this model already; remove(model) it first")
         if isinstance(forward, CheckpointedForward):
             raise ExportError(

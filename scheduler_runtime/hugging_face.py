@@ -13,8 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from scheduler_runtime.apply import remove
-from scheduler_runtime.fit import FitError, Fitted, fit, plans_of
-from scheduler_runtime.stand_in import StandIn
+from scheduler_runtime.fit import FitError, Fitted, FittedForward, fit, plans_of
 
 
 class FitCallback(TrainerCallback):
@@ -39,7 +38,7 @@ class FitCallback(TrainerCallback):
         del state, control
         _refuse_arguments(args)
         model = kwargs["model"]
-        if isinstance(model.__dict__.get("forward"), StandIn):
+        if isinstance(model.__dict__.get("forward"), FittedForward):
             remove(model)  # of a training that ended with an error
         fit(model, optimizer=kwargs["optimizer"], **self._options)
         self._model = model

@@ -19,8 +19,7 @@ except ModuleNotFoundError:
     from pytorch_lightning import Callback, LightningModule
 
 from scheduler_runtime.apply import remove
-from scheduler_runtime.fit import FitError, Fitted, fit, plans_of
-from scheduler_runtime.stand_in import StandIn
+from scheduler_runtime.fit import FitError, Fitted, FittedForward, fit, plans_of
 
 
 class FitCallback(Callback):
@@ -58,7 +57,7 @@ class FitCallback(Callback):
                 f"{type(model).__name__} has no forward of its own; name the part of it that "
                 "training_step calls: FitCallback(part=lambda module: module.model)"
             )
-        if isinstance(model.__dict__.get("forward"), StandIn):
+        if isinstance(model.__dict__.get("forward"), FittedForward):
             remove(model)  # of a training that ended with an error
         fit(model, optimizer=trainer.optimizers, **self._options)
         self._model, self._n_steps = model, trainer.global_step

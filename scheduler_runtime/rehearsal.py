@@ -1,7 +1,7 @@
 """One forward and backward pass that leaves no trace, to see what it takes at its worst.
 
 Gradients are asked for by `torch.autograd.grad`: nothing is added to `.grad`, and no hook of an
-accumulation fires. Buffers and the random state are as before afterwards.
+accumulation fires. Buffers, the random state and the modules' attributes are as before afterwards.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.call import TraceError, find_loss
 from graphs.memory_events import cpu_peak_bytes
+from graphs.side_effects import attributes_unchanged
 from scheduler_runtime.measure import bytes_of, resident_tensors
 
 
@@ -103,11 +104,14 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Buffers and random state as before, whatever happens; kept on the host meanwhile."""
+        """Buffers and random state as before, whatever happens; kept on the host meanwhile.
+
+        Raises SideEffectError where a forward pass changes plain attributes of a module.
+        """
         buffers = [(b, b.detach().to("cpu", copy=True)) for b in self.model.buffers()]
         devices = [self.device] if self.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices):
+            with attributes_unchanged(self.model), torch.random.fork_rng(devices=devices):
                 yield
         finally:
             with torch.no_grad():

@@ -1,7 +1,7 @@
 """What stands in for `model.forward`: a program for each kind of call, the module's own otherwise.
 
 `scheduler_runtime.apply` puts one there that has its plans, `scheduler_runtime.fit` one that makes
-them when it is called.
+them when it is called, `scheduler_runtime.budgeted` one that compiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
 from scheduler_runtime.checkpointed import has_checkpoints
-from scheduler_runtime.compiled import Programs, StepProgram, kind_of
+from scheduler_runtime.compiled import N_KEPT, Programs, StepProgram, kind_of
 from solver.schedule import Compute, Schedule
 
 
@@ -27,13 +27,16 @@ class StandIn(abc.ABC):
     """Called in the place of the module's forward; keeps one program for each kind of call.
 
     instance_forward: what another library had put in the place of the class's forward before.
+    n_kept: programs at most.
     """
+
+    n_kept = N_KEPT
 
     def __init__(self, model: nn.Module) -> None:
         self.instance_forward = model.__dict__.get("forward")
         self._model = model
         self._tracing = False
-        self._programs = Programs()
+        self._programs = Programs(n_kept=self.n_kept)
         functools.update_wrapper(self, self._own_forward, updated=())
 
     @property
@@ -60,16 +63,20 @@ class StandIn(abc.ABC):
         if self._tracing or not torch.is_grad_enabled() or not self.covers():
             return self._own_forward(*args, **kwargs)
         call = Call.of(args, kwargs)
-        kind = (kind_of(model, call), self.situation())
+        kind = self.kind(call)
         compiled = self._programs.find(kind, model, call)
         if compiled is None:
             compiled = self.compile_for(call)
             self._programs.add(kind, compiled)
         return compiled.run(model, call)
 
+    def kind(self, call: Call) -> Any:
+        """Equal for calls that one program can be for."""
+        return kind_of(self._model, call), self.situation()
+
     def __getstate__(self) -> dict[str, Any]:
         """Programs are not copied or pickled: they are made again at the next forward pass."""
-        return {**self.__dict__, "_programs": Programs()}
+        return {**self.__dict__, "_programs": Programs(n_kept=self.n_kept)}
 
     def traced(
         self,

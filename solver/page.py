@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 
 from graphs.files import write_whole
-from solver import table
+from solver import wording
 from solver.advice import ABOUT
 from solver.block_table import block_rows
 from solver.breakdown import CATEGORIES
@@ -24,7 +24,7 @@ from solver.largest import SizeSearch
 from solver.pareto import Curve
 from solver.report import Report
 from solver.solution import Solution
-from solver.table import format_share, format_time
+from solver.wording import format_share, format_time
 
 
 def write_page(report: Report, path: Path, *, command: str, curve: Curve | None = None) -> None:
@@ -45,10 +45,10 @@ def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str
 
     answer = report.best
     yield _section("Answer", f'<p class="{answer.status}">{_text(answer.status)}</p>')
-    yield _list([*table.answered(report), *table.asked(report)])
+    yield _list([*wording.answered(report), *wording.asked(report)])
     picture = inline_svg(before_and_after(answer)[0], name="memory")
     yield _section("Memory over the step", _figure(picture, "Memory over one training step"))
-    yield _section("Memory at the peak", _breakdown(answer) + _list(table.peaks(answer)))
+    yield _section("Memory at the peak", _breakdown(answer) + _list(wording.peaks(answer)))
     if curve is not None:
         picture = inline_svg(pareto(curve, chosen=answer), name="budgets")
         yield _section("What a smaller budget costs", _figure(picture, "Overhead against budget"))
@@ -58,15 +58,15 @@ def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str
     if report.sizes is not None:
         picture = inline_svg(throughput(report.sizes), name="sizes")
         yield _section(
-            table.SIZE_TITLES[report.sizes.size],
+            wording.SIZE_TITLES[report.sizes.size],
             _figure(picture, "Throughput against size"),
             _sizes(report.sizes),
-            _list(table.size_words(report.sizes)),
+            _list(wording.size_words(report.sizes)),
         )
     if len(report.solutions) + len(report.refused) > 1:
         yield _section("Methods", _methods(report))
     if report.emitted is not None:
-        setting = _list(table.emitted(report, report.emitted))
+        setting = _list(wording.emitted(report, report.emitted))
         yield _section(f"Setting for {report.emitted.title}", setting)
     yield _section("What the bound says", _paragraphs(*bound_words(answer)))
     if report.advice:
@@ -118,11 +118,11 @@ def bound_words(solution: Solution) -> tuple[str, ...]:
 
 
 def _breakdown(solution: Solution) -> str:
-    before, after = table.memory_parts(solution)
+    before, after = wording.memory_parts(solution)
     columns = [before] if after is None else [before, after]
     heads = ["", "without plan", "", "with plan", ""][: 1 + 2 * len(columns)]
     rows = [
-        [name, *(cell for parts in columns for cell in table.part(name, parts))]
+        [name, *(cell for parts in columns for cell in wording.part(name, parts))]
         for name in CATEGORIES
     ]
     totals = [cell for parts in columns for cell in (format_size(sum(parts.values())), "")]
@@ -148,14 +148,16 @@ def _blocks(solution: Solution) -> str:
 
 
 def _sizes(search: SizeSearch) -> str:
-    rows = [table.size_row(candidate) for candidate in search.candidates]
+    rows = [wording.size_row(candidate) for candidate in search.candidates]
     chosen = [i for i, candidate in enumerate(search.candidates) if candidate is search.largest]
-    return _table(table.size_heads(search), rows, n_words=2, marked=dict.fromkeys(chosen, "chosen"))
+    return _table(
+        wording.size_heads(search), rows, n_words=2, marked=dict.fromkeys(chosen, "chosen")
+    )
 
 
 def _methods(report: Report) -> str:
     heads = ["method", "status", "peak", "overhead", "bound", "gap", "ops again", "planned in"]
-    rows = [list(table.compared(solution)) for solution in report.solutions]
+    rows = [list(wording.compared(solution)) for solution in report.solutions]
     rows += [[method, "refused", *[""] * 6] for method, _ in report.refused]
     chosen = report.solutions.index(report.best)
     return _table(heads, rows, n_words=2, marked={chosen: "chosen"})
@@ -169,8 +171,8 @@ def _verified(report: Report) -> Iterator[str]:
     if found is None:
         return
     rows = [
-        ["peak", *map(format_size, table.measured_peaks(found))],
-        ["time of a step", *map(format_time, table.measured_times(found))],
+        ["peak", *map(format_size, wording.measured_peaks(found))],
+        ["time of a step", *map(format_time, wording.measured_times(found))],
     ]
     heads = ["", "plan, predicted", "measured", "without, predicted", "measured"]
     status = "passed" if found.passed else "FAILED"
@@ -178,7 +180,7 @@ def _verified(report: Report) -> Iterator[str]:
         "Verified",
         f'<p class="{status}">{status}</p>',
         _table(heads, rows, n_words=1),
-        _list(table.verified(found)),
+        _list(wording.verified(found)),
     )
 
 

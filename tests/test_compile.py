@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scheduler_runtime import GraphBreakError, compile, compile_reports, measure, uncompile
+from graphs.call import TraceError
+from scheduler_runtime import (
+    GraphBreakError,
+    compile,
+    compile_reports,
+    fit,
+    measure,
+    remove,
+    uncompile,
+)
 from scheduler_runtime.backends import backend_of
 from scheduler_runtime.partitioner import BudgetPartitioner
 from solver.budget import BudgetError
@@ -141,9 +150,9 @@ def test_rehearsing_leaves_no_trace():
 def test_without_a_batch_the_first_training_step_is_the_rehearsal():
     torch.manual_seed(0)
     model, batch = Perceptrons(), Perceptrons.batch()
+    model.eval()  # as a library hands models out
     compile(model, budget="1GB", backend="aot_eager")
     assert compile_reports(model) == ()
-    model.eval()
     model(batch)
     assert compile_reports(model) == ()
     model.train()
@@ -153,6 +162,41 @@ def test_without_a_batch_the_first_training_step_is_the_rehearsal():
     assert len(compile_reports(model)) == 2
     uncompile(model)
     assert "forward" not in model.__dict__
+
+
+def test_a_forward_that_counts_its_calls_is_refused():
+    class Counts(nn.Linear):
+        n_calls = 0
+
+        def forward(self, x):
+            self.n_calls += 1
+            return super().forward(x).sum()
+
+    model = Counts(4, 4)
+    with pytest.raises(TraceError, match="changes the attribute 'n_calls'"):
+        compile(model, torch.randn(2, 4), budget="1GB", backend="aot_eager")
+    assert model.n_calls == 0
+
+
+def test_a_module_has_one_plan():
+    model, batch = nn.Linear(4, 1), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    compile(model, budget="1GB", backend="aot_eager")
+    with pytest.raises(ValueError, match="a plan is applied"):
+        fit(model, budget="1GB", optimizer=optimizer)
+    remove(model)
+    assert "forward" not in model.__dict__
+    fit(model, budget="1GB", optimizer=optimizer)
+    with pytest.raises(ValueError, match="a plan is applied"):
+        compile(model, batch, budget="1GB", backend="aot_eager")
+
+
+def test_a_model_in_evaluation_mode_is_warned_of():
+    model, batch = Perceptrons(n_blocks=1).eval(), Perceptrons.batch()
+    with pytest.warns(UserWarning, match="evaluation mode"):
+        compile(model, batch, budget="1GB", backend="aot_eager")
+    model(batch).backward()
+    assert len(compile_reports(model)) == 1
 
 
 def test_a_graph_break_is_an_error_that_says_where():

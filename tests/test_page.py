@@ -22,7 +22,7 @@ from solver.pareto import Curve, sweep
 from solver.report import Report
 from solver.solution import Solution
 from solver.solve import solve
-from solver.table import format_time
+from solver.wording import format_time
 from tests import browser
 from tests.test_report import report_of, verified
 

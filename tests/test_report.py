@@ -21,8 +21,9 @@ from solver.report import Report, best, to_json
 from solver.simulate import simulate
 from solver.solution import Obstacle, Solution
 from solver.solve import solve
-from solver.table import described, format_share, format_time, show
+from solver.table import show
 from solver.verification import Verification
+from solver.wording import described, format_share, format_time
 from tests.builders import make, op
 
 GPT2 = Path(__file__).parent / "data" / "gpt2_small_b8_t1024.json"

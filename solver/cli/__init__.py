@@ -42,6 +42,7 @@ from solver.stages import TooLargeError
 from solver.submodules import PLANNER, Planned, SubmodulePlanner
 from solver.usage import UsageError
 from solver.verification import VERIFIER, Verifier, VerifyError
+from solver.wording import described
 
 EXPLAIN = "explain"
 """The one word that is no problem to plan: a model file ends in .py, a graph in .json, and a module
@@ -330,5 +331,5 @@ def _why(code: Exit, report: Report) -> str:
         line += f"; the least budget found is {format_both(least_bytes)}"
     if solution.obstacle is not None and solution.obstacle.op in solution.graph.node_by_name:
         node = solution.graph.node_by_name[solution.obstacle.op]
-        line += f"; in the way is {table.described(node)}"
+        line += f"; in the way is {described(node)}"
     return line

@@ -30,8 +30,9 @@ from solver.explain import (
     why_again,
 )
 from solver.solution import Solution
-from solver.table import described, format_share, format_time, heading, pairs, part, written
+from solver.table import heading, pairs, written
 from solver.usage import UsageError
+from solver.wording import described, format_share, format_time, part
 
 FORMAT = "explanation/1"
 DEFAULT_TIME_LIMIT_S = 10.0
