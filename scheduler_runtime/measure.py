@@ -7,6 +7,7 @@ state, accumulated gradients, batch) is added by size, storage by storage.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -66,6 +67,9 @@ def measure(
     clear()
     resident = bytes_of(resident_tensors(model, batch, optimizer), device)
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # else what an earlier run left would be reserved here
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return Measurement(
