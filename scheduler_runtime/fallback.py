@@ -13,7 +13,7 @@ runs in between, with times and bytes as measured. It is solved and judged like 
 Coarser than a traced plan: a submodule is kept or run again as a whole, what runs outside of them
 is left alone, and the bound holds for this coarse graph alone. After planning one step runs with
 the plan in place; where it took more than was predicted, the difference is counted as resident and
-the plan is made again, so that the peak that is told is one that was kept (on the CPU).
+the plan is made again, so that the peak that is told is one that was kept.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from graphs.costs import CostModel, Roofline
 from graphs.extract import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph, Node, Tensor
 from graphs.hardware import named
-from graphs.memory_events import cpu_peak_bytes
 from graphs.optimizer import optimizer_figures
 from graphs.step import with_optimizer
 from scheduler_runtime import checkpointed
+from scheduler_runtime.measure import peak_above_bytes
 from scheduler_runtime.observe import Observed, as_before, chain_of, observe
 from solver.by_module import ModuleTree, NothingFitsError, by_module
 from solver.regions import Region
@@ -110,7 +110,7 @@ def plan_chain(
             )
         found = _plan(graph, observed, blocks, budget=budget, time_limit_s=time_limit_s)
         found = dataclasses.replace(found, changed_buffers=step.changed_buffers())
-        if found.trace is None or device.type != "cpu":
+        if found.trace is None or device.type not in ("cpu", "cuda"):
             return found
         excess_bytes = step.measured_bytes(found) - _peak_in_step(found)
         if excess_bytes <= 0:
@@ -198,12 +198,13 @@ class _Step:
                 self.forward().backward()  # makes what is made once
             self._held = None
             with as_before(self.model):
-                used = cpu_peak_bytes(lambda: self.forward().backward())
+                device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+                used = peak_above_bytes(lambda: self.forward().backward(), device)
         finally:
             self._held = None
             for path in solution.checkpointed:
                 checkpointed.take_out(self.model.get_submodule(path))
-        return sum(self.resident_bytes().values()) + used.peak_bytes
+        return sum(self.resident_bytes().values()) + used
 
 
 def _peak_in_step(solution: Solution) -> int:

@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; --device cpu runs the same code at small size")
         return 2
+    if device.type == "cuda" and device.index is None:  # some of torch.cuda wants to be told which
+        device = torch.device("cuda", 0)
     settings = Settings(device, full=arguments.full, backend=arguments.backend)
     if arguments.case:
         part, case = arguments.case.split(":", 1)

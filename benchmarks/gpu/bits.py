@@ -14,6 +14,9 @@ import scheduler_runtime
 from examples import gpt2, unet
 from solver import solve
 
+TIME_LIMIT_S = 5.0
+"""Of a search: which bits come out does not depend on how good the plan is."""
+
 
 class AttentionWithDropout(nn.Module):
     """Dropout inside the fused attention, between its products, where no mask is ever stored."""
@@ -130,19 +133,20 @@ def _prepare(
 ) -> tuple[int, Callable[..., Any]]:
     """Plan `model` for about two thirds of its activations; what its twin is called by."""
     if way == "ours":
-        free = solve(model, batch, budget="1TB", reserve=0)
+        free = solve(model, batch, budget="1TB", reserve=0, time_limit_s=TIME_LIMIT_S)
         resident = free.graph.resident_bytes
         budget = resident + int(0.67 * (free.baseline.peak_bytes - resident))
-        solution = solve(model, batch, budget=budget, reserve=0)
+        solution = solve(model, batch, budget=budget, reserve=0, time_limit_s=TIME_LIMIT_S)
         if solution.trace is None:
             raise ValueError(f"nothing fits {budget} bytes")
         scheduler_runtime.apply(model, solution)
         return solution.trace.n_recomputed, twin
-    scheduler_runtime.compile(twin, batch, budget="1TB", reserve=0, backend=backend)
+    options = {"reserve": 0, "backend": backend, "time_limit_s": TIME_LIMIT_S}
+    scheduler_runtime.compile(twin, batch, budget="1TB", **options)
     (report,) = scheduler_runtime.compile_reports(twin)
     attempt = report.chosen
     budget = (attempt.measured_bytes or 0) - int(0.25 * attempt.partition.saved_bytes)
-    scheduler_runtime.compile(model, batch, budget=budget, reserve=0, backend=backend)
+    scheduler_runtime.compile(model, batch, budget=budget, **options)
     (report,) = scheduler_runtime.compile_reports(model)
     return report.chosen.partition.n_again, twin
 

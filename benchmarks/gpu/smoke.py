@@ -43,8 +43,10 @@ def run(group: str, device: torch.device, backend: str) -> dict[str, Any]:
     for check in GROUPS[group]:
         name = check.__name__.replace("_", " ")
         print(f"{group}: {name} ...", file=sys.stderr, flush=True)
+        begun_s = time.monotonic()
         try:
-            checks[name] = f"holds: {check(bench)}"
+            found = check(bench)
+            checks[name] = f"holds ({time.monotonic() - begun_s:.1f} s): {found}"
         except Exception as error:  # noqa: BLE001 - the point is to hear of every failure
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{place.filename.rpartition('/')[2]}:{place.lineno}"

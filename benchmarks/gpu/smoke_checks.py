@@ -39,10 +39,10 @@ def _tight(
     model: nn.Module, batch: tuple[torch.Tensor, ...], *, share: float = 0.75, **options: Any
 ) -> Solution:
     """A plan that has to run something again."""
-    free = solve(model, batch, budget="1TB", reserve=0, **options)
+    free = solve(model, batch, budget="1TB", reserve=0, time_limit_s=5.0, **options)
     resident = free.graph.resident_bytes
     budget = resident + int(share * (free.baseline.peak_bytes - resident))
-    found = solve(model, batch, budget=budget, reserve=0, time_limit_s=10.0, **options)
+    found = solve(model, batch, budget=budget, reserve=0, time_limit_s=5.0, **options)
     if found.trace is None:
         raise ValueError(f"nothing fits {budget} bytes of {free.baseline.peak_bytes}")
     return found
@@ -311,13 +311,12 @@ def compiled_bits(bench: Bench) -> str:
 def _compiled(bench: Bench, backend: str) -> str:
     torch._dynamo.reset()
     model, batch = _made("gpt2 with dropout", bench)
-    scheduler_runtime.compile(model, batch, budget="100GB", reserve=0, backend=backend)
+    options = {"reserve": 0, "backend": backend, "time_limit_s": 5.0}
+    scheduler_runtime.compile(model, batch, budget="100GB", **options)
     (report,) = scheduler_runtime.compile_reports(model)
     budget = (report.chosen.measured_bytes or 0) - int(0.2 * report.chosen.partition.saved_bytes)
     scheduler_runtime.uncompile(model)
-    scheduler_runtime.compile(
-        model, batch, budget=budget, reserve=0, backend=backend, max_attempts=3
-    )
+    scheduler_runtime.compile(model, batch, budget=budget, max_attempts=3, **options)
     (report,) = scheduler_runtime.compile_reports(model)
     model(*batch).backward()
     must((report.chosen.measured_bytes or 2**60) <= budget, f"over {budget}: {report}")
@@ -335,7 +334,7 @@ def fitted_with_what_is_free(bench: Bench) -> str:
     model, batch = _made("gpt2 with dropout", bench)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     budget = "auto" if bench.on_cuda else "1GB"
-    scheduler_runtime.fit(model, budget=budget, optimizer=optimizer)
+    scheduler_runtime.fit(model, budget=budget, optimizer=optimizer, time_limit_s=5.0)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=True)
         model(*batch).backward()
@@ -348,7 +347,7 @@ def fitted_to_what_is_tight(bench: Bench) -> str:
     model, batch = _made("batch norm", bench)
     tight = _tight(model, batch).request.budget_bytes
     with warnings.catch_warnings(action="ignore"):
-        scheduler_runtime.fit(model, budget=tight, reserve=0)
+        scheduler_runtime.fit(model, budget=tight, reserve=0, time_limit_s=5.0)
         model(*batch).backward()
     (plan,) = scheduler_runtime.plans_of(model)
     return repr(plan.solution)

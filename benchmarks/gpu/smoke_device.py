@@ -113,17 +113,17 @@ def memory_can_be_limited_and_is_there_again(bench: Bench) -> str:
     if not bench.on_cuda:
         return NEEDS_CUDA
     device = bench.device
-    with limited(device, 2 * 10**9):
+    with limited(device, 4 * 10**9):
         half = torch.empty(5 * 10**8, dtype=torch.uint8, device=device)
         try:
-            torch.empty(3 * 10**9, dtype=torch.uint8, device=device)
+            torch.empty(5 * 10**9, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             message = str(error).splitlines()[0]
         else:
-            raise NotHereError("3 GB were given within a limit of 2 GB")
+            raise NotHereError("5 GB were given within a limit of 4 GB")
         again = torch.empty(5 * 10**8, dtype=torch.uint8, device=device)
         del half, again
-    large = torch.empty(3 * 10**9, dtype=torch.uint8, device=device)
+    large = torch.empty(5 * 10**9, dtype=torch.uint8, device=device)
     del large
     emptied(device)
     return message[:200]
