@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.cost_cache import CostCache
-from graphs.hardware import Hardware, named
+from graphs.hardware import Hardware, card_called, named
 from graphs.memory_events import cpu_peak_bytes
 from graphs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
+from graphs.seeds import real_seeds
 from graphs.workspace import cpu_workspace_bytes
 
 __all__ = [
@@ -41,6 +42,10 @@ On a GPU the host does this while the device works, so that it is a floor there 
 
 TIME_PER_CALL_S = 0.5
 """Measuring one call stops once its runs have taken this long; a slower one is run once more."""
+
+BATCH_S, MOST_IN_BATCH = 2e-3, 50
+"""On CUDA so many runs of a short call are timed together as take about this long, at most so many:
+between two events around one alone the device waits for the host to hand it over."""
 
 _RECURRENT = {aten._cudnn_rnn, aten._cudnn_rnn_backward}
 _CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
@@ -114,7 +119,10 @@ class Measured:
     is no memory, is costed by the roofline of `fallback`; `n_fallbacks` counts them. Modes that are
     active (autocast, FLOP counters, fake tensors) do not touch the runs. The random state is as
     before afterwards; on CUDA the allocator's peak statistics are not. cache: what is known from
-    earlier processes; `save` adds to it.
+    earlier processes; `save` adds to it. fallback: the default is what the device is known to be,
+    an H100 for a card that is not known.
+
+    Raises RuntimeError where a call leaves the CUDA device in error: nothing can run after that.
     """
 
     def __init__(
@@ -131,7 +139,7 @@ class Measured:
         if n_runs < 1:
             raise ValueError(f"n_runs is {n_runs}; it must be at least 1")
         self.n_fallbacks = 0
-        self._roofline = Roofline(named("cpu") if fallback is None else fallback)
+        self._roofline = Roofline(_known(self.device) if fallback is None else fallback)
         self._n_runs = n_runs
         self._known: dict[Any, Cost] = {}
         self._cache = cache
@@ -188,9 +196,23 @@ class Measured:
                 ValueError,
                 AssertionError,
                 MemoryError,
-            ):
-                self.n_fallbacks += 1
-                return self._roofline.cost(call)
+            ) as error:
+                reason = f"{type(error).__name__}: {error}"
+            self._check_device(call, reason)
+            self.n_fallbacks += 1
+            return self._roofline.cost(call)
+
+    def _check_device(self, call: OpCall, reason: str) -> None:
+        """A kernel that failed on the device fails every later call as well: say which it was."""
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"measuring {call.target} left the device {self.device} in error ({reason}); plan "
+                "with costs='roofline' in a new process"
+            ) from error
 
     def _run(self, call: OpCall) -> Cost:
         """Warm-up, timed runs, and one under observation; a slow call runs only twice."""
@@ -211,11 +233,18 @@ class Measured:
             started_s = time.perf_counter()
             run()
             return time.perf_counter() - started_s
+        once_s = self._events_s(run, 1)
+        n_together = min(MOST_IN_BATCH, int(BATCH_S / max(once_s, 1e-9)))
+        return once_s if n_together < 2 else self._events_s(run, n_together) / n_together
+
+    def _events_s(self, run: Callable[[], Any], n_runs: int) -> float:
+        """Seconds of so many runs after one another, by the device's clock."""
         with torch.cuda.device(self.device):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()
-            run()
+            for _ in range(n_runs):
+                run()
             end.record()
             end.synchronize()
             return float(start.elapsed_time(end)) / 1e3
@@ -255,6 +284,7 @@ def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
         for item in flat
     ]
     args, kwargs = pytree.tree_unflatten(real, spec)
+    args = real_seeds(call.target, args)
     return lambda: call.target(*args, **kwargs)
 
 
@@ -304,13 +334,22 @@ def _n_indices(call: OpCall) -> dict[int, int]:
 def _available_bytes(device: torch.device) -> float:
     """Memory that can be had; infinite where nobody says. What overruns it on Linux is killed."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return float("inf")
     sizes = dict(line.split(":", 1) for line in lines if ":" in line)
     return 1024 * int(sizes["MemAvailable"].split()[0]) if "MemAvailable" in sizes else float("inf")
+
+
+def _known(device: torch.device) -> Hardware:
+    """The rates of a device: a generic CPU's, or those of the card that it is."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return named("cpu")
+    card = torch.cuda.get_device_properties(device)
+    return card_called(card.name, capacity_bytes=card.total_memory) or named("h100")
 
 
 def _device_title(device: torch.device) -> str:

@@ -12,17 +12,22 @@ been compared with eager mode, and `out=` of a random operator must be contiguou
 
 Batch norm keeps its decomposition: the eager kernels write the running statistics without saying so
 in their signature, and the decomposition is what makes that visible (and gives the same bits).
+Where eager mode runs cuDNN's (on CUDA, in training), the operator is one that says so and runs it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
 
 from graphs.call import TraceError
+
+logger = logging.getLogger(__name__)
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _UPSAMPLING = (
@@ -150,16 +155,51 @@ _FILLS: Mapping[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
 }
 
 
+_cudnn_batch_norm = torch.ops.aten.cudnn_batch_norm.default
+_Tensors = tuple[torch.Tensor, ...]
+
+
+def _eager_cudnn_batch_norm(
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    factor: float,
+    eps: float,
+) -> _Tensors:
+    """cuDNN's batch norm by an operator whose signature tells that the statistics are written.
+
+    It chooses between cuDNN and PyTorch's own kernel as eager mode does, by the same function.
+    """
+    if training and mean is not None and variance is not None:
+        updating: Callable[..., _Tensors] = torch.ops.aten._batch_norm_with_update.default
+        try:
+            return updating(tensor, weight, bias, mean, variance, factor, eps)
+        except RuntimeError as error:
+            # The size of what cuDNN keeps for the backward pass is asked of cuDNN itself.
+            logger.warning(
+                "cuDNN's batch norm cannot be traced (%s); PyTorch's own kernel is planned in its "
+                "place, whose last bits may differ from eager mode's",
+                error,
+            )
+    kernel: Callable[..., _Tensors] = torch._decomp.decompositions.cudnn_batch_norm
+    return kernel(tensor, weight, bias, mean, variance, training, factor, eps)
+
+
 @contextlib.contextmanager
 def eager_kernels(device: torch.device) -> Iterator[None]:
     """Set the decompositions aside that differ from eager mode on this device."""
-    replaced: dict[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., torch.Tensor] | None]
+    replaced: dict[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., Any] | None]
     replaced = {
         (getattr(getattr(torch.ops.aten, name), overload), key): None
         for name in _UPSAMPLING
         for overload in ("vec", "default")
         for key in _KEYS
     }
+    if device.type == "cuda":
+        replaced[_cudnn_batch_norm, DispatchKey.Autograd] = _eager_cudnn_batch_norm
     if device.type == "cpu":  # on CUDA eager runs the fused dropout too
         replaced |= {(torch.ops.aten.dropout.default, key): _eager_dropout for key in _KEYS}
         replaced |= {(operator, _AUTOGRAD): kernel for operator, kernel in _FILLS.items()}
@@ -172,7 +212,7 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
 
 
 def _register(
-    kernels: Mapping[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., torch.Tensor] | None],
+    kernels: Mapping[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., Any] | None],
 ) -> None:
     """Put each kernel in its place; None: nothing is registered there."""
     for (operator, key), kernel in kernels.items():

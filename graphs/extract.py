@@ -292,7 +292,25 @@ def _clone(name: str, source: str) -> Node:
 
 def is_random(node: torch.fx.Node) -> bool:
     """Whether the call draws from a random generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return not _is_attention_without_dropout(node)
+
+
+_CUDA_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def _is_attention_without_dropout(node: torch.fx.Node) -> bool:
+    """Fused attention on CUDA draws nothing then, whatever its tag says of all its calls."""
+    if node.target not in _CUDA_ATTENTION:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
 def _tensor_arguments(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
@@ -309,6 +327,8 @@ def _ignores_running_statistics(node: torch.fx.Node) -> bool:
     Its other outputs do not depend on them, so it may run again after they have changed.
     """
     target = node.target
+    if target is torch.ops.aten._batch_norm_with_update_functional.default:
+        return True
     if target is not torch.ops.aten._native_batch_norm_legit_functional.default:
         return False
     return node.args[5] is True

@@ -253,3 +253,24 @@ _BY_KEY = {
     **{_key(name): device for name, device in DEVICES.items()},
     **{_key(alias): DEVICES[name] for alias, name in _ALIASES.items()},
 }
+
+
+def card_called(torch_name: str, *, capacity_bytes: int) -> Hardware | None:
+    """The named device that a CUDA card is, by what its driver calls it; None: it is none of them.
+
+    "NVIDIA A100-SXM4-40GB" is a100-40gb, "NVIDIA H100 PCIe" is h100-pcie: the model must be one
+    word of the name, and of several variants the one with most words in common is taken, then the
+    one that is nearest in capacity.
+    """
+    words = set(re.split(r"[^a-z0-9]+", torch_name.lower().replace("rtx ", "rtx")))
+    candidates = [
+        (len(words.intersection(name.split("-"))), hardware)
+        for name, hardware in DEVICES.items()
+        if hardware.kind == "cuda" and name.split("-")[0] in words
+    ]
+    if not candidates:
+        return None
+    return min(
+        candidates,
+        key=lambda item: (-item[0], abs((item[1].capacity_bytes or 0) - capacity_bytes)),
+    )[1]

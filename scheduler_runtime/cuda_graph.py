@@ -7,6 +7,8 @@ stood. What that asks for is checked before:
 - One CUDA device, and tensors that stay where they are: a parameter or buffer that is replaced (not
   written) after the recording would not be seen, so it is refused.
 - Shapes that do not change: each kind of call is recorded by itself.
+- Gradients that are None before each step: the recording writes a step's gradients to where it
+  wrote those of the step before, and `.grad` would be that very memory. So accumulation is refused.
 - Random numbers: an operator that runs once draws from the device's generator, which graphs know to
   advance. To run one again its generator's state has to be put back, which reads it on the host:
   that cannot be recorded, so such a plan is refused. A plan that keeps what random operators make
@@ -68,7 +70,8 @@ class Recorded:
         self._spec: Any = None
         self._addresses = _addresses(model)
         step = _Step(self, model, call)
-        samples = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
+        # Later batches are copied over the recorded one: it must not be the caller's own.
+        samples = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
         buffers = [(b, b.detach().clone()) for b in model.buffers()]
         device = next(model.parameters()).device
         with torch.random.fork_rng(devices=[device]):
@@ -85,6 +88,14 @@ class Recorded:
             raise CudaGraphError(
                 "a parameter or buffer stands elsewhere than when the step was recorded; "
                 "remove(model) and apply the plan again after replacing them"
+            )
+        held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
+        if held is not None:
+            raise CudaGraphError(
+                f"parameter {held!r} has a gradient already, and the recorded step writes its "
+                "gradients where it wrote those of the step before: call "
+                "optimizer.zero_grad(set_to_none=True) before the step, or apply the plan without "
+                "cuda_graph to accumulate"
             )
         flat: Any = self._replay(*call.tensors)
         parts = [flat] if isinstance(flat, torch.Tensor) else list(flat)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphs.call import as_call, find_loss
-from graphs.memory_events import cpu_peak_bytes
+from scheduler_runtime.measure import peak_above_bytes
 from scheduler_runtime.observe import as_before
 
 
@@ -78,8 +78,9 @@ class Step:
                 self.forward().backward()  # makes what is made once
             self._held = None
             with as_before(self.model):
-                used = cpu_peak_bytes(lambda: self.forward().backward())
+                device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+                used = peak_above_bytes(lambda: self.forward().backward(), device)
         finally:
             self._held = None
             take_out()
-        return sum(self.resident_bytes().values()) + used.peak_bytes
+        return sum(self.resident_bytes().values()) + used

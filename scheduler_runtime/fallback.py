@@ -138,7 +138,7 @@ def plan_chain(
         if chosen is None:
             return _nothing_fits(solution, watched, least_bytes)
         found = _solution(solution, watched, chosen, changed_buffers)
-        if device.type != "cpu":
+        if device.type not in ("cpu", "cuda"):
             return found
         excess_bytes = _measured_bytes(model, step, found) - _peak_in_step(found)
         if excess_bytes <= 0:

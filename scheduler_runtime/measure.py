@@ -7,6 +7,7 @@ state, accumulated gradients, batch) is added by size, storage by storage.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -66,6 +67,9 @@ def measure(
     clear()
     resident = bytes_of(resident_tensors(model, batch, optimizer), device)
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # else what an earlier run left would be reserved here
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return Measurement(
@@ -110,6 +114,48 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started_s
+
+
+def peak_above_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most that a run takes on the device above what is there when it starts."""
+    if device.type != "cuda":
+        return cpu_peak_bytes(run).peak_bytes
+    peaks = CudaPeaks(device)
+    peaks.begin("all")
+    run()
+    return peaks.ended()["all"]
+
+
+class CudaPeaks:
+    """By the allocator: the most that each part of a run takes above that part's start.
+
+    `begin` opens a part and ends the one before; of several of one name the most is told. Nothing
+    waits for the device: the allocator counts when the host hands work over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: dict[str, int] = {}
+        self._part: str | None = None
+        self._start_bytes = 0
+
+    def begin(self, part: str) -> None:
+        if part == self._part:
+            return
+        self._note()
+        self._part = part
+        self._start_bytes = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def ended(self) -> dict[str, int]:
+        self._note()
+        self._part = None
+        return self._peaks
+
+    def _note(self) -> None:
+        if self._part is not None:
+            peak = torch.cuda.max_memory_allocated(self._device) - self._start_bytes
+            self._peaks[self._part] = max(peak, self._peaks.get(self._part, 0))
 
 
 def resident_tensors(

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from graphs.memory_events import begin_part, cpu_peak_bytes_by_part
+from scheduler_runtime.measure import CudaPeaks
 
 N_TIMED_STEPS = 3
 
@@ -108,8 +109,14 @@ def observe(
 
     with as_before(model), watch.hooked(saving=True):
         run()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with as_before(model), watch.hooked(saving=False):
-        peaks = cpu_peak_bytes_by_part(run)
+        if device.type == "cuda":
+            watch.cuda_peaks = CudaPeaks(device)
+            run()
+            peaks, watch.cuda_peaks = watch.cuda_peaks.ended(), None
+        else:
+            peaks = cpu_peak_bytes_by_part(run)
     times: dict[str, list[float]] = {}
     for _ in range(N_TIMED_STEPS):
         with as_before(model), watch.hooked(saving=False):
@@ -197,6 +204,8 @@ class _Watch:
         self._marks: list[tuple[str, float]] = []
         self._marked: list[weakref.ref[torch.Tensor]] = []
         self._now = 0
+        self._on_cuda = any(p.is_cuda for p in model.parameters())
+        self.cuda_peaks: CudaPeaks | None = None
 
     def keep_out(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are there before the step: they are no piece's."""
@@ -258,6 +267,10 @@ class _Watch:
         return lambda _gradient: self._mark(name)
 
     def _mark(self, name: str) -> None:
+        if self.cuda_peaks is not None:
+            self.cuda_peaks.begin(name)
+        elif self._on_cuda:  # else the host's time would be told
+            torch.cuda.synchronize()
         self._marks.append((name, time.perf_counter()))
         begin_part(name)
 

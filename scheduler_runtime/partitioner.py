@@ -26,7 +26,6 @@ from graphs.joined import Joined, join
 from scheduler_runtime.split import split
 from solver.solution import Request, Solution
 from solver.solve import answer
-from solver.target import card_called
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +176,7 @@ def default_costs(gm: fx.GraphModule) -> FusedCosts:
         cpu = hardware.named("cpu")
         return FusedCosts(cpu, products=Roofline(cpu))
     properties = torch.cuda.get_device_properties(cuda[0])
-    card = card_called(properties.name, capacity_bytes=properties.total_memory)
+    card = hardware.card_called(properties.name, capacity_bytes=properties.total_memory)
     card = card or hardware.named("a100")
     products: CostModel = Measured(cuda[0], fallback=card)
     return FusedCosts(card, products=products)

@@ -31,7 +31,8 @@ class Verification:
     """The measured step with the plan (and without), on the device that it ran on.
 
     available_bytes: what the plan may take. differences: what is not bit for bit the same with
-    the plan as without, in words ("gradient of head.weight"); empty: all of it is.
+    the plan as without, in words ("gradient of head.weight"); empty: all of it is. unsteady: names
+    of what differs from run to run without a plan as well, on which nothing can be said.
     reserved_bytes: what CUDA's allocator took from the device with the plan (None on the CPU).
     Times are medians of n_timed_steps, of which the slowest and fastest were spread_s apart.
     """
@@ -51,6 +52,7 @@ class Verification:
     reserved_bytes: int | None = None
     spread_s: float = 0.0
     n_timed_steps: int = 1
+    unsteady: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:

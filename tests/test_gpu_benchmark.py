@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import subprocess
 import sys
@@ -10,15 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import operators
-from benchmarks.gpu.__main__ import main, table
+from benchmarks.gpu import operators, smoke, smoke_checks
+from benchmarks.gpu.__main__ import _in_own_process, _is_chosen, _parser, main, table
 from benchmarks.gpu.models import SMALL
 from benchmarks.gpu.parts import PARTS, Settings
 from benchmarks.gpu.picture import draw
-from scheduler_runtime import CudaGraphError, apply
+from benchmarks.gpu.smoke_device import Bench
+from graphs import eager_kernels, seeds
+from graphs.call import Call
+from graphs.extract import is_random
+from scheduler_runtime import CudaGraphError, apply, cuda_graph
 from scheduler_runtime.cuda_graph import check_program
 from solver import solve
 
+verify = importlib.import_module("scheduler_runtime.verify")
 CPU = torch.device("cpu")
 SETTINGS = Settings(CPU, backend="aot_eager", time_limit_s=5.0)
 ROOT = Path(__file__).resolve().parents[1]
@@ -186,3 +193,147 @@ def test_what_the_gpu_machine_may_lack_is_not_needed():
         check=False,
     )
     assert done.stdout.strip().endswith("ran"), done.stderr
+
+
+@pytest.mark.parametrize("group", ["device", "operators", "CUDA graph"])
+def test_a_group_of_the_smoke_part_holds_on_the_cpu(group):
+    row = run("smoke", group)
+    assert row["n_failed"] == 0, row["checks"]
+    assert row["n_held"] == len(smoke.GROUPS[group])
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        smoke_checks.traced_operators_are_those_of_eager_mode,
+        smoke_checks.optimizers_take_what_is_predicted,
+        smoke_checks.autocast_bits,
+    ],
+)
+def test_a_check_of_the_smoke_part_holds_on_the_cpu(check):
+    assert check(Bench(CPU, "aot_eager"))
+
+
+def test_a_check_that_fails_is_told_and_the_next_one_runs(monkeypatch):
+    def one_that_breaks(_bench):
+        raise RuntimeError("no kernel image")
+
+    def one_that_holds(_bench):
+        return "3 bytes"
+
+    monkeypatch.setattr(smoke, "GROUPS", {"two": (one_that_breaks, one_that_holds)})
+    row = smoke.run("two", CPU, "aot_eager")
+    assert (row["n_held"], row["n_failed"], row["status"]) == (1, 1, "failed")
+    assert "no kernel image" in row["checks"]["one that breaks"]
+    assert row["checks"]["one that holds"].endswith("3 bytes")
+
+
+def test_cases_are_chosen_by_their_words():
+    assert _is_chosen("gpt2/ours/0.5", None)
+    assert _is_chosen("gpt2/ours/0.5", [["gpt2", "unet"], ["0.5"]])
+    assert not _is_chosen("gpt2-xl/ours/0.5", [["gpt2"]])
+
+
+def test_a_case_that_hangs_or_ends_its_process_is_a_row(monkeypatch, tmp_path):
+    arguments = _parser().parse_args(["--out", str(tmp_path), "--device", "cpu"])
+    program = "import sys, {0}; sys.stdin.read(); {1}"
+    for body, words in (
+        ("subprocess.Popen(['sleep', '60']); time.sleep(60)", "not done within 2 s"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
+    ):
+        script = tmp_path / "benchmarks" / "gpu.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(program.format("os, signal, subprocess, time", body))
+        monkeypatch.chdir(tmp_path)
+        row = _in_own_process("host", "gpt2/ours", {}, arguments, 2.0)
+        assert row["status"] == "failed"
+        assert words in row["reason"]
+
+
+def test_the_seeds_of_attention_are_taken_from_where_they_are_made():
+    for name, pair in seeds._PAIRS.items():
+        read = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
+        assert [read[i] for i in pair.read_at] == ["philox_seed", "philox_offset"]
+        forward = getattr(torch.ops.aten, name.removesuffix("_backward")).default
+        made = [a.name for a in forward._schema.returns]
+        assert [made[i] for i in pair.made_at] in (
+            ["philox_seed", "philox_offset"],
+            ["rng_state", "unused"],
+        )
+    x = torch.rand(2)
+    assert seeds.real_seeds(torch.ops.aten.add.Tensor, (x, x)) == (x, x)
+
+
+def test_fused_attention_on_cuda_is_random_with_dropout_alone():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert not is_random(graph.call_function(flash, (x, x, x)))
+    assert not is_random(graph.call_function(flash, (x, x, x, 0.0, True)))
+    assert is_random(graph.call_function(flash, (x, x, x, 0.1, True)))
+    assert is_random(graph.call_function(flash, (x, x, x), {"dropout_p": 0.1}))
+
+
+def test_batch_norm_of_cudnn_is_planned_by_an_operator_that_tells_what_it_writes():
+    x, weight, bias = torch.randn(4, 3, 5, 5), torch.rand(3), torch.rand(3)
+    mean, variance = torch.zeros(3), torch.ones(3)
+    plain = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, True, 0.1)
+    own_mean, own_variance = torch.zeros(3), torch.ones(3)
+    kernel = eager_kernels._eager_cudnn_batch_norm
+    out = kernel(x, weight, bias, own_mean, own_variance, True, 0.1, 1e-5)
+    assert torch.equal(out[0], plain)
+    assert torch.equal(own_mean, mean)
+    assert torch.equal(own_variance, variance)
+    key = torch._C.DispatchKey.Autograd
+    operator = torch.ops.aten.cudnn_batch_norm.default
+    before = operator.py_kernels[key]
+    with eager_kernels.eager_kernels(torch.device("cuda")):
+        assert operator.py_kernels[key] is kernel
+    assert operator.py_kernels[key] is before
+
+
+def test_a_recorded_step_has_a_batch_of_its_own_and_refuses_gradients_that_are_there(monkeypatch):
+    model, batch = SMALL["gpt2"].made(CPU)
+    solution = solve(model, batch, budget="1GB", time_limit_s=5.0)
+    apply(model, solution)
+    model(*batch)
+    compiled = next(iter(model.forward._programs._programs.values()))
+    recorded_with: list[torch.Tensor] = []
+
+    def graphed(step, samples, *, allow_unused_input):
+        recorded_with.extend(samples)
+        step(*samples)
+        return step
+
+    monkeypatch.setattr(cuda_graph, "check_model", lambda _model: None)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", graphed)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    step = cuda_graph.Recorded(compiled, model, Call.of(batch, {}))
+    assert [t.data_ptr() for t in recorded_with] != [t.data_ptr() for t in batch]
+    assert all(torch.equal(a, b) for a, b in zip(recorded_with, batch, strict=True))
+    step.run(model, Call.of(batch, {})).backward()
+    with pytest.raises(CudaGraphError, match="has a gradient already"):
+        step.run(model, Call.of(batch, {}))
+
+
+def test_what_differs_without_a_plan_as_well_is_told_apart(monkeypatch):
+    made = lambda: SMALL["llama"].made(CPU)  # noqa: E731
+    model, batch = made()
+    own, count = verify._Bench.bits, iter(range(10))
+
+    def bits(self, state):
+        return {**own(self, state), "gradient of noise": torch.tensor(next(count))}
+
+    monkeypatch.setattr(verify._Bench, "bits", bits)
+    found = verify.verify(
+        solve(model, batch, budget="1GB", time_limit_s=5.0),
+        model=lambda: made()[0],
+        batch=lambda: made()[1],
+        loss=None,
+        inputs=None,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        device="cpu",
+        autocast=None,
+    )
+    assert found.unsteady == ("gradient of noise",)
+    assert found.differences == ()

@@ -169,8 +169,10 @@ def test_another_model_is_refused() -> None:
 
 BRANCHING = (
     "self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))",
-    "self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 256), nn.Tanh(), "
-    "nn.Linear(256, 32)) for _ in range(6)))",
+    (
+        "self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 256), nn.Tanh(), "
+        "nn.Linear(256, 32)) for _ in range(6)))"
+    ),
 )
 LOOKS = (
     """for layer in self.layers:

@@ -1,22 +1,28 @@
 """Check and measure on a GPU all that a CPU cannot show, in one command.
 
+    python -m benchmarks.gpu --out DIR --parts smoke    # first: every path once, under 3 minutes
     python -m benchmarks.gpu --out DIR                  # the quick set on the first CUDA device
     python -m benchmarks.gpu --out DIR --full           # every model, share and card size
     python -m benchmarks.gpu --out DIR --parts ways     # one part
     python -m benchmarks.gpu --out DIR --device cpu     # the same code at small size
 
 DIR/gpu.json holds the machine, versions, commands and figures; a case that is in it is not run
-again, so a run that was cut off goes on where it was. Each part stops after `--minutes`. Each case
-runs in a process of its own, so that one does not leave memory or settings to the next.
+again, so a run that was cut off goes on where it was. The command stops after `--minutes`, a case
+after `--case-minutes`. Each case runs in a process of its own, so that one does not leave memory or
+settings to the next. `--only gpt2 ours` runs the cases with one of these words between slashes for
+each `--only`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -25,11 +31,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.parts import PARTS, QUICK_PARTS, Part, Settings
-from benchmarks.gpu.picture import draw
+from benchmarks.gpu.parts import EXPANDABLE, PARTS, QUICK_PARTS, Part, Settings
 from graphs.files import write_json
 
 MARK = "figures: "
+BITS_CASES = frozenset(PARTS["bits"].cases(Settings(torch.device("cpu")))) | {"plan", "compile"}
+"""Cases that compare bits: cuBLAS is asked for sums in a fixed order."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,33 +48,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; --device cpu runs the same code at small size")
         return 2
+    if device.type == "cuda" and device.index is None:  # some of torch.cuda wants to be told which
+        device = torch.device("cuda", 0)
     settings = Settings(device, full=arguments.full, backend=arguments.backend)
     if arguments.case:
         part, case = arguments.case.split(":", 1)
         earlier = json.loads(sys.stdin.read() or "{}")
         print(MARK + json.dumps(_row(PARTS[part], case, settings, earlier)))
         return 0
+    if arguments.machine:
+        print(MARK + json.dumps(machine_of(device)))
+        return 0
     names = arguments.parts or (list(PARTS) if arguments.full else list(QUICK_PARTS))
-    results = Results(arguments.out, device)
+    results = Results(arguments.out, _machine(device, arguments))
+    deadline_s = time.monotonic() + 60 * arguments.minutes
     for name in names:
-        _run_part(name, settings, results, arguments)
+        _run_part(name, settings, results, arguments, deadline_s)
     results.data["parts"] = {
         n: results.data["parts"][n] for n in PARTS if n in results.data["parts"]
     }
     results.save()
-    draw(results.data["parts"].get("ways", {}).get("cases", {}), arguments.out)
+    _draw(results.data["parts"].get("ways", {}).get("cases", {}), arguments.out)
     for name in names:
         print(table(name, results.data["parts"][name]["cases"]))
     return 0
 
 
+def _draw(cases: Mapping[str, Any], folder: Path) -> None:
+    try:
+        from benchmarks.gpu.picture import draw
+    except ImportError as error:
+        print(f"no picture is drawn: {error}")
+        return
+    draw(cases, folder)
+
+
 class Results:
     """DIR/gpu.json, written after every case."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, machine: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "gpu.json"
-        machine = machine_of(device)
         self.data: dict[str, Any] = {"format": "gpu-benchmark/1", "machine": machine, "parts": {}}
         if self.path.exists():
             found = json.loads(self.path.read_text(encoding="utf-8"))
@@ -91,18 +112,22 @@ class Results:
 
 
 def _run_part(
-    name: str, settings: Settings, results: Results, arguments: argparse.Namespace
+    name: str,
+    settings: Settings,
+    results: Results,
+    arguments: argparse.Namespace,
+    deadline_s: float,
 ) -> None:
     done = results.cases(name)
     begun_s = time.monotonic()
-    deadline_s = begun_s + 60 * arguments.minutes
-    cases = PARTS[name].cases(settings)
+    cases = [case for case in PARTS[name].cases(settings) if _is_chosen(case, arguments.only)]
     for number, case in enumerate(cases):
         left_s = deadline_s - time.monotonic()
         if case in done:
             continue
         if left_s <= 0:
-            print(f"{name}: {len(cases) - number} cases are left; run the command again")
+            n_left = sum(left not in done for left in cases[number:])
+            print(f"{name}: {n_left} cases are left; run the command again")
             break
         print(f"{name}: {case}", flush=True)
         done[case] = (
@@ -110,6 +135,8 @@ def _run_part(
             if arguments.in_process
             else _in_own_process(name, case, done, arguments, left_s)
         )
+        for check, found in done[case].get("checks", {}).items():
+            print(f"  {check}: {found}", flush=True)
         results.data["parts"][name]["seconds"] += time.monotonic() - begun_s
         begun_s = time.monotonic()
         results.save()
@@ -127,6 +154,12 @@ def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) 
         }
 
 
+def _is_chosen(case: str, only: Sequence[Sequence[str]] | None) -> bool:
+    """Whether each group of words has one that is a word of the case."""
+    words = case.split("/")
+    return all(any(word in words for word in group) for group in only or ())
+
+
 def _in_own_process(
     part: str,
     case: str,
@@ -134,27 +167,80 @@ def _in_own_process(
     arguments: argparse.Namespace,
     left_s: float,
 ) -> dict[str, Any]:
+    limit_s = max(1.0, min(left_s, 60 * arguments.case_minutes))
+    options = ["--case", f"{part}:{case}", *(["--full"] if arguments.full else [])]
+    code, found, errors = _child(options, arguments, _variables(case), earlier, limit_s)
+    if found is not None:
+        return found
+    if code is None:
+        return {"status": "failed", "reason": f"not done within {limit_s:.0f} s: {errors[-500:]}"}
+    ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    return {"status": "failed", "reason": f"{ended}: {errors[-900:]}"}
+
+
+def _variables(case: str) -> dict[str, str]:
+    """What a process must be started with: torch reads it once."""
+    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case in BITS_CASES else {}
+    if case.endswith(EXPANDABLE):
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return variables
+
+
+def _child(
+    options: Sequence[str],
+    arguments: argparse.Namespace,
+    variables: Mapping[str, str],
+    given: Mapping[str, Any],
+    limit_s: float,
+) -> tuple[int | None, dict[str, Any] | None, str]:
+    """Exit status (None: out of time), the figures it printed, and its errors.
+
+    Compilers start processes of their own, which would hold a pipe open: so files are written, and
+    the whole group is ended when the time is over.
+    """
     command = [
         *(sys.executable, "-m", "benchmarks.gpu", "--out", str(arguments.out)),
-        *("--device", arguments.device, "--backend", arguments.backend),
-        *("--case", f"{part}:{case}"),
-        *(["--full"] if arguments.full else []),
+        *("--device", arguments.device, "--backend", arguments.backend, *options),
     ]
-    try:
-        done = subprocess.run(
+    with (
+        tempfile.TemporaryFile("w+") as sent,
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+    ):
+        json.dump(given, sent)
+        sent.seek(0)
+        child = subprocess.Popen(
             command,
-            input=json.dumps(earlier),
-            capture_output=True,
-            text=True,
-            timeout=left_s,
-            check=False,
+            stdin=sent,
+            stdout=out,
+            stderr=errors,
+            env={**os.environ, **variables},
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return {"status": "failed", "reason": f"not done within {left_s:.0f} s"}
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith(MARK):
-            return dict(json.loads(line.removeprefix(MARK)))
-    return {"status": "failed", "reason": done.stderr[-600:]}
+        code: int | None = None
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if code is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        out.seek(0)
+        errors.seek(0)
+        lines = [line for line in out.read().splitlines() if line.startswith(MARK)]
+        found = dict(json.loads(lines[-1].removeprefix(MARK))) if lines else None
+        return code, found, errors.read()
+
+
+def _machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Asked for in another process: this one must not take a part of the card for a context."""
+    if arguments.in_process or device.type == "cpu":
+        return machine_of(device)
+    code, found, errors = _child(["--machine"], arguments, {}, {}, 120.0)
+    if found is None:
+        raise SystemExit(f"the device {device} cannot be asked ({code}): {errors[-900:]}")
+    return found
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
@@ -215,10 +301,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu (default: cuda)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), metavar="PART")
     parser.add_argument("--full", action="store_true", help="all models, shares and card sizes")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of each part (default: 9)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the command (default: 9)")
+    parser.add_argument("--case-minutes", type=float, default=4.0, help="of each case (default: 4)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        action="append",
+        metavar="WORD",
+        help="cases with one of these words; given again: of these as well",
+    )
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--in-process", action="store_true", help="no process for each case")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -23,8 +23,11 @@ N_WARM, N_TIMED = 3, 5
 
 @dataclass(frozen=True)
 class Figures:
-    """peak_bytes: allocated, resident included. reserved_bytes, context_bytes: what the allocator
-    took from the device, and what the process takes beside it (None on the CPU)."""
+    """peak_bytes: allocated, resident included; of recorded steps what the allocator holds, since
+    their memory is no tensor's. On CUDA alone: requested_bytes, the peak without what the allocator
+    rounds up; other_bytes, allocated between steps beside resident tensors (workspaces of cuBLAS);
+    reserved_bytes, context_bytes, what the allocator took from the device, and what everything else
+    takes beside it."""
 
     peak_bytes: int
     time_s: float
@@ -32,6 +35,8 @@ class Figures:
     resident_bytes: int
     reserved_bytes: int | None = None
     context_bytes: int | None = None
+    requested_bytes: int | None = None
+    other_bytes: int | None = None
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -61,8 +66,12 @@ def measured(
     *,
     n_warm: int = N_WARM,
     n_timed: int = N_TIMED,
+    replays: bool = False,
 ) -> Figures:
-    """Peak of a step and the median of some; gradients are set to None before each."""
+    """Peak of a step and the median of some; gradients are set to None before each.
+
+    replays: the step is a recorded one.
+    """
     device = batch[0].device
     for _ in range(n_warm):
         step()
@@ -72,19 +81,22 @@ def measured(
     gc.collect()
     resident = bytes_of(resident_tensors(model, batch, optimizer), device)
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+        other = torch.cuda.memory_allocated(device) - resident
         torch.cuda.reset_peak_memory_stats(device)
         step()
         torch.cuda.synchronize(device)
-        free, total = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
+        reserved = torch.cuda.max_memory_reserved(device)
         return Figures(
-            peak_bytes=torch.cuda.max_memory_allocated(device),
+            peak_bytes=reserved if replays else torch.cuda.max_memory_allocated(device),
             time_s=time_s,
             samples_per_s=len(batch[0]) / time_s,
             resident_bytes=resident,
-            reserved_bytes=torch.cuda.max_memory_reserved(device),
-            context_bytes=total - free - reserved,
+            reserved_bytes=reserved,
+            context_bytes=context_bytes(device),
+            requested_bytes=torch.cuda.memory_stats(device).get("requested_bytes.all.peak"),
+            other_bytes=other,
         )
     return Figures(
         peak_bytes=resident + cpu_peak_bytes(step).peak_bytes,
@@ -104,18 +116,34 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started_s
 
 
-@contextlib.contextmanager
-def limited(device: torch.device, budget_bytes: int | None) -> Iterator[None]:
-    """Let the allocator take no more than the budget of the device; no limit on the CPU.
+def context_bytes(device: torch.device) -> int:
+    """What is taken of the device beside this process's allocator: contexts, kernels, others."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
-    The allocator's limit is on what it reserves: cached blocks are given back when it is met.
+
+def emptied(device: torch.device) -> None:
+    """Drop what nobody holds any more, so that it is in no figure of what comes next."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def limited(device: torch.device, card_bytes: int | None) -> Iterator[None]:
+    """Let the process take no more than a card of that size has; no limit on the CPU.
+
+    The allocator's limit is on what it reserves, so the context is taken off; cached blocks are
+    given back when the limit is met.
     """
-    if device.type != "cuda" or budget_bytes is None:
+    if device.type != "cuda" or card_bytes is None:
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+    emptied(device)
+    share = (card_bytes - context_bytes(device)) / total
+    torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, share)), device)
     try:
         yield
     finally:
@@ -129,21 +157,27 @@ def run_way(
     *,
     share: float | None,
     budget_bytes: int,
+    reserve_bytes: int = 0,
     batch_size: int | None = None,
-    enforce_bytes: int | None = None,
+    card_bytes: int | None = None,
     time_limit_s: float = 30.0,
     backend: str = "inductor",
 ) -> dict[str, Any]:
-    """A row: what the way predicted and what was measured, or why there is nothing to measure."""
+    """A row: what the way predicted and what was measured, or why there is nothing to measure.
+
+    card_bytes: of the card that the steps run on; plans are made with all of the device.
+    """
+    emptied(device)
     row: dict[str, Any] = {"way": way, "share": share, "budget_bytes": budget_bytes}
     prepared: Prepared | None = None
     try:
         model, batch = subject.made(device, batch_size=batch_size)
         optimizer = optimizer_of(model)
-        setting = Setting(share, budget_bytes, optimizer, time_limit_s, backend)
-        with limited(device, enforce_bytes):
-            prepared = WAYS[way](model, batch, subject, setting)
-            figures = measured(step_of(prepared.call, batch, optimizer), model, batch, optimizer)
+        setting = Setting(share, budget_bytes, optimizer, time_limit_s, backend, reserve_bytes)
+        prepared = WAYS[way](model, batch, subject, setting)
+        step = step_of(prepared.call, batch, optimizer)
+        with limited(device, card_bytes):
+            figures = measured(step, model, batch, optimizer, replays=prepared.replays)
         row |= asdict(figures)
         row |= {"predicted_bytes": prepared.predicted_bytes, "overhead": prepared.overhead}
         row["status"] = "ran"

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.bench import measured, optimizer_of, step_of
 from benchmarks.gpu.models import Subject
 from graphs.costs import Cost, Measured, OpCall, Roofline
-from graphs.hardware import Hardware, named
+from graphs.hardware import Hardware, card_called, named
 from graphs.trace import trace
-from solver.target import card_called
 
 
 class _Both:

@@ -22,24 +22,26 @@ from solver import solve
 @dataclass(frozen=True)
 class Prepared:
     """call: what to call in place of the model. predicted_bytes, overhead: of the plan, where
-    there is one. undo: after the measurement."""
+    there is one. undo: after the measurement. replays: steps are recorded as CUDA graphs."""
 
     call: Callable[..., Any]
     predicted_bytes: int | None = None
     overhead: float | None = None
     undo: Callable[[], object] = lambda: None
+    replays: bool = False
 
 
 @dataclass(frozen=True)
 class Setting:
     """share: of the activations that may be held (None: no budget). budget_bytes: of the whole
-    step. time_limit_s: of each search."""
+    step, reserve_bytes included. time_limit_s: of each search."""
 
     share: float | None
     budget_bytes: int
     optimizer: torch.optim.Optimizer | None
     time_limit_s: float
     backend: str = "inductor"
+    reserve_bytes: int = 0
 
 
 Way = Callable[[nn.Module, tuple[torch.Tensor, ...], Subject, Setting], Prepared]
@@ -106,6 +108,12 @@ def memory_budget(
     return Prepared(call, undo=torch._dynamo.reset)
 
 
+def _costs_of(batch: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """On CUDA what one case has measured is kept for the next."""
+    device = batch[0].device
+    return {"device": device, "costs": "measured"} if device.type == "cuda" else {}
+
+
 def _planned(*, cuda_graph: bool) -> Way:
     def prepare(
         model: nn.Module, batch: tuple[torch.Tensor, ...], _subject: Subject, setting: Setting
@@ -114,9 +122,10 @@ def _planned(*, cuda_graph: bool) -> Way:
             model,
             batch,
             budget=setting.budget_bytes,
-            reserve=0,
+            reserve=setting.reserve_bytes,
             optimizer=setting.optimizer,
             time_limit_s=setting.time_limit_s,
+            **_costs_of(batch),
         )
         if solution.trace is None:
             raise ValueError(f"nothing fits ({solution.status})")
@@ -126,6 +135,7 @@ def _planned(*, cuda_graph: bool) -> Way:
             predicted_bytes=solution.trace.peak_bytes,
             overhead=solution.overhead,
             undo=lambda: scheduler_runtime.remove(model),
+            replays=cuda_graph,
         )
 
     return prepare
@@ -138,7 +148,7 @@ def ours_compiled(
         model,
         batch,
         budget=setting.budget_bytes,
-        reserve=0,
+        reserve=setting.reserve_bytes,
         optimizer=setting.optimizer,
         backend=setting.backend,
         time_limit_s=setting.time_limit_s,
