@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import types
 from collections import OrderedDict
 from typing import Any, Protocol
 
@@ -16,6 +14,7 @@ from graphs.shell import leaves_of
 from graphs.trace import StepTrace
 from scheduler_runtime.function import run_step
 from scheduler_runtime.program import Program
+from scheduler_runtime.settings import settings_of
 
 N_KEPT = 32
 """Programs of a module that are kept; the one that was not used for longest goes first."""
@@ -114,25 +113,5 @@ def kind_of(model: nn.Module, call: Call) -> Any:
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),
         tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters()),
-        tuple(_settings(module) for module in model.modules()),
+        settings_of(model),
     )
-
-
-_PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, torch.device, types.NoneType)
-
-
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What may change the program from one call to the next: plain attributes and hooks."""
-    attributes = vars(module)
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return (
-        *(value for value in attributes.values() if _is_plain(value)),
-        *map(len, hooks),
-    )
-
-
-def _is_plain(value: object) -> bool:
-    """What cannot change by itself; a list may grow with every step (of losses, say)."""
-    if type(value) is tuple:
-        return all(_is_plain(item) for item in value)
-    return isinstance(value, _PLAIN)

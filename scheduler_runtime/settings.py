@@ -1,0 +1,136 @@
+"""What a module is set to, as a value that can be compared: a change asks for another program.
+
+A program is what `forward` did when it was traced. Besides its batch and its tensors (which have
+guards of their own, `graphs.known_values`), forward reads Python state: attributes, in the module
+or in what it holds (a peft layer keeps its scaling in a dict, a model of transformers its config),
+of its class, and its own code. All of that is read here before each call:
+
+- plain values (numbers, strings, dtypes) in attributes of modules and of their classes;
+- lists, tuples, dicts and sets of them, nested, up to MANY entries;
+- objects that hold nothing but such values: configs, dataclasses, namespaces. An object that holds
+  anything else (a trainer, a logger) is known by its type alone: it changes with every step;
+- functions, classes and modules held elsewhere by identity; each module's class and its `forward`.
+
+Not seen: globals of a Python module, environment variables, what a closure has caught, and the
+inside of the objects left out. `docs/same_bits.md` says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+MANY = 1000
+"""Entries of a container; one that is longer is known by its length."""
+_PLAIN = (bool, int, str, bytes, enum.Enum, torch.dtype, torch.device, types.NoneType)
+_BY_IDENTITY = (
+    nn.Module,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+)
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module: its tensors, submodules and hooks."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _NoSettingError(Exception):
+    """Something that is no setting."""
+
+
+def settings_of(model: nn.Module) -> tuple[Any, ...]:
+    """A hashable value that is equal as long as nothing in the list above changes."""
+    seen: set[int] = set()
+    classes = {kind: _of_class(kind) for kind in {type(module) for module in model.modules()}}
+    return tuple(
+        (
+            type(module),
+            type(module).forward,
+            classes[type(module)],
+            module.training,
+            tuple(len(getattr(module, hooks)) for hooks in _HOOKS),
+            tuple(_attributes(module, seen, is_root=module is model)),
+        )
+        for module in model.modules()
+    )
+
+
+def _attributes(module: nn.Module, seen: set[int], *, is_root: bool) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name in _TORCHS_OWN or (is_root and name == "forward"):  # there the plan itself stands
+            continue
+        try:
+            yield name, _read(value, seen, within_object=False)
+        except _NoSettingError:
+            yield name, type(value)
+
+
+def _of_class(kind: type) -> tuple[Any, ...]:
+    """Plain attributes of the module's classes, up to PyTorch's own."""
+    return tuple(
+        (name, _plain(value))
+        for each in kind.__mro__
+        if not each.__module__.startswith(("torch.", "builtins"))
+        for name, value in vars(each).items()
+        if isinstance(value, (*_PLAIN, float)) and not name.startswith("__")
+    )
+
+
+def _plain(value: object) -> Any:
+    """A float as text: NaN is itself, and 0.0 is not -0.0. With its type: 1 is not True."""
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+def _read(value: Any, seen: set[int], *, within_object: bool) -> Any:
+    if isinstance(value, (*_PLAIN, float)):
+        return _plain(value)
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        return _container(value, seen, within_object=within_object)
+    if isinstance(value, _BY_IDENTITY):
+        return value  # compared by identity, and kept, so that no other takes its place in memory
+    if within_object and isinstance(value, torch.Tensor):
+        raise _NoSettingError
+    state = getattr(value, "__dict__", None)
+    if not isinstance(state, dict) or isinstance(value, torch.Tensor):
+        if within_object:
+            raise _NoSettingError
+        return type(value)
+    if id(value) in seen:
+        return id(value)
+    seen.add(id(value))
+    inside = tuple((k, _read(v, seen, within_object=True)) for k, v in list(state.items()))
+    return type(value), inside
+
+
+def _container(value: Any, seen: set[int], *, within_object: bool) -> Any:
+    if len(value) > MANY:
+        return type(value), len(value)
+    if id(value) in seen:  # may hold itself
+        return id(value)
+    if isinstance(value, dict):
+        seen.add(id(value))
+        items = ((_key(k), _item(v, seen, within_object)) for k, v in list(value.items()))
+        return type(value), tuple(items)
+    if isinstance(value, list):
+        seen.add(id(value))
+    found = [_item(item, seen, within_object) for item in list(value)]
+    return type(value), frozenset(found) if isinstance(value, set | frozenset) else tuple(found)
+
+
+def _item(value: Any, seen: set[int], within_object: bool) -> Any:
+    if within_object:
+        return _read(value, seen, within_object=True)
+    try:
+        return _read(value, seen, within_object=False)
+    except _NoSettingError:
+        return type(value)
+
+
+def _key(key: Any) -> Any:
+    return _plain(key) if isinstance(key, (*_PLAIN, float)) else id(key)

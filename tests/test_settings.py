@@ -1,0 +1,115 @@
+"""What a module is set to: every change of what `forward` reads asks for another program."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scheduler_runtime import apply
+from scheduler_runtime.settings import settings_of
+from solver.solve import solve
+
+
+@dataclasses.dataclass
+class Scale:
+    by: float = 1.0
+    inner: Any = None
+
+
+class Holder:
+    by = 1.0
+
+    def __init__(self) -> None:
+        self.extra = 1.0
+
+
+class Settable(nn.Module):
+    """Reads Python state of every kind."""
+
+    by = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = {"a": 1.0, "inner": {"b": 1.0}}
+        self.scale = Scale(inner=Holder())
+        self.row = [1.0, 2.0]
+        self.names: set[str] = set()
+        self.act = torch.relu
+        self.trainer: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]  # type: ignore[index]
+        x = x * self.scale.by * self.scale.inner.extra * self.row[0] * self.by
+        return (-x if "negative" in self.names else x).pow(2).sum()
+
+
+class Tripled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+def _swap_class(model: Settable) -> None:
+    model.linear.__class__ = Tripled
+
+
+def _own_forward(model: Settable) -> None:
+    linear = model.linear
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Settable], object]] = {
+    "dict": lambda m: m.table.__setitem__("a", 0.5),
+    "dict in a dict": lambda m: m.table["inner"].__setitem__("b", 0.5),  # type: ignore[attr-defined]
+    "dataclass": lambda m: setattr(m.scale, "by", 0.5),
+    "object in a dataclass": lambda m: setattr(m.scale.inner, "extra", 0.5),
+    "list": lambda m: m.row.__setitem__(0, 0.5),
+    "set": lambda m: m.names.add("negative"),
+    "function": lambda m: setattr(m, "act", torch.tanh),
+    "class of a submodule": _swap_class,
+    "forward of a submodule": _own_forward,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_is_seen_and_planned(change: Callable[[Settable], object]) -> None:
+    torch.manual_seed(0)
+    model, batch = Settable(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    apply(model, solve(model, batch, budget=10**9), on_mismatch="replan")
+    model(batch).backward()
+    before = settings_of(model)
+    for each in (model, plain):
+        change(each)
+        each.zero_grad()
+        each(batch).backward()
+    assert settings_of(model) != before
+    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
+
+
+def test_an_attribute_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Settable()
+    before = settings_of(model)
+    monkeypatch.setattr(Settable, "by", 0.5)
+    assert settings_of(model) != before
+
+
+def test_what_is_no_setting_changes_nothing() -> None:
+    model = Settable()
+    model.trainer = Holder()
+    model.trainer.model, model.trainer.lock, model.trainer.step = model, threading.Lock(), 0
+    model.row.append(math.nan)
+    model.row.append(model.row)  # type: ignore[arg-type]
+    before = settings_of(model)
+    assert settings_of(model) == before
+    assert hash(before) == hash(settings_of(model))
+    model.trainer.step = 1  # an object that holds more than settings is known by its type
+    assert settings_of(model) == before
