@@ -27,7 +27,7 @@ from torch import nn
 
 MANY = 1000
 """Entries of a container; one that is longer is known by its length."""
-_PLAIN = (bool, int, str, bytes, enum.Enum, torch.dtype, torch.device, types.NoneType)
+_PLAIN = (bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device, types.NoneType)
 _BY_IDENTITY = (
     nn.Module,
     type,
@@ -78,7 +78,7 @@ def _of_class(kind: type) -> tuple[Any, ...]:
         for each in kind.__mro__
         if not each.__module__.startswith(("torch.", "builtins"))
         for name, value in vars(each).items()
-        if isinstance(value, (*_PLAIN, float)) and not name.startswith("__")
+        if isinstance(value, _PLAIN) and not name.startswith("__")
     )
 
 
@@ -88,7 +88,7 @@ def _plain(value: object) -> Any:
 
 
 def _read(value: Any, seen: set[int], *, within_object: bool) -> Any:
-    if isinstance(value, (*_PLAIN, float)):
+    if isinstance(value, _PLAIN):
         return _plain(value)
     if isinstance(value, list | tuple | dict | set | frozenset):
         return _container(value, seen, within_object=within_object)
@@ -133,4 +133,4 @@ def _item(value: Any, seen: set[int], within_object: bool) -> Any:
 
 
 def _key(key: Any) -> Any:
-    return _plain(key) if isinstance(key, (*_PLAIN, float)) else id(key)
+    return _plain(key) if isinstance(key, _PLAIN) else id(key)

@@ -129,7 +129,7 @@ def attempt(
                 f"bytes, above {request.available_bytes}; please report this as a bug"
             )
     solution = Solution(
-        status=_status(proposal, trace, baseline, lower_bound_s),
+        status=_status(proposal.timed_out, trace, baseline, lower_bound_s),
         graph=graph,
         schedule=proposal.schedule,
         trace=trace,
@@ -148,6 +148,8 @@ def attempt(
 def explained(solution: Solution) -> Solution:
     """With the obstacle told if there is no schedule: the least budget, and the op in the way.
 
+    Where the schedule of the least budget fits after all, because the time limit ended the search
+    before one was found, it is the answer.
     `auto` reaches the least budget of `bounds.obstacle`; another method is asked to find its own,
     in what is left of the time limit. The time that this takes counts as the solution's.
     """
@@ -165,10 +167,17 @@ def explained(solution: Solution) -> Solution:
             seed=solution.request.seed,
         )
         obstacle = dataclasses.replace(obstacle, reached_bytes=reached_bytes, schedule=None)
+    solution = dataclasses.replace(
+        solution, solve_time_s=solution.solve_time_s + time.monotonic() - started_s
+    )
+    if obstacle.schedule is None or obstacle.reached_bytes > solution.request.available_bytes:
+        return dataclasses.replace(solution, obstacle=obstacle)
+    trace = simulate(solution.graph, obstacle.schedule)
     return dataclasses.replace(
         solution,
-        obstacle=obstacle,
-        solve_time_s=solution.solve_time_s + time.monotonic() - started_s,
+        status=_status(True, trace, solution.baseline, solution.lower_bound_s),
+        schedule=obstacle.schedule,
+        trace=trace,
     )
 
 
@@ -211,13 +220,11 @@ def _method(name: str, starts: Sequence[Schedule]) -> Method:
     return METHODS[name]
 
 
-def _status(
-    proposal: Proposal, trace: Trace | None, baseline: Trace, lower_bound_s: float
-) -> Status:
+def _status(timed_out: bool, trace: Trace | None, baseline: Trace, lower_bound_s: float) -> Status:
     if trace is not None:
         gap_s = trace.time_s - lower_bound_s
         return "optimal" if gap_s <= OPTIMAL_GAP * baseline.time_s else "feasible"
-    if math.isinf(lower_bound_s) or not proposal.timed_out:
+    if math.isinf(lower_bound_s) or not timed_out:
         return "infeasible"
     return "time_limit"
 

@@ -163,3 +163,15 @@ def test_a_budget_below_the_proof_is_explained() -> None:
     assert solution.status == "infeasible"
     assert solution.obstacle is not None
     assert solution.obstacle.reached_bytes >= least_bytes
+
+
+def test_a_search_without_time_answers_with_the_least_schedule_where_it_fits():
+    graph = residual(n_blocks=30)
+    least = bounds.obstacle(graph)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = (least.reached_bytes + peak_bytes) // 2
+    found = solve(graph, budget=budget_bytes, time_limit_s=1e-6)
+    assert found.trace is not None
+    assert found.trace.peak_bytes <= budget_bytes
+    assert found.status == "feasible"
+    assert found.timed_out
