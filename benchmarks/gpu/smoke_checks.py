@@ -118,14 +118,18 @@ def autocast_bits(bench: Bench) -> str:
     model, batch = _made("gpt2 with dropout", bench)
     twin = copy.deepcopy(model)
     gradients = []
-    for each in (twin, model):
-        with torch.autocast(bench.device.type, dtype=torch.bfloat16):
-            if each is model:
-                scheduler_runtime.apply(model, _tight(model, batch))
-            torch.manual_seed(7)
-            loss = each(*batch)
-        loss.backward()
-        gradients.append({name: p.grad for name, p in each.named_parameters()})
+    torch.use_deterministic_algorithms(bench.on_cuda)
+    try:
+        for each in (twin, model):
+            with torch.autocast(bench.device.type, dtype=torch.bfloat16):
+                if each is model:
+                    scheduler_runtime.apply(model, _tight(model, batch))
+                torch.manual_seed(7)
+                loss = each(*batch)
+            loss.backward()
+            gradients.append({name: p.grad for name, p in each.named_parameters()})
+    finally:
+        torch.use_deterministic_algorithms(False)
     one, other = gradients
     different = [name for name in one if not torch.equal(one[name], other[name])]
     must(not different, f"{len(different)} of {len(one)} gradients differ: {different[:4]}")
