@@ -30,6 +30,7 @@ from scheduler_runtime.plan import Plan
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.replan import replan
 from scheduler_runtime.stand_in import StandIn, module_schedule, refuse_second
+from solver.schedule import Schedule
 from solver.simulate import simulate
 from solver.solution import SavedSchedule, Solution
 
@@ -117,10 +118,8 @@ class PlannedForward(StandIn):
     def compile_for(self, call: Call) -> StepProgram:
         step = self._trace(call)
         part = step.graph.module_part()
-        schedule = next(
-            (p.schedule for p in self.plans if p.module_graph_id == part.graph_id), None
-        )
-        if schedule is None:
+        plan = next((p for p in self.plans if p.module_graph_id == part.graph_id), None)
+        if plan is None:
             reason = self._difference(part, call)
             if self.on_mismatch == "error":
                 raise PlanMismatchError(
@@ -128,10 +127,12 @@ class PlannedForward(StandIn):
                     'plan again, or apply(..., on_mismatch="replan")'
                 )
             step = self._trace(call, costs=from_description(self.plan.environment.get("costs", {})))
-            schedule = replan(step.graph, self.plan, reason)
-            part = step.graph.module_part()
-        schedule = module_schedule(schedule, part)
-        simulate(part, schedule)  # a file may say anything: the judge has the last word
+            schedule = module_schedule(
+                replan(step.graph, self.plan, reason), step.graph.module_part()
+            )
+        else:
+            schedule = module_schedule(plan.schedule, part)
+            _judge(part, schedule, available_bytes=plan.request.available_bytes)
         compiled = Compiled(step, compile_schedule(step, schedule))
         return Recorded(compiled, self._model, call) if self.cuda_graph else compiled
 
@@ -166,6 +167,21 @@ class PlannedForward(StandIn):
                 before = "not there" if old_tensor is None else f"{old_tensor.size_bytes} bytes"
                 return f"tensor {tensor.name} has {tensor.size_bytes} bytes, planned: {before}"
         return f"{len(graph.nodes)} operators, planned were {len(planned_graph.nodes)}"
+
+
+def _judge(part: Graph, schedule: Schedule, *, available_bytes: int) -> None:
+    """A file may say anything: the judge has the last word, on the budget too.
+
+    Gradients of outputs count as there from the start in the module's part, so their bytes are
+    taken off: what is left is in no case more than the whole step takes.
+    """
+    tangent_bytes = sum(t.size_bytes for t in part.resident if t.kind == "tangent")
+    least_bytes = simulate(part, schedule).peak_bytes - tangent_bytes
+    if least_bytes > available_bytes:
+        raise PlanMismatchError(
+            f"the plan takes at least {least_bytes} bytes, and its budget leaves "
+            f"{available_bytes}: the schedule file was changed by hand; plan again"
+        )
 
 
 def _other_parameters(planned: Mapping[str, str], here: Mapping[str, str]) -> str:

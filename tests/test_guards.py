@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from scheduler_runtime import PlanMismatchError, apply
+from solver import solve
 from solver.rematerialise import keep
 from tests.models import Classifier, TiedLanguageModel
 from tests.test_apply import one_step, solution_of, traced
@@ -110,3 +112,14 @@ def test_a_second_backward_pass_is_refused_and_says_what_to_do() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"retain_graph and several backward calls need"):
         loss.backward()
+
+
+def test_a_file_whose_plan_is_above_its_budget_is_refused(tmp_path: Path) -> None:
+    model, batch = TiedLanguageModel(), TiedLanguageModel.batch()
+    solution = solve(model, batch, budget="1GB")
+    assert solution.trace is not None
+    less = dataclasses.replace(solution.request, budget_bytes=solution.trace.peak_bytes // 2)
+    dataclasses.replace(solution, request=less).save(tmp_path / "schedule.json")
+    apply(model, tmp_path / "schedule.json")
+    with pytest.raises(PlanMismatchError, match="its budget leaves"):
+        one_step(model, batch, 0)
