@@ -99,7 +99,7 @@ def test_every_persistent_schedule_is_a_tree_of_checkpoints() -> None:
     assert n_nested > 10
 
 
-@pytest.mark.parametrize(("inplace", "share"), [(False, 0.6), (False, 0.35), (True, 0.4)])
+@pytest.mark.parametrize(("inplace", "share"), [(False, 0.6), (False, 0.45), (True, 0.45)])
 def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: float) -> None:
     plain, batch = convolutions(inplace=inplace)
     model = copy.deepcopy(plain)
@@ -108,7 +108,7 @@ def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: fl
     assert solution.trace == simulate(solution.graph, solution.schedule)
     assert solution.trace.peak_bytes <= share * plain_bytes
     assert any(segment.last > segment.first for segment in solution.segments)
-    if share < 0.4:
+    if share < 0.5:
         assert any(segment.depth > 1 for segment in solution.segments)
     apply(model, solution)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -124,7 +124,7 @@ def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: fl
 
 def test_children_run_as_often_as_they_are_nested() -> None:
     model, batch = convolutions(inplace=False)
-    solution, _ = planned(model, batch, 0.35)
+    solution, _ = planned(model, batch, 0.45)
     apply(model, solution)
     forward = model.__dict__["forward"]
     assert isinstance(forward, SegmentedForward)
@@ -139,7 +139,7 @@ def test_children_run_as_often_as_they_are_nested() -> None:
 
 def test_the_report_names_who_runs_again_together() -> None:
     model, batch = convolutions(inplace=True)
-    solution, _ = planned(model, batch, 0.4)
+    solution, _ = planned(model, batch, 0.45)
     first = next(s for s in solution.segments if s.last > s.first)
     n_steps = first.last - first.first + 1
     assert f"checkpointed: {first.first} .. {first.last} ({n_steps} together)" in str(solution)
@@ -169,8 +169,9 @@ def test_another_model_is_refused() -> None:
 
 BRANCHING = (
     "self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))",
-    "self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 256), nn.Tanh(), "
-    "nn.Linear(256, 32)) for _ in range(6)))",
+    """self.layers = nn.Sequential(*(
+                nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32)) for _ in range(6)
+            ))""",
 )
 LOOKS = (
     """for layer in self.layers:
