@@ -74,6 +74,7 @@ def trace(
     """
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
+    _refuse_replaced(model)
     args, kwargs = as_call(batch, inputs)
     _check_call(model, args, kwargs)
     call = Call.of(args, kwargs)
@@ -99,6 +100,25 @@ def trace(
         return graph
     figures = optimizer_figures(optimizer, model, device=target, costs=costs)
     return with_optimizer(graph, figures)
+
+
+def _refuse_replaced(model: nn.Module) -> None:
+    """Modules whose forward pass is no longer what their code says."""
+    from torch._dynamo import OptimizedModule  # takes a second to import
+
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            part = f"its submodule {path} is" if path else "the module is"
+            raise TraceError(
+                f"{name} cannot be traced: {part} compiled by torch.compile; give the module that "
+                "was compiled (model._orig_mod)"
+            )
+    if getattr(model.__dict__.get("forward"), "is_plan", False):
+        raise TraceError(
+            f"{name} has a plan already, which would be traced in its place; "
+            "scheduler_runtime.remove(model) first"
+        )
 
 
 def trace_module(

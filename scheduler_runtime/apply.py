@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from graphs.call import Call, TraceError, environment_of
@@ -106,6 +107,13 @@ class PlannedForward(StandIn):
         self.plans = tuple(plans)
         self.on_mismatch = on_mismatch
         self.cuda_graph = cuda_graph
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="the module has a plan, which runs operator by operator; "
+        "scheduler_runtime.remove(model) undoes it"
+    )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
 
     @property
     def plan(self) -> Plan:

@@ -307,7 +307,7 @@ def _nothing_fits(solution: Solution, watched: _Watched, least_bytes: int) -> Su
         obstacle=Obstacle(known[0], max(known[0], least_bytes), None, known[1], known[2]),
         left_alone=(
             *_left_alone(watched),
-            f"checkpointing submodules whole takes at least {least_bytes} bytes",
+            f"the smallest peak that was found is {least_bytes} bytes",
         ),
     )
 

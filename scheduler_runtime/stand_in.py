@@ -28,7 +28,10 @@ class StandIn(abc.ABC):
 
     instance_forward: what another library had put in the place of the class's forward before.
     n_kept: programs at most.
+    is_plan: tells who would trace the module (`graphs.trace`) that this is not its own forward.
     """
+
+    is_plan = True
 
     n_kept = N_KEPT
 

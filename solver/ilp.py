@@ -50,7 +50,7 @@ from solver.proposal import Proposal
 from solver.rematerialise import without_dead_computes
 from solver.schedule import Schedule, free_after_last_use
 from solver.simulate import simulate
-from solver.stages import Stage, Stages, TooLargeError
+from solver.stages import MissingSolverError, Stage, Stages, TooLargeError
 from solver.step import Step
 
 __all__ = ["IlpSolution", "TooLargeError", "ilp", "solve_ilp"]
@@ -61,10 +61,6 @@ SMALL_VARIABLES = 2_500
 """Up to here a program may have more than one sweep, and a bound from all moments at once."""
 GAP = 1e-6
 """Relative gap at which the solver stops."""
-
-
-class MissingSolverError(ImportError):
-    """PuLP is not installed."""
 
 
 def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:

@@ -15,6 +15,10 @@ MAX_VARIABLES = 20_000
 """Beyond this many variables the search takes hours, and the method refuses."""
 
 
+class MissingSolverError(ImportError):
+    """PuLP is not installed."""
+
+
 class TooLargeError(ValueError):
     """The graph makes a program that is too large to solve; the message says how large."""
 

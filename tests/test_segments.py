@@ -62,7 +62,8 @@ def bits(model: nn.Module, batch: Batch, seed: int) -> list[torch.Tensor]:
 def planned(model: nn.Module, batch: Batch, share: float) -> tuple[SubmoduleSolution, int]:
     """With this share of the plain step's peak; and the plain step's peak in bytes."""
     plain_bytes = measure(copy.deepcopy(model), batch, n_steps=1, **STEP).peak_bytes
-    return plan_chain(model, batch, budget=int(share * plain_bytes), **STEP), plain_bytes
+    budget = int(share * plain_bytes)
+    return plan_chain(model, batch, budget=budget, time_limit_s=1, **STEP), plain_bytes
 
 
 def n_runs(segments: tuple[Segment, ...], n_steps: int) -> list[int]:
@@ -99,7 +100,7 @@ def test_every_persistent_schedule_is_a_tree_of_checkpoints() -> None:
     assert n_nested > 10
 
 
-@pytest.mark.parametrize(("inplace", "share"), [(False, 0.6), (False, 0.35), (True, 0.4)])
+@pytest.mark.parametrize(("inplace", "share"), [(False, 0.6), (False, 0.45), (True, 0.45)])
 def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: float) -> None:
     plain, batch = convolutions(inplace=inplace)
     model = copy.deepcopy(plain)
@@ -108,7 +109,7 @@ def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: fl
     assert solution.trace == simulate(solution.graph, solution.schedule)
     assert solution.trace.peak_bytes <= share * plain_bytes
     assert any(segment.last > segment.first for segment in solution.segments)
-    if share < 0.4:
+    if share < 0.5:
         assert any(segment.depth > 1 for segment in solution.segments)
     apply(model, solution)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -124,7 +125,7 @@ def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: fl
 
 def test_children_run_as_often_as_they_are_nested() -> None:
     model, batch = convolutions(inplace=False)
-    solution, _ = planned(model, batch, 0.35)
+    solution, _ = planned(model, batch, 0.6)
     apply(model, solution)
     forward = model.__dict__["forward"]
     assert isinstance(forward, SegmentedForward)
@@ -139,7 +140,7 @@ def test_children_run_as_often_as_they_are_nested() -> None:
 
 def test_the_report_names_who_runs_again_together() -> None:
     model, batch = convolutions(inplace=True)
-    solution, _ = planned(model, batch, 0.4)
+    solution, _ = planned(model, batch, 0.45)
     first = next(s for s in solution.segments if s.last > s.first)
     n_steps = first.last - first.first + 1
     assert f"checkpointed: {first.first} .. {first.last} ({n_steps} together)" in str(solution)
@@ -147,10 +148,15 @@ def test_the_report_names_who_runs_again_together() -> None:
 
 
 def test_children_with_hooks_are_not_put_together() -> None:
-    model, batch = convolutions(inplace=False)
+    torch.manual_seed(0)
+    blocks = (
+        nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16), Branch()) for _ in range(6)
+    )
+    model = nn.Sequential(*blocks, nn.Linear(16, 10))
+    batch = torch.randn(512, 16), torch.randint(0, 10, (512,))
     seen: list[int] = []
-    model[5].register_forward_hook(lambda *_: seen.append(1))
-    solution, _ = planned(model, batch, 0.9)
+    model[1].register_forward_hook(lambda *_: seen.append(1))
+    solution, _ = planned(model, batch, 0.7)
     assert not solution.segments
     assert solution.checkpointed
     seen.clear()
@@ -169,10 +175,9 @@ def test_another_model_is_refused() -> None:
 
 BRANCHING = (
     "self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))",
-    (
-        "self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 256), nn.Tanh(), "
-        "nn.Linear(256, 32)) for _ in range(6)))"
-    ),
+    """self.layers = nn.Sequential(*(
+                nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32)) for _ in range(6)
+            ))""",
 )
 LOOKS = (
     """for layer in self.layers:
@@ -185,14 +190,29 @@ LOOKS = (
 )
 
 
-@pytest.mark.parametrize(("budget", "code"), [("2MB", 0), ("900KB", 0), ("100KB", 3)])
+@pytest.mark.parametrize(("budget", "code"), [("20MB", 0), ("4MB", 0), ("100KB", 3)])
 def test_the_command_plans_what_cannot_be_traced(tmp_path, capsys, budget, code) -> None:
     path = write_model(tmp_path, BRANCHING, LOOKS)
-    assert main(["--budget", budget, "--device", "cpu", path]) == code
+    assert (
+        main(
+            [
+                "--budget",
+                budget,
+                "--device",
+                "cpu",
+                "--time-limit",
+                "1",
+                "--batch-size",
+                "512",
+                path,
+            ]
+        )
+        == code
+    )
     out = " ".join(capsys.readouterr().out.split())
     assert "Planned by submodules, measured in eager mode: 6 submodules" in out
     assert ("Kept:" in out) == (code == 0)
-    assert ("Checkpointed: layers." in out) == (budget == "900KB")
+    assert ("Checkpointed: layers." in out) == (budget == "4MB")
 
 
 def test_what_real_steps_cannot_say_is_named(tmp_path, capsys) -> None:

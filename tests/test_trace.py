@@ -14,6 +14,7 @@ from graphs.graph import Graph
 from graphs.trace import TraceError, trace
 from solver.rematerialise import baseline
 from solver.simulate import simulate
+from solver.solve import solve
 from tests.models import (
     Classifier,
     ConvNet,
@@ -339,3 +340,18 @@ def _raises(_output: Any, _batch: Any) -> Any:
 def test_a_loss_function_that_gives_no_loss_is_refused(loss: Any, reason: str) -> None:
     with pytest.raises(TraceError, match=reason):
         trace(_Several(), torch.ones(3, 4), loss=loss)
+
+
+def test_what_would_be_traced_in_the_modules_place_is_refused() -> None:
+    from scheduler_runtime import apply, remove
+
+    batch = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Flatten(0), nn.Linear(32, 1))
+    solution = solve(model, batch, budget="1GB")
+    with pytest.raises(TraceError, match="the module is compiled"):
+        solve(torch.compile(model), batch, budget="1GB")
+    apply(model, solution)
+    with pytest.raises(TraceError, match=r"has a plan already.*remove"):
+        solve(model, batch, budget="1GB")
+    remove(model)
+    assert solve(model, batch, budget="1GB").trace is not None

@@ -38,7 +38,7 @@ from solver.layers import NoLayersError, layers
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
 from solver.solution import Request, Solution
 from solver.solve import InterruptedSolveError, attempt, explained
-from solver.stages import TooLargeError
+from solver.stages import MissingSolverError, TooLargeError
 from solver.submodules import PLANNER, Planned, SubmodulePlanner
 from solver.usage import UsageError
 from solver.verification import VERIFIER, Verifier, VerifyError
@@ -258,7 +258,10 @@ def _search(
         try:
             with progress.says(f"searching with {method} ({len(problem.graph.nodes)} ops)"):
                 solutions.append(attempt(problem.graph, request))
-        except TooLargeError as error:  # the graph is not one for this method, and it says why
+        except (
+            TooLargeError,
+            MissingSolverError,
+        ) as error:  # the graph is not one for this method, and it says why
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error
             refused.append((method, str(error)))

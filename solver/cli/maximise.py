@@ -18,7 +18,7 @@ from solver.largest import (
 )
 from solver.solution import Request, Solution
 from solver.solve import attempt
-from solver.stages import TooLargeError
+from solver.stages import MissingSolverError, TooLargeError
 from solver.usage import UsageError
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
@@ -65,7 +65,7 @@ def maximised(
             )
     except SameStepError as error:
         raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
-    except TooLargeError as error:
+    except (TooLargeError, MissingSolverError) as error:
         raise UsageError(f"--method {arguments.methods[0]}: {error}") from error
     chosen = search.largest or search.candidates[0]
     return problems[chosen.size], search
