@@ -254,7 +254,8 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
 
 
 _WAY_OUT = (
-    ". What cannot be traced can be planned by submodules: scheduler_runtime.fallback.plan_chain"
+    ". What runs but cannot be traced can be planned by its submodules: "
+    "scheduler_runtime.fallback.plan_chain"
 )
 
 

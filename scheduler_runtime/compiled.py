@@ -38,7 +38,7 @@ class Programs:
     def __init__(self, *, n_kept: int = N_KEPT) -> None:
         self._n_kept = n_kept
         self._programs: OrderedDict[tuple[Any, int], StepProgram] = OrderedDict()
-        self._n_added = 0
+        self.n_added = 0
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -52,8 +52,8 @@ class Programs:
         return None
 
     def add(self, key: Any, compiled: StepProgram) -> None:
-        self._n_added += 1
-        self._programs[key, self._n_added] = compiled
+        self.n_added += 1
+        self._programs[key, self.n_added] = compiled
         while len(self._programs) > self._n_kept:
             self._programs.popitem(last=False)
 

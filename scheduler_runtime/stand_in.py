@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,10 @@ from graphs.trace import StepTrace, trace_module
 from scheduler_runtime.checkpointed import has_checkpoints
 from scheduler_runtime.compiled import N_KEPT, Programs, StepProgram, kind_of
 from solver.schedule import Compute, Schedule
+
+logger = logging.getLogger(__name__)
+
+N_WORTH_A_WARNING = (8, 32, 128)
 
 
 class StandIn(abc.ABC):
@@ -66,11 +71,21 @@ class StandIn(abc.ABC):
         if self._tracing or not torch.is_grad_enabled() or not self.covers():
             return self._own_forward(*args, **kwargs)
         call = Call.of(args, kwargs)
+        if not _gets_gradients(model, call):  # an adapter that is switched off for the moment
+            return self._own_forward(*args, **kwargs)
         kind = self.kind(call)
         compiled = self._programs.find(kind, model, call)
         if compiled is None:
             compiled = self.compile_for(call)
             self._programs.add(kind, compiled)
+            if self._programs.n_added in N_WORTH_A_WARNING:
+                logger.warning(
+                    "%s has been planned for %d kinds of call; shapes, arguments or attributes "
+                    "that change with every step are a new plan every step: pad the shapes, or "
+                    "hand the value in as a tensor",
+                    type(model).__name__,
+                    self._programs.n_added,
+                )
         return compiled.run(model, call)
 
     def kind(self, call: Call) -> Any:
@@ -112,6 +127,13 @@ class StandIn(abc.ABC):
             del model.forward
             if around is not None:
                 model.forward = around
+
+
+def _gets_gradients(model: nn.Module, call: Call) -> bool:
+    """Whether there is anything that a backward pass would be for."""
+    return any(p.requires_grad for p in model.parameters()) or any(
+        tensor.requires_grad for tensor in call.tensors
+    )
 
 
 def device_of(model: nn.Module) -> torch.device:

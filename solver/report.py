@@ -59,6 +59,20 @@ class Report:
         return best(self.solutions)
 
 
+OPTIMIZER = (
+    "No optimizer is counted: its state, and the memory of its step, are not in these figures. "
+    "Give optimizer= to count them."
+)
+
+
+def optimizer_note(graph: Graph) -> list[str]:
+    """A sentence where a traced training step has no optimizer."""
+    traced = isinstance(graph.meta.get("environment"), dict)
+    if not traced or any(node.phase == "optimizer" for node in graph.nodes):
+        return []
+    return [OPTIMIZER]
+
+
 def evaluation_note(graph: Graph) -> list[str]:
     """A sentence where the graph is of a model in evaluation mode."""
     environment = graph.meta.get("environment", {})

@@ -16,7 +16,7 @@ from solver import pareto
 from solver.advice import advise
 from solver.budget import parse_size
 from solver.pareto import Curve
-from solver.report import Report, evaluation_note
+from solver.report import Report, evaluation_note, optimizer_note
 from solver.solution import Solution
 from solver.target import cost_words
 from solver.verification import VERIFIER, Verification, Verifier
@@ -44,7 +44,7 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
         device=str(device or "not named"),
         costs=cost_words(graph.meta.get("costs", graph.meta.get("cost"))),
         solutions=(solution,),
-        notes=tuple(evaluation_note(graph)),
+        notes=(*evaluation_note(graph), *optimizer_note(graph)),
         advice=advise(solution),
     )
     console = Console(
@@ -126,7 +126,8 @@ def verify(
     be run here.
     """
     for name, value in (("model", model), ("batch", batch)):
-        if not callable(value) or hasattr(value, "parameters"):
+        is_module = hasattr(value, "parameters") and not isinstance(value, type)
+        if not callable(value) or is_module:
             raise TypeError(
                 f"{name} is an object of type {type(value).__name__}; give a function that makes "
                 f"it ({name}=lambda: ...), since both ways begin from the same state"

@@ -188,7 +188,11 @@ def size_words(search: SizeSearch) -> Iterator[tuple[str, str]]:
     if found is None:
         yield "largest", "none that was tried fits"
         return
-    next_words = f"; {beyond.size} has no plan within the budget" if beyond else ""
+    next_words = ""
+    if beyond is not None and beyond.solution.status == "infeasible":
+        next_words = f"; {beyond.size} has no plan within the budget"
+    elif beyond is not None:
+        next_words = f"; for {beyond.size} none was found within the time limit"
     yield "largest", f"{found.size}{next_words}"
     if pays is not None and pays.rate_per_s is not None and found.rate_per_s is not None:
         unit = RATE_TITLES[search.size]

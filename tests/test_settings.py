@@ -113,3 +113,21 @@ def test_what_is_no_setting_changes_nothing() -> None:
     assert hash(before) == hash(settings_of(model))
     model.trainer.step = 1  # an object that holds more than settings is known by its type
     assert settings_of(model) == before
+
+
+def test_a_model_whose_adapters_are_off_runs_its_own_forward() -> None:
+    model, batch = Settable(), torch.randn(4, 8)
+    apply(model, solve(model, batch, budget=10**9))
+    model(batch).backward()
+    model.requires_grad_(False)
+    assert not model(batch).requires_grad
+
+
+def test_a_setting_that_changes_with_every_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = Settable(), torch.randn(4, 8)
+    apply(model, solve(model, batch, budget=10**9), on_mismatch="replan")
+    for step in range(8):
+        model.row[0] = 1.0 + step
+        model(batch).backward()
+    warned = [r for r in caplog.records if r.name == "scheduler_runtime.stand_in"]
+    assert [r.args for r in warned] == [("Settable", 8)]
