@@ -14,7 +14,7 @@ from graphs.shell import leaves_of
 from graphs.trace import StepTrace
 from scheduler_runtime.function import run_step
 from scheduler_runtime.program import Program
-from scheduler_runtime.settings import settings_of
+from scheduler_runtime.settings import Records, settings_of
 
 N_KEPT = 32
 """Programs of a module that are kept; the one that was not used for longest goes first."""
@@ -103,7 +103,7 @@ class Compiled:
         return tensors[item] if item in tensors else next(made)
 
 
-def kind_of(model: nn.Module, call: Call) -> Any:
+def kind_of(model: nn.Module, call: Call, records: Records) -> Any:
     """What the traced graph depends on and that may change between calls, but for values."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     return (
@@ -113,5 +113,5 @@ def kind_of(model: nn.Module, call: Call) -> Any:
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),
         tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters()),
-        settings_of(model),
+        settings_of(model, records),
     )

@@ -6,7 +6,8 @@ or in what it holds (a peft layer keeps its scaling in a dict, a model of transf
 of its class, and its own code. All of that is read here before each call:
 
 - plain values (numbers, strings, dtypes) in attributes of modules and of their classes;
-- lists, tuples, dicts and sets of them, nested, up to MANY entries;
+- lists, tuples, dicts and sets of them, nested, up to MANY entries; but a list of numbers or tensors
+  in an attribute that only grows, or is emptied, is a record (of losses, say) and no setting;
 - objects that hold nothing but such values: configs, dataclasses, namespaces. An object that holds
   anything else (a trainer, a logger) is known by its type alone: it changes with every step;
 - functions, classes and modules held elsewhere by identity; each module's class and its `forward`.
@@ -44,7 +45,25 @@ class _NoSettingError(Exception):
     """Something that is no setting."""
 
 
-def settings_of(model: nn.Module) -> tuple[Any, ...]:
+class Records:
+    """Which lists are records: what each held at the last call, and how often it was changed."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, str], tuple[tuple[Any, ...], int]] = {}
+
+    def version(self, place: tuple[int, str], value: list[Any], read: Any) -> int:
+        """The same number for as long as the list is only written on."""
+        inside = read[1] if isinstance(read[1], tuple) else ()
+        before, version = self._last.get(place, (inside, 0))
+        grown = len(inside) >= len(before) and inside[: len(before)] == before
+        new = value[len(before) :] if grown else value
+        if not (grown or not value) or not all(_is_number(item) for item in new):
+            version += 1
+        self._last[place] = inside, version
+        return version
+
+
+def settings_of(model: nn.Module, records: Records) -> tuple[Any, ...]:
     """A hashable value that is equal as long as nothing in the list above changes."""
     seen: set[int] = set()
     classes = {kind: _of_class(kind) for kind in {type(module) for module in model.modules()}}
@@ -55,20 +74,25 @@ def settings_of(model: nn.Module) -> tuple[Any, ...]:
             classes[type(module)],
             module.training,
             tuple(len(getattr(module, hooks)) for hooks in _HOOKS),
-            tuple(_attributes(module, seen, is_root=module is model)),
+            tuple(_attributes(module, seen, records, is_root=module is model)),
         )
         for module in model.modules()
     )
 
 
-def _attributes(module: nn.Module, seen: set[int], *, is_root: bool) -> Iterator[tuple[str, Any]]:
+def _attributes(
+    module: nn.Module, seen: set[int], records: Records, *, is_root: bool
+) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name in _TORCHS_OWN or (is_root and name == "forward"):  # there the plan itself stands
             continue
         try:
-            yield name, _read(value, seen, within_object=False)
+            read = _read(value, seen, within_object=False)
         except _NoSettingError:
-            yield name, type(value)
+            read = type(value)
+        if type(value) is list and isinstance(read, tuple) and all(map(_is_number, value)):
+            read = list, records.version((id(module), name), value, read)
+        yield name, read
 
 
 def _of_class(kind: type) -> tuple[Any, ...]:
@@ -80,6 +104,11 @@ def _of_class(kind: type) -> tuple[Any, ...]:
         for name, value in vars(each).items()
         if isinstance(value, _PLAIN) and not name.startswith("__")
     )
+
+
+def _is_number(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number or isinstance(value, torch.Tensor)
 
 
 def _plain(value: object) -> Any:

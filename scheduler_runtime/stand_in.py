@@ -21,6 +21,7 @@ from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
 from scheduler_runtime.checkpointed import has_checkpoints
 from scheduler_runtime.compiled import N_KEPT, Programs, StepProgram, kind_of
+from scheduler_runtime.settings import Records
 from solver.schedule import Compute, Schedule
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class StandIn(abc.ABC):
         self._model = model
         self._tracing = False
         self._programs = Programs(n_kept=self.n_kept)
+        self._records = Records()
         functools.update_wrapper(self, self._own_forward, updated=())
 
     @property
@@ -90,11 +92,12 @@ class StandIn(abc.ABC):
 
     def kind(self, call: Call) -> Any:
         """Equal for calls that one program can be for."""
-        return kind_of(self._model, call), self.situation()
+        return kind_of(self._model, call, self._records), self.situation()
 
     def __getstate__(self) -> dict[str, Any]:
         """Programs are not copied or pickled: they are made again at the next forward pass."""
-        return {**self.__dict__, "_programs": Programs(n_kept=self.n_kept)}
+        fresh = {"_programs": Programs(n_kept=self.n_kept), "_records": Records()}
+        return {**self.__dict__, **fresh}
 
     def traced(
         self,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scheduler_runtime import apply
-from scheduler_runtime.settings import settings_of
+from scheduler_runtime.settings import Records, settings_of
 from solver.solve import solve
 
 
@@ -86,33 +86,53 @@ def test_a_change_is_seen_and_planned(change: Callable[[Settable], object]) -> N
     plain = copy.deepcopy(model)
     apply(model, solve(model, batch, budget=10**9), on_mismatch="replan")
     model(batch).backward()
-    before = settings_of(model)
+    records = Records()
+    before = settings_of(model, records)
     for each in (model, plain):
         change(each)
         each.zero_grad()
         each(batch).backward()
-    assert settings_of(model) != before
+    assert settings_of(model, records) != before
     assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
 
 
 def test_an_attribute_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Settable()
-    before = settings_of(model)
+    before = settings_of(model, Records())
     monkeypatch.setattr(Settable, "by", 0.5)
-    assert settings_of(model) != before
+    assert settings_of(model, Records()) != before
 
 
 def test_what_is_no_setting_changes_nothing() -> None:
-    model = Settable()
+    model, records = Settable(), Records()
     model.trainer = Holder()
     model.trainer.model, model.trainer.lock, model.trainer.step = model, threading.Lock(), 0
-    model.row.append(math.nan)
-    model.row.append(model.row)  # type: ignore[arg-type]
-    before = settings_of(model)
-    assert settings_of(model) == before
-    assert hash(before) == hash(settings_of(model))
+    model.table["nan"] = math.nan
+    model.table["itself"] = model.table
+    model.losses = []  # type: ignore[assignment]
+    before = settings_of(model, records)
+    assert settings_of(model, records) == before
+    assert hash(before) == hash(settings_of(model, records))
     model.trainer.step = 1  # an object that holds more than settings is known by its type
-    assert settings_of(model) == before
+    for step in range(3):  # a record
+        model.losses.append(0.5 * step)  # type: ignore[operator, union-attr]
+        model.losses.append(torch.tensor(1.0))  # type: ignore[operator, union-attr]
+        assert settings_of(model, records) == before
+    model.losses.clear()  # type: ignore[operator, union-attr]
+    assert settings_of(model, records) == before
+
+
+def test_a_list_that_is_rewritten_is_a_setting() -> None:
+    model, records = Settable(), Records()
+    seen = [settings_of(model, records)]
+    for change in (
+        lambda: model.row.__setitem__(0, 3.0),
+        lambda: model.row.pop(),
+        lambda: model.row.append("name"),  # type: ignore[arg-type]
+    ):
+        change()
+        seen.append(settings_of(model, records))
+        assert seen[-1] not in seen[:-1]
 
 
 def test_a_model_whose_adapters_are_off_runs_its_own_forward() -> None:
