@@ -6,8 +6,8 @@ or in what it holds (a peft layer keeps its scaling in a dict, a model of transf
 of its class, and its own code. All of that is read here before each call:
 
 - plain values (numbers, strings, dtypes) in attributes of modules and of their classes;
-- lists, tuples, dicts and sets of them, nested, up to MANY entries; but a list of numbers or tensors
-  in an attribute that only grows, or is emptied, is a record (of losses, say) and no setting;
+- lists, tuples, dicts and sets of them, nested, up to MANY entries; but a list of numbers or
+  tensors in an attribute that only grows, or is emptied, is a record (of losses, say);
 - objects that hold nothing but such values: configs, dataclasses, namespaces. An object that holds
   anything else (a trainer, a logger) is known by its type alone: it changes with every step;
 - functions, classes and modules held elsewhere by identity; each module's class and its `forward`.
