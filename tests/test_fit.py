@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from graphs.call import Call, TraceError, as_call, find_loss
+from graphs.call import Call, as_call, find_loss
 from scheduler_runtime import (
     CheckpointedAlreadyError,
     FitError,
@@ -242,10 +242,14 @@ def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
         model(numbers(512)[0])
 
 
-def test_a_frozen_model_is_refused() -> None:
+def test_a_model_without_gradients_runs_as_it_is_and_is_planned_when_it_has_some() -> None:
+    """As adapters that are switched off for a while leave it."""
     model = fit(tower().requires_grad_(False), budget="1GB")
-    with pytest.raises(TraceError, match="requires a gradient"):
-        model(numbers(8)[0])
+    assert not model(numbers(8)[0]).requires_grad
+    assert not plans_of(model)
+    model.requires_grad_(True)
+    model(numbers(8)[0]).sum().backward()
+    assert plans_of(model)
 
 
 def test_auto_takes_what_nobody_else_has() -> None:
