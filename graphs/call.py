@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from graphs import nested
 
 
 class TraceError(ValueError):
@@ -21,11 +22,11 @@ class Call:
 
     tensors: list[torch.Tensor]
     rest: list[Any]
-    spec: pytree.TreeSpec
+    spec: nested.Spec
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        flat, spec = pytree.tree_flatten((args, dict(kwargs)))
+        flat, spec = nested.flatten((args, dict(kwargs)))
         tensors = [item for item in flat if isinstance(item, torch.Tensor)]
         rest = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
         return cls(tensors=tensors, rest=rest, spec=spec)
@@ -34,7 +35,7 @@ class Call:
         """The (args, kwargs) of the call with these tensors in the holes."""
         values = iter(tensors)
         flat = [next(values) if item is HOLE else item for item in self.rest]
-        args, kwargs = pytree.tree_unflatten(flat, self.spec)
+        args, kwargs = nested.unflatten(flat, self.spec)
         return args, kwargs
 
 
@@ -70,7 +71,7 @@ def find_loss(output: Any) -> torch.Tensor:
     elif getattr(output, "loss", None) is not None:
         candidates = [output.loss]
     else:
-        flat = pytree.tree_leaves(output)
+        flat = nested.leaves(output)
         candidates = [
             t for t in flat if isinstance(t, torch.Tensor) and t.dim() == 0 and t.requires_grad
         ]

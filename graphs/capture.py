@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import HOLE, Call, TraceError
 from graphs.eager_kernels import eager_kernels
 from graphs.held_tensors import HeldTensor
@@ -82,7 +83,7 @@ class Capture:
     module: torch.fx.GraphModule
     sources: Mapping[torch.fx.Node, Source]
     outputs: tuple[Any, ...]
-    output_spec: pytree.TreeSpec
+    output_spec: nested.Spec
     gradient_outputs: tuple[int, ...]
     differentiable: tuple[int, ...]
     tangents: Mapping[int, torch.fx.Node]

@@ -9,13 +9,14 @@ noticed. Those in closures and globals are taken to stay.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import TraceError
 
 _NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
@@ -73,7 +74,5 @@ class ReadTensors:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor | list | tuple | dict):
-        for item in pytree.tree_leaves(value):
-            if isinstance(item, torch.Tensor):
-                yield item
+    if isinstance(value, torch.Tensor | list | tuple | dict) or is_dataclass(value):
+        yield from nested.tensors(value)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import Call, TraceError, find_loss
 from graphs.capture import Capture, capture, fake_output
 from graphs.extract import Layout
@@ -32,7 +32,7 @@ class StandIns:
     """
 
     def __init__(self, model: nn.Module, call: Call, *, device: torch.device) -> None:
-        flat, self._spec = pytree.tree_flatten(fake_output(model, call, device=device))
+        flat, self._spec = nested.flatten(fake_output(model, call, device=device))
         self._flat = flat
         self.positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self.tensors = [
@@ -44,14 +44,14 @@ class StandIns:
 
     def output(self) -> Any:
         """The output, made anew: a loss function may take things out of it."""
-        return pytree.tree_unflatten(_filled(self._flat, self.tensors), self._spec)
+        return nested.unflatten(_filled(self._flat, self.tensors), self._spec)
 
     def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
         """Which flat output of the model the loss function hands on as it is; None: it computes.
 
         `lambda output, batch: output.loss`: then the loss is inside, the model has computed it.
         """
-        meta_batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), batch)
+        meta_batch = nested.map_tensors(lambda t: t.to("meta"), batch)
         value = None
         # What is wrong with it, capturing it says, and where.
         with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
@@ -79,11 +79,7 @@ class OutsideLoss:
         self._positions = stand_ins.positions
         # Of the batch, the loss may read what the model was not called with (the targets).
         index = {id(tensor): i for i, tensor in enumerate(call.tensors)}
-        self._batch = [
-            index.get(id(item))
-            for item in pytree.tree_leaves(batch)
-            if isinstance(item, torch.Tensor)
-        ]
+        self._batch = [index.get(id(item)) for item in nested.tensors(batch)]
         output_call = Call.of((stand_ins.output(), batch), {})
         self.captured: Capture = capture(
             LossFunction(loss), output_call, device=device, choose=choose

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs import nested
 from graphs.autocast_casts import casts_once
 from graphs.call import HOLE, Call, TraceError
 from graphs.known_values import KnowingMode, Leaf
@@ -53,7 +53,7 @@ class Shell(nn.Module):
         self._parameter_names: list[str] = []
         self._buffer_names: list[str] = []
         self._cache_enabled = torch.is_autocast_cache_enabled()
-        self.spec: pytree.TreeSpec | None = None
+        self.spec: nested.Spec | None = None
         self.chosen: tuple[int, ...] = ()
         self.flat_outputs: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
@@ -105,7 +105,7 @@ class Shell(nn.Module):
         leaves = [*self.parameters(), *tensors]
         with casts_once(leaves, cache_enabled=self._cache_enabled):
             output = self.call(tensors)
-        flat, self.spec = pytree.tree_flatten(output)
+        flat, self.spec = nested.flatten(output)
         for item in flat:
             if not isinstance(item, torch.Tensor | int | float | bool | str | None):
                 raise TraceError(

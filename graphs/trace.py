@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from graphs import hardware
+from graphs import hardware, nested
 from graphs.call import Call, TraceError, as_call, environment_of, find_loss
 from graphs.capture import Capture, capture
 from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
@@ -216,7 +215,7 @@ def _cost_of(costs: CostModel | None) -> Callable[[torch.fx.Node], Cost]:
 def loss_index(output: Any) -> tuple[int, ...]:
     """The model returns the loss: which of its flat outputs is it."""
     loss = find_loss(output)
-    flat = pytree.tree_leaves(output)
+    flat = nested.leaves(output)
     return (next(index for index, item in enumerate(flat) if item is loss),)
 
 

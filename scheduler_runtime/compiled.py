@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import Call
 from graphs.shell import leaves_of
 from graphs.trace import StepTrace
@@ -95,7 +95,7 @@ class Compiled:
         tensors |= {node: call.tensors[index] for node, index in self._inputs}
         made = iter(run_step(self.program, tensors))
         flat = [self._output(item, tensors, made) for item in self.program.outputs]
-        return pytree.tree_unflatten(flat, self._output_spec)
+        return nested.unflatten(flat, self._output_spec)
 
     def _output(self, item: Any, tensors: dict[fx.Node, torch.Tensor], made: Any) -> Any:
         if not isinstance(item, fx.Node):

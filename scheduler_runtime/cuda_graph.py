@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import Call
 from scheduler_runtime.compiled import Compiled
 from scheduler_runtime.random_state import run_again, run_and_keep_state
@@ -99,7 +99,7 @@ class Recorded:
             )
         flat: Any = self._replay(*call.tensors)
         parts = [flat] if isinstance(flat, torch.Tensor) else list(flat)
-        return pytree.tree_unflatten(parts, self._spec)
+        return nested.unflatten(parts, self._spec)
 
 
 class _Step(nn.Module):
@@ -114,7 +114,7 @@ class _Step(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call = Call(list(tensors), self._call[0].rest, self._call[0].spec)
         output = self._recorded[0]._compiled.run(self.model, call)
-        flat, spec = pytree.tree_flatten(output)
+        flat, spec = nested.flatten(output)
         if not all(isinstance(item, torch.Tensor) for item in flat):
             raise CudaGraphError("the model returns something beside tensors")
         self._recorded[0]._spec = spec

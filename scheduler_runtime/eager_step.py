@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import as_call, find_loss
 from scheduler_runtime.measure import peak_above_bytes
 from scheduler_runtime.observe import as_before
@@ -30,8 +30,7 @@ class Step:
     ) -> None:
         self.model, self._batch, self._loss = model, batch, loss
         self.args, self.kwargs = as_call(batch, inputs)
-        leaves = pytree.tree_leaves(batch)
-        self.batch_tensors = [item for item in leaves if isinstance(item, torch.Tensor)]
+        self.batch_tensors = nested.tensors(batch)
         self._held: Any = None
 
     def forward(self) -> torch.Tensor:

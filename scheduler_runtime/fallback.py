@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.costs import CostModel, Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
@@ -366,7 +366,7 @@ def planned_for_command(
 ) -> Planned:
     """For the command `solve`. See solver.submodules.SubmodulePlanner."""
     real = model().to(device)
-    example = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch())
+    example = nested.map_tensors(lambda tensor: tensor.to(device), batch())
     solution = plan_chain(
         real,
         example,

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from graphs import hardware
+from graphs import hardware, nested
 from graphs.call import Call, TraceError, find_loss
 from graphs.costs import CostModel, Measured, Roofline
 from graphs.graph import Graph
@@ -218,14 +217,14 @@ class FittedForward(StandIn):
 
     def _choose(self, output: Any) -> tuple[int, ...]:
         """Indices of the flat outputs that get a gradient."""
-        flat = pytree.tree_leaves(output)
+        flat = nested.leaves(output)
         if self.options.loss_outputs is None:
             try:
                 chosen = [find_loss(output)]
             except TraceError:
                 chosen = flat
         else:
-            chosen = pytree.tree_leaves(self.options.loss_outputs(output))
+            chosen = nested.leaves(self.options.loss_outputs(output))
         named = {id(item) for item in chosen if isinstance(item, torch.Tensor)}
         indices = tuple(
             index

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import as_call, find_loss
 from graphs.memory_events import cpu_peak_bytes
 
@@ -165,9 +165,7 @@ def resident_tensors(
     yield from model.buffers()
     yield from (p.grad for p in model.parameters() if p.grad is not None)
     state = [] if optimizer is None else list(optimizer.state.values())
-    for item in pytree.tree_leaves((batch, state)):
-        if isinstance(item, torch.Tensor):
-            yield item
+    yield from nested.tensors((batch, state))
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

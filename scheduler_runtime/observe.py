@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.memory_events import begin_part, cpu_peak_bytes_by_part
 from scheduler_runtime.measure import CudaPeaks
 
@@ -184,7 +184,7 @@ def _state(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [item for item in pytree.tree_leaves(value) if isinstance(item, torch.Tensor)]
+    return nested.tensors(value)
 
 
 class _Watch:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import TraceError, find_loss
 from graphs.memory_events import cpu_peak_bytes
 from graphs.side_effects import attributes_unchanged
@@ -58,11 +58,7 @@ class Rehearsal:
         try:
             return find_loss(output)
         except TraceError:
-            parts = [
-                item.sum()
-                for item in pytree.tree_leaves(output)
-                if isinstance(item, torch.Tensor) and item.requires_grad
-            ]
+            parts = [item.sum() for item in nested.tensors(output) if item.requires_grad]
             if not parts:
                 raise
             return torch.stack([part.float() for part in parts]).sum()

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import as_call, find_loss
 from scheduler_runtime.apply import apply, remove
 from scheduler_runtime.measure import Measurement, measure
@@ -223,7 +223,7 @@ def _how(one: torch.Tensor, other: torch.Tensor) -> str:
 
 
 def _moved(batch: Any, device: str) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+    return nested.map_tensors(lambda tensor: tensor.to(device), batch)
 
 
 def _title(device: str) -> str:

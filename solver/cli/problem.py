@@ -324,10 +324,9 @@ def _called_with(error: Exception, batch: Any) -> str:
     """What the model was called with, if it was in the model that something failed."""
     if error.__cause__ is None:
         return ""
-    import torch
-    from torch.utils import _pytree as pytree
+    from graphs import nested  # here: it takes torch
 
-    tensors = [item for item in pytree.tree_leaves(batch) if isinstance(item, torch.Tensor)]
+    tensors = nested.tensors(batch)
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
     return f"; get_batch() gave {', '.join(shown) or 'no tensor'}"
 
