@@ -120,6 +120,7 @@ def capture(
             refuse_hooks(model)
             with attributes_unchanged(model):
                 joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
+            shell.mode.read.refuse_hidden(call.rest)
         except TraceError:
             raise
         except SideEffectError as error:

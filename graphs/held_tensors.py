@@ -72,6 +72,18 @@ class ReadTensors:
             if tensor.untyped_storage()._cdata in self._by_storage
         )
 
+    def refuse_hidden(self, arguments: Iterable[object]) -> None:
+        """Raises TraceError where an argument is an object that hides tensors which were read."""
+        for argument in arguments:
+            inside = getattr(argument, "__dict__", {})
+            for tensor in nested.tensors(list(inside.values())):
+                if tensor.untyped_storage()._cdata in self._by_storage:
+                    raise TraceError(
+                        f"an argument of type {type(argument).__name__} hides tensors, which would "
+                        "stay those of the first call: hand the tensors in by themselves, in a "
+                        "dict or in a dataclass"
+                    )
+
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor | list | tuple | dict) or is_dataclass(value):

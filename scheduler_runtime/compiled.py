@@ -14,7 +14,7 @@ from graphs.shell import leaves_of
 from graphs.trace import StepTrace
 from scheduler_runtime.function import run_step
 from scheduler_runtime.program import Program
-from scheduler_runtime.settings import Records, settings_of
+from scheduler_runtime.settings import Records, argument_state, settings_of
 
 N_KEPT = 32
 """Programs of a module that are kept; the one that was not used for longest goes first."""
@@ -108,7 +108,7 @@ def kind_of(model: nn.Module, call: Call, records: Records) -> Any:
     device = next((p.device.type for p in model.parameters()), "cpu")
     return (
         tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors),
-        tuple(repr(item) for item in call.rest),
+        tuple(argument_state(item) for item in call.rest),
         call.spec,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),

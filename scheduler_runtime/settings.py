@@ -19,10 +19,12 @@ inside of the objects left out. `docs/same_bits.md` says so.
 from __future__ import annotations
 
 import enum
+import hashlib
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -78,6 +80,25 @@ def settings_of(model: nn.Module, records: Records) -> tuple[Any, ...]:
         )
         for module in model.modules()
     )
+
+
+def argument_state(value: Any) -> Any:
+    """The same of an argument that is no tensor, and no container that a call is opened into.
+
+    An object is known by identity as well: what is hidden further inside of it cannot be seen. An
+    array of NumPy is known by its numbers: they are constants of the traced step.
+    """
+    if isinstance(value, np.ndarray):
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).digest()
+        return type(value), value.dtype.str, value.shape, digest
+    if isinstance(value, (*_PLAIN, *_BY_IDENTITY, set, frozenset)):
+        return _item(value, set(), within_object=False)
+    state = getattr(value, "__dict__", None)
+    if not isinstance(state, dict):  # a slice, a range, a number of NumPy
+        return type(value), repr(value)
+    seen = {id(value)}
+    inside = tuple((k, _item(v, seen, within_object=False)) for k, v in list(state.items()))
+    return type(value), id(value), inside
 
 
 def _attributes(
@@ -144,15 +165,17 @@ def _container(value: Any, seen: set[int], *, within_object: bool) -> Any:
         return id(value)
     if isinstance(value, dict):
         seen.add(id(value))
-        items = ((_key(k), _item(v, seen, within_object)) for k, v in list(value.items()))
+        items = (
+            (_key(k), _item(v, seen, within_object=within_object)) for k, v in list(value.items())
+        )
         return type(value), tuple(items)
     if isinstance(value, list):
         seen.add(id(value))
-    found = [_item(item, seen, within_object) for item in list(value)]
+    found = [_item(item, seen, within_object=within_object) for item in list(value)]
     return type(value), frozenset(found) if isinstance(value, set | frozenset) else tuple(found)
 
 
-def _item(value: Any, seen: set[int], within_object: bool) -> Any:
+def _item(value: Any, seen: set[int], *, within_object: bool) -> Any:
     if within_object:
         return _read(value, seen, within_object=True)
     try:

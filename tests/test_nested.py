@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -190,3 +191,41 @@ def test_a_dataclass_that_holds_itself_does_not_go_round_for_ever() -> None:
     ring = Hidden(torch.ones(2))
     ring.mask = ring  # type: ignore[assignment]
     assert len(nested.leaves(ring)) == 2
+
+
+class Hiding:
+    """Neither a dataclass nor known to pytree."""
+
+    def __init__(self, x: torch.Tensor | None = None, scale: float = 1.0) -> None:
+        self.x, self.scale = x, scale
+
+
+class WithArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, hiding: Any = None, index: Any = None) -> torch.Tensor:
+        if isinstance(hiding, Hiding):
+            x = x * hiding.scale + (0 if hiding.x is None else hiding.x)
+        if index is not None:
+            x = x[torch.from_numpy(index)]
+        return self.linear(x).square().mean()
+
+
+def test_an_argument_that_hides_tensors_is_refused() -> None:
+    """Or they would stay those of the first call."""
+    model = fit(WithArguments(), budget="1GB")
+    with pytest.raises(TraceError, match="an argument of type Hiding hides tensors"):
+        model(torch.randn(8, 16), Hiding(torch.randn(16)))
+
+
+def test_what_an_argument_says_is_seen_at_every_call() -> None:
+    plain = WithArguments()
+    model = fit(copy.deepcopy(plain), budget="1GB")
+    x, hiding, index = torch.randn(4, 16), Hiding(), np.arange(2000) % 4
+    for scale, row in ((1.0, 0), (3.0, 1), (1.0, 2)):
+        hiding.scale = scale
+        index[1000] = row  # in the middle: NumPy's repr leaves it out
+        for arguments in ((x, hiding), (x, None, index)):
+            assert torch.equal(plain(*arguments), model(*arguments))
