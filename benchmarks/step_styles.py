@@ -212,7 +212,13 @@ def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
-    linear = [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    # peft refuses Mamba's out_proj, whose weight a fused kernel reads past the adapter
+    refused = ("out_proj",) if model.config.model_type == "mamba" else ()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not name.endswith(refused)
+    ]
     config = LoraConfig(r=4, lora_dropout=0.1, target_modules=linear)
     return get_peft_model(model, config).train(), batch
 
