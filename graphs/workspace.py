@@ -47,7 +47,8 @@ def _convolution(call: OpCall) -> int:
     x, weight, _, stride, _, _, transposed, _, groups = call.args
     out = call.outputs()[0]
     if _keeps_channels_last(x):
-        return 0
+        copies = 1 if _is_depthwise(weight, groups) else 2
+        return copies * _blocked(weight, 0) + _of_bias(out)
     blocked = _input(x, weight, groups) + _weight(x, weight, groups) + _blocked(out, 1)
     if transposed or x.dtype != torch.float32:
         return max(blocked - _plain(out), 2 * _blocked(out, 1))
@@ -60,7 +61,7 @@ def _convolution_backward(call: OpCall) -> int:
     """The gradient of the input first, then beside it that of the weight."""
     gradient, x, weight, _, stride, *_, groups, mask = call.args
     if _keeps_channels_last(x):
-        return 0
+        return _in_channels_last(weight, groups) + _of_bias(gradient)
     of_x, of_weight = (_plain(x) if mask[0] else 0), (_plain(weight) if mask[1] else 0)
     without_x = _blocked(gradient, 1) + _weight(x, weight, groups)
     peaks = [0]
@@ -92,8 +93,35 @@ def _is_read_in_place(x: torch.Tensor, weight: torch.Tensor, groups: int) -> boo
 
 
 def _keeps_channels_last(x: torch.Tensor) -> bool:
-    """Convolutions of channels-last inputs are done in that layout."""
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] > 1
+    """Convolutions of channels-last inputs are done in that layout.
+
+    An image of one pixel is contiguous in every layout; its strides tell how it is taken.
+    """
+    return (
+        x.dim() == 4
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and x.stride(1) == 1
+        and x.stride(3) == x.shape[1] > 1
+    )
+
+
+def _is_depthwise(weight: torch.Tensor, groups: int) -> bool:
+    return groups == weight.shape[0] and weight.shape[1] == 1
+
+
+def _in_channels_last(weight: torch.Tensor, groups: int) -> int:
+    """Bytes that the weight's gradient takes in that layout.
+
+    Depthwise kernels larger than 3 x 3 (ConvNeXt's) are summed up in 256 places, whatever the
+    number of threads.
+    """
+    if not _is_depthwise(weight, groups):
+        return 3 * _blocked(weight, 0)
+    return 2 * _blocked(weight, 0) if math.prod(weight.shape[2:]) <= 9 else 257 * _plain(weight)
+
+
+def _of_bias(out: torch.Tensor) -> int:
+    return out.shape[1] * out.element_size()
 
 
 def _batch_norm_backward(call: OpCall) -> int:

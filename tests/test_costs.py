@@ -298,6 +298,28 @@ def test_workspace_of_convolutions_is_about_what_is_measured(
         torch.set_num_threads(n_threads)
 
 
+@pytest.mark.parametrize("n_channels", [32, 100])
+@pytest.mark.parametrize(("kernel", "depthwise"), [(3, True), (5, True), (7, True), (3, False)])
+def test_workspace_of_convolutions_in_channels_last(
+    kernel: int, depthwise: bool, n_channels: int
+) -> None:
+    """ConvNeXt's large depthwise kernels take far more than the tensors that they handle."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("other layouts on this processor")
+    groups = n_channels if depthwise else 1
+    x = torch.randn(4, n_channels, 16, 16).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(n_channels, n_channels // groups, kernel, kernel)
+    options = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
+    out = aten.convolution.default(x, weight, None, *options)
+    forward = OpCall(aten.convolution.default, (x, weight, None, *options), {}, out)
+    arguments = (out, x, weight, [n_channels], *options, [True, True, True])
+    target = aten.convolution_backward.default
+    backward = OpCall(target, arguments, {}, target(*arguments))
+    for one in (forward, backward):
+        measured = Measured("cpu", n_runs=1).cost(one).workspace_bytes
+        assert abs(cpu_workspace_bytes(one) - measured) <= 0.05 * measured + 20_000  # by thread
+
+
 def test_workspace_of_attention_is_a_tile_for_each_thread() -> None:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("another kernel on this processor")
