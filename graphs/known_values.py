@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.fake_kernels import cpu_kernel_result
+from graphs.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
 from graphs.held_tensors import ReadTensors
 from graphs.one_dtype import refuse_mixed_dtypes
 
@@ -112,6 +112,7 @@ class KnowingMode(FakeTensorMode):
         result = cpu_kernel_result(self, func, args, kwargs or {})
         if result is NotImplemented:
             result = super().dispatch(func, types, args, kwargs or {})
+            result = laid_out_as_by_cpu_kernel(func, args, kwargs or {}, result)
         if func._schema.is_mutable:
             self._note_written(func, args, kwargs or {})
         elif recipe is not None:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.capturing_hooks import capturing_hooks_as_before, is_capturing
+
 _HOOKS = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
@@ -34,7 +36,8 @@ def refuse_hooks(model: nn.Module) -> None:
     """Hooks of the model itself run around the planned step; those of its parts would not run."""
     for name, module in model.named_modules():
         for attribute, kind in _HOOKS.items():
-            if module is not model and getattr(module, attribute):
+            hooks = getattr(module, attribute).values()
+            if module is not model and not all(map(is_capturing, hooks)):
                 raise SideEffectError(
                     f"submodule {name!r} has a {kind}, which a planned step would not run; "
                     "remove it, put it on the model itself or on parameters, or write what it "
@@ -52,7 +55,8 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
     """
     before = {module: dict(vars(module)) for module in model.modules()}
     try:
-        yield
+        with capturing_hooks_as_before(model):
+            yield
     finally:
         changed = [
             (module, attribute)

@@ -1,0 +1,125 @@
+"""Results of operators on tensors without numbers lie in memory as the CPU kernels lay them out."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.known_values import KnowingMode
+from graphs.trace import trace
+from scheduler_runtime import apply
+from tests.test_apply import one_step
+from tests.test_nested import keeping_nothing
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def batch_norm(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    mean, variance = torch.zeros(n), torch.ones(n)
+    return aten._native_batch_norm_legit_functional(
+        x, torch.ones(n), torch.zeros(n), mean, variance, True, 0.1, 1e-5
+    )[0]
+
+
+FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch norm": batch_norm,
+    "log sigmoid": lambda x: aten.log_sigmoid_forward(x)[0],
+    "roll": lambda x: x.roll(1, 1),
+    "relu": F.relu,
+}
+WITH_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "log sigmoid": F.logsigmoid,
+    "elu": F.elu,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "relu6": F.relu6,
+    "leaky relu": F.leaky_relu,
+    "softplus": F.softplus,
+    "log softmax": lambda x: F.log_softmax(x, 1),
+    "prelu": lambda x: F.prelu(x, torch.full((x.shape[1],), 0.3)),
+    "huber": lambda x: F.huber_loss(x, torch.zeros(x.shape), reduction="none"),
+    "squares": lambda x: F.mse_loss(x, torch.zeros(x.shape), reduction="none"),
+    "smooth l1": lambda x: F.smooth_l1_loss(x, torch.zeros(x.shape), reduction="none"),
+    "gelu": F.gelu,
+}
+
+
+def layouts(shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Tensors of this shape: contiguous, transposed, expanded, with gaps, channels last."""
+    yield torch.randn(shape)
+    for one, other in itertools.combinations(range(len(shape)), 2):
+        order = list(shape)
+        order[one], order[other] = order[other], order[one]
+        yield torch.randn(order).transpose(one, other)
+    yield torch.randn(1, *shape[1:]).expand(shape)
+    yield torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+    if len(shape) == 4:
+        yield torch.randn(shape).contiguous(memory_format=torch.channels_last)
+
+
+def assert_laid_out_alike(real: Tensor, fake: Tensor) -> None:
+    assert real.shape == fake.shape
+    of_more_than_one = [d for d, size in enumerate(real.shape) if size > 1]
+    for dim in of_more_than_one:
+        assert real.stride(dim) == fake.stride(dim), (real.stride(), fake.stride())
+
+
+SHAPES = [(4, 16, 5), (2, 4, 3, 6)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(name: str, shape: tuple[int, ...]) -> None:
+    for x in layouts(shape):
+        mode = KnowingMode({})
+        fake_x = mode.from_tensor(x)
+        with mode:
+            fake = FORWARD[name](fake_x)
+        assert_laid_out_alike(FORWARD[name](x), fake)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+def test_backward(name: str, shape: tuple[int, ...]) -> None:
+    for x, incoming in itertools.product(layouts(shape), list(layouts(shape))[::3]):
+        mode = KnowingMode({})
+        fake_x, fake_incoming = mode.from_tensor(x).requires_grad_(), mode.from_tensor(incoming)
+        real_x = x.detach().requires_grad_()
+        (real,) = torch.autograd.grad(WITH_GRADIENT[name](real_x), real_x, incoming)
+        with mode:
+            (fake,) = torch.autograd.grad(WITH_GRADIENT[name](fake_x), fake_x, fake_incoming)
+        assert_laid_out_alike(real, fake)
+
+
+class NormOverTokens(nn.Module):
+    """Whether a reshape copies is decided by the strides of what batch norm returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(3))
+        self.mixes = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, mix in zip(self.norms, self.mixes, strict=True):
+            normed = norm(x.transpose(1, 2)).transpose(1, 2)
+            x = x + F.hardswish(mix(normed.reshape(-1, 16))).view(x.shape)
+        return x.square().mean()
+
+
+def test_a_step_with_such_operators_runs_and_has_eagers_bits() -> None:
+    torch.manual_seed(0)
+    plain, x = NormOverTokens(), torch.randn(4, 8, 16)
+    model = copy.deepcopy(plain)
+    apply(model, keeping_nothing(trace(model, x)))
+    for expected, got in zip(one_step(plain, (x,), 3), one_step(model, (x,), 3), strict=True):
+        assert torch.equal(expected, got)
