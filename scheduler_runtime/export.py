@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from graphs.extract import CPU_RANDOM_STATE_BYTES
-from graphs.graph import Graph
+from graphs.graph import Graph, is_under
+from graphs.module_blocks import UNCALLED, called_children, listed_blocks
 from scheduler_runtime import checkpointed
 from scheduler_runtime.checkpointed import (
     CheckpointedForward,
@@ -33,11 +34,10 @@ from scheduler_runtime.stand_in import StandIn
 from solver.budget import format_size
 from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
 from solver.eager import EagerStep
-from solver.regions import Region, is_under
+from solver.regions import Region
 from solver.schedule import Schedule
 from solver.solution import Solution
 
-_UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _EAGER_NAMES = {
     "aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"
 }
@@ -211,20 +211,20 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     for position, node in enumerate(graph.forward_nodes):
         order.setdefault(node.module, position)
     first = {path: _first(order, path) for path in dict(model.named_modules())}
-    blocks = [path for path in _blocks(model, "") if first[path] is not None]
+    blocks = [path for path in listed_blocks(model) if first[path] is not None]
     if not blocks:
-        blocks = [p for p in _called(model, "") if first[p] is not None]
+        blocks = [p for p in called_children(model) if first[p] is not None]
     blocks.sort(key=lambda path: first[path] or 0)
     parts: dict[str, tuple[str, ...]] = {}
     for block in blocks:
-        parts[block] = tuple(p for p in _called(model, block) if first[p] is not None)
+        parts[block] = tuple(p for p in called_children(model, block) if first[p] is not None)
         for part in parts[block]:
-            parts[part] = tuple(p for p in _called(model, part) if first[p] is not None)
+            parts[part] = tuple(p for p in called_children(model, part) if first[p] is not None)
     around = [
         path
         for path, module in model.named_modules()
         if path
-        and not isinstance(module, _UNCALLED)
+        and not isinstance(module, UNCALLED)
         and path not in blocks
         and any(is_under(block, path) for block in blocks)
     ]
@@ -235,27 +235,6 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
 
 def _first(order: Mapping[str, int], path: str) -> int | None:
     return min((p for module, p in order.items() if is_under(module, path)), default=None)
-
-
-def _blocks(model: nn.Module, path: str) -> Iterator[str]:
-    module = model.get_submodule(path)
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
-    for name, _ in module.named_children():
-        child = f"{path}.{name}" if path else name
-        if is_list:
-            yield child
-        else:
-            yield from _blocks(model, child)
-
-
-def _called(model: nn.Module, path: str) -> Iterator[str]:
-    """The nearest modules inside whose forward is called."""
-    for name, child in model.get_submodule(path).named_children():
-        inside = f"{path}.{name}" if path else name
-        if isinstance(child, _UNCALLED):
-            yield from _called(model, inside)
-        else:
-            yield inside
 
 
 def _may_save(graph: Graph) -> Any:
