@@ -118,13 +118,12 @@ def optimizer_figures(
     name, state_bytes, workspace_bytes, time_s: what `graphs.step.with_optimizer` takes. The
     implementation is that of the device whose costs are asked for. Raises TraceError.
     """
-    planned_for = hardware.DEVICES.get(str(costs.description.get("device")))
     cost = optimizer_costs(
         optimizer,
         model,
         device=device,
         costs=costs,
-        foreach=planned_for is not None and planned_for.kind == "cuda",
+        foreach=hardware.is_cuda(costs.description),
         n_ranks=n_ranks,
     )
     return dataclasses.asdict(cost)

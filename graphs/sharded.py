@@ -28,7 +28,8 @@ FSDP2 cannot; then the whole parameters that it would need are not counted. What
 Communication takes no time here: overlapped it takes little, and how little depends on the network.
 Not modelled: MixedPrecisionPolicy and CPU offload, reshard_after_forward other than the default,
 groups of several modules, `set_requires_gradient_sync(False)`, shard placements other than dim 0,
-and what a communication library takes by itself.
+and what NCCL takes by itself, beside torch's allocator. What gloo allocates on the CPU is counted:
+a copy of what it gathers, and one of what it reduces.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphs.graph import Graph, Node, Phase, Tensor, is_under
+
+GLOO_SCALARS_BYTES = 12
+"""gloo divides a sum by the number of ranks, which it makes a tensor of, in two types."""
 
 ROOT = ""
 """The path of the model itself: the group of all parameters that no other group has."""
@@ -90,11 +94,12 @@ def sharding_words(meta: Mapping[str, Any]) -> str:
     return "" if sharding is None else f"per rank of {sharding.n_ranks}, FSDP2"
 
 
-def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str]) -> Graph:
+def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str], on_cpu: bool = False) -> Graph:
     """The step as one rank sees it; `graph` is as `graphs.trace` made it, without an optimizer.
 
     groups: paths of modules, in the model's order; the root is added. Those that have no
         parameters of their own, or do not run, change nothing.
+    on_cpu: the step runs on the CPU, where gloo talks, and FSDP2 pads rows in a copy.
 
     Raises ShardingError: a group that runs several times or not in one piece, a parameter that is
     read outside of its group, a graph without the figures of its parameters.
@@ -108,7 +113,7 @@ def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str]) -> Graph:
     if sharding_of(graph.meta) is not None:
         raise ShardingError(f"the graph is sharded already: {sharding_words(graph.meta)}")
     sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups))
-    return _Transform(graph, sharding).run()
+    return _Transform(graph, sharding, on_cpu).run()
 
 
 @dataclass(frozen=True)
@@ -287,6 +292,7 @@ class _Transform:
 
     graph: Graph
     sharding: Sharding
+    on_cpu: bool
     nodes: list[Node] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     _flat: dict[str, str] = field(default_factory=dict)
@@ -381,8 +387,7 @@ class _Transform:
             return
         n_ranks = self.sharding.n_ranks
         size_bytes = group.reduced_bytes
-        # on the CPU, rows are padded in a copy before they are put together
-        padded = [p.shard_bytes * n_ranks for p in trained if not p.is_even] if self._on_cpu else []
+        padded_bytes = sum(p.shard_bytes * n_ranks for p in trained if not p.is_even)
         copied = self._tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
         self._put(
             "copy in",
@@ -390,7 +395,7 @@ class _Transform:
             "backward",
             inputs=tuple(p.gradient for p in trained if p.gradient is not None),
             outputs=(copied,),
-            workspace_bytes=sum(padded),
+            workspace_bytes=padded_bytes if self.on_cpu else 0,
         )
         self._reduce_scatter(group, copied)
         self._reduced = copied
@@ -398,7 +403,15 @@ class _Transform:
     def _reduce_scatter(self, group: _Group, copied: str) -> None:
         name = _gradient_name(group)
         self.tensors.append(Tensor(name, group.reduced_bytes, "gradient"))
-        self._put("reduce scatter", group.path, "backward", inputs=(copied,), outputs=(name,))
+        copy_bytes = self.sharding.n_ranks * group.reduced_bytes + GLOO_SCALARS_BYTES
+        self._put(
+            "reduce scatter",
+            group.path,
+            "backward",
+            inputs=(copied,),
+            outputs=(name,),
+            workspace_bytes=copy_bytes if self.on_cpu else 0,
+        )
         if self._accumulated:
             resident = f"{name}.accumulated"
             self.tensors.append(Tensor(resident, group.reduced_bytes, "gradient"))
@@ -408,7 +421,14 @@ class _Transform:
         n_bytes = self.sharding.n_ranks * group.shard_bytes
         flat = self._tensor("gathered", group, phase, n_bytes, "buffer")
         shards = tuple(parameter.tensor for parameter in group.parameters)
-        self._put("all gather", group.path, phase, inputs=(*shards, *before), outputs=(flat,))
+        self._put(
+            "all gather",
+            group.path,
+            phase,
+            inputs=(*shards, *before),
+            outputs=(flat,),
+            workspace_bytes=n_bytes if self.on_cpu else 0,
+        )
         return flat
 
     def _unshard(self, group: _Group, phase: Phase, flat: str) -> None:
@@ -416,10 +436,6 @@ class _Transform:
         whole = self._tensor("whole parameters", group, phase, n_bytes, "parameter")
         self._put("copy out", group.path, phase, inputs=(flat,), outputs=(whole,))
         self._whole[group.path] = whole
-
-    @property
-    def _on_cpu(self) -> bool:
-        return bool(self.graph.meta.get("environment", {}).get("device", "cpu") == "cpu")
 
     def _tensor(self, what: str, group: _Group, phase: Phase, size_bytes: int, kind: Any) -> str:
         name = f"fsdp: {what}, {phase} ({group.path})"

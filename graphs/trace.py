@@ -106,7 +106,12 @@ def trace(
     if fsdp is not None:
         sharding = fsdp if isinstance(fsdp, Sharding) else Sharding(n_ranks=fsdp)
         n_ranks = sharding.n_ranks
-        graph = sharded(graph, n_ranks=n_ranks, groups=groups_of(model, sharding))
+        graph = sharded(
+            graph,
+            n_ranks=n_ranks,
+            groups=groups_of(model, sharding),
+            on_cpu=target.type == "cpu" and not hardware.is_cuda(costs.description),
+        )
     if optimizer is None:
         return graph
     figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
