@@ -7,7 +7,8 @@
 
 `torch.utils.checkpoint` runs whole modules again, all of one at once; a schedule of single
 operators is finer. So what is exported is another plan, near the solution's: `solver.by_module`
-chooses it, and its peak and time are judged like any other's.
+chooses it, and its peak and time are judged like any other's. Of a solution made with `fsdp=` they
+are those of one rank; `scheduler_runtime.fsdp.shard` shards the model as was planned.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from graphs.extract import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph, is_under
 from graphs.module_blocks import UNCALLED, called_children, listed_blocks
+from graphs.sharded import sharding_words
 from scheduler_runtime import checkpointed
 from scheduler_runtime.checkpointed import (
     CheckpointedForward,
@@ -69,6 +71,7 @@ class Export:
     peak_bytes, time_s: of a step with the exported plan, as judged; schedule: that plan as a
     schedule of the solution's graph. planned_peak_bytes, planned_time_s: of the solution's own
     schedule, which `apply` would run. lost: sentences on what the exported plan cannot do.
+    sharded: "per rank of 8, FSDP2", or "" for a step that is not sharded.
     """
 
     modules: tuple[ExportedModule, ...]
@@ -80,6 +83,7 @@ class Export:
     baseline_time_s: float
     budget_bytes: int
     lost: tuple[str, ...]
+    sharded: str
     _model: nn.Module = field(repr=False, compare=False)
 
     @property
@@ -104,7 +108,8 @@ class Export:
     def __str__(self) -> str:
         lines = [
             (
-                f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
+                f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}"
+                f"{self.sharded and f' ({self.sharded})'}, "
                 f"overhead +{100 * self.overhead:.2f} % (the plan itself: "
                 f"{format_size(self.planned_peak_bytes)}, +{100 * self.planned_overhead:.2f} %)"
                 + ("" if self.fits else ": ABOVE THE BUDGET, nothing smaller was found")
@@ -162,6 +167,7 @@ def to_torch_checkpoint(
         baseline_time_s=solution.baseline.time_s,
         budget_bytes=solution.request.available_bytes,
         lost=tuple(_lost(solution, plan)),
+        sharded=sharding_words(solution.graph.meta),
         _model=model,
     )
 
@@ -169,12 +175,14 @@ def to_torch_checkpoint(
 def _nothing_fits(model: nn.Module, solution: Solution, error: NothingFitsError) -> ExportError:
     assert solution.trace is not None
     least_bytes = error.least.peak_bytes
+    finer = f"apply(model, solution) keeps to {solution.trace.peak_bytes} bytes; or "
+    if words := sharding_words(solution.graph.meta):
+        finer = f"these are bytes {words}; "
     return ExportError(
         f"the budget is {solution.request.available_bytes} bytes, and checkpointing modules of "
         f"{type(model).__name__} takes at least {least_bytes}: PyTorch runs a module again all at "
-        "once, and operators called outside of its blocks not at all. apply(model, solution) keeps "
-        f"to {solution.trace.peak_bytes} bytes; or solve with a budget of {least_bytes} bytes, or "
-        'give on_excess="least"'
+        f"once, and operators called outside of its blocks not at all. {finer}solve with a budget "
+        f'of {least_bytes} bytes, or give on_excess="least"'
     )
 
 
