@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from graphs.sharded import Sharding, ShardingError
+from graphs.sharding import Sharding, ShardingError
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict)
 """Containers: their members are called, they are not."""

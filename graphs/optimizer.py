@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs import hardware
 from graphs.call import TraceError
 from graphs.costs import CostModel, OpCall
-from graphs.sharded import shard_rows
+from graphs.sharding import shard_rows
 
 _NOT_COPIED = (
     "state",

@@ -27,7 +27,8 @@ from graphs.graph import Graph
 from graphs.module_blocks import groups_of
 from graphs.optimizer import optimizer_figures
 from graphs.outside import OutsideLoss, StandIns
-from graphs.sharded import Sharding, sharded
+from graphs.sharded import sharded
+from graphs.sharding import Sharding
 from graphs.step import with_accumulation, with_optimizer
 
 __all__ = ["StepTrace", "TraceError", "trace", "trace_module"]

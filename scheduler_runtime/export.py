@@ -24,7 +24,7 @@ from torch import nn
 from graphs.extract import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph, is_under
 from graphs.module_blocks import UNCALLED, called_children, listed_blocks
-from graphs.sharded import sharding_words
+from graphs.sharding import sharding_words
 from scheduler_runtime import checkpointed
 from scheduler_runtime.checkpointed import (
     CheckpointedForward,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from graphs.sharded import Sharding, ShardingError, sharding_of
+from graphs.sharding import Sharding, ShardingError, sharding_of
 from solver.solution import Solution
 
 

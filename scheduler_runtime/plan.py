@@ -9,7 +9,7 @@ from typing import Any
 
 from graphs.files import FormatError
 from graphs.graph import Graph
-from graphs.sharded import sharding_words
+from graphs.sharding import sharding_words
 from solver.schedule import Schedule
 from solver.solution import Request, SavedSchedule, Solution
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from graphs.graph import Graph, Node
-from graphs.sharded import sharding_of
+from graphs.sharding import sharding_of
 from solver.blocks import Blocks, checkpoints, cut
 from solver.breakdown import memory_at, node_at
 from solver.budget import format_size

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.graph import Graph, Node
-from graphs.sharded import sharding_of, sharding_words
+from graphs.sharding import sharding_of, sharding_words
 from solver.advice import Advice
 from solver.breakdown import memory_at, node_at
 from solver.emit import Emitted

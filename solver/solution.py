@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.graph import Graph
-from graphs.sharded import sharding_words
+from graphs.sharding import sharding_words
 from solver.budget import format_size
 from solver.rematerialise import baseline as baseline_schedule
 from solver.schedule import Schedule, ops_from_json

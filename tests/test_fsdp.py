@@ -14,7 +14,8 @@ from torch import nn
 
 from graphs.graph import Graph, Node, Tensor
 from graphs.module_blocks import default_groups
-from graphs.sharded import GLOO_SCALARS_BYTES, Sharding, ShardingError, sharded, sharding_of
+from graphs.sharded import GLOO_SCALARS_BYTES, sharded
+from graphs.sharding import Sharding, ShardingError, sharding_of
 from graphs.step import with_optimizer
 from graphs.trace import trace
 from scheduler_runtime import apply

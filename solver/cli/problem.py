@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
-from graphs.sharded import ShardingError
+from graphs.sharding import ShardingError
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
 from solver.cli import hugging_face
 from solver.cli.arguments import Arguments
