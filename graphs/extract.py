@@ -46,6 +46,7 @@ class Layout:
     copies: name of a clone node -> fx node of the gradient that it copies.
     in_place: the forward nodes whose operator overwrites its first argument in eager mode.
     functions: the names of the nodes of each function of autograd's backward pass, by its number.
+    sums: the backward nodes that add up gradients of one tensor, between functions.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -58,6 +59,7 @@ class Layout:
     copies: dict[str, torch.fx.Node] = field(default_factory=dict)
     in_place: list[str] = field(default_factory=list)
     functions: dict[int, list[str]] = field(default_factory=dict)
+    sums: list[str] = field(default_factory=list)
 
 
 def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], NodeCost]) -> Layout:
@@ -168,7 +170,9 @@ class _Extraction:
         if phase == "forward":
             if _custom(node).get("in_place"):
                 self.layout.in_place.append(node.name)
-        elif number is not None and not node.meta.get("is_gradient_acc"):
+        elif node.meta.get("is_gradient_acc"):
+            self.layout.sums.append(node.name)
+        elif number is not None:
             self.layout.functions.setdefault(number, []).append(node.name)
 
     def _made(self, node: torch.fx.Node, values: list[Any]) -> list[str]:

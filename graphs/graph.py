@@ -279,6 +279,11 @@ def _node(record: Record) -> Node:
     )
 
 
+def is_under(path: str, ancestor: str) -> bool:
+    """Whether the module at `path` is the one at `ancestor` ("": the model) or inside of it."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+
+
 Named = TypeVar("Named", Tensor, Node)
 
 

@@ -274,3 +274,9 @@ def card_called(torch_name: str, *, capacity_bytes: int) -> Hardware | None:
         candidates,
         key=lambda item: (-item[0], abs((item[1].capacity_bytes or 0) - capacity_bytes)),
     )[1]
+
+
+def is_cuda(costs: Mapping[str, object]) -> bool:
+    """Whether what is planned for is a CUDA card, by a cost model's description."""
+    planned_for = DEVICES.get(str(costs.get("device")))
+    return planned_for is not None and planned_for.kind == "cuda"

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs import hardware
 from graphs.call import TraceError
 from graphs.costs import CostModel, OpCall
+from graphs.sharding import shard_rows
 
 _NOT_COPIED = (
     "state",
@@ -66,13 +67,15 @@ def optimizer_costs(
     device: torch.device,
     costs: CostModel,
     foreach: bool = False,
+    n_ranks: int = 1,
 ) -> OptimizerCost:
     """Step a twin of the optimizer on fake parameters and gradients.
 
     optimizer: an optimizer of the model's parameters (real or on the meta device), or a function
         from the parameters that are trained to one. Parameters that take no gradient have no state.
     device: where the fake tensors stand. foreach: use the implementation that CUDA chooses, where
-        the optimizer leaves the choice open (always on a CUDA device).
+        the optimizer leaves the choice open (always on a CUDA device). n_ranks: each of so many
+        devices steps its shard of the rows of each parameter.
 
     Raises TraceError for an optimizer that cannot step on fake tensors: one that takes a closure,
     or that looks at the numbers.
@@ -83,7 +86,7 @@ def optimizer_costs(
     foreach = foreach or device.type == "cuda"
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            twin = _twin(optimizer, mode, device, foreach=foreach)
+            twin = _twin(optimizer, mode, device, foreach=foreach, n_ranks=n_ranks)
             with _Follower(costs):
                 _step(twin)  # makes the state
             with _Follower(costs) as follower:
@@ -108,19 +111,20 @@ def optimizer_figures(
     *,
     device: torch.device,
     costs: CostModel,
+    n_ranks: int = 1,
 ) -> dict[str, Any]:
     """`optimizer_costs` as plain figures, which travel with the schedule file.
 
     name, state_bytes, workspace_bytes, time_s: what `graphs.step.with_optimizer` takes. The
     implementation is that of the device whose costs are asked for. Raises TraceError.
     """
-    planned_for = hardware.DEVICES.get(str(costs.description.get("device")))
     cost = optimizer_costs(
         optimizer,
         model,
         device=device,
         costs=costs,
-        foreach=planned_for is not None and planned_for.kind == "cuda",
+        foreach=hardware.is_cuda(costs.description),
+        n_ranks=n_ranks,
     )
     return dataclasses.asdict(cost)
 
@@ -146,11 +150,20 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _twin(
-    optimizer: torch.optim.Optimizer, mode: FakeTensorMode, device: torch.device, *, foreach: bool
+    optimizer: torch.optim.Optimizer,
+    mode: FakeTensorMode,
+    device: torch.device,
+    *,
+    foreach: bool,
+    n_ranks: int,
 ) -> torch.optim.Optimizer:
     """The same class with the same options for fake parameters that have gradients."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    fakes = {id(p): _fake(p, device) for group in optimizer.param_groups for p in group["params"]}
+    fakes = {
+        id(p): _fake(_shard(p, n_ranks), device)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     memo: dict[int, Any] = {id(optimizer): twin, **fakes}
     with FakeCopyMode(mode):
         groups = [
@@ -164,7 +177,15 @@ def _twin(
     state: dict[Any, Any] = defaultdict(dict)
     for parameter, kept in optimizer.state.items():  # some make their state when constructed
         key = fakes.get(id(parameter), parameter)
-        state[key] = pytree.tree_map_only(torch.Tensor, lambda t: _fake_state(t, device), kept)
+        n_parts = n_ranks if isinstance(parameter, torch.Tensor) else 1
+
+        def of_shard(
+            tensor: torch.Tensor, whole: Any = parameter, n_parts: int = n_parts
+        ) -> torch.Tensor:
+            like_parameter = n_parts > 1 and tensor.shape == whole.shape
+            return _fake_state(_shard(tensor, n_parts) if like_parameter else tensor, device)
+
+        state[key] = pytree.tree_map_only(torch.Tensor, of_shard, kept)
     twin.__setstate__({**own, "state": state, "param_groups": groups})
     return twin
 
@@ -186,6 +207,19 @@ def _options(options: dict[str, Any], *, foreach: bool) -> dict[str, Any]:
     if foreach and is_open and not needs_loop:
         options["foreach"] = True
     return options
+
+
+def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
+    """On paper, what the first of so many devices has of the tensor's rows: none has more."""
+    if n_ranks == 1 or tensor.dim() == 0:
+        return tensor
+    rows = shard_rows(tensor.shape[0], n_ranks)
+    return torch.empty(
+        (rows, *tensor.shape[1:]),
+        dtype=tensor.dtype,
+        device="meta",
+        requires_grad=tensor.requires_grad,
+    )
 
 
 def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:

@@ -64,10 +64,10 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
     """
     if optimizer is None:
         return graph
-    gradients = [tensor.name for tensor in graph.tensors if tensor.kind == "gradient"]
-    resident = [name for name in gradients if name not in graph.producer]
-    gradients = resident or gradients  # accumulated: the new ones are gone by then
-    parameters = [tensor.name for tensor in graph.tensors if tensor.kind == "parameter"]
+    resident = [tensor.name for tensor in graph.resident if tensor.kind == "gradient"]
+    kept = [n for n in graph.outputs if graph.tensor_by_name[n].kind == "gradient"]
+    gradients = resident or kept  # accumulated: the new ones are gone by then
+    parameters = [tensor.name for tensor in graph.resident if tensor.kind == "parameter"]
     step = Node(
         name="optimizer_step",
         op=str(optimizer["name"]),

@@ -23,8 +23,11 @@ from graphs.capture import Capture, capture
 from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
 from graphs.extract import Layout, extract
 from graphs.graph import Graph
+from graphs.module_blocks import groups_of
 from graphs.optimizer import optimizer_figures
 from graphs.outside import OutsideLoss, StandIns
+from graphs.sharded import sharded
+from graphs.sharding import Sharding
 from graphs.step import with_accumulation, with_optimizer
 
 __all__ = ["StepTrace", "TraceError", "trace", "trace_module"]
@@ -51,6 +54,7 @@ def trace(
     gradients: str = "fresh",
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
+    fsdp: int | Sharding | None = None,
 ) -> Graph:
     """Trace one training step into a cost/memory Graph; nothing is allocated or changed.
 
@@ -68,8 +72,11 @@ def trace(
     device: where the tensors of the graph stand (default: where the model's are; meta means CPU).
     costs: seconds and workspace of each operator (default: measured on a CUDA device, on the CPU
         the roofline of a generic one).
+    fsdp: the step as one rank of FSDP2 sees it (`graphs.sharded`): a number of ranks, each block
+        of the model being a group by itself, or a Sharding. `batch` is that of one rank.
 
-    Raises TraceError, saying what cannot be traced and why.
+    Raises TraceError, saying what cannot be traced and why; ShardingError for groups that cannot
+    be.
     """
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
@@ -95,9 +102,19 @@ def trace(
     if outside is not None:
         loss_layout = extract(outside.captured, cost=_cost_of(costs))
         graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
+    n_ranks = 1
+    if fsdp is not None:
+        sharding = fsdp if isinstance(fsdp, Sharding) else Sharding(n_ranks=fsdp)
+        n_ranks = sharding.n_ranks
+        graph = sharded(
+            graph,
+            n_ranks=n_ranks,
+            groups=groups_of(model, sharding),
+            on_cpu=target.type == "cpu" and not hardware.is_cuda(costs.description),
+        )
     if optimizer is None:
         return graph
-    figures = optimizer_figures(optimizer, model, device=target, costs=costs)
+    figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
     return with_optimizer(graph, figures)
 
 
@@ -148,7 +165,9 @@ def trace_module(
                 }
                 for kind in ("parameter", "buffer")
             },
+            "parameter_layout": _parameter_layout(model, captured, layout),
             "in_place": list(layout.in_place),
+            "gradient_sums": list(layout.sums),
             "backward_functions": [nodes for nodes in layout.functions.values() if len(nodes) > 1],
             "parameter_bytes": _bytes_by_dtype(model),
             "parameter_forms": parameter_forms(model),
@@ -173,6 +192,25 @@ def parameter_forms(model: nn.Module) -> dict[str, str]:
         name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
         + ("" if parameter.requires_grad else ", frozen")
         for name, parameter in model.named_parameters()
+    }
+
+
+def _parameter_layout(
+    model: nn.Module, captured: Capture, layout: Layout
+) -> dict[str, dict[str, Any]]:
+    """What a step that is shared out over several devices is made of: of each parameter its shape,
+    the bytes of an element, its tensor in the graph, and that of its gradient (None: it has none).
+    """
+    parameters = dict(model.named_parameters())
+    return {
+        source.name: {
+            "shape": list(parameters[source.name].shape),
+            "element_bytes": parameters[source.name].element_size(),
+            "tensor": node.name,
+            "gradient": layout.gradients.get(node),
+        }
+        for node, source in captured.sources.items()
+        if source.kind == "parameter" and source.name in parameters
     }
 
 

@@ -52,6 +52,7 @@ def why_not_planned(model: nn.Module) -> str | None:
     if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
         return (
             f"{name} is sharded: its parameters are gathered in hooks of submodules, which a "
-            "planned step would not run"
+            "planned step would not run; solve(..., fsdp=N) plans for a rank, and "
+            "scheduler_runtime.export.to_torch_checkpoint puts the plan in before it is sharded"
         )
     return None

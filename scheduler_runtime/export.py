@@ -7,7 +7,8 @@
 
 `torch.utils.checkpoint` runs whole modules again, all of one at once; a schedule of single
 operators is finer. So what is exported is another plan, near the solution's: `solver.by_module`
-chooses it, and its peak and time are judged like any other's.
+chooses it, and its peak and time are judged like any other's. Of a solution made with `fsdp=` they
+are those of one rank; `scheduler_runtime.fsdp.shard` shards the model as was planned.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 from torch import nn
 
 from graphs.extract import CPU_RANDOM_STATE_BYTES
-from graphs.graph import Graph
+from graphs.graph import Graph, is_under
+from graphs.module_blocks import UNCALLED, called_children, listed_blocks
+from graphs.sharding import sharding_words
 from scheduler_runtime import checkpointed
 from scheduler_runtime.checkpointed import (
     CheckpointedForward,
@@ -33,11 +36,10 @@ from scheduler_runtime.stand_in import StandIn
 from solver.budget import format_size
 from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
 from solver.eager import EagerStep
-from solver.regions import Region, is_under
+from solver.regions import Region
 from solver.schedule import Schedule
 from solver.solution import Solution
 
-_UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _EAGER_NAMES = {
     "aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"
 }
@@ -69,6 +71,7 @@ class Export:
     peak_bytes, time_s: of a step with the exported plan, as judged; schedule: that plan as a
     schedule of the solution's graph. planned_peak_bytes, planned_time_s: of the solution's own
     schedule, which `apply` would run. lost: sentences on what the exported plan cannot do.
+    sharded: "per rank of 8, FSDP2", or "" for a step that is not sharded.
     """
 
     modules: tuple[ExportedModule, ...]
@@ -80,6 +83,7 @@ class Export:
     baseline_time_s: float
     budget_bytes: int
     lost: tuple[str, ...]
+    sharded: str
     _model: nn.Module = field(repr=False, compare=False)
 
     @property
@@ -104,7 +108,8 @@ class Export:
     def __str__(self) -> str:
         lines = [
             (
-                f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
+                f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}"
+                f"{self.sharded and f' ({self.sharded})'}, "
                 f"overhead +{100 * self.overhead:.2f} % (the plan itself: "
                 f"{format_size(self.planned_peak_bytes)}, +{100 * self.planned_overhead:.2f} %)"
                 + ("" if self.fits else ": ABOVE THE BUDGET, nothing smaller was found")
@@ -162,6 +167,7 @@ def to_torch_checkpoint(
         baseline_time_s=solution.baseline.time_s,
         budget_bytes=solution.request.available_bytes,
         lost=tuple(_lost(solution, plan)),
+        sharded=sharding_words(solution.graph.meta),
         _model=model,
     )
 
@@ -169,12 +175,14 @@ def to_torch_checkpoint(
 def _nothing_fits(model: nn.Module, solution: Solution, error: NothingFitsError) -> ExportError:
     assert solution.trace is not None
     least_bytes = error.least.peak_bytes
+    finer = f"apply(model, solution) keeps to {solution.trace.peak_bytes} bytes; or "
+    if words := sharding_words(solution.graph.meta):
+        finer = f"these are bytes {words}; "
     return ExportError(
         f"the budget is {solution.request.available_bytes} bytes, and checkpointing modules of "
         f"{type(model).__name__} takes at least {least_bytes}: PyTorch runs a module again all at "
-        "once, and operators called outside of its blocks not at all. apply(model, solution) keeps "
-        f"to {solution.trace.peak_bytes} bytes; or solve with a budget of {least_bytes} bytes, or "
-        'give on_excess="least"'
+        f"once, and operators called outside of its blocks not at all. {finer}solve with a budget "
+        f'of {least_bytes} bytes, or give on_excess="least"'
     )
 
 
@@ -211,20 +219,20 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     for position, node in enumerate(graph.forward_nodes):
         order.setdefault(node.module, position)
     first = {path: _first(order, path) for path in dict(model.named_modules())}
-    blocks = [path for path in _blocks(model, "") if first[path] is not None]
+    blocks = [path for path in listed_blocks(model) if first[path] is not None]
     if not blocks:
-        blocks = [p for p in _called(model, "") if first[p] is not None]
+        blocks = [p for p in called_children(model) if first[p] is not None]
     blocks.sort(key=lambda path: first[path] or 0)
     parts: dict[str, tuple[str, ...]] = {}
     for block in blocks:
-        parts[block] = tuple(p for p in _called(model, block) if first[p] is not None)
+        parts[block] = tuple(p for p in called_children(model, block) if first[p] is not None)
         for part in parts[block]:
-            parts[part] = tuple(p for p in _called(model, part) if first[p] is not None)
+            parts[part] = tuple(p for p in called_children(model, part) if first[p] is not None)
     around = [
         path
         for path, module in model.named_modules()
         if path
-        and not isinstance(module, _UNCALLED)
+        and not isinstance(module, UNCALLED)
         and path not in blocks
         and any(is_under(block, path) for block in blocks)
     ]
@@ -235,27 +243,6 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
 
 def _first(order: Mapping[str, int], path: str) -> int | None:
     return min((p for module, p in order.items() if is_under(module, path)), default=None)
-
-
-def _blocks(model: nn.Module, path: str) -> Iterator[str]:
-    module = model.get_submodule(path)
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
-    for name, _ in module.named_children():
-        child = f"{path}.{name}" if path else name
-        if is_list:
-            yield child
-        else:
-            yield from _blocks(model, child)
-
-
-def _called(model: nn.Module, path: str) -> Iterator[str]:
-    """The nearest modules inside whose forward is called."""
-    for name, child in model.get_submodule(path).named_children():
-        inside = f"{path}.{name}" if path else name
-        if isinstance(child, _UNCALLED):
-            yield from _called(model, inside)
-        else:
-            yield inside
 
 
 def _may_save(graph: Graph) -> Any:

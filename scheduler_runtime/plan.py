@@ -9,6 +9,7 @@ from typing import Any
 
 from graphs.files import FormatError
 from graphs.graph import Graph
+from graphs.sharding import sharding_words
 from solver.schedule import Schedule
 from solver.solution import Request, SavedSchedule, Solution
 
@@ -45,6 +46,13 @@ class Plan:
         else:
             graph, environment = None, plan.environment
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
+        if words := sharding_words(environment):
+            raise ValueError(
+                f"the plan is for a sharded step ({words}), whose parameters hooks of submodules "
+                "gather, and a planned step would not run those: export it with "
+                "scheduler_runtime.export.to_torch_checkpoint(model, solution), then shard the "
+                "model with scheduler_runtime.fsdp.shard(model, solution)"
+            )
         chosen = environment.get("gradient_outputs", [])
         if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):
             raise FormatError(

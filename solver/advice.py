@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from graphs.graph import Graph, Node
+from graphs.sharding import sharding_of
 from solver.blocks import Blocks, checkpoints, cut
 from solver.breakdown import memory_at, node_at
 from solver.budget import format_size
@@ -85,9 +86,13 @@ def _state(solution: Solution) -> Iterator[str]:
     words = f"{_percent(state_bytes / available_bytes)} of what may be used"
     text = (
         f"Parameters, gradients and optimizer state come to {format_size(state_bytes)}, {words}; "
-        "recomputation frees none of it. Sharding them over k devices (FSDP, ZeRO) divides them "
-        "by k"
+        "recomputation frees none of it. "
     )
+    sharding = sharding_of(graph.meta)
+    if sharding is None:
+        text += "Sharding them over k devices (FSDP, ZeRO) divides them by k"
+    else:
+        text += f"More than {sharding.n_ranks} ranks have smaller shards of them each"
     if by_kind["optimizer_state"]:
         less = BITS_8_SHARE * by_kind["optimizer_state"]
         text += (

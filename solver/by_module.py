@@ -25,13 +25,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from graphs.graph import Graph
+from graphs.graph import Graph, is_under
 from solver.regions import (
     Region,
     RegionError,
     Replayed,
     dropped_by,
-    is_under,
     nodes_of,
     replay_regions,
 )

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from graphs.graph import Graph, Node
+from graphs.graph import Graph, Node, is_under
 from solver.eager import EagerStep
 from solver.schedule import Schedule, free_after_last_use
 
@@ -142,11 +142,6 @@ def runs_again(graph: Graph, name: str, region: Region) -> bool:
                     f"{name!r} ({node.op}) in module {region.path!r} may not run a second time"
                 )
     return False
-
-
-def is_under(path: str, ancestor: str) -> bool:
-    """Whether the module at `path` is the one at `ancestor` or inside of it."""
-    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
 Chain: TypeAlias = tuple[Region, ...]

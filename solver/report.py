@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.graph import Graph, Node
+from graphs.sharding import sharding_of, sharding_words
 from solver.advice import Advice
 from solver.breakdown import memory_at, node_at
 from solver.emit import Emitted
@@ -71,6 +72,21 @@ def optimizer_note(graph: Graph) -> list[str]:
     if not traced or any(node.phase == "optimizer" for node in graph.nodes):
         return []
     return [OPTIMIZER]
+
+
+def sharding_note(graph: Graph) -> list[str]:
+    """Sentences where the graph is what one rank of FSDP2 sees."""
+    sharding = sharding_of(graph.meta)
+    if sharding is None:
+        return []
+    n_modules = len(sharding.groups or ())
+    words = (
+        f"All figures are {sharding_words(graph.meta)} (fully_shard on {n_modules} modules, then "
+        "on the model), with the batch of one rank: parameters, gradients and optimizer state as "
+        "shards, and what is gathered, with its buffers, for as long as it is. Communication "
+        "takes no time in them. Such a plan is exported: to_torch_checkpoint(model, solution)."
+    )
+    return [words]
 
 
 def evaluation_note(graph: Graph) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.graph import Graph
+from graphs.sharding import sharding_words
 from solver.budget import format_size
 from solver.rematerialise import baseline as baseline_schedule
 from solver.schedule import Schedule, ops_from_json
@@ -86,6 +87,8 @@ class Solution:
     def __repr__(self) -> str:
         """One line: what was asked, what was found, what is proven."""
         asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
+        if words := sharding_words(self.graph.meta):
+            asked += f" {words}"
         if self.trace is None or self.overhead is None:
             return f"Solution({asked}: no schedule{self._obstacle_words})"
         return (

@@ -116,3 +116,6 @@ def test_two_processes_train_with_the_same_bits(example: str) -> None:
     found = re.findall(same + r"and (\d+) with checkpointing", done.stdout)
     assert len(found) == 2
     assert all(int(exported_bytes) < int(plain_bytes) for plain_bytes, exported_bytes in found)
+    told = re.findall(r"rank \d: (\d+) bytes predicted, (\d+) measured", done.stdout)
+    assert len(told) == (2 if example == "export_fsdp2" else 0)
+    assert all(int(measured) <= int(predicted) for predicted, measured in told)

@@ -39,7 +39,7 @@ def imported_by(program: str, *arguments: str) -> dict[str, bool]:
     return {name: name in loaded for name in HEAVY}
 
 
-LIGHT_GRAPHS = ("graph", "files", "step", "synthetic", "hardware")
+LIGHT_GRAPHS = ("graph", "files", "step", "synthetic", "hardware", "sharded", "sharding")
 LIGHT = [f"graphs.{name}" for name in LIGHT_GRAPHS] + [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "solver").rglob("[!_]*.py"))

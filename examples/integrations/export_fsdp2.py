@@ -2,41 +2,51 @@
 
     python -m examples.integrations.export_fsdp2
 
-Export first, shard after: FSDP2 gathers a block's parameters around its forward and again before
-its backward, and what runs again runs in between. The plan counts whole parameters, gradients and
-optimizer state; each process then holds its share of them, so its peak is below the plan's.
+`fsdp=2` plans for what one of two ranks holds: its shards of parameters, gradients and optimizer
+state, and what FSDP2 gathers and for how long. Export first, shard after: FSDP2 gathers a block's
+parameters around its forward and again before its backward, and what runs again runs in between.
 """
 
 from __future__ import annotations
 
 import copy
 
-from torch import nn
+import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from examples import gpt2
-from examples.integrations.two_processes import N_PROCESSES, SIZES, compare, run, small_gpt2
+from examples.integrations.two_processes import (
+    N_PROCESSES,
+    SIZES,
+    compare,
+    rank_peak_bytes,
+    run,
+    small_gpt2,
+)
 from scheduler_runtime.export import to_torch_checkpoint
+from scheduler_runtime.fsdp import shard
 from solver import solve
 
-
-def sharded(model: nn.Module) -> nn.Module:
-    """Each block by itself, then the rest."""
-    mesh = init_device_mesh("cpu", (N_PROCESSES,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+BUDGET = "4.5MB"
 
 
 def work(rank: int) -> None:
     model = small_gpt2()
-    plain = sharded(copy.deepcopy(model))
-    exported = to_torch_checkpoint(model, solve(model, gpt2.get_batch(**SIZES), budget="5MB"))
+    batch = gpt2.get_batch(**SIZES)
+    solution = solve(model, batch, budget=BUDGET, optimizer=torch.optim.AdamW, fsdp=N_PROCESSES)
+    mesh = init_device_mesh("cpu", (N_PROCESSES,))
+    plain = shard(copy.deepcopy(model), solution, mesh=mesh)
+    exported = to_torch_checkpoint(model, solution)
+    shard(model, solution, mesh=mesh)
     if rank == 0:
         print(exported)
-    compare(plain, sharded(model), rank)
+    compare(plain, model, rank)
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(*batch).backward()
+    optimizer.step()
+    measured_bytes = rank_peak_bytes(model, optimizer, batch)
+    print(f"rank {rank}: {exported.peak_bytes} bytes predicted, {measured_bytes} measured")
 
 
 if __name__ == "__main__":

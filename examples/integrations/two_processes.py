@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from graphs.memory_events import cpu_peak_bytes
 
 N_PROCESSES = 2
 N_STEPS = 3
+N_MEASURED = 3
 SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
 
 
@@ -40,9 +41,8 @@ def train(model: nn.Module, rank: int) -> tuple[list[torch.Tensor], int]:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    gradients = [
-        g.to_local() if isinstance(g, DTensor) else g for g in (p.grad for p in model.parameters())
-    ]
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [g.to_local() if isinstance(g, DTensor) else g for g in found]
     results = [each.clone() for each in (*losses, *gradients)]
     optimizer.zero_grad()
     batch = gpt2.get_batch(**SIZES)
@@ -63,19 +63,45 @@ def compare(plain: nn.Module, exported: nn.Module, rank: int) -> None:
         raise SystemExit(1)
 
 
-def run(work: Callable[[int], None]) -> None:
+def rank_peak_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[torch.Tensor]
+) -> int:
+    """The most bytes that this process's tensors take during a step, those included that are there
+    before: its part of parameters and optimizer state, buffers and batch.
+
+    The optimizer has stepped before. Of several steps the least: gloo's threads let go of what they
+    copied a moment late in some.
+    """
+
+    def step() -> None:
+        model(*batch).backward()
+        optimizer.step()
+
+    taken = []
+    for _ in range(N_MEASURED):
+        optimizer.zero_grad()
+        taken.append(cpu_peak_bytes(step).peak_bytes)
+    optimizer.zero_grad()
+    state = [item for each in optimizer.state.values() for item in each.values()]
+    held = [*model.parameters(), *model.buffers(), *state, *batch]
+    tensors = [item.to_local() if isinstance(item, DTensor) else item for item in held]
+    storages = {each.untyped_storage().data_ptr(): each for each in tensors}
+    return min(taken) + sum(each.untyped_storage().nbytes() for each in storages.values())
+
+
+def run(work: Callable[[int], None], *, n_processes: int = N_PROCESSES) -> None:
     """Call `work(rank)`, a function of a module, in each process of a gloo group."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may wait for a name server
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_in_group, args=(port, work), nprocs=N_PROCESSES)
+    torch.multiprocessing.spawn(_in_group, args=(port, work, n_processes), nprocs=n_processes)
 
 
-def _in_group(rank: int, port: int, work: Callable[[int], None]) -> None:
+def _in_group(rank: int, port: int, work: Callable[[int], None], n_processes: int) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=N_PROCESSES)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=n_processes)
     try:
         work(rank)
     finally:

@@ -51,7 +51,7 @@ class Arguments:
     """The command line. None: not given, so the default of the place that reads it holds.
 
     budget, reserve: sizes as they were written. time_limit_s: of the search, per method. largest:
-    the size to maximise. command: all of it, as a shell takes it.
+    the size to maximise. command: all of it, as a shell takes it. n_ranks: of FSDP2.
     """
 
     problem: str
@@ -76,6 +76,7 @@ class Arguments:
     emit: str | None
     json: bool
     quiet: bool
+    n_ranks: int | None = None
     largest: Size | None = None
     command: str = ""
 
@@ -119,6 +120,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         emit=given.emit,
         json=given.json,
         quiet=given.quiet,
+        n_ranks=given.fsdp,
         largest=given.largest,
         command=shlex.join(("solve", *argv)),
     )
@@ -161,6 +163,10 @@ def _check_together(given: argparse.Namespace) -> None:
         raise UsageError("the following arguments are required: --budget (solve --help lists all)")
     if given.largest is not None and given.compare:
         raise UsageError("--compare plans one step; --max-batch and --max-seq plan many: leave one")
+    if given.fsdp is not None and given.verify:
+        raise UsageError(
+            "--verify runs the step in one process, --fsdp plans for several: leave one"
+        )
     if given.throughput is not None and given.largest is None:
         raise UsageError("--throughput draws what --max-batch or --max-seq finds: give one of them")
 
@@ -216,6 +222,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--autocast", choices=("bf16", "fp16"), help="run the model under autocast")
     group.add_argument(
         "--accumulate", action="store_true", help="gradients are there before the step starts"
+    )
+    group.add_argument(
+        "--fsdp",
+        type=_at_least(2),
+        metavar="N",
+        help="plan for one of N ranks of FSDP2 (fully_shard on each block, then on the model)",
     )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
+from graphs.sharding import ShardingError
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
 from solver.cli import hugging_face
 from solver.cli.arguments import Arguments
@@ -33,7 +34,7 @@ from solver.cli.model_file import (
 )
 from solver.cli.submodules import plan_by_submodules
 from solver.largest import FIRST
-from solver.report import evaluation_note
+from solver.report import evaluation_note, sharding_note
 from solver.solution import Solution
 from solver.submodules import SubmodulePlanner
 from solver.target import Target, cost_words, find_target, named_device
@@ -135,7 +136,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         reserve_reason=why_reserve,
-        notes=tuple(evaluation_note(graph)),
+        notes=(*sharding_note(graph), *evaluation_note(graph)),
     )
 
 
@@ -147,6 +148,7 @@ def _refuse_for_graphs(arguments: Arguments) -> None:
         "--seq-length": arguments.seq_length,
         "--autocast": arguments.autocast,
         "--accumulate": arguments.accumulate or None,
+        "--fsdp": arguments.n_ranks,
         "--verify": arguments.verify or None,
         "--max-batch": True if arguments.largest == "batch_size" else None,
         "--max-seq": True if arguments.largest == "seq_length" else None,
@@ -276,9 +278,13 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
                 gradients="accumulate" if arguments.accumulate else "fresh",
                 device=target.torch_device,
                 costs=target.costs,
+                fsdp=arguments.n_ranks,
             )
+    except ShardingError as error:
+        raise UsageError(f"--fsdp {arguments.n_ranks}: {error}") from error
     except TraceError as error:
         raise NotTracedError(f"{file.source}: {error}{_called_with(error, batch)}") from error
+    notes.extend(sharding_note(graph))
     notes.extend(evaluation_note(graph))
     notes.extend(_note_on_outputs(graph))
     return graph, notes

@@ -48,6 +48,7 @@ def _not_measurable(arguments: Arguments, target: Target) -> str:
         "--costs": arguments.costs == "roofline",
         "--autocast": arguments.autocast is not None,
         "--accumulate": arguments.accumulate,
+        "--fsdp": arguments.n_ranks is not None,
         "--method, --compare": arguments.methods != ("auto",),
         "--emit": arguments.emit is not None,
         "--max-batch": arguments.largest == "batch_size",
