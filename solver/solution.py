@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.graph import Graph
 from solver.budget import format_size
+from solver.clock import check_time_limit
 from solver.rematerialise import baseline as baseline_schedule
 from solver.schedule import Schedule, ops_from_json
 from solver.simulate import IllegalScheduleError, OtherGraphError, Trace, simulate
@@ -28,7 +29,10 @@ class Request:
     """What was asked. A schedule file carries it so that `apply` can plan anew.
 
     budget_bytes: all of the device's bytes that the step may take. reserve_bytes: the part of them
-    that is not ours to plan (CUDA context, allocator rounding). time_limit_s: of the search.
+    that is not ours to plan (CUDA context, allocator rounding). time_limit_s: of the search, with
+    the proof and, where nothing is found, the reason; tracing comes before it.
+
+    Raises ValueError for a time limit that is no positive number.
     """
 
     budget_bytes: int
@@ -36,6 +40,9 @@ class Request:
     method: str = "auto"
     time_limit_s: float = 60.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_time_limit(self.time_limit_s)
 
     @property
     def available_bytes(self) -> int:
@@ -50,7 +57,8 @@ class Obstacle:
     proven_bytes: no schedule whatever has a smaller peak. reached_bytes: the smallest peak of a
     schedule that was found. schedule: that one (None: it is a method's that was asked to find it
     anew). op: the node at which `proven_bytes` are needed. on_device: tensors there at that moment
-    with their bytes, largest first.
+    with their bytes, largest first. cut_short: the time limit ended the search, so that less may be
+    reached, and more proven.
     """
 
     proven_bytes: int
@@ -58,6 +66,7 @@ class Obstacle:
     schedule: Schedule | None = field(repr=False)
     op: str
     on_device: tuple[tuple[str, int], ...]
+    cut_short: bool = False
 
 
 @dataclass(frozen=True)
