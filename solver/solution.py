@@ -239,11 +239,14 @@ class SavedSchedule:
         budget_bytes = record.integer("budget_bytes")
         method = record.string("method")
         asked = Record(record.mapping("request", default={}), where=f"{path}: request")
+        time_limit_s = asked.number("time_limit_s", default=60.0)
+        if time_limit_s == 0:
+            raise FormatError(f"{path}: request: field 'time_limit_s' is 0; it must be above zero")
         request = Request(
             budget_bytes=budget_bytes,
             reserve_bytes=asked.integer("reserve_bytes", default=0),
             method=asked.string("method", default=method),
-            time_limit_s=asked.number("time_limit_s", default=60.0),
+            time_limit_s=time_limit_s,
             seed=asked.integer("seed", default=0),
         )
         if request.reserve_bytes > budget_bytes:
