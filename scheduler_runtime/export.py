@@ -29,6 +29,7 @@ from scheduler_runtime.checkpointed import (
     functional_name,
     remove_torch_checkpoint,
 )
+from scheduler_runtime.plan import check_order
 from scheduler_runtime.stand_in import StandIn
 from solver.budget import format_size
 from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
@@ -98,7 +99,9 @@ class Export:
         return (self.planned_time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
 
     def remove(self) -> None:
-        """The modules run their own forwards again."""
+        """The modules run their own forwards again. A second call finds nothing to do: it may be
+        called wherever one is not sure (in a `finally`), and `scheduler_runtime.remove(model)` does
+        the same."""
         remove_torch_checkpoint(self._model)
 
     def __str__(self) -> str:
@@ -138,6 +141,12 @@ def to_torch_checkpoint(
     """
     if on_excess not in ("error", "least"):
         raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
+    check_order(model, solution, call="to_torch_checkpoint")
+    if not isinstance(solution, Solution):
+        raise TypeError(
+            f"to_torch_checkpoint() was given a {type(solution).__name__} as the plan; give the "
+            "Solution of solve(model, batch, ...): a file does not hold the graph that it needs"
+        )
     if solution.schedule is None or solution.trace is None:
         raise ExportError(
             f"the solution has no schedule to export: its status is {solution.status}"

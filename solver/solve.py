@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from graphs.hardware import Hardware
 
 
-N_JUDGEMENTS = 3
+N_JUDGEMENTS = 5
 """Times that judging the baseline took: kept for judging the answer, and for what cannot be stopped
 half-way."""
 
@@ -129,12 +129,9 @@ def attempt(
 
     Raises InterruptedSolveError on Ctrl-C, with the best so far.
     """
-    begun_s = clock.now_s()
+    started_s = clock.now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
-    started_s = begun_s if started_s is None else started_s
-    plain = baseline_schedule(graph)
-    baseline = simulate(graph, plain)
-    judging_s = N_JUDGEMENTS * (clock.now_s() - begun_s)
+    plain, baseline, judging_s = _judged_baseline(graph)
     proposal, lower_bound_s, interrupted = _propose(
         graph, request, Proposal(plain), baseline, starts, deadline.earlier(judging_s)
     )
@@ -181,15 +178,16 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
     if deadline is None:
         left_s = limit_s - solution.solve_time_s
         deadline = Deadline.after(max(KEPT_SHARE * limit_s, left_s))
+    *_, judging_s = _judged_baseline(solution.graph)
     is_auto = solution.method == "auto"
-    here = deadline if is_auto else deadline.earlier(deadline.left_s / 2)
+    here = deadline.earlier(judging_s if is_auto else deadline.left_s / 2)
     obstacle = bounds.obstacle(solution.graph, deadline=here)
     if not is_auto:
         reached_bytes = least_by_method(
             solution.graph,
             proven_bytes=max(obstacle.proven_bytes, solution.request.available_bytes + 1),
             method=METHODS[solution.method],
-            time_limit_s=max(0.0, deadline.left_s),
+            time_limit_s=max(0.0, deadline.earlier(judging_s).left_s),
             seed=solution.request.seed,
         )
         obstacle = dataclasses.replace(
@@ -207,6 +205,14 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
         schedule=obstacle.schedule,
         trace=trace,
     )
+
+
+def _judged_baseline(graph: Graph) -> tuple[Schedule, Trace, float]:
+    """The step without recomputation, its trace, and the seconds to keep for judging the answer."""
+    begun_s = clock.now_s()
+    schedule = baseline_schedule(graph)
+    trace = simulate(graph, schedule)
+    return schedule, trace, N_JUDGEMENTS * (clock.now_s() - begun_s)
 
 
 def _propose(
