@@ -34,6 +34,7 @@ from scheduler_runtime.stand_in import StandIn
 from solver.budget import format_size
 from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
 from solver.eager import EagerStep
+from solver.figures import counted, format_share
 from solver.regions import Region, is_under
 from solver.schedule import Schedule
 from solver.solution import Solution
@@ -108,15 +109,15 @@ class Export:
         lines = [
             (
                 f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
-                f"overhead +{100 * self.overhead:.2f} % (the plan itself: "
-                f"{format_size(self.planned_peak_bytes)}, +{100 * self.planned_overhead:.2f} %)"
+                f"overhead {format_share(self.overhead)} (the plan itself: "
+                f"{format_size(self.planned_peak_bytes)}, {format_share(self.planned_overhead)})"
                 + ("" if self.fits else ": ABOVE THE BUDGET, nothing smaller was found")
             )
         ]
         lines += [
             f"  {module.path}: "
             + (
-                f"all but {len(module.saved)} operators"
+                f"all but {counted(len(module.saved), 'operator')}"
                 if module.mode == "selective"
                 else "checkpointed"
             )
@@ -369,12 +370,14 @@ def _lost(solution: Solution, plan: ModulePlan) -> Iterator[str]:
     outside = [name for name, n_runs in again.items() if n_runs > 1 and name not in inside]
     if outside:
         yield (
-            f"{len(outside)} operators that the plan runs again are in no checkpointed module "
-            f"({', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''}): their results stay"
+            f"{counted(len(outside), 'operator')} that the plan runs again "
+            f"{'is' if len(outside) == 1 else 'are'} in no checkpointed module ("
+            f"{', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''}): their results stay"
         )
     if plan.refused:
         path, reason = next(iter(plan.refused.items()))
-        yield f"{len(plan.refused)} modules cannot be checkpointed by themselves; {path}: {reason}"
+        modules = counted(len(plan.refused), "module")
+        yield f"{modules} cannot be checkpointed alone; {path}: {reason}"
 
 
 __all__ = [

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from graphs.call import HOLE, Call, environment_of
 from graphs.graph import Graph
 from graphs.trace import buffer_forms, input_forms, parameter_forms
+from solver.figures import counted
 
 FIELDS = ("device", "shapes", "dtypes", "train", "autocast", "torch")
 """Of the environment, in the order in which they are compared."""
@@ -109,7 +110,7 @@ def other_parameters(planned: Mapping[str, str], here: Mapping[str, str]) -> str
         if names:
             others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             return (
-                f"the model has {len(here)} parameters, planned were {len(planned)}: "
+                f"the model has {counted(len(here), 'parameter')}, planned were {len(planned)}: "
                 f"{names[0]!r}{others} {verb}; is it another depth or another model?"
             )
     for name, form in here.items():
@@ -132,7 +133,7 @@ def graph_difference(planned: Graph, here: Graph) -> str:
             before = "not there" if old_tensor is None else f"{old_tensor.size_bytes} bytes"
             name = titles.get(tensor.name, f"tensor {tensor.name}")
             return f"{name} has {tensor.size_bytes} bytes, planned: {before}"
-    return f"{len(here.nodes)} operators, planned were {len(planned.nodes)}"
+    return f"{counted(len(here.nodes), 'operator')}, planned were {len(planned.nodes)}"
 
 
 def _titles(graph: Graph) -> dict[str, str]:

@@ -108,7 +108,7 @@ def auto(
 def _run(search: Search, *, seed: int, starts: Sequence[Schedule]) -> None:
     """The steps of the module's docstring; `search` keeps what they find."""
     step, budget_bytes, time_limit_s = search.step, search.budget_bytes, search.left_s
-    search.offer(replay(step, {}, deadline=search.deadline))
+    search.offer(replay(step, {}))
     for schedule in starts:
         _offer_improved(search, schedule)
     if search.done:

@@ -13,6 +13,7 @@ from graphs.files import FormatError, Record, read_json, write_json
 from graphs.graph import Graph
 from solver.budget import format_size
 from solver.clock import check_time_limit
+from solver.figures import counted, format_share
 from solver.rematerialise import baseline as baseline_schedule
 from solver.schedule import Schedule, ops_from_json
 from solver.simulate import IllegalScheduleError, OtherGraphError, Trace, simulate
@@ -99,9 +100,9 @@ class Solution:
             return f"Solution({asked}: no schedule{self._obstacle_words})"
         return (
             f"Solution({asked}: peak {format_size(self.trace.peak_bytes)}, without checkpointing "
-            f"{format_size(self.baseline.peak_bytes)}; overhead {100 * self.overhead:.2f} %, "
-            f"proven at least {100 * self.lower_bound_overhead:.2f} %; "
-            f"{self.trace.n_recomputed} ops run again)"
+            f"{format_size(self.baseline.peak_bytes)}; overhead {_plain(self.overhead)}, "
+            f"proven at least {_plain(self.lower_bound_overhead)}; "
+            f"{counted(self.trace.n_recomputed, 'op')} run again)"
         )
 
     @property
@@ -271,3 +272,7 @@ def _share(time_s: float, baseline_time_s: float) -> float:
     if math.isinf(time_s):
         return math.inf
     return (time_s - baseline_time_s) / baseline_time_s if baseline_time_s else 0.0
+
+
+def _plain(overhead: float) -> str:
+    return format_share(overhead).removeprefix("+")

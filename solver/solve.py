@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.files import FormatError
 from graphs.graph import Graph
 from solver import bounds, clock
-from solver.budget import CUDA_RESERVE_BYTES, BudgetError, parse_size
+from solver.budget import CUDA_RESERVE_BYTES, BudgetError, parse_size, refuse_bare
 from solver.clock import KEPT_SHARE, Deadline, check_time_limit
 from solver.least import least_by_method
 from solver.methods import METHODS, WARM_METHODS
@@ -98,6 +98,7 @@ def solve(
         time_limit_s=time_limit_s,
         seed=seed,
     )
+    refuse_bare(budget, resident_bytes=graph.resident_bytes)
     if request.available_bytes <= 0:
         raise BudgetError(
             f"the reserve of {request.reserve_bytes} bytes takes all of the budget of "

@@ -15,6 +15,7 @@ from graphs.graph import Graph
 from graphs.synthetic import chain, residual
 from solver.advice import Advice
 from solver.breakdown import CATEGORIES, memory_at, node_at
+from solver.figures import format_share, format_time
 from solver.methods import METHODS
 from solver.rematerialise import baseline
 from solver.report import Report, best, to_json
@@ -23,7 +24,7 @@ from solver.solution import Obstacle, Solution
 from solver.solve import solve
 from solver.table import show
 from solver.verification import Verification
-from solver.wording import described, format_share, format_time
+from solver.wording import described
 from tests.builders import make, op
 
 GPT2 = Path(__file__).parent / "data" / "gpt2_small_b8_t1024.json"
