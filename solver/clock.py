@@ -38,7 +38,7 @@ class Deadline:
     @property
     def left_s(self) -> float:
         """Seconds until then; negative afterwards."""
-        return self.at_s - now_s()
+        return self.at_s if math.isinf(self.at_s) else self.at_s - now_s()
 
     @property
     def passed(self) -> bool:
