@@ -68,7 +68,7 @@ def _one_pass(
         live[first:i] += more
         gone.add(i)
         runs.take_out(i, held)
-    if not gone:
+    if not gone or deadline.passed:
         return None
     left = [name for i, name in enumerate(order) if i not in gone]
     shorter = free_after_last_use(graph, without_dead_computes(graph, left))

@@ -40,10 +40,12 @@ class Search:
     kept_s: float = 0.0
 
     def offer(self, schedule: Schedule, *, on_menu: bool = True) -> Played | None:
-        """Judge it; keep it if it fits and is faster than the best. None: not legal.
+        """Judge it; keep it if it fits and is faster than the best. None: not legal, or too late.
 
         on_menu: whether its reruns count as seen even if it is not kept.
         """
+        if self.best is not None and self.deadline.passed:
+            return None
         try:
             played = play(self.step, schedule)
         except IllegalScheduleError:

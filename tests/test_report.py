@@ -263,6 +263,14 @@ def test_what_stands_in_the_way_is_named(gpt2):
     assert "least budget 20.00 GB" in text
 
 
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_least_budget_that_the_clock_cut_short_says_so(gpt2, cut_short):
+    obstacle = Obstacle(10**10, 2 * 10**10, None, gpt2.nodes[-1].name, (), cut_short=cut_short)
+    report = report_of(nothing_found(gpt2, obstacle=obstacle))
+    assert ("the time limit ended the search for what follows" in shown(report)) == cut_short
+    assert to_json(report)["infeasible"]["cut_short"] is cut_short
+
+
 def test_nothing_within_the_time_limit(gpt2):
     text = " ".join(shown(report_of(nothing_found(gpt2, status="time_limit"))).split())
     assert "--time-limit gives it longer" in text
