@@ -21,10 +21,12 @@ What is done to make that true for modules as people write them:
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +54,25 @@ from graphs.side_effects import (
     attributes_unchanged,
     refuse_hooks,
 )
+
+TRACING = threading.RLock()
+"""Held while something is traced. What is patched for that time (operators' kernels, branches of
+libraries, hooks of all modules, settings of AOTAutograd) is the whole process's: two threads that
+trace take turns."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function with `TRACING` held."""
+
+    @functools.wraps(function)
+    def locked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with TRACING:
+            return function(*args, **kwargs)
+
+    return locked
 
 
 @dataclass(frozen=True)
@@ -94,6 +115,7 @@ class Capture:
     held: tuple[HeldTensor, ...]
 
 
+@one_at_a_time
 def capture(
     model: nn.Module,
     call: Call,
@@ -131,6 +153,7 @@ def capture(
         return _read(joint, shell)
 
 
+@one_at_a_time
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors, without recording anything."""
     shell = Shell(model, call, choose=lambda _output: (), device=device)
@@ -232,15 +255,18 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
     """Write the path of the running module of `model` into each fx node's meta."""
     paths = {module: name for name, module in model.named_modules()}
     entered: list[contextlib.ExitStack] = []
+    tracing = threading.get_ident()
 
     def before(module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() != tracing:  # a step that another thread runs meanwhile
+            return
         stack = contextlib.ExitStack()
         if module in paths:
             stack.enter_context(annotate({"module_path": paths[module]}))
         entered.append(stack)
 
     def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if entered:
+        if entered and threading.get_ident() == tracing:
             entered.pop().close()
 
     handles = [

@@ -66,7 +66,7 @@ class Guard:
 
     def holds(self, leaves: Mapping[Leaf, torch.Tensor]) -> bool:
         """Whether a call with these tensors would see the same."""
-        return bool(_seen(evaluate(self.recipe, leaves)) == self.seen)
+        return _same(_seen(evaluate(self.recipe, leaves)), self.seen)
 
 
 @dataclass
@@ -242,6 +242,13 @@ def _placed(item: Any, device: torch.device) -> Any:
 def _seen(result: Any) -> Any:
     """A number as it is; of tensors their shapes."""
     return pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), result)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether the same was seen; a number that is none (NaN) is the same as another."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other) or bool(one != one and other != other)
 
 
 def _constant(tensor: torch.Tensor) -> Recipe:

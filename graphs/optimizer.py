@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -78,11 +79,13 @@ def optimizer_costs(
         devices steps its shard of the rows of each parameter.
 
     Raises TraceError for an optimizer that cannot step on fake tensors: one that takes a closure,
-    or that looks at the numbers.
+    or that looks at the numbers; and for one that has none of the model's parameters. One that has
+    others beside them is warned of.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+        optimizer = _made(optimizer, [p for p in model.parameters() if p.requires_grad])
     name = type(optimizer).__name__
+    _check_parameters(optimizer, model)
     foreach = foreach or device.type == "cuda"
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -103,6 +106,42 @@ def optimizer_costs(
             f"({type(error).__name__}: {error}); plan without an optimizer and leave room for its "
             "state in the reserve"
         ) from error
+
+
+def _made(make: Any, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Raises TypeError for what is neither an optimizer nor a function that makes one."""
+    made = make(trained) if callable(make) else make
+    if isinstance(made, torch.optim.Optimizer):
+        return made
+    given = f"what optimizer(parameters) returned is a {type(made).__name__}"
+    if made is make:
+        given = f"optimizer is a {type(made).__name__}"
+    raise TypeError(
+        f"{given}; give the torch.optim.Optimizer that trains the model, or a function from its "
+        "parameters to one (torch.optim.AdamW)"
+    )
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """An optimizer made over another model, or over an earlier copy, would count other bytes."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {id(p) for p in model.parameters()}
+    n_own = sum(id(p) in own for p in held)
+    if not held or not own or n_own == len(held):
+        return
+    name, title = type(optimizer).__name__, type(model).__name__
+    if n_own == 0:
+        raise TraceError(
+            f"the optimizer {name} trains none of this {title}'s parameters: the "
+            f"{len(held)} that it has are another model's, or a copy's. Make it from the "
+            f"parameters of the model that is planned: {name}(model.parameters())"
+        )
+    warnings.warn(
+        f"the optimizer {name} trains {n_own} parameters of this {title} and {len(held) - n_own} "
+        "that are not its own; the state of these is counted in the step as well, and their bytes "
+        "and gradients are not",
+        stacklevel=3,
+    )
 
 
 def optimizer_figures(

@@ -10,7 +10,7 @@ of the step is put around it: a loss that the caller computes, accumulation, the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from graphs import hardware, nested
 from graphs.call import Call, TraceError, as_call, environment_of, find_loss
-from graphs.capture import Capture, capture
+from graphs.capture import Capture, capture, one_at_a_time
 from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
 from graphs.extract import Layout, extract
 from graphs.graph import Graph
@@ -44,6 +44,7 @@ class StepTrace:
     graph: Graph
 
 
+@one_at_a_time
 def trace(
     model: nn.Module,
     batch: Any,
@@ -130,13 +131,24 @@ def _refuse_replaced(model: nn.Module) -> None:
                 f"{name} cannot be traced: {part} compiled by torch.compile; give the module that "
                 "was compiled (model._orig_mod)"
             )
-    if getattr(model.__dict__.get("forward"), "is_plan", False):
+    for path, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if not getattr(forward, "is_plan", False):
+            continue
+        if getattr(forward, "is_export", False):
+            raise TraceError(
+                f"{name} has an exported plan (to_torch_checkpoint) in it, which would be traced "
+                "as part of the model: exported.remove() or scheduler_runtime.remove(model) first, "
+                "and export again afterwards"
+            )
+        part = f"its submodule {path} has" if path else "it has"
         raise TraceError(
-            f"{name} has a plan already, which would be traced in its place; "
-            "scheduler_runtime.remove(model) first"
+            f"{name} cannot be traced: {part} a plan already, which would be traced in its place; "
+            f"scheduler_runtime.remove({'that submodule' if path else 'model'}) first"
         )
 
 
+@one_at_a_time
 def trace_module(
     model: nn.Module,
     call: Call,
@@ -171,6 +183,8 @@ def trace_module(
             "backward_functions": [nodes for nodes in layout.functions.values() if len(nodes) > 1],
             "parameter_bytes": _bytes_by_dtype(model),
             "parameter_forms": parameter_forms(model),
+            "buffer_forms": buffer_forms(model),
+            "input_forms": input_forms(call.tensors),
             "costs": {} if costs is None else dict(costs.description),
             "environment": {
                 **environment_of(call, model, device=device),
@@ -189,8 +203,7 @@ def trace_module(
 def parameter_forms(model: nn.Module) -> dict[str, str]:
     """What people call each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
     return {
-        name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
-        + ("" if parameter.requires_grad else ", frozen")
+        name: _form(parameter) + ("" if parameter.requires_grad else ", frozen")
         for name, parameter in model.named_parameters()
     }
 
@@ -212,6 +225,30 @@ def _parameter_layout(
         for node, source in captured.sources.items()
         if source.kind == "parameter" and source.name in parameters
     }
+
+
+def buffer_forms(model: nn.Module) -> dict[str, str]:
+    """The same of each buffer."""
+    return {name: _form(buffer) for name, buffer in model.named_buffers()}
+
+
+def input_forms(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """The same of each tensor of a call, with what is unlike a usual batch."""
+    forms = []
+    for tensor in tensors:
+        words = [_form(tensor)]
+        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+            words.append("expanded (one row in memory for many)")
+        elif not tensor.is_contiguous():
+            words.append(f"strides {list(tensor.stride())}")
+        if tensor.requires_grad:
+            words.append("requires a gradient")
+        forms.append(", ".join(words))
+    return forms
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:

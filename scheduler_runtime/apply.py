@@ -11,31 +11,33 @@ evaluation mode and without gradients the module's own forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from graphs.call import Call, TraceError, environment_of
+from graphs.call import Call, TraceError
 from graphs.costs import CostModel, from_description
 from graphs.graph import Graph
-from graphs.trace import StepTrace, parameter_forms
+from graphs.trace import StepTrace
 from scheduler_runtime import fallback
 from scheduler_runtime.checkpointed import has_checkpoints, remove_torch_checkpoint
 from scheduler_runtime.compiled import Compiled, StepProgram
 from scheduler_runtime.cuda_graph import CudaGraphError, Recorded, check_model
 from scheduler_runtime.fallback import SubmoduleSolution
-from scheduler_runtime.plan import Plan
+from scheduler_runtime.mismatch import (
+    check_arguments,
+    environment_difference,
+    forms_difference,
+    graph_difference,
+)
+from scheduler_runtime.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.replan import replan
-from scheduler_runtime.stand_in import StandIn, module_schedule, refuse_second
+from scheduler_runtime.stand_in import StandIn, device_of, module_schedule, refuse_second
 from solver.schedule import Schedule
 from solver.simulate import simulate
-from solver.solution import SavedSchedule, Solution
-
-AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
 
 
 class PlanMismatchError(ValueError):
@@ -59,16 +61,17 @@ def apply(
         addresses are then fixed; see `scheduler_runtime.cuda_graph` for what is refused.
 
     Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
-    different steps; applied twice).
+    different steps; applied twice), TypeError (something else than a module and a plan).
     """
     if on_mismatch not in ("error", "replan"):
         raise ValueError(f"on_mismatch is {on_mismatch!r}; 'error' or 'replan'")
+    check_order(model, plan)
     refuse_second(model)
     if isinstance(plan, SubmoduleSolution):
         return fallback.put(model, plan)
     if cuda_graph:
         check_model(model)
-    plans = [plan] if isinstance(plan, AnyPlan) else plan
+    plans: Sequence[AnyPlan] = [plan] if isinstance(plan, AnyPlan) else plan
     model.forward = PlannedForward(
         model,
         [Plan.of(each) for each in plans],
@@ -80,6 +83,7 @@ def apply(
 
 def remove(model: nn.Module) -> nn.Module:
     """The module's own forward again, after `apply`, `fit`, `compile` or an export; returns it."""
+    check_module(model, "remove(model)")
     if has_checkpoints(model):
         return remove_torch_checkpoint(model)
     planned = model.__dict__.get("forward")
@@ -124,16 +128,23 @@ class PlannedForward(StandIn):
         return self._model.training == bool(self.plan.environment.get("train", True))
 
     def compile_for(self, call: Call) -> StepProgram:
-        step = self._trace(call)
+        check_arguments(self._model, call, forward=self._own_forward)
+        try:
+            step = self._trace(call)
+        except TraceError:
+            # What nobody planned for often cannot run at all: then that is the reason.
+            reason = self._environment_difference(call, device=device_of(self._model).type)
+            if not reason and self.plan.graph is not None:
+                reason = forms_difference(self.plan.graph, call, self._model)
+            if not reason or self.on_mismatch != "error":
+                raise
+            raise self._mismatch(reason) from None
         part = step.graph.module_part()
         plan = next((p for p in self.plans if p.module_graph_id == part.graph_id), None)
         if plan is None:
             reason = self._difference(part, call)
             if self.on_mismatch == "error":
-                raise PlanMismatchError(
-                    f"the plan does not fit this call of {type(self._model).__name__}: {reason}; "
-                    'plan again, or apply(..., on_mismatch="replan")'
-                )
+                raise self._mismatch(reason)
             step = self._trace(call, costs=from_description(self.plan.environment.get("costs", {})))
             schedule = module_schedule(
                 replan(step.graph, self.plan, reason), step.graph.module_part()
@@ -143,6 +154,12 @@ class PlannedForward(StandIn):
             _judge(part, schedule, available_bytes=plan.request.available_bytes)
         compiled = Compiled(step, compile_schedule(step, schedule))
         return Recorded(compiled, self._model, call) if self.cuda_graph else compiled
+
+    def _mismatch(self, reason: str) -> PlanMismatchError:
+        return PlanMismatchError(
+            f"the plan does not fit this call of {type(self._model).__name__}: {reason}; "
+            'plan again, or apply(..., on_mismatch="replan")'
+        )
 
     def _trace(self, call: Call, *, costs: CostModel | None = None) -> StepTrace:
         gradient_outputs = tuple(self.plan.environment["gradient_outputs"])
@@ -154,27 +171,19 @@ class PlannedForward(StandIn):
         )
 
     def _difference(self, graph: Graph, call: Call) -> str:
-        """The first field in which the call differs from the plan."""
-        planned = self.plan.environment
-        here = {**environment_of(call, self._model), "device": graph.meta["environment"]["device"]}
-        for field in ("device", "shapes", "dtypes", "train", "autocast", "torch"):
-            if field in planned and planned[field] != here[field]:
-                return f"{field} is {here[field]}, planned was {planned[field]}"
-        if self.plan.graph is None:
-            return "the traced operators are not those of the plan"
-        forms = self.plan.graph.meta.get("parameter_forms", {})
-        if forms and (words := _other_parameters(forms, parameter_forms(self._model))):
+        """The first thing in which the call differs from the plan."""
+        planned = self.plan.graph
+        words = self._environment_difference(call, device=graph.meta["environment"]["device"])
+        if words:
             return words
-        planned_graph = self.plan.graph.module_part()
-        for new, old in zip(graph.nodes, planned_graph.nodes, strict=False):
-            if (new.name, new.op, new.inputs) != (old.name, old.op, old.inputs):
-                return f"operator {new.name} ({new.op}) stands where {old.name} ({old.op}) did"
-        for tensor in graph.tensors:
-            old_tensor = planned_graph.tensor_by_name.get(tensor.name)
-            if old_tensor is None or old_tensor.size_bytes != tensor.size_bytes:
-                before = "not there" if old_tensor is None else f"{old_tensor.size_bytes} bytes"
-                return f"tensor {tensor.name} has {tensor.size_bytes} bytes, planned: {before}"
-        return f"{len(graph.nodes)} operators, planned were {len(planned_graph.nodes)}"
+        if planned is None:
+            return "the traced operators are not those of the plan"
+        return forms_difference(planned, call, self._model) or graph_difference(
+            planned.module_part(), graph
+        )
+
+    def _environment_difference(self, call: Call, *, device: str) -> str:
+        return environment_difference(self.plan.environment, call, self._model, device=device)
 
 
 def _judge(part: Graph, schedule: Schedule, *, available_bytes: int) -> None:
@@ -190,23 +199,6 @@ def _judge(part: Graph, schedule: Schedule, *, available_bytes: int) -> None:
             f"the plan takes at least {least_bytes} bytes, and its budget leaves "
             f"{available_bytes}: the schedule file was changed by hand; plan again"
         )
-
-
-def _other_parameters(planned: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """How the parameters differ from those that were planned, in words; "": they do not."""
-    extra = [name for name in here if name not in planned]
-    missing = [name for name in planned if name not in here]
-    for names, verb in ((extra, "was not planned for"), (missing, "was planned for and is gone")):
-        if names:
-            others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            return (
-                f"the model has {len(here)} parameters, planned were {len(planned)}: "
-                f"{names[0]!r}{others} {verb}; is it another depth or another model?"
-            )
-    for name, form in here.items():
-        if form != planned[name]:
-            return f"parameter {name!r} is {form}, planned was {planned[name]}"
-    return ""
 
 
 def _refuse_different_steps(plans: Sequence[Plan]) -> None:

@@ -34,6 +34,7 @@ from scheduler_runtime.partitioner import BudgetPartitioner
 from scheduler_runtime.rehearsal import Rehearsal
 from scheduler_runtime.stand_in import StandIn, device_of, refuse_second
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_size, parse_size
+from solver.figures import counted, format_share
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,15 @@ class CompileReport:
         lines = [f"compiled by {self.backend} within {within}: measured peak {peak}"]
         for number, attempt in enumerate(self.attempts):
             plan = attempt.partition
-            how = "PyTorch's partition" if not plan.n_again else f"{plan.n_again} ops run again"
+            how = (
+                "PyTorch's partition"
+                if not plan.n_again
+                else f"{counted(plan.n_again, 'op')} run again"
+            )
             lines.append(
                 f"  attempt {number}: predicted {format_size(plan.predicted_bytes)}, measured "
                 f"{shown_bytes(attempt.measured_bytes)}, saved {format_size(plan.saved_bytes)}, "
-                f"{how}, +{100 * plan.overhead:.2f} % by the cost model"
+                f"{how}, {format_share(plan.overhead)} by the cost model"
                 + (", in force" if attempt is self.chosen else "")
             )
         return "\n".join(lines)

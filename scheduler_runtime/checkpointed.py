@@ -99,7 +99,14 @@ def functional_name(operator: str) -> str:
 
 class ReplacedForward:
     """Stands in for `module.forward`; this one changes nothing, and marks what a plan that leaves
-    all as it is was applied to."""
+    all as it is was applied to.
+
+    is_plan, is_export: tell who would trace the module (`graphs.trace`) that this is not its own
+    forward.
+    """
+
+    is_plan = True
+    is_export = True
 
     def __init__(self, module: nn.Module) -> None:
         self.instance_forward = module.__dict__.get("forward")

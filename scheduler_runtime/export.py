@@ -32,10 +32,12 @@ from scheduler_runtime.checkpointed import (
     functional_name,
     remove_torch_checkpoint,
 )
+from scheduler_runtime.plan import check_order
 from scheduler_runtime.stand_in import StandIn
 from solver.budget import format_size
 from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
 from solver.eager import EagerStep
+from solver.figures import counted, format_share
 from solver.regions import Region
 from solver.schedule import Schedule
 from solver.solution import Solution
@@ -102,7 +104,9 @@ class Export:
         return (self.planned_time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
 
     def remove(self) -> None:
-        """The modules run their own forwards again."""
+        """The modules run their own forwards again. A second call finds nothing to do: it may be
+        called wherever one is not sure (in a `finally`), and `scheduler_runtime.remove(model)` does
+        the same."""
         remove_torch_checkpoint(self._model)
 
     def __str__(self) -> str:
@@ -110,15 +114,15 @@ class Export:
             (
                 f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}"
                 f"{self.sharded and f' ({self.sharded})'}, "
-                f"overhead +{100 * self.overhead:.2f} % (the plan itself: "
-                f"{format_size(self.planned_peak_bytes)}, +{100 * self.planned_overhead:.2f} %)"
+                f"overhead {format_share(self.overhead)} (the plan itself: "
+                f"{format_size(self.planned_peak_bytes)}, {format_share(self.planned_overhead)})"
                 + ("" if self.fits else ": ABOVE THE BUDGET, nothing smaller was found")
             )
         ]
         lines += [
             f"  {module.path}: "
             + (
-                f"all but {len(module.saved)} operators"
+                f"all but {counted(len(module.saved), 'operator')}"
                 if module.mode == "selective"
                 else "checkpointed"
             )
@@ -143,6 +147,12 @@ def to_torch_checkpoint(
     """
     if on_excess not in ("error", "least"):
         raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
+    check_order(model, solution, call="to_torch_checkpoint")
+    if not isinstance(solution, Solution):
+        raise TypeError(
+            f"to_torch_checkpoint() was given a {type(solution).__name__} as the plan; give the "
+            "Solution of solve(model, batch, ...): a file does not hold the graph that it needs"
+        )
     if solution.schedule is None or solution.trace is None:
         raise ExportError(
             f"the solution has no schedule to export: its status is {solution.status}"
@@ -347,12 +357,14 @@ def _lost(solution: Solution, plan: ModulePlan) -> Iterator[str]:
     outside = [name for name, n_runs in again.items() if n_runs > 1 and name not in inside]
     if outside:
         yield (
-            f"{len(outside)} operators that the plan runs again are in no checkpointed module "
-            f"({', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''}): their results stay"
+            f"{counted(len(outside), 'operator')} that the plan runs again "
+            f"{'is' if len(outside) == 1 else 'are'} in no checkpointed module ("
+            f"{', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''}): their results stay"
         )
     if plan.refused:
         path, reason = next(iter(plan.refused.items()))
-        yield f"{len(plan.refused)} modules cannot be checkpointed by themselves; {path}: {reason}"
+        modules = counted(len(plan.refused), "module")
+        yield f"{modules} cannot be checkpointed alone; {path}: {reason}"
 
 
 __all__ = [

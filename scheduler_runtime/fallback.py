@@ -40,6 +40,7 @@ from scheduler_runtime.eager_step import NoLossError, Step
 from scheduler_runtime.observe import Observed, chain_of, observe
 from scheduler_runtime.segmented import put_segments, runs_in_a_loop
 from solver.by_module import ModuleTree, NothingFitsError, by_module
+from solver.figures import counted
 from solver.regions import Region, replay_regions
 from solver.schedule import Schedule
 from solver.segments import Segment, best_segments, described, judged, shifted
@@ -86,7 +87,7 @@ class SubmoduleSolution(Solution):
         return (*(f"checkpointed: {line}" for line in together), f"kept: {kept or 'none'}")
 
     def __str__(self) -> str:
-        lines = [repr(self), f"{self.scope}: {len(self.blocks)} submodules"]
+        lines = [repr(self), f"{self.scope}: {counted(len(self.blocks), 'submodule')}"]
         return "\n".join([*lines, *(f"  {part}" for part in self.parts), *self.left_alone])
 
 
@@ -377,7 +378,8 @@ def planned_for_command(
         optimizer=optimizer(real),
         time_limit_s=time_limit_s,
     )
-    parts = [f"Planned by submodules, measured in eager mode: {len(solution.blocks)} submodules."]
+    planned = counted(len(solution.blocks), "submodule")
+    parts = [f"Planned by submodules, measured in eager mode: {planned}."]
     parts += solution.parts
     parts += solution.left_alone
     if solution.schedule is not None:

@@ -5,13 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.sharding import sharding_words
 from solver.schedule import Schedule
 from solver.solution import Request, SavedSchedule, Solution
+
+AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
+
+
+def check_order(model: object, plan: object, *, call: str = "apply") -> None:
+    """Raises TypeError where these are not a module and a plan; says so where they are swapped."""
+    right = f"{call}(model, solution)"
+    if isinstance(model, AnyPlan) and isinstance(plan, nn.Module):
+        raise TypeError(
+            f"{call}() was given the plan first and the {type(plan).__name__} second; the other "
+            f"way round: {right}"
+        )
+    check_module(model, right)
+    plans = plan if isinstance(plan, list | tuple) else [plan]
+    for each in plans:
+        if not isinstance(each, AnyPlan):
+            raise TypeError(
+                f"{call}() was given {_title(each)} as the plan; give what solve(model, batch, "
+                f"...) returned: {right}"
+            )
+
+
+def check_module(model: object, right: str) -> None:
+    """Raises TypeError for what is no module. right: the call as it would be right."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {_title(model)}, and no torch.nn.Module: {right}")
+
+
+def _title(value: object) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 @dataclass(frozen=True)

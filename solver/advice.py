@@ -17,6 +17,7 @@ from graphs.sharding import sharding_of
 from solver.blocks import Blocks, checkpoints, cut
 from solver.breakdown import memory_at, node_at
 from solver.budget import format_size
+from solver.figures import counted, format_share
 from solver.rematerialise import baseline, keep
 from solver.simulate import simulate
 from solver.solution import Solution
@@ -179,10 +180,11 @@ def _theory(solution: Solution) -> Iterator[str]:
     yield (
         f"Activations are {_percent(share)} of the peak without a plan, over {blocks.n_blocks} "
         "blocks. Theory: keeping one checkpoint a block, or √L of them, costs at most one more "
-        f"forward pass, {_signed(forward_s / plain_s)}. Here, judged alike: "
+        f"forward pass, {format_share(forward_s / plain_s)}. Here, judged alike: "
         f"every block {_costs(solution, blocks)}; "
-        f"√L, {n_segments} segments, {_costs(solution, cut(graph, max_blocks=n_segments))}; "
-        f"{words} {format_size(trace.peak_bytes)} at {_signed(solution.overhead or 0.0)}."
+        f"√L, {counted(n_segments, 'segment')}, "
+        f"{_costs(solution, cut(graph, max_blocks=n_segments))}; "
+        f"{words} {format_size(trace.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
     )
 
 
@@ -192,7 +194,8 @@ def _costs(solution: Solution, blocks: Blocks) -> str:
     trace = simulate(graph, keep(graph, checkpoints(graph, blocks, n_whole=1)))
     over = trace.time_s / (solution.baseline.time_s or 1.0) - 1.0 if trace.time_s else 0.0
     fits = trace.peak_bytes <= solution.request.available_bytes
-    return f"{format_size(trace.peak_bytes)} at {_signed(over)}{'' if fits else ' (does not fit)'}"
+    unfit = "" if fits else " (does not fit)"
+    return f"{format_size(trace.peak_bytes)} at {format_share(over)}{unfit}"
 
 
 def _widest(solution: Solution) -> tuple[Node | None, int]:
@@ -250,10 +253,6 @@ def _main_dtype(bytes_by_dtype: object) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _signed(share: float) -> str:
-    return f"{100 * share:+.2f} %"
 
 
 _FINDERS: Mapping[Kind, Callable[[Solution], Iterator[str]]] = {

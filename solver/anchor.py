@@ -65,16 +65,24 @@ def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]
             positions=[base],
             budget_bytes=search.budget_bytes,
             allowance_bytes={base: less_bytes},
+            deadline=search.deadline,
         )
         program.hold(anchors)
         cuts = program.rounded(program.program.solve(whole=False, time_limit_s=search.left_s))
         if cuts.kept is None:
             return
-        played = search.offer(replay(step, {base: cuts.kept[0]}))
+        played = search.offer(replay(step, {base: cuts.kept[0]}, deadline=search.deadline))
         if played is None:
             return
         over_bytes = played.trace.peak_bytes - search.budget_bytes
         if over_bytes <= 0 and not search.close:
-            search.offer(improve(step, played.schedule, budget_bytes=search.budget_bytes))
+            search.offer(
+                improve(
+                    step,
+                    played.schedule,
+                    budget_bytes=search.budget_bytes,
+                    deadline=search.deadline,
+                )
+            )
         less_bytes += max(0, over_bytes)
         yield played.trace.peak_bytes

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
@@ -43,6 +42,7 @@ from graphs.graph import Graph
 from solver.anchor import offer_anchored
 from solver.bounds import Binding, binding_cut, least_budget_bytes
 from solver.chain_methods import dp, revolve
+from solver.clock import KEPT_SHARE, Deadline, OutOfTimeError
 from solver.cut import Cuts, solve_cuts
 from solver.every_block import every_block
 from solver.evict import evict
@@ -92,10 +92,13 @@ def auto(
 
     Ctrl-C raises InterruptedSearchError with what was best by then.
     """
+    end = Deadline.after(time_limit_s)
     step = Step.of(graph)
-    search = Search(step, budget_bytes, time.monotonic() + time_limit_s)
+    search = Search(step, budget_bytes, end, kept_s=KEPT_SHARE * time_limit_s)
     try:
         _run(search, seed=seed, starts=starts)
+    except OutOfTimeError:
+        search.timed_out = True
     except KeyboardInterrupt as interrupt:
         search.timed_out = True
         raise InterruptedSearchError(search.proposal()) from interrupt
@@ -137,14 +140,21 @@ def _run(search: Search, *, seed: int, starts: Sequence[Schedule]) -> None:
 def _offer_cuts(search: Search, cuts: Cuts) -> None:
     """Replay what the single cut keeps: where it fits, nothing else is needed."""
     if cuts.kept is not None:
-        search.offer(replay(search.step, dict(zip(cuts.positions, cuts.kept, strict=True))))
+        kept = dict(zip(cuts.positions, cuts.kept, strict=True))
+        search.offer(replay(search.step, kept, deadline=search.deadline))
 
 
 def _offer_improved(search: Search, schedule: Schedule) -> None:
     """Offer it, and where it fits what is left of it when there is room for more."""
     played = search.offer(schedule)
     if played is not None and played.trace.peak_bytes <= search.budget_bytes:
-        search.offer(improve(search.step, schedule, budget_bytes=search.budget_bytes))
+        search.offer(_improved(search, schedule))
+
+
+def _improved(search: Search, schedule: Schedule) -> Schedule:
+    return improve(
+        search.step, schedule, budget_bytes=search.budget_bytes, deadline=search.deadline
+    )
 
 
 def _evict_all(search: Search, guide: Guide) -> None:
@@ -163,22 +173,21 @@ def _evict(search: Search, guide: Guide, patience: float, weights: Sequence[floa
         guide=guide,
         patience=patience,
         weights=weights,
-        deadline_s=search.deadline_s,
+        deadline=search.deadline,
     )
     search.work += evicted.work
     if evicted.schedule is None:
         return math.inf
     search.work += 10 * len(evicted.schedule.order)
-    played = search.offer(improve(step, evicted.schedule, budget_bytes=budget_bytes))
+    played = search.offer(_improved(search, evicted.schedule))
     return math.inf if played is None else played.trace.time_s
 
 
 def _offer_least(search: Search) -> None:
     """Where nothing fits so far: the schedule of the least peak that is found."""
-    proven_bytes, _ = least_budget_bytes(search.step)
-    schedule, _ = least_schedule(
-        search.step, proven_bytes=proven_bytes, deadline_s=search.deadline_s
-    )
+    deadline = search.deadline
+    proven_bytes, _ = least_budget_bytes(search.step, deadline=deadline)
+    schedule, _ = least_schedule(search.step, proven_bytes=proven_bytes, deadline=deadline)
     search.offer(schedule)
 
 
@@ -197,7 +206,7 @@ def _solve_small(search: Search, *, seed: int) -> bool:
     proposal = ilp(
         search.step.graph,
         budget_bytes=search.budget_bytes,
-        time_limit_s=max(search.left_s, 0.1),
+        time_limit_s=search.left_s,
         seed=seed,
     )
     if proposal.schedule is not None:
@@ -241,11 +250,11 @@ def _fill_menu(search: Search, base: int) -> None:
             budget_bytes=rest + int(share * (search.budget_bytes - rest)),
             whole=True,
             node_limit=5,
-            time_limit_s=search.left_s,
+            deadline=search.deadline,
         )
         if cuts.kept is None:
             return
-        search.offer(replay(step, {base: cuts.kept[0]}))
+        search.offer(replay(step, {base: cuts.kept[0]}, deadline=search.deadline))
 
 
 def _search_weights(search: Search, guide: Guide, rng: random.Random) -> None:

@@ -21,12 +21,12 @@ least budget at which no cut's LP is infeasible. From above: `solver.least`, by 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from graphs.graph import Graph
+from solver.clock import NEVER, Deadline
 from solver.cut import Cuts, solve_cuts
 from solver.least import least_schedule
 from solver.solution import Obstacle
@@ -56,11 +56,14 @@ def min_budget_bytes(graph: Graph) -> int:
     return obstacle(graph).reached_bytes
 
 
-def obstacle(graph: Graph) -> Obstacle:
-    """The least budget, proven and reached, with the schedule and the op that asks for it."""
+def obstacle(graph: Graph, *, deadline: Deadline = NEVER) -> Obstacle:
+    """The least budget, proven and reached, with the schedule and the op that asks for it.
+
+    At the deadline it is what was proven and found by then, and says that it was cut short.
+    """
     step = Step.of(graph)
-    proven_bytes, p = least_budget_bytes(step)
-    schedule, reached_bytes = least_schedule(step, proven_bytes=proven_bytes)
+    proven_bytes, p = least_budget_bytes(step, deadline=deadline)
+    schedule, reached_bytes = least_schedule(step, proven_bytes=proven_bytes, deadline=deadline)
     here = [
         (step.unit_names[u], step.unit_bytes[u])
         for u in range(step.n_units)
@@ -73,10 +76,11 @@ def obstacle(graph: Graph) -> Obstacle:
         schedule=schedule,
         op=graph.nodes[p].name if p < step.n_nodes else "",
         on_device=tuple(sorted(here, key=lambda item: (-item[1], item[0]))),
+        cut_short=deadline.passed,
     )
 
 
-def least_budget_bytes(step: Step) -> tuple[int, int]:
+def least_budget_bytes(step: Step, *, deadline: Deadline = NEVER) -> tuple[int, int]:
     """Bytes below which nothing fits, proven, and the moment that proves it."""
     p = int(np.argmax(step.least_bytes))
     proven_bytes = int(step.least_bytes[p])
@@ -84,13 +88,13 @@ def least_budget_bytes(step: Step) -> tuple[int, int]:
     if not any(step.maker[u] < step.n_forward for u in fixed):
         return proven_bytes, p
     # What may not be made again may have to stay for the sake of what is made from it: a cut says.
-    lost = _first_infeasible(step, budget_bytes=proven_bytes)
+    lost = _first_infeasible(step, budget_bytes=proven_bytes, deadline=deadline)
     if lost is None:
         return proven_bytes, p
     low, high, p = proven_bytes + 1, int(np.max(step.baseline_bytes)), lost
-    while high - low > PROOF_TOLERANCE * high:
+    while high - low > PROOF_TOLERANCE * high and not deadline.passed:
         middle = (low + high) // 2
-        lost = _first_infeasible(step, budget_bytes=middle)
+        lost = _first_infeasible(step, budget_bytes=middle, deadline=deadline)
         if lost is None:
             high = middle
         else:
@@ -98,10 +102,12 @@ def least_budget_bytes(step: Step) -> tuple[int, int]:
     return low, p
 
 
-def _first_infeasible(step: Step, *, budget_bytes: int) -> int | None:
-    """A moment among the fullest at which the cut's LP has no solution."""
+def _first_infeasible(step: Step, *, budget_bytes: int, deadline: Deadline) -> int | None:
+    """A moment among the fullest at which the cut's LP has no solution; None: none is known."""
     for p in _fullest(step, budget_bytes=budget_bytes):
-        cuts = solve_cuts(step, positions=[p], budget_bytes=budget_bytes, whole=False)
+        cuts = solve_cuts(
+            step, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
+        )
         if math.isinf(cuts.lost_share):
             return p
     return None
@@ -123,22 +129,24 @@ def binding_cut(
     step: Step, *, budget_bytes: int, time_limit_s: float = math.inf, gap: float = GAP
 ) -> Binding:
     """Search the moment whose cut loses the most time; see the module."""
-    deadline_s = time.monotonic() + time_limit_s
+    deadline = Deadline.after(time_limit_s)
     if int(np.max(step.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
     bound: dict[int, float] = {}
     for p in _fullest(step, budget_bytes=budget_bytes):
-        if time.monotonic() > deadline_s:
+        if deadline.passed:
             break
-        cuts = solve_cuts(step, positions=[p], budget_bytes=budget_bytes, whole=False)
+        cuts = solve_cuts(
+            step, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
+        )
         bound[p] = cuts.lost_share
     ranked = tuple(sorted(bound.items(), key=lambda item: (-item[1], item[0])))
     if not ranked or math.isinf(ranked[0][1]):
-        return Binding(ranked[0][1] if ranked else 0.0, ranked, None)
+        lost_share = ranked[0][1] if ranked else 0.0
+        return Binding(lost_share, ranked, None, timed_out=not ranked and deadline.passed)
     lost_share, first, timed_out = ranked[0][1], None, False
     for p, lp_share in ranked[:2]:
-        left_s = deadline_s - time.monotonic()
-        if lp_share < 0.98 * ranked[0][1] or left_s <= 0:
+        if lp_share < 0.98 * ranked[0][1] or deadline.passed:
             break
         cuts = solve_cuts(
             step,
@@ -146,13 +154,14 @@ def binding_cut(
             budget_bytes=budget_bytes,
             whole=True,
             gap=gap,
-            time_limit_s=min(left_s, WHOLE_SHARE * time_limit_s),
+            time_limit_s=WHOLE_SHARE * time_limit_s,
+            deadline=deadline,
         )
         timed_out = timed_out or cuts.timed_out
         if first is None or cuts.lost_share > lost_share:
             first = cuts
         lost_share = max(lost_share, cuts.lost_share)
-    timed_out = timed_out or time.monotonic() > deadline_s
+    timed_out = timed_out or deadline.passed
     return Binding(lost_share, ranked, first, timed_out=timed_out)
 
 

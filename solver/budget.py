@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from solver.figures import counted
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {unit.removesuffix("B"): size for unit, size in _UNITS.items() if len(unit) > 1}
 _NUMBER = r"[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][0-9]{1,2}(?![0-9a-zA-Z]))?|\.[0-9]{1,30}"
 _SIZE = re.compile(rf"\s*({_NUMBER})\s*([a-zA-Z]*|%)\s*")
 _RIGHT = "write 16GB, 15.5GiB, 800MB, 60% or a number of bytes"
@@ -32,7 +35,8 @@ def parse_size(
     what: str = "budget",
     least_bytes: int = 1,
 ) -> int:
-    """Bytes of "16GB" (10^9), "15.5GiB" (2^30), "800MB", "123456", 123456 or 1e9, rounded down.
+    """Bytes of "16GB" or "16G" (10^9), "15.5GiB" or "15.5Gi" (2^30), "800MB", "123456", 123456 or
+    1e9, rounded down.
 
     "60%" is a share of `capacity_bytes`, the named device's memory. `what` is the size's name in
     messages. Raises BudgetError for what is no size, for less than `least_bytes`, and for a
@@ -62,6 +66,27 @@ def parse_size(
     if size_bytes > 2**60:
         raise BudgetError(f"{shown} is more than an exbibyte (2**60 bytes)")
     return size_bytes
+
+
+SMALLEST_BARE_BYTES = 10**6
+"""A bare number below it that is too small for the step was meant in another unit."""
+
+
+def refuse_bare(text: object, *, resident_bytes: int, what: str = "budget") -> None:
+    """Raises BudgetError for "16" where what stays on the device is larger by itself.
+
+    Only what was written as text and without a unit, and is less than SMALLEST_BARE_BYTES: that is
+    no step's memory. A number of bytes that is not absurd stays one.
+    """
+    if not isinstance(text, str) or not text.strip().isascii() or not text.strip().isdigit():
+        return
+    size_bytes = parse_size(text, what=what)
+    if size_bytes < min(SMALLEST_BARE_BYTES, resident_bytes):
+        raise BudgetError(
+            f"{what} {_shown(text)} is {counted(size_bytes, 'byte')}; parameters, optimizer state "
+            f"and batch alone take {format_both(resident_bytes)}. Write {size_bytes}GB for "
+            "gigabytes"
+        )
 
 
 def _share(percent: Fraction, capacity_bytes: int | None, shown: str) -> int:

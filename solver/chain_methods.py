@@ -38,6 +38,7 @@ from solver.chain import (
     ForwardKeepingInput,
     ForwardKeepingOutput,
 )
+from solver.clock import NEVER, Deadline
 from solver.dp import solve_chain
 from solver.fastest import Fastest
 from solver.playback import Playback
@@ -61,6 +62,7 @@ def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Pr
     with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
+        search.deadline.check()
         plain = sqrt(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s / 4, seed=seed)
         if plain.schedule:
             search.fits(plain.schedule)
@@ -70,7 +72,7 @@ def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Pr
             chains = _Chains(graph, blocks, search)
             most_bytes = chains.raise_budget(0, 2 * guess_bytes, keep_inputs=False)
             chains.raise_budget(most_bytes // 2, most_bytes, keep_inputs=True)
-        return search.proposal()
+    return search.proposal()
 
 
 class _Chains:
@@ -98,7 +100,13 @@ class _Chains:
 
     def _fits(self, ops: Iterable[ChainOp], *, keep_inputs: bool) -> bool:
         return self._search.fits(
-            play_chain(self._graph, self._blocks, ops, keep_inputs=keep_inputs)
+            play_chain(
+                self._graph,
+                self._blocks,
+                ops,
+                keep_inputs=keep_inputs,
+                deadline=self._search.deadline,
+            )
         )
 
 
@@ -113,11 +121,20 @@ def _n_slots(chain: Chain, budget_bytes: int) -> int:
 
 
 def play_chain(
-    graph: Graph, blocks: Blocks, ops: Iterable[ChainOp], *, keep_inputs: bool
+    graph: Graph,
+    blocks: Blocks,
+    ops: Iterable[ChainOp],
+    *,
+    keep_inputs: bool,
+    deadline: Deadline = NEVER,
 ) -> Schedule:
-    """Play the operations of a chain's solution; `keep_inputs`: let go of no block's input."""
+    """Play the operations of a chain's solution; `keep_inputs`: let go of no block's input.
+
+    Raises OutOfTimeError.
+    """
     playback = Playback(graph, blocks)
     for op in ops:
+        deadline.check()
         match op:
             case ForwardKeepingOutput(block):
                 playback.forward_keeping_output(block, drop_input=not keep_inputs)
@@ -127,6 +144,7 @@ def play_chain(
                 playback.forward_keeping_all(block)
             case Backward(block):
                 playback.backward(block)
+    deadline.check()
     return playback.schedule()
 
 
@@ -141,24 +159,25 @@ def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) 
             while overflows - fits > 1 and not search.time_is_up():
                 n_snapshots = (fits + overflows) // 2
                 if _is_long(blocks, n_snapshots) or search.fits(
-                    play_reversal(graph, blocks, n_snapshots=n_snapshots)
+                    play_reversal(graph, blocks, n_snapshots=n_snapshots, deadline=search.deadline)
                 ):
                     fits = n_snapshots
                 else:
                     overflows = n_snapshots
-        return search.proposal()
+    return search.proposal()
 
 
-def reversals(graph: Graph) -> Iterator[Schedule]:
+def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]:
     """Reversals of all blocks with more and more snapshots: small peaks, the smallest ones first.
 
-    Without those that run a block MAX_RUNS times and more on the average.
+    Without those that run a block MAX_RUNS times and more on the average. Raises OutOfTimeError.
     """
+    deadline.check()
     blocks = cut(graph)
     n_snapshots = 1
     while n_snapshots < blocks.n_blocks:
         if not _is_long(blocks, n_snapshots):
-            yield play_reversal(graph, blocks, n_snapshots=n_snapshots)
+            yield play_reversal(graph, blocks, n_snapshots=n_snapshots, deadline=deadline)
         n_snapshots += 1 + n_snapshots // 2
 
 
@@ -167,11 +186,17 @@ def _is_long(blocks: Blocks, n_snapshots: int) -> bool:
     return n_extra_steps(n_steps=n_steps, n_snapshots=n_snapshots) > MAX_RUNS * n_steps
 
 
-def play_reversal(graph: Graph, blocks: Blocks, *, n_snapshots: int) -> Schedule:
-    """Play the reversal of the blocks: step i of the chain problem is block i + 1."""
+def play_reversal(
+    graph: Graph, blocks: Blocks, *, n_snapshots: int, deadline: Deadline = NEVER
+) -> Schedule:
+    """Play the reversal of the blocks: step i of the chain problem is block i + 1.
+
+    Raises OutOfTimeError.
+    """
     playback = Playback(graph, blocks)
     snapshots: set[int] = set()
     for kind, start, stop in reversal(n_steps=blocks.n_blocks, n_snapshots=n_snapshots):
+        deadline.check()
         if kind == "store":
             snapshots.add(start)
         elif kind == "drop":
@@ -184,4 +209,5 @@ def play_reversal(graph: Graph, blocks: Blocks, *, n_snapshots: int) -> Schedule
             if start == blocks.n_blocks:  # the caller's loss, between forward and backward pass
                 playback.backward(start + 1)
             playback.backward(start)
+    deadline.check()
     return playback.schedule()

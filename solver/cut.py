@@ -53,6 +53,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from solver.clock import NEVER, Deadline, OutOfTimeError
 from solver.highs import Answer, Program
 from solver.step import Step
 
@@ -93,14 +94,18 @@ class CutProgram:
         positions: Sequence[int],
         budget_bytes: int,
         allowance_bytes: Mapping[int, int] | None = None,
+        deadline: Deadline = NEVER,
     ) -> None:
         """allowance_bytes: by moment, bytes that the solution may not use beyond what the proof
         asks; given when the schedule that follows the solution would overflow there.
+
+        Raises OutOfTimeError while it is built.
         """
         self.step = step
         self.positions = tuple(positions)
         self.budget_bytes = budget_bytes
         self._allowance_bytes = allowance_bytes or {}
+        self._deadline = deadline
         baseline_s = step.graph.baseline_time_s or 1.0
         self.program = Program(constant=step.graph.baseline_time_s / baseline_s)
         self._time_share = [time_s / baseline_s for time_s in step.time_s]
@@ -124,6 +129,7 @@ class CutProgram:
                 self.program.least[keep[u]] = 1.0
 
     def _add_moment(self, k: int) -> None:
+        self._deadline.check()
         step, p = self.step, self.positions[k]
         end = self.positions[k + 1] if k + 1 < len(self.positions) else step.n_nodes + 1
         needed, through = self._closure(p)
@@ -291,6 +297,7 @@ class CutProgram:
             lost_share=lost_share,
             kept=(frozenset(kept),),
             cost_share=math.fsum(self._time_share[n] for n in again) if possible else math.inf,
+            timed_out=answer.timed_out,
         )
 
 
@@ -304,17 +311,30 @@ def solve_cuts(
     gap: float = 5e-4,
     node_limit: int = 10_000,
     time_limit_s: float = math.inf,
+    deadline: Deadline = NEVER,
 ) -> Cuts:
     """The cuts at these moments as one LP (milliseconds) or, `whole`, as a MILP.
 
     gap: the MILP stops when its bound is within this share of the baseline's time. For a single cut
     it is not even begun where the LP rounds to within that or ROUNDED_GAP.
+    time_limit_s: of the solver. deadline: of everything; past it nothing is proven, and timed_out.
     """
-    program = CutProgram(
-        step, positions=positions, budget_bytes=budget_bytes, allowance_bytes=allowance_bytes
-    )
+    try:
+        program = CutProgram(
+            step,
+            positions=positions,
+            budget_bytes=budget_bytes,
+            allowance_bytes=allowance_bytes,
+            deadline=deadline,
+        )
+    except OutOfTimeError:
+        return Cuts(tuple(positions), 0.0, None, timed_out=True)
+
+    def left_s() -> float:
+        return min(time_limit_s, deadline.left_s)
+
     if whole and len(positions) == 1:
-        relaxed = program.program.solve(whole=False, time_limit_s=time_limit_s)
+        relaxed = program.program.solve(whole=False, time_limit_s=left_s())
         cuts = program.rounded(relaxed)
         if cuts.cost_share - cuts.lost_share <= max(gap, ROUNDED_GAP) or math.isinf(
             cuts.lost_share
@@ -323,6 +343,6 @@ def solve_cuts(
     affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, program.n_columns) ** 2
     node_limit = min(node_limit, max(1, affordable))
     answer = program.program.solve(
-        whole=whole, gap=gap, node_limit=node_limit, time_limit_s=time_limit_s
+        whole=whole, gap=gap, node_limit=node_limit, time_limit_s=left_s()
     )
     return program.read(answer)

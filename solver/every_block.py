@@ -24,5 +24,6 @@ def every_block(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: i
     with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         blocks = cut(graph)
         for n_whole in (1, 0):
+            search.deadline.check()
             search.fits(keep(graph, checkpoints(graph, blocks, n_whole=n_whole)))
-        return search.proposal()
+    return search.proposal()

@@ -14,11 +14,10 @@ overruns: its count of bytes is at least the judge's.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from solver.clock import NEVER, Deadline
 from solver.rematerialise import without_dead_computes
 from solver.schedule import Schedule, free_after_last_use
 from solver.step import Step
@@ -47,15 +46,15 @@ def evict(
     guide: Mapping[int, Collection[int]] | None = None,
     patience: float = 1.0,
     weights: Sequence[float] | None = None,
-    deadline_s: float = math.inf,
+    deadline: Deadline = NEVER,
 ) -> Evicted:
     """Run the step greedily within the budget.
 
     guide: by moment, units that should be there then: they are dropped last. patience: the exponent
     of the distance to the next use. weights: by unit, factors on the score, for a search over them.
-    deadline_s: on the monotonic clock; the run is given up then.
+    The run is given up at the deadline.
     """
-    run = _Run(step, budget_bytes, dict(guide or {}), patience, weights, deadline_s)
+    run = _Run(step, budget_bytes, dict(guide or {}), patience, weights, deadline)
     if not run.all():
         return Evicted(None, run.work)
     order = without_dead_computes(step.graph, run.order)
@@ -69,7 +68,7 @@ class _Run:
     guide: dict[int, Collection[int]]
     patience: float
     weights: Sequence[float] | None
-    deadline_s: float
+    deadline: Deadline
     order: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,7 +146,7 @@ class _Run:
     def _too_long(self) -> bool:
         if len(self.order) > MAX_RUNS * self.step.n_nodes + 1000:
             return True
-        return time.monotonic() > self.deadline_s
+        return self.deadline.passed
 
     def _maker(self, name: str) -> int:
         return self.index[self.step.graph.producer[name].name]

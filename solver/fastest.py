@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Self
 
 from graphs.graph import Graph
+from solver.clock import KEPT_SHARE, Deadline, OutOfTimeError
 from solver.proposal import InterruptedSearchError, Proposal
 from solver.schedule import Schedule
 from solver.simulate import Trace, simulate
@@ -17,23 +17,30 @@ class Fastest:
     """Judges schedules for one budget, within one time limit, and keeps the best.
 
     Of equally fast schedules the one with the smaller peak is kept, then the first. As a context
-    it hands on the best so far when the search is interrupted (Ctrl-C).
+    it hands on the best so far when the search is interrupted (Ctrl-C), and ends at the deadline.
     """
 
     def __init__(self, graph: Graph, *, budget_bytes: int, time_limit_s: float) -> None:
         self._graph = graph
         self._budget_bytes = budget_bytes
-        self._deadline_s = time.monotonic() + time_limit_s
+        self._end = Deadline.after(time_limit_s)
+        self._kept_s = KEPT_SHARE * time_limit_s
         self._best: tuple[Trace, Schedule] | None = None
         self._stopped = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._stopped = self._stopped or kind in (KeyboardInterrupt, OutOfTimeError)
         if kind is KeyboardInterrupt:
-            self._stopped = True
             raise InterruptedSearchError(self.proposal()) from None
+        return kind is OutOfTimeError
+
+    @property
+    def deadline(self) -> Deadline:
+        """When the search has to end, as things stand: with nothing found, KEPT_SHARE sooner."""
+        return self._end.earlier(self._kept_s if self._best is None else 0.0)
 
     def fits(self, schedule: Schedule) -> bool:
         """Have the schedule judged, remember it if it is the best so far."""
@@ -53,7 +60,7 @@ class Fastest:
 
     def time_is_up(self) -> bool:
         """Whether the search has to stop; the proposal will say that it was stopped."""
-        self._stopped = self._stopped or time.monotonic() > self._deadline_s
+        self._stopped = self._stopped or self.deadline.passed
         return self._stopped
 
     def proposal(self) -> Proposal:

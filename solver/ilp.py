@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +44,7 @@ except ImportError:  # the other methods do without
 
 from graphs.graph import Graph
 from solver.bounds import binding_cut
+from solver.clock import NEVER, Deadline, OutOfTimeError
 from solver.cut import TIME_ERROR, solve_cuts
 from solver.proposal import Proposal
 from solver.rematerialise import without_dead_computes
@@ -72,7 +72,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
         raise MissingSolverError(
             "method 'ilp' needs PuLP, which is not installed: pip install pulp, or choose 'auto'"
         )
-    deadline_s = time.monotonic() + time_limit_s
+    deadline = Deadline.after(time_limit_s)
     step = Step.of(graph)
     binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     lost_share, timed_out = binding.lost_share, binding.timed_out
@@ -80,18 +80,20 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
         return Proposal(None, math.inf)
     found: IlpSolution | None = None
     for n_sweeps in range(1, N_SWEEPS + 1):
-        stages = Stages.of(step, budget_bytes=budget_bytes, n_sweeps=n_sweeps)
-        if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
-            break
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
+        try:
+            stages = Stages.of(
+                step, budget_bytes=budget_bytes, n_sweeps=n_sweeps, deadline=deadline
+            )
+        except OutOfTimeError:
             timed_out = True
             break
+        if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
+            break
         if n_sweeps == 1 and stages.n_variables <= SMALL_VARIABLES:
-            lost_share = max(lost_share, _bound_at_all_moments(step, budget_bytes, left_s))
+            lost_share = max(lost_share, _bound_at_all_moments(step, budget_bytes, deadline))
             if math.isinf(lost_share):
                 return Proposal(None, math.inf)
-        solution = _solve(stages, lost_share=lost_share, time_limit_s=left_s)
+        solution = _solve(stages, lost_share=lost_share, deadline=deadline)
         timed_out = timed_out or solution.timed_out
         if found is None or solution.time_s < found.time_s:
             found = solution
@@ -109,7 +111,7 @@ def solve_ilp(
 ) -> IlpSolution:
     """Solve the program once, with this many sweeps in a stage. Raises TooLargeError."""
     stages = Stages.of(Step.of(graph), budget_bytes=budget_bytes, n_sweeps=n_sweeps)
-    return _solve(stages, lost_share=0.0, time_limit_s=time_limit_s)
+    return _solve(stages, lost_share=0.0, deadline=Deadline.after(time_limit_s))
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,15 @@ class IlpSolution:
     timed_out: bool
 
 
-def _bound_at_all_moments(step: Step, budget_bytes: int, time_limit_s: float) -> float:
+def _bound_at_all_moments(step: Step, budget_bytes: int, deadline: Deadline) -> float:
     cuts = solve_cuts(
         step,
         positions=range(1, step.n_nodes + 1),
         budget_bytes=budget_bytes,
         whole=True,
         gap=GAP,
-        time_limit_s=time_limit_s / 2,
+        time_limit_s=deadline.left_s / 2,
+        deadline=deadline,
     )
     return cuts.lost_share
 
@@ -149,7 +152,7 @@ class _Sweep:
 class _Model:
     """The PuLP problem; sizes in units of the largest tensor, times in units of the baseline."""
 
-    def __init__(self, stages: Stages, *, lost_share: float) -> None:
+    def __init__(self, stages: Stages, *, lost_share: float, deadline: Deadline = NEVER) -> None:
         self.stages = stages
         self.step = stages.step
         self.items = stages.items
@@ -175,6 +178,7 @@ class _Model:
         if lost_share > 0:
             self.problem += self.lost >= lost_share
         for k, sweep in enumerate(self.sweeps):
+            deadline.check()
             following = self.sweeps[k + 1] if k + 1 < len(self.sweeps) else None
             self._presence(sweep, following)
             self._memory(sweep, following)
@@ -284,15 +288,21 @@ class _Model:
         return order
 
 
-def _solve(stages: Stages, *, lost_share: float, time_limit_s: float) -> IlpSolution:
+def _solve(stages: Stages, *, lost_share: float, deadline: Deadline) -> IlpSolution:
     graph = stages.step.graph
-    started_s = time.monotonic()
+    nothing = IlpSolution(None, math.inf, graph.baseline_time_s, timed_out=True)
     with warnings.catch_warnings():
         # PuLP 3 announces the names of PuLP 4, which PuLP 2 does not know.
         warnings.simplefilter("ignore", DeprecationWarning)
-        model = _Model(stages, lost_share=lost_share)
+        try:
+            model = _Model(stages, lost_share=lost_share, deadline=deadline)
+        except OutOfTimeError:
+            return nothing
+        time_limit_s = deadline.left_s
+        if time_limit_s <= 0:
+            return nothing
         model.problem.solve(_solver(time_limit_s))
-    late = time.monotonic() - started_s >= 0.95 * time_limit_s
+    late = deadline.left_s <= 0.05 * time_limit_s
     status = pulp.LpStatus[model.problem.status]
     if status == "Infeasible":
         return IlpSolution(None, math.inf, math.inf, timed_out=False)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from solver.clock import NEVER, Deadline
 from solver.rematerialise import without_dead_computes
 from solver.schedule import Compute, Schedule, free_after_last_use
 from solver.simulate import IllegalScheduleError, Trace, simulate
@@ -25,17 +26,26 @@ from solver.step import Step
 MAX_PASSES = 20
 
 
-def improve(step: Step, schedule: Schedule, *, budget_bytes: int) -> Schedule:
-    """A schedule at most as slow, within the budget if the given one is."""
+def improve(
+    step: Step, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
+) -> Schedule:
+    """A schedule at most as slow, within the budget if the given one is.
+
+    At the deadline it is what was reached by then.
+    """
     for _ in range(MAX_PASSES):
-        shorter = _one_pass(step, schedule, budget_bytes)
+        if deadline.passed:
+            return schedule
+        shorter = _one_pass(step, schedule, budget_bytes, deadline)
         if shorter is None:
             return schedule
         schedule = shorter
     return schedule
 
 
-def _one_pass(step: Step, schedule: Schedule, budget_bytes: int) -> Schedule | None:
+def _one_pass(
+    step: Step, schedule: Schedule, budget_bytes: int, deadline: Deadline
+) -> Schedule | None:
     """Take out all runs that fit, by the bytes there at the start and what was added since."""
     graph = step.graph
     trace = simulate(graph, schedule)
@@ -44,6 +54,8 @@ def _one_pass(step: Step, schedule: Schedule, budget_bytes: int) -> Schedule | N
     runs = _Runs.of(step, order)
     gone: set[int] = set()
     for i in sorted(runs.repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
+        if deadline.passed:
+            return None
         held = runs.held_instead(i)
         if held is None:
             continue
@@ -56,7 +68,7 @@ def _one_pass(step: Step, schedule: Schedule, budget_bytes: int) -> Schedule | N
         live[first:i] += more
         gone.add(i)
         runs.take_out(i, held)
-    if not gone:
+    if not gone or deadline.passed:
         return None
     left = [name for i, name in enumerate(order) if i not in gone]
     shorter = free_after_last_use(graph, without_dead_computes(graph, left))

@@ -9,12 +9,12 @@ proof.
 
 from __future__ import annotations
 
-import math
-import time
+import contextlib
 from collections.abc import Callable
 
 from graphs.graph import Graph
 from solver.chain_methods import reversals
+from solver.clock import NEVER, Deadline, OutOfTimeError
 from solver.evict import evict
 from solver.proposal import Method
 from solver.rematerialise import baseline
@@ -33,41 +33,39 @@ BASE_WORK, WORK_PER_NODE = 5_000_000, 1_000
 
 
 def least_schedule(
-    step: Step, *, proven_bytes: int, deadline_s: float = math.inf
+    step: Step, *, proven_bytes: int, deadline: Deadline = NEVER
 ) -> tuple[Schedule, int]:
     """The schedule of the smallest peak that reversals and greedy eviction find, and that peak.
 
     Reversals of the chain of blocks reach the least on deep chains, eviction where skips cross.
-    proven_bytes: known not to be beaten. deadline_s: on the monotonic clock; without it the answer
-    is the same whatever the machine's load.
+    proven_bytes: known not to be beaten. deadline: what was found by then counts; without it the
+    answer is the same whatever the machine's load.
     """
     graph = step.graph
     best = baseline(graph)
     most_bytes = least_bytes = simulate(graph, best).peak_bytes
-    for schedule in reversals(graph):
-        if time.monotonic() > deadline_s:
-            break
-        peak_bytes = simulate(graph, schedule).peak_bytes
-        if peak_bytes < least_bytes:
-            best, least_bytes = schedule, peak_bytes
-    if least_bytes - proven_bytes <= TOLERANCE * most_bytes:
+    with contextlib.suppress(OutOfTimeError):
+        for schedule in reversals(graph, deadline=deadline):
+            deadline.check()
+            peak_bytes = simulate(graph, schedule).peak_bytes
+            if peak_bytes < least_bytes:
+                best, least_bytes = schedule, peak_bytes
+    if least_bytes - proven_bytes <= TOLERANCE * most_bytes or deadline.passed:
         return best, least_bytes
     work, max_work = 0, BASE_WORK + WORK_PER_NODE * step.n_nodes
 
     def attempt(budget_bytes: int) -> Schedule | None:
         nonlocal work
         for patience in PATIENCE:
-            if work < max_work and time.monotonic() < deadline_s:
-                found = evict(
-                    step, budget_bytes=budget_bytes, patience=patience, deadline_s=deadline_s
-                )
+            if more():
+                found = evict(step, budget_bytes=budget_bytes, patience=patience, deadline=deadline)
                 work += found.work
                 if found.schedule is not None:
                     return found.schedule
         return None
 
     def more() -> bool:
-        return work < max_work
+        return work < max_work and not deadline.passed
 
     evicted, peak_bytes = _bisected(graph, attempt, proven_bytes=proven_bytes, more=more)
     if peak_bytes < least_bytes:
@@ -82,17 +80,16 @@ def least_by_method(
 
     proven_bytes: known not to be beaten, or not to be of interest.
     """
-    deadline_s = time.monotonic() + time_limit_s
-
-    def left_s() -> float:
-        return deadline_s - time.monotonic()
+    deadline = Deadline.after(time_limit_s)
 
     def attempt(budget_bytes: int) -> Schedule | None:
-        found = method(graph, budget_bytes=budget_bytes, time_limit_s=max(0.0, left_s()), seed=seed)
+        found = method(
+            graph, budget_bytes=budget_bytes, time_limit_s=max(0.0, deadline.left_s), seed=seed
+        )
         return found.schedule
 
     def more() -> bool:
-        return left_s() > 0
+        return not deadline.passed
 
     best, high = _bisected(graph, attempt, proven_bytes=proven_bytes, more=more)
     return _retried(graph, attempt, best, high, proven_bytes=proven_bytes, more=more)[1]

@@ -20,11 +20,11 @@ from solver.advice import ABOUT
 from solver.block_table import block_rows
 from solver.breakdown import CATEGORIES
 from solver.budget import format_both, format_size
+from solver.figures import format_share, format_time
 from solver.largest import SizeSearch
 from solver.pareto import Curve
 from solver.report import Report
 from solver.solution import Solution
-from solver.wording import format_share, format_time
 
 
 def write_page(report: Report, path: Path, *, command: str, curve: Curve | None = None) -> None:

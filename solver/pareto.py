@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph
 from solver import bounds
+from solver.clock import Deadline, check_time_limit
 from solver.least import least_by_method
 from solver.methods import METHODS
 from solver.rematerialise import baseline
@@ -69,7 +70,8 @@ def sweep(
     """Plan for every budget with every method.
 
     budgets: bytes for the whole step, reserve included (None: `default_budgets`).
-    time_limit_s: of each search, so the sweep takes at most budgets times methods times this.
+    time_limit_s: of each search, that for the least budget included, so the sweep takes at most
+    budgets times methods times this, and once more without `budgets`.
     known: answers for this graph that are there already; their budgets become points as well.
     on_point: told after each search how many plans there are by now, and of how many.
 
@@ -136,21 +138,23 @@ def default_budgets(
 ) -> tuple[int, ...]:
     """Evenly spaced budgets from the least feasible one found to the peak without checkpointing.
 
-    method: the one that searches for the least budget, for at most time_limit_s (`auto` takes what
-    it takes). quick: from the least that is not proven to be too small, so that perhaps nothing is
-    found for the first ones.
+    method: the one that searches for the least budget, for at most time_limit_s in all; the least
+    that was found by then counts. quick: from the least that is not proven to be too small, so that
+    perhaps nothing is found for the first ones.
     """
+    check_time_limit(time_limit_s)
+    deadline = Deadline.after(time_limit_s)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     if quick:
-        least_bytes = bounds.least_budget_bytes(Step.of(graph))[0]
+        least_bytes = bounds.least_budget_bytes(Step.of(graph), deadline=deadline)[0]
     elif method == "auto":
-        least_bytes = bounds.obstacle(graph).reached_bytes
+        least_bytes = bounds.obstacle(graph, deadline=deadline).reached_bytes
     else:
         least_bytes = least_by_method(
             graph,
-            proven_bytes=bounds.obstacle(graph).proven_bytes,
+            proven_bytes=bounds.least_budget_bytes(Step.of(graph), deadline=deadline)[0],
             method=METHODS[method],
-            time_limit_s=time_limit_s,
+            time_limit_s=max(0.0, deadline.left_s),
             seed=0,
         )
     steps = max(1, n_budgets - 1)

@@ -30,6 +30,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from solver.clock import NEVER, Deadline
 from solver.highs import Program
 from solver.replay import Played, replay
 from solver.search import Search
@@ -64,13 +65,14 @@ def recombine(search: Search, *, base: int) -> None:
             base=base,
             budget_bytes=budget_bytes,
             allowance_bytes=allowance_bytes,
+            deadline=search.deadline,
         )
         if search.done:
             return
         guide = menu.solve(below=search.best_share, time_limit_s=search.left_s)
         if guide is None:
             return
-        played = search.offer(replay(step, guide))
+        played = search.offer(replay(step, guide, deadline=search.deadline))
         if played is None or played.trace.peak_bytes <= budget_bytes:
             return
         if before is not None and played.stage_bytes == before.stage_bytes:
@@ -103,7 +105,10 @@ def _allow(
 
 @dataclass
 class Menu:
-    """The program of the module. keep, rerun: columns by moment, of units and of nodes."""
+    """The program of the module. keep, rerun: columns by moment, of units and of nodes.
+
+    Raises OutOfTimeError while it is built.
+    """
 
     step: Step
     moments: Sequence[int]
@@ -111,6 +116,7 @@ class Menu:
     base: int
     budget_bytes: int
     allowance_bytes: Mapping[int, int]
+    deadline: Deadline = NEVER
     program: Program = field(init=False)
     keep: list[dict[int, int]] = field(default_factory=list, init=False)
     rerun: list[dict[int, int]] = field(default_factory=list, init=False)
@@ -138,6 +144,7 @@ class Menu:
         read_again: set[int] = set()
         found = []
         for k in reversed(range(len(self.moments))):
+            self.deadline.check()
             p = self.moments[k]
             read_again.update(u for n in allowed[k] for u in step.reads[n])
             made = min(p, step.n_forward)
@@ -151,6 +158,7 @@ class Menu:
         return found[::-1]
 
     def _add_moment(self, k: int, needed: Sequence[int], allowed: Iterable[int]) -> None:
+        self.deadline.check()
         step, program, p = self.step, self.program, self.moments[k]
         before_keep = self.keep[-1] if k else {}
         before_rerun = self.rerun[-1] if k else {}

@@ -42,7 +42,7 @@ def refine(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
         guide = dict(zip(cuts.positions, cuts.kept, strict=True))
         if not any(allowance_bytes.values()):
             proven_guide = guide
-        played = search.offer(replay(search.step, guide))
+        played = search.offer(replay(search.step, guide, deadline=search.deadline))
         if played is None or search.close:
             break
         over = _overflowing(played, search.budget_bytes)
@@ -56,6 +56,7 @@ def refine(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
             positions=sorted(allowance_bytes),
             budget_bytes=search.budget_bytes,
             allowance_bytes=allowance_bytes,
+            deadline=search.deadline,
         )
         too_large = len(allowance_bytes) > MAX_MOMENTS or program.n_columns > MAX_COLUMNS
         if not over or too_large:

@@ -12,14 +12,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from solver.clock import NEVER, Deadline
 from solver.rematerialise import missing_computes, without_dead_computes
 from solver.schedule import Compute, Schedule, free_after_last_use
 from solver.simulate import Trace, simulate
 from solver.step import Step
 
 
-def replay(step: Step, kept: Mapping[int, Collection[int]]) -> Schedule:
-    """The schedule that holds these units at these moments; see the module."""
+def replay(
+    step: Step, kept: Mapping[int, Collection[int]], *, deadline: Deadline = NEVER
+) -> Schedule:
+    """The schedule that holds these units at these moments; see the module.
+
+    Raises OutOfTimeError.
+    """
     graph = step.graph
     members: dict[str, list[str]] = {}
     for name in graph.producer:
@@ -27,6 +33,7 @@ def replay(step: Step, kept: Mapping[int, Collection[int]]) -> Schedule:
     available = {tensor.name for tensor in graph.resident}
     order: list[str] = []
     for p, node in enumerate(graph.nodes):
+        deadline.check()
         if p in kept:
             # What the next moment holds was made before it: its inputs may be gone afterwards.
             held = [step.unit_names[u] for u in sorted(kept[p])]

@@ -197,6 +197,7 @@ def _infeasible(solution: Solution) -> dict[str, Any]:
         "proven": proven_infeasible(solution),
         "least_budget_bytes": least_budget_bytes(solution),
         "proven_budget_bytes": proven_bytes,
+        "cut_short": obstacle is not None and obstacle.cut_short,
         "op": _op(node),
         "resident_bytes": solution.graph.resident_bytes,
         "on_device": [

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from graphs.files import MAX_ENTRIES, FormatError
 from graphs.graph import Graph, Node
+from solver.figures import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Schedule:
 
     def __repr__(self) -> str:
         """One line: all of it would fill pages."""
-        return f"Schedule({len(self.ops)} ops of graph {self.graph_id[:19]})"
+        return f"Schedule({counted(len(self.ops), 'op')} of graph {self.graph_id[:19]})"
 
     @property
     def order(self) -> tuple[str, ...]:

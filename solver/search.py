@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 
+from solver.clock import Deadline
 from solver.proposal import Proposal
 from solver.replay import Played, play
 from solver.schedule import Schedule
@@ -24,24 +24,28 @@ class Search:
     lost_share: proven, as a share of the baseline's time. reruns: (node, moment) for every node
     that some schedule offered ran again right before that moment. work: of the evictions, as
     `Evicted` counts it. timed_out: there is no time left. cut_short: the clock has ended a program
-    on the way, so that a slower machine may find another answer.
+    on the way, so that a slower machine may find another answer. kept_s: of the time, for saying
+    why nothing was found; a search that has found something needs none of it.
     """
 
     step: Step
     budget_bytes: int
-    deadline_s: float
+    end: Deadline
     best: Played | None = None
     lost_share: float = 0.0
     timed_out: bool = False
     cut_short: bool = False
     reruns: set[tuple[int, int]] = field(default_factory=set)
     work: int = 0
+    kept_s: float = 0.0
 
     def offer(self, schedule: Schedule, *, on_menu: bool = True) -> Played | None:
-        """Judge it; keep it if it fits and is faster than the best. None: not legal.
+        """Judge it; keep it if it fits and is faster than the best. None: not legal, or too late.
 
         on_menu: whether its reruns count as seen even if it is not kept.
         """
+        if self.best is not None and self.deadline.passed:
+            return None
         try:
             played = play(self.step, schedule)
         except IllegalScheduleError:
@@ -70,12 +74,17 @@ class Search:
         return self.best_share - self.lost_share
 
     @property
+    def deadline(self) -> Deadline:
+        """When the search has to end, as things stand."""
+        return self.end.earlier(self.kept_s if self.best is None else 0.0)
+
+    @property
     def left_s(self) -> float:
-        return self.deadline_s - time.monotonic()
+        return self.deadline.left_s
 
     @property
     def done(self) -> bool:
-        if self.left_s <= 0:
+        if self.deadline.passed:
             self.timed_out = True
         return self.timed_out or self.gap <= DONE_GAP or math.isinf(self.lost_share)
 

@@ -30,8 +30,15 @@ PICTURES = (".png", ".svg")
 def report(solution: Solution, *, file: TextIO | None = None) -> None:
     """Print what was asked, where the memory goes, the answer, its proof and advice.
 
-    file: a text stream (default: stdout), in colour where it is a terminal.
+    file: a text stream (default: stdout), in colour where it is a terminal. Raises TypeError for
+    what is no Solution.
     """
+    if not isinstance(solution, Solution):
+        given = "None" if solution is None else f"an object of type {type(solution).__name__}"
+        raise TypeError(
+            f"report() was given {given}; give the Solution that solve(model, batch, ...) "
+            "returned: report(solution), and file= for another place than stdout"
+        )
     from rich.console import Console
 
     from solver import table

@@ -13,6 +13,8 @@ from graphs.files import FormatError, Record, read_json, write_json
 from graphs.graph import Graph
 from graphs.sharding import sharding_words
 from solver.budget import format_size
+from solver.clock import check_time_limit
+from solver.figures import counted, format_share
 from solver.rematerialise import baseline as baseline_schedule
 from solver.schedule import Schedule, ops_from_json
 from solver.simulate import IllegalScheduleError, OtherGraphError, Trace, simulate
@@ -29,7 +31,10 @@ class Request:
     """What was asked. A schedule file carries it so that `apply` can plan anew.
 
     budget_bytes: all of the device's bytes that the step may take. reserve_bytes: the part of them
-    that is not ours to plan (CUDA context, allocator rounding). time_limit_s: of the search.
+    that is not ours to plan (CUDA context, allocator rounding). time_limit_s: of the search, with
+    the proof and, where nothing is found, the reason; tracing comes before it.
+
+    Raises ValueError for a time limit that is no positive number.
     """
 
     budget_bytes: int
@@ -37,6 +42,9 @@ class Request:
     method: str = "auto"
     time_limit_s: float = 60.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_time_limit(self.time_limit_s)
 
     @property
     def available_bytes(self) -> int:
@@ -51,7 +59,8 @@ class Obstacle:
     proven_bytes: no schedule whatever has a smaller peak. reached_bytes: the smallest peak of a
     schedule that was found. schedule: that one (None: it is a method's that was asked to find it
     anew). op: the node at which `proven_bytes` are needed. on_device: tensors there at that moment
-    with their bytes, largest first.
+    with their bytes, largest first. cut_short: the time limit ended the search, so that less may be
+    reached, and more proven.
     """
 
     proven_bytes: int
@@ -59,6 +68,7 @@ class Obstacle:
     schedule: Schedule | None = field(repr=False)
     op: str
     on_device: tuple[tuple[str, int], ...]
+    cut_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,9 +103,9 @@ class Solution:
             return f"Solution({asked}: no schedule{self._obstacle_words})"
         return (
             f"Solution({asked}: peak {format_size(self.trace.peak_bytes)}, without checkpointing "
-            f"{format_size(self.baseline.peak_bytes)}; overhead {100 * self.overhead:.2f} %, "
-            f"proven at least {100 * self.lower_bound_overhead:.2f} %; "
-            f"{self.trace.n_recomputed} ops run again)"
+            f"{format_size(self.baseline.peak_bytes)}; overhead {_plain(self.overhead)}, "
+            f"proven at least {_plain(self.lower_bound_overhead)}; "
+            f"{counted(self.trace.n_recomputed, 'op')} run again)"
         )
 
     @property
@@ -233,11 +243,14 @@ class SavedSchedule:
         budget_bytes = record.integer("budget_bytes")
         method = record.string("method")
         asked = Record(record.mapping("request", default={}), where=f"{path}: request")
+        time_limit_s = asked.number("time_limit_s", default=60.0)
+        if time_limit_s == 0:
+            raise FormatError(f"{path}: request: field 'time_limit_s' is 0; it must be above zero")
         request = Request(
             budget_bytes=budget_bytes,
             reserve_bytes=asked.integer("reserve_bytes", default=0),
             method=asked.string("method", default=method),
-            time_limit_s=asked.number("time_limit_s", default=60.0),
+            time_limit_s=time_limit_s,
             seed=asked.integer("seed", default=0),
         )
         if request.reserve_bytes > budget_bytes:
@@ -262,3 +275,7 @@ def _share(time_s: float, baseline_time_s: float) -> float:
     if math.isinf(time_s):
         return math.inf
     return (time_s - baseline_time_s) / baseline_time_s if baseline_time_s else 0.0
+
+
+def _plain(overhead: float) -> str:
+    return format_share(overhead).removeprefix("+")

@@ -12,15 +12,15 @@ import difflib
 import functools
 import inspect
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphs.files import FormatError
 from graphs.graph import Graph
-from solver import bounds
-from solver.budget import CUDA_RESERVE_BYTES, BudgetError, parse_size
+from solver import bounds, clock
+from solver.budget import CUDA_RESERVE_BYTES, BudgetError, parse_size, refuse_bare
+from solver.clock import KEPT_SHARE, Deadline, check_time_limit
 from solver.least import least_by_method
 from solver.methods import METHODS, WARM_METHODS
 from solver.proposal import InterruptedSearchError, Method, Proposal
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graphs.hardware import Hardware
+
+
+N_JUDGEMENTS = 5
+"""Times that judging the baseline took: kept for judging the answer, and for what cannot be stopped
+half-way."""
 
 
 class InterruptedSolveError(KeyboardInterrupt):
@@ -65,12 +70,17 @@ def solve(
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
     module on CUDA or planned for a named card, else 0).
 
-    Raises ValueError for a budget, reserve or method that is none; TraceError (a module that cannot
-    be traced), FormatError (a file). That nothing fits is no error but the Solution's status.
+    time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
+    reason. What is best by then is the answer; it says that the clock ended the search.
+
+    Raises ValueError for a budget, reserve, method or time limit that is none; TraceError (a module
+    that cannot be traced), FormatError (a file). That nothing fits is no error but the Solution's
+    status.
     """
-    started_s = time.monotonic()
+    started_s = clock.now_s()
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    check_time_limit(time_limit_s)
     graph, hardware = _as_graph(problem, batch, trace_options)
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
@@ -88,6 +98,7 @@ def solve(
         time_limit_s=time_limit_s,
         seed=seed,
     )
+    refuse_bare(budget, resident_bytes=graph.resident_bytes)
     if request.available_bytes <= 0:
         raise BudgetError(
             f"the reserve of {request.reserve_bytes} bytes takes all of the budget of "
@@ -98,7 +109,9 @@ def solve(
 
 def answer(graph: Graph, request: Request, *, started_s: float | None = None) -> Solution:
     """`attempt`, and where nothing was found `explained`. Raises InterruptedSolveError."""
-    return explained(attempt(graph, request, started_s=started_s))
+    deadline = Deadline.after(request.time_limit_s)
+    found = attempt(graph, request, started_s=started_s, deadline=deadline)
+    return explained(found, deadline=deadline)
 
 
 def attempt(
@@ -107,18 +120,21 @@ def attempt(
     *,
     started_s: float | None = None,
     starts: Sequence[Schedule] = (),
+    deadline: Deadline | None = None,
 ) -> Solution:
     """Run the requested method on a graph and have its proposal judged.
 
-    starts: schedules known for this graph, for a method that can begin from them.
+    starts: schedules known for this graph, for a method that can begin from them. started_s: what
+    the solution's time counts from. deadline: when the answer is due (None: the request's time
+    limit from now on).
 
     Raises InterruptedSolveError on Ctrl-C, with the best so far.
     """
-    started_s = time.monotonic() if started_s is None else started_s
-    plain = baseline_schedule(graph)
-    baseline = simulate(graph, plain)
+    started_s = clock.now_s() if started_s is None else started_s
+    deadline = deadline or Deadline.after(request.time_limit_s)
+    plain, baseline, judging_s = _judged_baseline(graph)
     proposal, lower_bound_s, interrupted = _propose(
-        graph, request, Proposal(plain), baseline, starts
+        graph, request, Proposal(plain), baseline, starts, deadline.earlier(judging_s)
     )
     trace = None
     if proposal.schedule is not None:
@@ -137,7 +153,7 @@ def attempt(
         baseline=baseline,
         lower_bound_s=lower_bound_s,
         method=request.method,
-        solve_time_s=time.monotonic() - started_s,
+        solve_time_s=clock.now_s() - started_s,
         timed_out=proposal.timed_out,
     )
     if interrupted is not None:
@@ -145,8 +161,12 @@ def attempt(
     return solution
 
 
-def explained(solution: Solution) -> Solution:
+def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
     """With the obstacle told if there is no schedule: the least budget, and the op in the way.
+
+    deadline: when the answer is due (None: what the request's time limit leaves, KEPT_SHARE of it
+    at least). A search that finds nothing ends that much sooner, so there is always some time; the
+    obstacle says where it was not enough.
 
     Where the schedule of the least budget fits after all, because the time limit ended the search
     before one was found, it is the answer.
@@ -155,20 +175,27 @@ def explained(solution: Solution) -> Solution:
     """
     if solution.schedule is not None or solution.obstacle is not None:
         return solution
-    started_s = time.monotonic()
-    obstacle = bounds.obstacle(solution.graph)
-    if solution.method != "auto":
-        spent_s = solution.solve_time_s + time.monotonic() - started_s
+    started_s, limit_s = clock.now_s(), solution.request.time_limit_s
+    if deadline is None:
+        left_s = limit_s - solution.solve_time_s
+        deadline = Deadline.after(max(KEPT_SHARE * limit_s, left_s))
+    *_, judging_s = _judged_baseline(solution.graph)
+    is_auto = solution.method == "auto"
+    here = deadline.earlier(judging_s if is_auto else deadline.left_s / 2)
+    obstacle = bounds.obstacle(solution.graph, deadline=here)
+    if not is_auto:
         reached_bytes = least_by_method(
             solution.graph,
             proven_bytes=max(obstacle.proven_bytes, solution.request.available_bytes + 1),
             method=METHODS[solution.method],
-            time_limit_s=solution.request.time_limit_s - spent_s,
+            time_limit_s=max(0.0, deadline.earlier(judging_s).left_s),
             seed=solution.request.seed,
         )
-        obstacle = dataclasses.replace(obstacle, reached_bytes=reached_bytes, schedule=None)
+        obstacle = dataclasses.replace(
+            obstacle, reached_bytes=reached_bytes, schedule=None, cut_short=deadline.passed
+        )
     solution = dataclasses.replace(
-        solution, solve_time_s=solution.solve_time_s + time.monotonic() - started_s
+        solution, solve_time_s=solution.solve_time_s + clock.now_s() - started_s
     )
     if obstacle.schedule is None or obstacle.reached_bytes > solution.request.available_bytes:
         return dataclasses.replace(solution, obstacle=obstacle)
@@ -181,33 +208,43 @@ def explained(solution: Solution) -> Solution:
     )
 
 
+def _judged_baseline(graph: Graph) -> tuple[Schedule, Trace, float]:
+    """The step without recomputation, its trace, and the seconds to keep for judging the answer."""
+    begun_s = clock.now_s()
+    schedule = baseline_schedule(graph)
+    trace = simulate(graph, schedule)
+    return schedule, trace, N_JUDGEMENTS * (clock.now_s() - begun_s)
+
+
 def _propose(
     graph: Graph,
     request: Request,
     plain: Proposal,
     baseline: Trace,
     starts: Sequence[Schedule],
+    deadline: Deadline,
 ) -> tuple[Proposal, float, KeyboardInterrupt | None]:
     """The method's proposal, the best bound, and the Ctrl-C that ended the search, if one did."""
     if baseline.peak_bytes <= request.available_bytes and request.method == "auto":
         return plain, baseline.time_s, None
-    begun_s = time.monotonic()
+    is_auto = request.method == "auto"  # its own proof includes the bound
+    kept_s = 0.0 if is_auto else KEPT_SHARE * request.time_limit_s
     try:
         proposal = _method(request.method, starts)(
             graph,
             budget_bytes=request.available_bytes,
-            time_limit_s=request.time_limit_s,
+            time_limit_s=max(0.0, deadline.earlier(kept_s).left_s),
             seed=request.seed,
         )
     except InterruptedSearchError as interrupt:
         proposal = interrupt.proposal
         return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt
-    if request.method == "auto":  # its own proof includes the bound
+    if is_auto:
         return proposal, max(proposal.lower_bound_s, baseline.time_s), None
-    left_s = max(1.0, request.time_limit_s - (time.monotonic() - begun_s))
+    left_s = deadline.left_s
     try:
         bound_s = bounds.lower_bound_s(
-            graph, budget_bytes=request.available_bytes, time_limit_s=left_s
+            graph, budget_bytes=request.available_bytes, time_limit_s=max(0.0, left_s)
         )
     except KeyboardInterrupt as interrupt:
         return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt

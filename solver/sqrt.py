@@ -34,10 +34,10 @@ def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
     """The fastest of the segment counts whose schedule fits. No randomness."""
     with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         for n_segments in reversed(segment_counts(cut(graph).n_blocks)):  # the best come early
-            _keep_last_segments(graph, cut(graph, max_blocks=n_segments), search)
             if search.time_is_up():
                 break
-        return search.proposal()
+            _keep_last_segments(graph, cut(graph, max_blocks=n_segments), search)
+    return search.proposal()
 
 
 def _keep_last_segments(graph: Graph, segments: Blocks, search: Fastest) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from solver.clock import NEVER, Deadline
 from solver.step import Step
 
 MAX_VARIABLES = 20_000
@@ -60,7 +61,10 @@ class Stages:
     pinned: frozenset[tuple[int, int]]
 
     @classmethod
-    def of(cls, step: Step, *, budget_bytes: int, n_sweeps: int) -> Stages:
+    def of(
+        cls, step: Step, *, budget_bytes: int, n_sweeps: int, deadline: Deadline = NEVER
+    ) -> Stages:
+        """Raises TooLargeError, and OutOfTimeError."""
         items = _items(step)
         index = {item.name: i for i, item in enumerate(items)}
         nodes = step.graph.nodes
@@ -69,12 +73,16 @@ class Stages:
         )
         made = tuple(tuple(index[x] for x in node.outputs if x in index) for node in nodes)
         first = _first_stage(step, budget_bytes)
-        stages = tuple(
-            _stage(step, items, reads, made, p=p, may_rerun=p > first, budget_bytes=budget_bytes)
-            for p in range(first, step.n_nodes + 1)
-        )
+        stages = []
+        for p in range(first, step.n_nodes + 1):
+            deadline.check()
+            stages.append(
+                _stage(
+                    step, items, reads, made, p=p, may_rerun=p > first, budget_bytes=budget_bytes
+                )
+            )
         pinned = frozenset(_pinned(step, items, index))
-        found = cls(step, budget_bytes, n_sweeps, items, reads, made, stages, pinned)
+        found = cls(step, budget_bytes, n_sweeps, items, reads, made, tuple(stages), pinned)
         if found.n_variables > MAX_VARIABLES:
             raise TooLargeError(
                 f"the integer program of {len(nodes)} nodes would have {found.n_variables} "

@@ -16,6 +16,7 @@ from rich.text import Text
 from solver.advice import ABOUT
 from solver.breakdown import CATEGORIES
 from solver.budget import format_size
+from solver.figures import format_time
 from solver.largest import SizeSearch
 from solver.report import Report
 from solver.solution import STATUSES, Solution
@@ -26,7 +27,6 @@ from solver.wording import (
     asked,
     compared,
     emitted,
-    format_time,
     measured_peaks,
     measured_times,
     memory_parts,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphs.hardware import DEVICES, Hardware, card_called, named
+from solver.figures import counted
 from solver.usage import UsageError
 
 if TYPE_CHECKING:
@@ -87,4 +88,8 @@ def cost_words(described: object) -> str:
     title = described.get("title", described.get("device", ""))
     words = f"{described.get('model', 'unknown')}, {title}"
     fallbacks = described.get("n_fallbacks")
-    return f"{words}; {fallbacks} ops not measured but by roofline" if fallbacks else words
+    return (
+        f"{words}; {counted(int(fallbacks), 'op')} not measured but by roofline"
+        if fallbacks
+        else words
+    )

@@ -12,6 +12,7 @@ from graphs.graph import Graph, Node
 from solver.breakdown import memory_at, node_at
 from solver.budget import format_both, format_size
 from solver.emit import Emitted
+from solver.figures import counted, format_percent, format_share, format_time
 from solver.largest import Candidate, SizeSearch
 from solver.rematerialise import baseline
 from solver.report import Report, emitted_overhead, least_budget_bytes, proven_infeasible
@@ -26,7 +27,7 @@ def asked(report: Report) -> Iterator[tuple[str, str]]:
     """What was to be planned, for what and within what: name and value of each row."""
     graph, request = report.best.graph, report.best.request
     n_forward = len(graph.forward_nodes)
-    yield "graph", f"{len(graph.nodes)} ops, {n_forward} of them forward"
+    yield "graph", f"{counted(len(graph.nodes), 'op')}, {n_forward} of them forward"
     yield "device", report.device
     yield "costs", report.costs or "the graph file does not say"
     yield "budget", format_both(request.budget_bytes)
@@ -54,7 +55,7 @@ def _differs(solution: Solution) -> bool:
 def part(name: str, parts: dict[str, int]) -> tuple[str, str]:
     """Size and share of one category of a breakdown."""
     share = parts[name] / (sum(parts.values()) or 1)
-    return format_size(parts[name]), _percent(share, digits=1) if parts[name] else ""
+    return format_size(parts[name]), format_percent(share, digits=1) if parts[name] else ""
 
 
 def peaks(solution: Solution) -> Iterator[tuple[str, str]]:
@@ -93,7 +94,7 @@ def answered(report: Report) -> Iterator[tuple[str, str]]:
     if not math.isinf(bound):
         yield "lower bound", f"{format_share(bound)}: no schedule within the budget is faster"
     if solution.gap is not None:
-        yield "gap", f"{_percent(solution.gap)} of the step"
+        yield "gap", f"{format_percent(solution.gap)} of the step"
     if solution.trace is not None:
         yield "ops run again", str(solution.trace.n_recomputed)
     ended = "; the time limit ended the search" if solution.timed_out else ""
@@ -117,7 +118,10 @@ def emitted(report: Report, found: Emitted) -> Iterator[tuple[str, str]]:
     if answer.trace is not None:
         ours = f"{format_both(answer.trace.peak_bytes)} at {format_share(answer.overhead)}"
         yield "this plan", ours
-    judged = f"of {found.n_judged} settings for {found.n_layers} layers, by the same simulator"
+    judged = (
+        f"of {counted(found.n_judged, 'setting')} for {counted(found.n_layers, 'layer')}, by the "
+        "same simulator"
+    )
     yield "chosen", f"{judged} on the same graph; a forecast, as that system runs its own kernels"
     if found.note:
         yield "about it", found.note
@@ -134,6 +138,9 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
         yield "result", f"no schedule of this method fits {format_both(asked.budget_bytes)}"
     if obstacle is None:
         return
+    if obstacle.cut_short:
+        words = "the time limit ended the search for what follows; --time-limit gives it longer"
+        yield "cut short", f"{words}, and less may be enough"
     least = least_budget_bytes(solution)
     if least is not None:
         words = f"is the least for which method {solution.method} found a schedule"
@@ -211,7 +218,7 @@ def compared(solution: Solution) -> tuple[str, ...]:
         "" if trace is None else format_size(trace.peak_bytes),
         format_share(solution.overhead),
         "" if math.isinf(bound) else format_share(bound),
-        "" if solution.gap is None else _percent(solution.gap),
+        "" if solution.gap is None else format_percent(solution.gap),
         "" if trace is None else str(trace.n_recomputed),
         format_time(solution.solve_time_s),
     )
@@ -241,7 +248,7 @@ def verified(found: Verification) -> Iterator[tuple[str, str]]:
     """What running the step said beside the figures."""
     yield "ran on", found.device
     spread = format_time(found.spread_s)
-    steps = f"medians of {found.n_timed_steps} steps, up to {spread} apart"
+    steps = f"medians of {counted(found.n_timed_steps, 'step')}, up to {spread} apart"
     yield "times", f"{steps}; other load on the machine shows in them"
     if found.fits:
         yield "budget", f"kept: at most {format_both(found.available_bytes)} was to be used"
@@ -251,29 +258,10 @@ def verified(found: Verification) -> Iterator[tuple[str, str]]:
     if found.reserved_bytes is not None:
         yield "allocator took", format_both(found.reserved_bytes)
     if not found.differences:
-        count = f"{found.n_gradients} gradients"
+        count = counted(found.n_gradients, "gradient")
         yield "bits", f"loss, {count} and buffers are the same, bit for bit, as without the plan"
         return
     for difference in found.differences[:N_SHOWN]:
         yield "DIFFERS", difference
     if len(found.differences) > N_SHOWN:
         yield "", f"and {len(found.differences) - N_SHOWN} more"
-
-
-def format_share(share: float | None) -> str:
-    """+4.73 %; empty for None."""
-    return "" if share is None else f"{100 * share:+.2f} %"
-
-
-def _percent(share: float, *, digits: int = 2) -> str:
-    return f"{100 * share:.{digits}f} %"
-
-
-def format_time(time_s: float) -> str:
-    """Three figures and a unit: 1.23 s, 45.6 ms, 789 us."""
-    for factor, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
-        if time_s >= factor:
-            amount = time_s / factor
-            digits = 0 if amount >= 100 else 1 if amount >= 10 else 2
-            return f"{amount:.{digits}f} {unit}"
-    return f"{time_s:.1e} s" if time_s else "0 s"

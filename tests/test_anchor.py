@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from graphs.graph import Graph
 from solver.anchor import offer_anchored
 from solver.auto import auto
 from solver.bounds import binding_cut, least_budget_bytes
+from solver.clock import Deadline
 from solver.cut import solve_cuts
 from solver.pareto import sweep
 from solver.proposal import Proposal
@@ -42,7 +42,7 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
     alone = solve_cuts(step, positions=[base], budget_bytes=budget_bytes, whole=True)
     assert alone.kept is not None
     assert simulate(graph, replay(step, {base: alone.kept[0]})).peak_bytes > budget_bytes
-    search = Search(step, budget_bytes, time.monotonic() + 60, lost_share=lost_share)
+    search = Search(step, budget_bytes, Deadline.after(60), lost_share=lost_share)
     offer_anchored(search, base=base)
     assert search.best is not None
     assert search.best.trace.peak_bytes <= budget_bytes

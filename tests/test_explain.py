@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -258,3 +259,19 @@ def test_help_names_the_subcommand(capsys):
         with pytest.raises(SystemExit):
             main(argv)
         assert words in capsys.readouterr().out
+
+
+def test_a_search_that_the_clock_ended_is_told(saved, capsys, monkeypatch):
+    """Such figures may differ from run to run: the text and the JSON say so."""
+
+    def hurried(solution, **options):
+        less, more = neighbours(solution, **options)
+        return None if less is None else dataclasses.replace(less, timed_out=True), more
+
+    monkeypatch.setattr(solver.cli.explain, "neighbours", hurried)
+    assert main(["explain", *saved]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("cut short by the time limit, another run may differ") == 1
+    assert main(["explain", "--json", *saved]) == 0
+    budgets = json.loads(capsys.readouterr().out)["budgets"]
+    assert [each["cut_short"] for each in budgets] == [True, False, False]

@@ -20,7 +20,7 @@ from examples import gpt2
 from graphs.costs import Measured
 from graphs.extract import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph
-from graphs.trace import trace
+from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, export
 from scheduler_runtime.checkpointed import CheckpointedForward, CountMismatchError
 from scheduler_runtime.export import (
@@ -393,3 +393,28 @@ def test_what_cannot_be_exported_is_refused_by_name() -> None:
     remove_torch_checkpoint(model)
     with pytest.raises(ExportError, match="applied to this model already"):
         to_torch_checkpoint(apply(model, solution), solution)
+
+
+def test_an_exported_model_is_not_traced_and_removing_twice_does_nothing() -> None:
+    model, solution = small_gpt2(), solution_within("gpt2", 0.35)
+    found = to_torch_checkpoint(model, solution)
+    with pytest.raises(TraceError, match=r"GPT2 has an exported plan .* exported\.remove\(\)"):
+        trace(model, tokens())
+    found.remove()
+    found.remove()
+    assert trace(model, tokens()).graph_id == solution.graph.graph_id
+    part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    apply_to = trace(part[1], torch.ones(2, 4), loss=lambda output, _: output.mean())
+    apply(part[1], solution_of(apply_to, baseline(apply_to), 10**9))
+    with pytest.raises(TraceError, match=r"its submodule 1 has a plan already"):
+        trace(part, torch.ones(2, 4), loss=lambda output, _: output.mean())
+
+
+def test_swapped_arguments_are_told() -> None:
+    model, solution = small_gpt2(), solution_within("gpt2", 0.35)
+    words = r"the plan first and the GPT2 second; .* to_torch_checkpoint\(model, solution\)"
+    with pytest.raises(TypeError, match=words):
+        to_torch_checkpoint(solution, model)  # type: ignore[arg-type]
+    for wrong in (None, model, "schedule.json"):
+        with pytest.raises(TypeError, match=r"to_torch_checkpoint\(\) was given"):
+            to_torch_checkpoint(model, wrong)  # type: ignore[arg-type]

@@ -213,7 +213,8 @@ def test_outputs_that_the_loss_leaves_out_are_named() -> None:
     torch.manual_seed(0)
     plain = TwoHeads()
     x = torch.randn(6, 8)
-    unnamed = fit(copy.deepcopy(plain), budget="1GB", optimizer=torch.optim.SGD(plain.parameters()))
+    unnamed = copy.deepcopy(plain)
+    fit(unnamed, budget="1GB", optimizer=torch.optim.SGD(unnamed.parameters()))
     with pytest.raises(RuntimeError, match="loss_outputs"):
         unnamed(x)["logits"].sum().backward()
     named = copy.deepcopy(plain)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from scheduler_runtime import PlanMismatchError, apply
+from scheduler_runtime import PlanMismatchError, apply, compile, remove
 from solver import solve
 from solver.rematerialise import keep
 from tests.models import Classifier, TiedLanguageModel
@@ -123,3 +123,86 @@ def test_a_file_whose_plan_is_above_its_budget_is_refused(tmp_path: Path) -> Non
     apply(model, tmp_path / "schedule.json")
     with pytest.raises(PlanMismatchError, match="its budget leaves"):
         one_step(model, batch, 0)
+
+
+class Scaled(torch.nn.Module):
+    """A layer, a buffer and a batch with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(
+        self, rows: torch.Tensor, targets: dict[str, torch.Tensor], *, weight: Any = None
+    ) -> torch.Tensor:
+        hidden = torch.tanh(self.layer(rows)) * self.scale
+        return (hidden - targets["values"]).square().mean()
+
+
+def scaled_batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return torch.ones(4, 8), {"values": torch.zeros(4, 8)}
+
+
+def as_doubles(model: Scaled) -> None:
+    model.scale = model.scale.double()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m, x, y: m(x[:, :4], y), r"shapes is .* \(argument rows\)"),
+        (lambda m, x, y: m(x, {"values": y["values"][:1]}), r"\(argument targets\['values'\]\)"),
+        (
+            lambda m, x, y: m(x, targets={"values": y["values"].double()}),
+            r"dtypes .*\['values'\]\)",
+        ),
+        (
+            lambda m, x, y: m("x", y),
+            r"the tensors of this call: targets\['values'\]; planned were 2",
+        ),
+        (
+            lambda m, x, y: m(x[:1].expand(4, 8), y),
+            r"argument rows is float32 \[4, 8\], expanded .*\.contiguous\(\)",
+        ),
+        (
+            lambda m, x, y: m(x.clone().requires_grad_(), y),
+            r"argument rows is float32 \[4, 8\], requires a gradient, planned was float32 \[4, 8\]",
+        ),
+        (lambda m, x, y: (as_doubles(m), m(x, y)), r"buffer 'scale' is float64 \[8\], planned"),
+    ],
+)
+def test_what_is_wrong_with_a_call_has_its_name_in_the_code(call: Any, words: str) -> None:
+    model = Scaled()
+    rows, targets = scaled_batch()
+    apply(model, solve(model, (rows, targets), budget="1MB"))
+    with pytest.raises(PlanMismatchError, match=words) as raised:
+        call(model, rows, targets)
+    assert "primals" not in str(raised.value)
+
+
+def test_a_call_that_forward_does_not_take_is_pythons_own_error() -> None:
+    model = Scaled()
+    apply(model, solve(model, scaled_batch(), budget="1MB"))
+    with pytest.raises(
+        TypeError, match=r"Scaled\.forward\(.*missing a required argument: 'targets'"
+    ):
+        model(scaled_batch()[0])
+
+
+def test_swapped_and_wrong_arguments_of_apply_are_told() -> None:
+    model = Scaled()
+    solution = solve(model, scaled_batch(), budget="1MB")
+    with pytest.raises(
+        TypeError, match=r"first and the Scaled second; .*: apply\(model, solution\)"
+    ):
+        apply(solution, model)  # type: ignore[arg-type]
+    for wrong in (None, model, 3, [None]):
+        with pytest.raises(TypeError, match=r"apply\(\) was given .* as the plan; give what solve"):
+            apply(model, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"the model is .*Solution, .*: remove\(model\)"):
+        remove(solution)  # type: ignore[arg-type]
+    apply(model, solution)
+    with pytest.raises(ValueError, match=r"a plan is applied .* remove\(model\) it first"):
+        compile(model, scaled_batch(), budget="1GB", backend="aot_eager")

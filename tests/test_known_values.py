@@ -5,6 +5,7 @@ calls that would take another one.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,24 @@ def test_calls_that_see_the_same_share_a_program() -> None:
     apply(model, solve(model, batch_of(8), budget="1MB"), on_mismatch="replan")
     for n_set in (8, 3, 5, 8, 4):
         model(*batch_of(n_set))
+    assert len(model.forward._programs) == 2
+
+
+def looks_at_no_number(
+    _module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """The mean of nothing is NaN, in every call."""
+    mean, (low, high) = mask[:0].float().mean().item(), mask.float().log().aminmax()
+    return hidden.sin() if math.isnan(mean) and low.item() <= high.item() else hidden.cos()
+
+
+def test_nan_seen_again_is_the_same() -> None:
+    model = Looking(looks_at_no_number)
+    apply(model, solve(model, batch_of(8), budget="1MB"), on_mismatch="replan")
+    for _ in range(3):
+        model(*batch_of(8))
+    assert len(model.forward._programs) == 1
+    model(*batch_of(5))  # log(0) is another number
     assert len(model.forward._programs) == 2
 
 

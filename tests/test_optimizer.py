@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from graphs.hardware import named
 from graphs.memory_events import cpu_peak_bytes
 from graphs.operators import OpCall
 from graphs.optimizer import OptimizerCost, optimizer_costs
+from graphs.trace import trace
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
@@ -334,3 +336,30 @@ def test_an_optimizer_that_wants_a_closure_is_refused_by_name() -> None:
     with pytest.raises(TraceError, match="LBFGS"):
         costs_of(optim.LBFGS(net.parameters()), net)
     step_for_real(optim.SGD(net.parameters(), lr=0.1))  # no fake mode is left behind
+
+
+def test_an_optimizer_of_another_model_is_refused_and_one_of_more_is_told() -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    call = {"loss": lambda output, _: output.mean()}
+    with pytest.raises(
+        TraceError, match=r"Adam trains none of this Linear's parameters: the 2 .* Adam\(model\."
+    ):
+        trace(model, torch.ones(2, 4), optimizer=torch.optim.Adam(other.parameters()), **call)
+    both = torch.optim.Adam([*model.parameters(), *other.parameters()])
+    with pytest.warns(UserWarning, match="trains 2 parameters of this Linear and 2 that are not"):
+        trace(model, torch.ones(2, 4), optimizer=both, **call)
+    part = torch.optim.Adam([model.weight])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trace(model, torch.ones(2, 4), optimizer=part, **call)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("adam", "optimizer is a str; give the"), (lambda _: None, "returned is a NoneType; give")],
+)
+def test_what_is_no_optimizer_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        trace(
+            nn.Linear(4, 4), torch.ones(2, 4), optimizer=given, loss=lambda output, _: output.mean()
+        )

@@ -17,12 +17,12 @@ from solver.block_table import block_rows
 from solver.blocks import cut
 from solver.budget import format_size
 from solver.cli import main
+from solver.figures import format_time
 from solver.page import bound_words, page
 from solver.pareto import Curve, sweep
 from solver.report import Report
 from solver.solution import Solution
 from solver.solve import solve
-from solver.wording import format_time
 from tests import browser
 from tests.test_report import report_of, verified
 

@@ -58,6 +58,19 @@ def test_memory_is_the_judges_line(planned):
     assert any(label.startswith("budget:") for label in labels(axes))
 
 
+def test_the_name_of_the_peak_stands_on_a_ground_above_the_curve(planned):
+    axes = plot.memory(planned)
+    (note,) = [text for text in axes.texts if text.get_text().startswith("peak ")]
+    ground = note.get_bbox_patch()
+    assert ground is not None
+    assert to_rgba(ground.get_facecolor())[:3] == to_rgba(plot_style.PAPER)[:3]
+    assert ground.get_alpha() > 0.5
+    assert note.get_zorder() > max(patch.get_zorder() for patch in axes.patches)
+    drawn = plot_style.inline_svg(axes, name="m")
+    assert plot_style.PAPER not in drawn  # the page's ground, light or dark
+    assert "var(--ground)" in drawn
+
+
 def test_memory_without_a_plan():
     nothing = solve(GRAPH, budget=int(0.8 * PEAK_BYTES), method="none")
     axes = plot.memory(nothing)

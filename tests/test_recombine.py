@@ -10,6 +10,7 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic import dense, pyramid, random_dag, residual, transformer, u_shape
 from solver.bounds import binding_cut, least_budget_bytes
+from solver.clock import NEVER
 from solver.cut import CutProgram, solve_cuts
 from solver.evict import evict
 from solver.recombine import recombine
@@ -86,7 +87,7 @@ def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
 def searched(graph: Graph, share: float) -> tuple[Search, int]:
     """A search whose menu holds what cuts and evictions ran again, and the moment that binds."""
     step = Step.of(graph)
-    search = Search(step, budget(graph, share), math.inf)
+    search = Search(step, budget(graph, share), NEVER)
     binding = binding_cut(step, budget_bytes=search.budget_bytes)
     search.lost_share = binding.lost_share
     assert binding.cuts is not None

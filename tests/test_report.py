@@ -15,6 +15,7 @@ from graphs.graph import Graph
 from graphs.synthetic import chain, residual
 from solver.advice import Advice
 from solver.breakdown import CATEGORIES, memory_at, node_at
+from solver.figures import format_share, format_time
 from solver.methods import METHODS
 from solver.rematerialise import baseline
 from solver.report import Report, best, to_json
@@ -23,7 +24,7 @@ from solver.solution import Obstacle, Solution
 from solver.solve import solve
 from solver.table import show
 from solver.verification import Verification
-from solver.wording import described, format_share, format_time
+from solver.wording import described
 from tests.builders import make, op
 
 GPT2 = Path(__file__).parent / "data" / "gpt2_small_b8_t1024.json"
@@ -260,6 +261,14 @@ def test_what_stands_in_the_way_is_named(gpt2):
     assert f"in the way {gpt2.nodes[5].name}" in text
     assert "1 more 1 B, resident 326.1 MB" in text
     assert "least budget 20.00 GB" in text
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_least_budget_that_the_clock_cut_short_says_so(gpt2, cut_short):
+    obstacle = Obstacle(10**10, 2 * 10**10, None, gpt2.nodes[-1].name, (), cut_short=cut_short)
+    report = report_of(nothing_found(gpt2, obstacle=obstacle))
+    assert ("the time limit ended the search for what follows" in shown(report)) == cut_short
+    assert to_json(report)["infeasible"]["cut_short"] is cut_short
 
 
 def test_nothing_within_the_time_limit(gpt2):

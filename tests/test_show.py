@@ -168,3 +168,33 @@ def test_a_file_without_its_ending_is_guessed(tmp_path, capsys, monkeypatch):
 
 def test_all_that_is_offered_is_there():
     assert all(callable(getattr(solver, name)) for name in solver.__all__)
+
+
+@pytest.mark.parametrize("wrong", [None, nn.Linear(1, 1), "schedule.json"])
+def test_report_says_what_it_takes(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"report\(\) was given .*; give the Solution that solve"):
+        report(wrong)  # type: ignore[arg-type]
+
+
+def test_a_bare_number_that_was_meant_in_gigabytes(graph: Graph, capsys, tmp_path) -> None:
+    with pytest.raises(
+        BudgetError, match=r"budget '16' is 16 bytes; .*\. Write 16GB for gigabytes"
+    ):
+        solve(graph, budget="16")
+    assert solve(graph, budget=16).schedule is None  # a number of bytes, and what it means
+    path = tmp_path / "graph.json"
+    graph.save(path)
+    assert main(["--budget", "16", str(path)]) == 2
+    assert "Write 16GB for gigabytes" in capsys.readouterr().err
+    assert main(["--budget", "2000000", "--quiet", str(path)]) == 0
+
+
+def test_the_package_is_the_command_too() -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "solver", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.startswith("solve ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import graphs.capture as capturing
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
 from solver.rematerialise import baseline
@@ -355,3 +357,64 @@ def test_what_would_be_traced_in_the_modules_place_is_refused() -> None:
         solve(model, batch, budget="1GB")
     remove(model)
     assert solve(model, batch, budget="1GB").trace is not None
+
+
+def test_two_threads_that_trace_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is patched while a step is traced is the process's: the second trace waits."""
+    inside: list[int] = []
+    together: list[int] = []
+    traced = capturing.aot_export_joint_with_descriptors
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        inside.append(threading.get_ident())
+        together.append(len(inside))
+        entered.set()
+        if len(together) == 1:  # time for the other to come in, if it is let in
+            both_in.wait(timeout=1)
+        else:
+            both_in.set()
+        try:
+            return traced(*args, **kwargs)
+        finally:
+            inside.remove(threading.get_ident())
+
+    entered, both_in = threading.Event(), threading.Event()
+    monkeypatch.setattr(capturing, "aot_export_joint_with_descriptors", seen)
+    models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, width)) for width in (4, 5)]
+    found: dict[int, Graph] = {}
+
+    def run(index: int) -> None:
+        if index:
+            entered.wait(timeout=60)
+        found[index] = trace(models[index], torch.ones(2, 8), loss=lambda out, _: out.mean())
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(together) == 1
+    monkeypatch.undo()
+    for index, model in enumerate(models):
+        alone = trace(model, torch.ones(2, 8), loss=lambda out, _: out.mean())
+        assert found[index].graph_id == alone.graph_id
+        assert {n.module for n in found[index].nodes} == {n.module for n in alone.nodes}
+
+
+def test_a_step_of_another_thread_is_not_taken_for_the_traced_one() -> None:
+    """Hooks on all modules note where an operator stands; those of another thread are no part."""
+    plain = nn.Linear(8, 8)
+
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            meanwhile = threading.Thread(target=lambda: plain(torch.ones(2, 8)))
+            meanwhile.start()
+            meanwhile.join()
+            return self.inner(x).square().mean()
+
+    model = Waits()
+    assert {node.module for node in trace(model, torch.ones(2, 8)).forward_nodes} == {"", "inner"}

@@ -25,7 +25,7 @@ from graphs.files import FormatError
 from graphs.graph import GraphError
 from solver import table
 from solver.advice import advise
-from solver.budget import BudgetError, format_both
+from solver.budget import BudgetError, format_both, refuse_bare
 from solver.cli import explain, outputs
 from solver.cli.arguments import Arguments, parse
 from solver.cli.maximise import maximised, size_notes
@@ -33,6 +33,7 @@ from solver.cli.model_file import LoadError, SizeError
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.emit import nearest
+from solver.figures import counted
 from solver.largest import SizeSearch
 from solver.layers import NoLayersError, layers
 from solver.report import Report, best, least_budget_bytes, proven_infeasible, to_json
@@ -104,6 +105,7 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress=progress.says, planner=_plan_submodules) as problem:
+        refuse_bare(arguments.budget, resident_bytes=problem.graph.resident_bytes)
         _check_layers(arguments, problem)
         if arguments.largest is not None:
             problem, search = maximised(arguments, problem, progress)
@@ -256,7 +258,9 @@ def _search(
             seed=arguments.seed,
         )
         try:
-            with progress.says(f"searching with {method} ({len(problem.graph.nodes)} ops)"):
+            with progress.says(
+                f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
+            ):
                 solutions.append(attempt(problem.graph, request))
         except (
             TooLargeError,

@@ -29,10 +29,11 @@ from solver.explain import (
     step_bytes_for,
     why_again,
 )
+from solver.figures import counted, format_percent, format_share, format_time
 from solver.solution import Solution
 from solver.table import heading, pairs, written
 from solver.usage import UsageError
-from solver.wording import described, format_share, format_time, part
+from solver.wording import described, part
 
 FORMAT = "explanation/1"
 DEFAULT_TIME_LIMIT_S = 10.0
@@ -175,7 +176,8 @@ def _again_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         yield format_time(node.time_s * n), f"{times}{described(node)}"
     if len(found.again) > N_AGAIN:
         rest_s = math.fsum(node.time_s * n for node, n in found.again[N_AGAIN:])
-        yield format_time(rest_s), f"{len(found.again) - N_AGAIN} other ops; --op NAME explains one"
+        others = counted(len(found.again) - N_AGAIN, "other op")
+        yield format_time(rest_s), f"{others}; --op NAME explains one"
 
 
 def _op_rows(found: WhyAgain, solution: Solution) -> Iterator[tuple[str, str]]:
@@ -226,11 +228,18 @@ def _budget_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         budget = format_size(solution.request.budget_bytes)
         if solution.overhead is None:
             proven = math.isinf(solution.lower_bound_s)
-            yield words, f"{budget}: {'proven: nothing fits' if proven else 'no schedule found'}"
+            nothing = "proven: nothing fits" if proven else "no schedule found"
+            yield words, f"{budget}: {nothing}{_cut_short(solution)}"
             continue
         bound = format_share(solution.lower_bound_overhead)
-        yield words, f"{budget}: {format_share(solution.overhead)}, at least {bound} by proof"
+        share = format_share(solution.overhead)
+        yield words, f"{budget}: {share}, at least {bound} by proof{_cut_short(solution)}"
     yield "so", _worth(found)
+
+
+def _cut_short(solution: Solution) -> str:
+    """Of a search that the clock ended: the figures may differ from run to run."""
+    return "; cut short by the time limit, another run may differ" if solution.timed_out else ""
 
 
 def _worth(found: Explanation) -> str:
@@ -238,16 +247,12 @@ def _worth(found: Explanation) -> str:
     here = found.solution.overhead or 0.0
     parts = []
     if found.less is not None and found.less.overhead is not None:
-        parts.append(f"{step} less costs {_points(found.less.overhead - here)} of the step")
+        parts.append(f"{step} less costs {format_percent(found.less.overhead - here)} of the step")
     else:
         parts.append(f"{step} less is out of reach")
     if found.more is not None and found.more.overhead is not None:
-        parts.append(f"{step} more saves {_points(here - found.more.overhead)}")
+        parts.append(f"{step} more saves {format_percent(here - found.more.overhead)}")
     return ", ".join(parts)
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:.2f} %"
 
 
 def to_json(found: Explanation) -> dict[str, Any]:
@@ -297,6 +302,7 @@ def _budget_json(solution: Solution) -> dict[str, Any]:
         "budget_bytes": solution.request.budget_bytes,
         "overhead": solution.overhead,
         "lower_bound_overhead": bound if math.isfinite(bound) else None,
+        "cut_short": solution.timed_out,
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
+from solver.figures import counted
 from solver.largest import SizeSearch
 from solver.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
 from solver.report import Report, best
@@ -52,7 +53,7 @@ def swept(
                 time_limit_s=limit_s,
                 seed=arguments.seed,
                 known=[solution for solution in solutions if solution.method in methods],
-                on_point=lambda n_done, n_all: say(f"{n_done} of {n_all} plans"),
+                on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
             )
     except InterruptedSweepError as interrupt:
         return interrupt.curve, True

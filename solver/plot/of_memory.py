@@ -17,12 +17,14 @@ from graphs.graph import Graph
 from solver.blocks import cut
 from solver.breakdown import node_at
 from solver.budget import format_size
+from solver.figures import format_share
 from solver.occupancy import LAYERS, Occupancy, occupancy
 from solver.plot.style import (
     BLUE,
     GREEN,
     INK,
     ORANGE,
+    PAPER,
     PINK,
     RED,
     STONE,
@@ -115,7 +117,8 @@ def before_and_after(solution: Solution) -> tuple[Axes, ...]:
 def overhead_words(solution: Solution) -> str:
     if solution.overhead is None:
         return "no plan fits"
-    return f"{100 * solution.overhead:+.2f} % time"
+    share = format_share(solution.overhead)
+    return share if share.endswith("long") else f"{share} time"
 
 
 def _shown(solution: Solution, *, without_plan: bool) -> tuple[Schedule, Trace]:
@@ -309,6 +312,7 @@ def _mark_peak(
         color=INK,
         fontsize=8,
         parse_math=False,
+        bbox={"boxstyle": "square,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.8},
         zorder=7,
     )
 

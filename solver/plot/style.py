@@ -15,6 +15,7 @@ from graphs.files import write_whole
 
 # Okabe and Ito's colours: told apart by colour-blind eyes, and in print.
 INK, GREY, LIGHT, STONE = "#222222", "#8a8a8a", "#d9d9d9", "#b0b3b8"
+PAPER = "#fefefe"
 BLUE, RED = "#0072b2", "#d55e00"
 ORANGE, GREEN, PINK, SKY = "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 LINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, INK)
@@ -22,6 +23,7 @@ MARKERS = "osD^vPX"
 COLOUR_VARIABLES = {
     "#000000": "--ink",  # what Matplotlib draws axes and text with
     INK: "--ink",
+    PAPER: "--ground",
     GREY: "--grey",
     LIGHT: "--rule",
     STONE: "--stone",

@@ -1,0 +1,36 @@
+"""Shares, times and counts as people read them."""
+
+from __future__ import annotations
+
+N_TIMES_FROM = 10.0
+"""From this overhead on a step's time is told as a multiple: a percentage of five digits says no
+more than "3526 x as long", and reads worse."""
+
+
+def format_share(share: float | None) -> str:
+    """An overhead: "+4.73 %", "3526 x as long"; empty for None."""
+    if share is None:
+        return ""
+    if share >= N_TIMES_FROM:
+        return f"{1 + share:,.0f} x as long"
+    return f"{100 * share:+.2f} %"
+
+
+def format_percent(share: float, *, digits: int = 2) -> str:
+    """A part of something: "0.01 %"."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def format_time(time_s: float) -> str:
+    """Three figures and a unit: 1.23 s, 45.6 ms, 789 us."""
+    for factor, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
+        if time_s >= factor:
+            amount = time_s / factor
+            digits = 0 if amount >= 100 else 1 if amount >= 10 else 2
+            return f"{amount:.{digits}f} {unit}"
+    return f"{time_s:.1e} s" if time_s else "0 s"
+
+
+def counted(n: int, thing: str, things: str | None = None) -> str:
+    """ "1 op", "2 ops"; things: the plural, where it is not the word and an s."""
+    return f"{n} {thing if n == 1 else things or thing + 's'}"
