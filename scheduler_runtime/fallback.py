@@ -41,7 +41,8 @@ from scheduler_runtime.observe import Observed, chain_of, observe
 from scheduler_runtime.segmented import put_segments, runs_in_a_loop
 from solver.by_module import ModuleTree, NothingFitsError, by_module
 from solver.figures import counted
-from solver.regions import Region, replay_regions
+from solver.region_replay import replay_regions
+from solver.regions import Region
 from solver.schedule import Schedule
 from solver.segments import Segment, best_segments, described, judged, shifted
 from solver.simulate import Trace, simulate

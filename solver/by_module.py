@@ -26,14 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphs.graph import Graph, is_under
-from solver.regions import (
-    Region,
-    RegionError,
-    Replayed,
-    dropped_by,
-    nodes_of,
-    replay_regions,
-)
+from solver.region_replay import Replayed, replay_regions
+from solver.regions import Region, RegionError, dropped_by, nodes_of
 from solver.schedule import Compute, Schedule
 from solver.simulate import Trace, simulate
 from solver.solution import Solution

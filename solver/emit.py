@@ -13,7 +13,7 @@ from graphs.graph import Graph
 from solver.layers import layers
 from solver.settings import SYSTEMS, Candidate, Family
 from solver.simulate import Trace, simulate
-from solver.system_regions import play
+from solver.stretches import play
 
 
 @dataclass(frozen=True)
@@ -89,4 +89,4 @@ def _judged(graph: Graph, family: Family, *, budget_bytes: int) -> list[Setting]
 
 
 def _setting(graph: Graph, candidate: Candidate) -> Setting:
-    return Setting(candidate.text, simulate(graph, play(graph, candidate.regions)))
+    return Setting(candidate.text, simulate(graph, play(graph, candidate.stretches)))

@@ -31,7 +31,8 @@ from solver.chain import (
     replay,
 )
 from solver.dp import solve_chain
-from solver.regions import Region, replay_regions
+from solver.region_replay import replay_regions
+from solver.regions import Region
 from solver.schedule import Schedule
 from solver.simulate import Trace, simulate
 

@@ -1,7 +1,7 @@
-"""What other systems let a person set about activation checkpointing, as regions to be judged.
+"""What other systems let a person set about activation checkpointing, as stretches to be judged.
 
-Each system's candidates are settings in its own words beside the regions of the step that run again
-under it. Taken from the code of these releases, against which `benchmarks/emitted_settings.py`
+Each system's candidates are settings in its own words beside the stretches of the step that run
+again under it. Taken from the code of these releases, against which `benchmarks/emitted_settings.py`
 checks every setting: megatron-core 0.16.1 (`TransformerConfig`, `TransformerBlock`), deepspeed
 0.19.8 (`runtime/config.py`, `PipelineModule`), axolotl 0.19.0 (`utils/schemas`), torchtitan 0.3.0
 (`distributed/activation_checkpoint.py`).
@@ -18,7 +18,7 @@ from itertools import combinations
 from graphs.graph import Graph, Node
 from solver.layers import FUSED_ATTENTION, Layer, attention_nodes, mlp_parts, norm_parts
 from solver.sqrt import segment_counts
-from solver.system_regions import Region
+from solver.stretches import Stretch
 
 MATRIX_PRODUCT = "aten.mm.default"
 COMPUTE_INTENSIVE = FUSED_ATTENTION | {
@@ -39,10 +39,10 @@ COMPUTE_INTENSIVE = FUSED_ATTENTION | {
 
 @dataclass(frozen=True)
 class Candidate:
-    """text: the setting in the system's words. regions: what runs again under it."""
+    """text: the setting in the system's words. stretches: what runs again under it."""
 
     text: str
-    regions: tuple[Region, ...]
+    stretches: tuple[Stretch, ...]
 
 
 Family = tuple[Candidate, ...]
@@ -60,14 +60,14 @@ class System:
     note: str = ""
 
 
-def _whole(layers: Sequence[Layer], *, per_region: int, stops_early: bool) -> tuple[Region, ...]:
-    """Regions of so many layers each, one after the other."""
+def _whole(layers: Sequence[Layer], *, per_stretch: int, stops_early: bool) -> tuple[Stretch, ...]:
+    """Stretches of so many layers each, one after the other."""
     return tuple(
-        Region(
-            tuple(name for layer in layers[start : start + per_region] for name in layer.names),
+        Stretch(
+            tuple(name for layer in layers[start : start + per_stretch] for name in layer.names),
             stops_early=stops_early,
         )
-        for start in range(0, len(layers), per_region)
+        for start in range(0, len(layers), per_stretch)
     )
 
 
@@ -78,34 +78,34 @@ def _megatron(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
         Candidate(
             "--recompute-granularity full --recompute-method block "
             f"--recompute-num-layers {n_layers}",
-            _whole(layers[:n_layers], per_region=1, stops_early=False),
+            _whole(layers[:n_layers], per_stretch=1, stops_early=False),
         )
         for n_layers in range(1, len(layers) + 1)
     )
-    for per_region in segment_counts(len(layers)):
+    for per_stretch in segment_counts(len(layers)):
         yield (
             Candidate(
                 "--recompute-granularity full --recompute-method uniform "
-                f"--recompute-num-layers {per_region}",
-                _whole(layers, per_region=per_region, stops_early=False),
+                f"--recompute-num-layers {per_stretch}",
+                _whole(layers, per_stretch=per_stretch, stops_early=False),
             ),
         )
 
 
 def _megatron_selective(graph: Graph, layers: Sequence[Layer]) -> Family:
     """Every set of the submodules that these layers have."""
-    regions_of: dict[str, list[Region]] = {"core_attn": [], "layernorm": [], "mlp": []}
+    stretches_of: dict[str, list[Stretch]] = {"core_attn": [], "layernorm": [], "mlp": []}
     for layer in layers:
         if attention_nodes(layer):
-            regions_of["core_attn"].append(Region(_names(attention_nodes(layer))))
+            stretches_of["core_attn"].append(Stretch(_names(attention_nodes(layer))))
         for nodes in norm_parts(graph, layer):
-            regions_of["layernorm"].append(Region(_names(nodes), drops_output=True))
-        regions_of["mlp"].extend(Region(_names(nodes)) for nodes in mlp_parts(layer))
-    modules = [module for module, regions in regions_of.items() if regions]
+            stretches_of["layernorm"].append(Stretch(_names(nodes), drops_output=True))
+        stretches_of["mlp"].extend(Stretch(_names(nodes)) for nodes in mlp_parts(layer))
+    modules = [module for module, stretches in stretches_of.items() if stretches]
     return tuple(
         Candidate(
             f"--recompute-granularity selective --recompute-modules {' '.join(chosen)}",
-            tuple(region for module in chosen for region in regions_of[module]),
+            tuple(stretch for module in chosen for stretch in stretches_of[module]),
         )
         for n_modules in range(1, len(modules) + 1)
         for chosen in combinations(modules, n_modules)
@@ -117,20 +117,20 @@ def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
 
 
 def _deepspeed(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
-    yield (Candidate(_deepspeed_text(len(layers), per_region=0), ()),)
-    for per_region in segment_counts(len(layers)):
+    yield (Candidate(_deepspeed_text(len(layers), per_stretch=0), ()),)
+    for per_stretch in segment_counts(len(layers)):
         yield (
             Candidate(
-                _deepspeed_text(len(layers), per_region=per_region),
-                _whole(layers, per_region=per_region, stops_early=False),
+                _deepspeed_text(len(layers), per_stretch=per_stretch),
+                _whole(layers, per_stretch=per_stretch, stops_early=False),
             ),
         )
 
 
-def _deepspeed_text(n_layers: int, *, per_region: int) -> str:
-    """The blocks of the configuration file. per_region: layers between checkpoints (0: none)."""
+def _deepspeed_text(n_layers: int, *, per_stretch: int) -> str:
+    """The blocks of the configuration file. per_stretch: layers between checkpoints (0: none)."""
     block: dict[str, object] = {
-        "pipeline": {"activation_checkpoint_interval": per_region},
+        "pipeline": {"activation_checkpoint_interval": per_stretch},
         "activation_checkpointing": {
             "partition_activations": False,
             "cpu_checkpointing": False,
@@ -139,10 +139,10 @@ def _deepspeed_text(n_layers: int, *, per_region: int) -> str:
             "profile": False,
         },
     }
-    if per_region:
+    if per_stretch:
         checkpointing = block["activation_checkpointing"]
         assert isinstance(checkpointing, dict)
-        checkpointing["number_checkpoints"] = -(-n_layers // per_region)
+        checkpointing["number_checkpoints"] = -(-n_layers // per_stretch)
     return json.dumps(block, indent=2)
 
 
@@ -152,15 +152,15 @@ def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
     seen: set[frozenset[str]] = set()
     for saved in ((), ("aten::mm", "aten::addmm", "attention"), ("aten::mm",), ("attention",)):
         ops = frozenset(op for word in saved for op in _axolotl_ops(word))
-        regions = _saving(layers, partial(_is_among, ops), stops_early=True)
-        kept = frozenset(name for region in regions for name in region.saved)
+        stretches = _saving(layers, partial(_is_among, ops), stops_early=True)
+        kept = frozenset(name for stretch in stretches for name in stretch.saved)
         if kept in seen:
             continue  # a word for an op that these layers do not have says nothing
         seen.add(kept)
         text = on
         if saved:
             text += f"\nselective_checkpointing:\n  save: {json.dumps(list(saved))}"
-        yield (Candidate(text, regions),)
+        yield (Candidate(text, stretches),)
 
 
 def _is_among(ops: frozenset[str], node: Node) -> bool:
@@ -173,10 +173,10 @@ def _axolotl_ops(word: str) -> frozenset[str]:
 
 def _saving(
     layers: Sequence[Layer], saves: Callable[[Node], bool], *, stops_early: bool
-) -> tuple[Region, ...]:
-    """Every layer a region that keeps the outputs of what `saves` says, asked in graph order."""
+) -> tuple[Stretch, ...]:
+    """Every layer a stretch that keeps the outputs of what `saves` says, asked in graph order."""
     return tuple(
-        Region(
+        Stretch(
             layer.names,
             saved=frozenset(node.name for node in layer.nodes if saves(node)),
             stops_early=stops_early,
@@ -187,12 +187,14 @@ def _saving(
 
 def _torchtitan(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
     yield (Candidate("activation-checkpoint:none", ()),)
-    regions = tuple(
-        region for layer in layers for region in _saving([layer], _alternating(), stops_early=False)
+    stretches = tuple(
+        stretch
+        for layer in layers
+        for stretch in _saving([layer], _alternating(), stops_early=False)
     )
-    yield (Candidate("activation-checkpoint:selective", regions),)
+    yield (Candidate("activation-checkpoint:selective", stretches),)
     yield (
-        Candidate("activation-checkpoint:full", _whole(layers, per_region=1, stops_early=False)),
+        Candidate("activation-checkpoint:full", _whole(layers, per_stretch=1, stops_early=False)),
     )
 
 

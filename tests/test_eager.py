@@ -11,7 +11,8 @@ from torch import nn
 from graphs.graph import Graph, Node, Tensor
 from graphs.trace import trace
 from solver.eager import EagerStep
-from solver.regions import Region, RegionError, dropped_by, replay_regions
+from solver.region_replay import replay_regions
+from solver.regions import Region, RegionError, dropped_by
 from solver.schedule import Compute, Free
 from solver.simulate import simulate
 

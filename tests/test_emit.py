@@ -23,7 +23,7 @@ from solver.layers import NoLayersError, layers
 from solver.rematerialise import baseline
 from solver.settings import SYSTEMS
 from solver.simulate import simulate
-from solver.system_regions import Region, play
+from solver.stretches import Stretch, play
 from tests.command import failed, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,21 +78,21 @@ HANDED_ON_BYTES = 1024 * 64 * 4
     [(3, False, 0), (6, False, 0), (6, True, HANDED_ON_BYTES)],
 )
 def test_a_forecast_is_what_a_checkpointed_model_takes(graph, n_layers, reentrant, more_bytes):
-    regions = [Region(layer.names, stops_early=not reentrant) for layer in layers(graph)]
-    predicted = simulate(graph, play(graph, regions[:n_layers]))
+    stretches = [Stretch(layer.names, stops_early=not reentrant) for layer in layers(graph)]
+    predicted = simulate(graph, play(graph, stretches[:n_layers]))
     model = Net(checkpointed=n_layers, reentrant=reentrant)
     measured = measure(model, batch(), n_steps=1)
     assert predicted.peak_bytes + more_bytes == pytest.approx(measured.peak_bytes, abs=10**5)
 
 
-def test_without_regions_the_step_is_the_baseline(graph):
+def test_without_stretches_the_step_is_the_baseline(graph):
     assert play(graph, []) == baseline(graph)
 
 
 def test_every_layer_runs_once_more(graph):
     found = layers(graph)
     assert [layer.path for layer in found] == [f"layers.{i}" for i in range(6)]
-    schedule = play(graph, [Region(layer.names, stops_early=True) for layer in found])
+    schedule = play(graph, [Stretch(layer.names, stops_early=True) for layer in found])
     n_runs = {name: 0 for layer in found for name in layer.names}
     for op in schedule.ops:
         if getattr(op, "node", "") in n_runs:
@@ -102,14 +102,14 @@ def test_every_layer_runs_once_more(graph):
     assert again == [2, 1] * 6  # the last product's output is read by the sum alone: never needed
 
 
-@given(seed=st.integers(0, 10**6), n_regions=st.integers(1, 4), early=st.booleans())
+@given(seed=st.integers(0, 10**6), n_stretches=st.integers(1, 4), early=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_regions_of_any_graph_make_a_legal_schedule(seed, n_regions, early):
+def test_stretches_of_any_graph_make_a_legal_schedule(seed, n_stretches, early):
     graph = random_dag(n_forward=12, n_later=12, seed=seed)
     names = [node.name for node in graph.forward_nodes]
-    size = -(-len(names) // n_regions)
-    regions = [
-        Region(
+    size = -(-len(names) // n_stretches)
+    stretches = [
+        Stretch(
             tuple(names[start : start + size]),
             saved=frozenset(names[start : start + size : 3]) if seed % 2 else frozenset(),
             drops_output=bool(seed % 3 == 0),
@@ -117,7 +117,7 @@ def test_regions_of_any_graph_make_a_legal_schedule(seed, n_regions, early):
         )
         for start in range(0, len(names), size)
     ]
-    trace_of = simulate(graph, play(graph, regions))  # raises where a rule is broken
+    trace_of = simulate(graph, play(graph, stretches))  # raises where a rule is broken
     assert trace_of.time_s >= graph.baseline_time_s
 
 
@@ -134,7 +134,7 @@ def test_the_nearest_setting_is_the_fastest_that_fits(graph, system):
     assert tight.setting.trace.time_s > plain.time_s
     assert not none.fits
     candidates = [c for f in SYSTEMS[system].families(graph, layers(graph)) for c in f]
-    judged = [simulate(graph, play(graph, c.regions)) for c in candidates]
+    judged = [simulate(graph, play(graph, c.stretches)) for c in candidates]
     fitting = [t.time_s for t in judged if t.peak_bytes <= 0.7 * plain.peak_bytes]
     assert tight.setting.trace.time_s == min(fitting)
     assert none.setting.trace.peak_bytes == min(t.peak_bytes for t in judged)

@@ -32,7 +32,8 @@ from scheduler_runtime.export import (
 from scheduler_runtime.measure import measure
 from solver.bounds import obstacle
 from solver.by_module import ModulePlan
-from solver.regions import Region, RegionError, dropped_by, nodes_of, replay_regions
+from solver.region_replay import replay_regions
+from solver.regions import Region, RegionError, dropped_by, nodes_of
 from solver.rematerialise import baseline, keep
 from solver.schedule import Compute, Schedule
 from solver.simulate import simulate

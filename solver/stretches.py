@@ -5,8 +5,8 @@ of `torch.utils.checkpoint`, and of the systems that are built on it, runs again
 backward pass first needs something of it, and what it makes stays until it has been read. To say
 what such a setting costs, that is what must be judged.
 
-An approximation in two places: a tensor that one region hands on to the next is not made a second
-time (PyTorch's reentrant checkpoint makes it, and holds it while the region's backward pass runs:
+An approximation in two places: a tensor that one stretch hands on to the next is not made a second
+time (PyTorch's reentrant checkpoint makes it, and holds it while the stretch's backward pass runs:
 these bytes are missing here), and what nobody reads of a node that runs again is dropped at once.
 `solver.regions` follows PyTorch's non-reentrant way in eager mode closely, for modules of a real
 model; here are the other systems' ways, as forecasts.
@@ -23,12 +23,12 @@ from solver.schedule import Schedule, free_after_last_use, needs
 
 
 @dataclass(frozen=True)
-class Region:
+class Stretch:
     """Forward nodes that run again together, in graph order.
 
-    saved: those of them whose outputs are kept all the same. drops_output: what the region hands on
-    is dropped as well once the forward pass has read it. stops_early: it runs again only as far as
-    the last node of which something is needed.
+    saved: those of them whose outputs are kept all the same. drops_output: what the stretch hands
+    on is dropped as well once the forward pass has read it. stops_early: it runs again only as far
+    as the last node of which something is needed.
     """
 
     nodes: tuple[str, ...]
@@ -37,10 +37,10 @@ class Region:
     stops_early: bool = False
 
 
-def play(graph: Graph, regions: Sequence[Region]) -> Schedule:
-    """The schedule of one step that checkpoints these regions (disjoint) and keeps the rest."""
-    region_of = {node: region for region in regions for node in region.nodes}
-    kept = _kept(graph, regions, region_of)
+def play(graph: Graph, stretches: Sequence[Stretch]) -> Schedule:
+    """The schedule of one step that checkpoints these stretches (disjoint) and keeps the rest."""
+    stretch_of = {node: stretch for stretch in stretches for node in stretch.nodes}
+    kept = _kept(graph, stretches, stretch_of)
     wanted_later = _wanted_later(graph, kept)
     available = {tensor.name for tensor in graph.resident}
     order: list[str] = []
@@ -51,8 +51,8 @@ def play(graph: Graph, regions: Sequence[Region]) -> Schedule:
     for node in graph.later_nodes:
         missing = [name for name in needs(graph, node) if name not in available]
         while missing:
-            region = region_of[graph.producer[missing[0]].name]
-            made = _made(graph, region, wanted_later)
+            stretch = stretch_of[graph.producer[missing[0]].name]
+            made = _made(graph, stretch, wanted_later)
             order.extend(missing_computes(graph, (*made, *missing), available))
             missing = [name for name in needs(graph, node) if name not in available]
         order.append(node.name)
@@ -61,19 +61,21 @@ def play(graph: Graph, regions: Sequence[Region]) -> Schedule:
     return free_after_last_use(graph, order)
 
 
-def _kept(graph: Graph, regions: Iterable[Region], region_of: dict[str, Region]) -> frozenset[str]:
-    """Storages that stay: of no region, saved, or handed on to a node outside of the region."""
+def _kept(
+    graph: Graph, stretches: Iterable[Stretch], stretch_of: dict[str, Stretch]
+) -> frozenset[str]:
+    """Storages that stay: of no stretch, saved, or handed on to a node outside of the stretch."""
     kept = {
         graph.root(name)
         for node in graph.forward_nodes
-        if node.name not in region_of or node.name in region_of[node.name].saved
+        if node.name not in stretch_of or node.name in stretch_of[node.name].saved
         for name in node.outputs
     }
     for node in graph.forward_nodes:
         for name in needs(graph, node):
             maker = graph.producer.get(graph.root(name))
-            region = None if maker is None else region_of.get(maker.name)
-            if region is None or region.drops_output or region is region_of.get(node.name):
+            stretch = None if maker is None else stretch_of.get(maker.name)
+            if stretch is None or stretch.drops_output or stretch is stretch_of.get(node.name):
                 continue
             kept.add(graph.root(name))
     return frozenset(kept | {graph.root(name) for name in graph.outputs})
@@ -89,9 +91,11 @@ def _wanted_later(graph: Graph, kept: frozenset[str]) -> frozenset[str]:
     )
 
 
-def _made(graph: Graph, region: Region, wanted_later: frozenset[str]) -> list[str]:
-    """The tensors that the region makes when it runs again."""
-    n_run = len(region.nodes)
-    if region.stops_early:
-        n_run = max((i + 1 for i, n in enumerate(region.nodes) if n in wanted_later), default=n_run)
-    return [name for node in region.nodes[:n_run] for name in graph.node_by_name[node].outputs]
+def _made(graph: Graph, stretch: Stretch, wanted_later: frozenset[str]) -> list[str]:
+    """The tensors that the stretch makes when it runs again."""
+    n_run = len(stretch.nodes)
+    if stretch.stops_early:
+        n_run = max(
+            (i + 1 for i, n in enumerate(stretch.nodes) if n in wanted_later), default=n_run
+        )
+    return [name for node in stretch.nodes[:n_run] for name in graph.node_by_name[node].outputs]
