@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphs import hardware
 from graphs.call import Call, TraceError, as_call, environment_of, find_loss
 from graphs.capture import Capture, capture
-from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
+from graphs.costs import Cost, CostModel, Measured, OpCall
+from graphs.default_costs import asked, default_costs
 from graphs.extract import Layout, extract
 from graphs.graph import Graph
 from graphs.optimizer import optimizer_figures
@@ -80,7 +80,7 @@ def trace(
     call = Call.of(args, kwargs)
     target = _device(model, call, device)
     if costs is None:
-        costs = Measured(target) if target.type == "cuda" else Roofline(hardware.named("cpu"))
+        costs = default_costs(target)
     outside: OutsideLoss | None = None
     choose: Callable[[Any], tuple[int, ...]] = loss_index
     if loss is not None:
@@ -94,12 +94,13 @@ def trace(
     step = trace_module(model, call, device=target, choose=choose, gradients=gradients, costs=costs)
     graph = step.graph
     if outside is not None:
-        loss_layout = extract(outside.captured, cost=_cost_of(costs))
+        loss_layout = extract(outside.captured, cost=_Asked(costs))
         graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
-    if optimizer is None:
-        return graph
-    figures = optimizer_figures(optimizer, model, device=target, costs=costs)
-    return with_optimizer(graph, figures)
+    if optimizer is not None:
+        figures = optimizer_figures(optimizer, model, device=target, costs=costs)
+        graph = with_optimizer(graph, figures)
+    asked(costs)
+    return graph
 
 
 def _refuse_replaced(model: nn.Module) -> None:
@@ -132,7 +133,8 @@ def trace_module(
 ) -> StepTrace:
     """Trace the module alone: no loss outside of it, no optimizer. `costs=None`: all zero."""
     captured = capture(model, call, device=device, choose=choose)
-    layout = extract(captured, cost=_cost_of(costs))
+    cost = _Asked(costs)
+    layout = extract(captured, cost=cost)
     names = {source.name: node.name for node, source in captured.sources.items()}
     graph = Graph(
         nodes=tuple(layout.nodes),
@@ -153,7 +155,7 @@ def trace_module(
             "backward_functions": [nodes for nodes in layout.functions.values() if len(nodes) > 1],
             "parameter_bytes": _bytes_by_dtype(model),
             "parameter_forms": parameter_forms(model),
-            "costs": {} if costs is None else dict(costs.description),
+            "costs": cost.description,
             "environment": {
                 **environment_of(call, model, device=device),
                 "device": _kind_of(device),
@@ -207,10 +209,33 @@ def _always(chosen: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
     return lambda _output: chosen
 
 
-def _cost_of(costs: CostModel | None) -> Callable[[torch.fx.Node], Cost]:
-    if costs is None:
-        return lambda _node: Cost(time_s=0.0, workspace_bytes=0)
-    return lambda node: costs.cost(OpCall.from_node(node))
+class _Asked:
+    """What each node costs; adds up what the roofline says beside what was measured."""
+
+    def __init__(self, costs: CostModel | None) -> None:
+        self._costs = costs
+        self._measured_s = 0.0
+        self._roofline_s = 0.0
+
+    def __call__(self, node: torch.fx.Node) -> Cost:
+        if self._costs is None:
+            return Cost(time_s=0.0)
+        call = OpCall.from_node(node)
+        cost = self._costs.cost(call)
+        if isinstance(self._costs, Measured):
+            self._measured_s += cost.time_s
+            self._roofline_s += self._costs.roofline.cost(call).time_s
+        return cost
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """measured_s, roofline_s: of all the operators, one run each; where they are measured."""
+        if self._costs is None:
+            return {}
+        described = dict(self._costs.description)
+        if isinstance(self._costs, Measured):
+            described |= {"measured_s": self._measured_s, "roofline_s": self._roofline_s}
+        return described
 
 
 def loss_index(output: Any) -> tuple[int, ...]:

@@ -77,6 +77,13 @@ class Compiled:
             elif source.kind == "input":
                 self._inputs.append((node, source.index))
 
+    @property
+    def gradient_outputs(self) -> tuple[int, ...]:
+        """Positions of the flat outputs that a gradient is planned for."""
+        planned = {self.program.made_outputs[index] for index, _ in self.program.tangents}
+        outputs = enumerate(self.program.outputs)
+        return tuple(at for at, item in outputs if isinstance(item, fx.Node) and item in planned)
+
     def fits(self, model: nn.Module, call: Call) -> bool:
         """Whether the module would see in this call what it saw when it was traced."""
         if not all(held.holds(model) for held in self._held):

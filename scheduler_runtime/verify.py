@@ -227,4 +227,5 @@ def _moved(batch: Any, device: str) -> Any:
 
 
 def _title(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "the CPU of this machine"
+    where = torch.device(device)
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU of this machine"

@@ -227,9 +227,7 @@ def _model_problem(
         return Problem(
             name=f"{arguments.problem} ({file.title or graph.meta.get('model', 'model')})",
             graph=graph,
-            device="the CPU of this machine"
-            if target.torch_device == "cpu"
-            else target.hardware.title,
+            device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
             costs="measured here, submodule by submodule",
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
@@ -266,7 +264,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
     batch = _on_meta(file.batch, "the batch", notes)
     optimizer = file.optimizer(model)
     try:
-        with autocast(arguments.autocast, target.torch_device), _quiet_logs():
+        with autocast(arguments.autocast, target.kind), _quiet_logs():
             graph = trace(
                 model,
                 batch,
