@@ -12,8 +12,9 @@ at once (see `scheduler_runtime.function`).
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ from solver.schedule import Free, Schedule
 
 Value = fx.Node
 """A value of the program: a node of the straight line that defines it."""
+
+LEAST_IN_PIECE = 24
+"""Values that a piece of the backward pass defines at least, where gradients are not added up."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,17 @@ class Program:
     titles: Mapping[Value, str]
     indifferent: frozenset[Value]
 
+    @functools.cached_property
+    def handed(self) -> tuple[Value, ...]:
+        """Tensors that others can reach: what comes in, what the model holds, what goes out."""
+        return (*self.sources.values(), *self.constants, *self.made_outputs)
+
+    @functools.cached_property
+    def read_backward(self) -> frozenset[Value]:
+        """What the backward pass depends on and did not make itself."""
+        read = {value for piece in self.backward for value in piece.inputs}
+        return frozenset(read - self.indifferent)
+
 
 def compile_schedule(step: StepTrace, schedule: Schedule) -> Program:
     """Generate the program of a legal schedule of `step.graph` (what its caller runs left out)."""
@@ -102,6 +117,8 @@ class _Line:
         self._reruns: set[Value] = set()
         self._ends: list[int] = []  # number of line nodes at the end of each piece
         self._finished: list[list[tuple[fx.Node, Value]]] = []
+        self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the piece that is not ended
+        self._accumulates = step.graph.meta.get("gradients") == "accumulate"
         self._outputs: tuple[Any, ...] = ()
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
         self._position = {node.name: p for p, node in enumerate(step.graph.nodes)}
@@ -183,10 +200,11 @@ class _Line:
                 self._call(op.node, again=op.node in started, repeats=runs[op.node] > 1)
             started.add(op.node)
             if index in self._due:
-                self._end_piece(self._due[index])
+                self._finish(self._due[index])
         if in_forward:
             self._end_forward()
-        self._end_piece(self._due.get(len(self.schedule.ops), []))
+        self._finish(self._due.get(len(self.schedule.ops), []))
+        self._end_piece()
 
     def _resident(self, node: fx.Node) -> None:
         value = self.graph.placeholder(node.name)
@@ -288,12 +306,21 @@ class _Line:
             self.value(item) if isinstance(item, fx.Node) and item.op != "placeholder" else item
             for item in self.step.captured.outputs
         )
-        self._end_piece([])
+        self._end_piece()
 
-    def _end_piece(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
-        finished = [(node, self._gradient(node, gradient)) for node, gradient in gradients]
+    def _finish(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
+        """These gradients are there. They leave now, or with others that come soon after, where
+        they are held to the end of the step anyhow: each piece costs the host as much as some
+        operators do."""
+        self._leaving += [(node, self._gradient(node, gradient)) for node, gradient in gradients]
+        started = self._ends[-1] if self._ends else 0
+        if self._accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
+            self._end_piece()
+
+    def _end_piece(self) -> None:
         self._ends.append(len(self.graph.nodes))
-        self._finished.append(finished)
+        self._finished.append(self._leaving)
+        self._leaving = []
 
     def program(self) -> Program:
         """Cut the line into pieces and generate the code of each."""
@@ -368,7 +395,9 @@ def _piece(
     graph.set_codegen(_BoxedCodeGen())
     names = {value: graph.placeholder(value.name) for value in inputs}
     for node in body:
-        names[node] = graph.node_copy(node, names.__getitem__)
+        names[node] = copied = graph.node_copy(node, names.__getitem__)
+        if type(node.target) is torch._ops.OpOverload:
+            copied.target = _called_directly(node.target)
     graph.output([names[value] for value in results])
     module = fx.GraphModule(torch.nn.Module(), graph)
     kept = read_later | resident
@@ -380,6 +409,19 @@ def _piece(
         gradients=gradients,
         handed_out=tuple(v for v in wanted if v not in kept),
     )
+
+
+@functools.cache
+def _called_directly(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The operator by a name of its own in the generated code.
+
+    `torch.ops.aten.mm.default(...)` looks five names up and goes through a Python function before
+    it comes to what is called here: a third of the host's time for a small operator.
+    """
+    direct: Any = functools.partial(operator._op)
+    namespace, _, name = str(operator).partition(".")
+    direct.__module__, direct.__name__ = namespace, name.replace(".", "_")
+    return direct  # type: ignore[no-any-return]
 
 
 def _title(step: StepTrace, placeholder: fx.Node) -> str:

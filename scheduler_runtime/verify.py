@@ -90,6 +90,7 @@ def verify(
         differences=tuple(differences),
         unsteady=unsteady,
         reserved_bytes=planned.reserved_bytes,
+        context_bytes=planned.context_bytes,
     )
 
 

@@ -14,7 +14,7 @@ from graphs.cost_cache import CostCache
 from graphs.costs import Measured, Roofline, from_description
 from graphs.default_costs import asked
 from graphs.trace import trace
-from scheduler_runtime import apply
+from scheduler_runtime import apply, observe
 from solver import solve
 from solver.target import cost_words, find_target
 from solver.trace_target import trace_target
@@ -155,3 +155,14 @@ def test_a_plan_made_anew_measures_where_the_model_is(monkeypatch):
     apply(model, solution, on_mismatch="replan")
     model(torch.randn(5, 16)).backward()
     assert asked_for == [torch.device("cpu")]
+
+
+def test_submodules_are_timed_on_the_device_that_they_are_on(monkeypatch):
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    watch = observe._Watch(nn.Sequential(nn.Linear(2, 2)), ["0"])
+    watch._mark("forward 0")
+    assert waited == []
+    watch._cards = {torch.device("cuda:1")}
+    watch._mark("forward 0")
+    assert waited == [torch.device("cuda:1")]

@@ -208,7 +208,7 @@ def _model_problem(
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
             reserve_reason=why_reserve,
-            notes=(*target.notes, *notes),
+            notes=(*target.notes, *_note_on_allocator(target), *notes),
             verify=partial(_verified, file, target, arguments.autocast),
             resized=None if arguments.largest is None else partial(resized, file),
         )
@@ -328,6 +328,15 @@ def _called_with(error: Exception, batch: Any) -> str:
     tensors = [item for item in pytree.tree_leaves(batch) if isinstance(item, torch.Tensor)]
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
     return f"; get_batch() gave {', '.join(shown) or 'no tensor'}"
+
+
+def _note_on_allocator(target: Target) -> Iterator[str]:
+    """What the budget cannot see, and how it is kept small."""
+    if target.hardware.kind == "cuda":
+        yield (
+            "Start the training with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the "
+            "allocator leaves holes that no plan can foresee, and the reserve is not for them."
+        )
 
 
 def _note_on_outputs(graph: Graph) -> Iterator[str]:
