@@ -29,7 +29,8 @@ def cards(monkeypatch, tmp_path):
 
     def properties(device):
         index = device.index or 0 if isinstance(device, torch.device) else device
-        return types.SimpleNamespace(name=CARDS[index], total_memory=10**9 * (index + 1))
+        size = 10**9 * (index + 1)
+        return types.SimpleNamespace(name=CARDS[index], total_memory=size, major=9, minor=0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(CARDS))
