@@ -132,6 +132,8 @@ def trace_module(
     costs: CostModel | None,
 ) -> StepTrace:
     """Trace the module alone: no loss outside of it, no optimizer. `costs=None`: all zero."""
+    if device is not None:
+        refuse_other(device)
     captured = capture(model, call, device=device, choose=choose)
     cost = _Asked(costs)
     layout = extract(captured, cost=cost)
@@ -249,6 +251,15 @@ def _kind_of(device: torch.device | None) -> str:
     return "cpu" if device is None else device.type
 
 
+def refuse_other(device: torch.device) -> None:
+    """Raise TraceError for a device whose steps nobody can plan."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise TraceError(
+            f"the step is on {device}; steps are planned for cpu and cuda alone, where the peak "
+            "can be measured and random numbers be drawn again"
+        )
+
+
 def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> torch.device:
     """One device for the whole step; meta tensors are planned as if they were on the CPU."""
     if device is not None:
@@ -266,11 +277,7 @@ def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> 
         target = kinds.pop()
     if target.type == "meta":
         target = torch.device("cpu")
-    if target.type not in ("cpu", "cuda"):
-        raise TraceError(
-            f"the step is on {target}; steps are planned for cpu and cuda alone, where the peak "
-            "can be measured and random numbers be drawn again"
-        )
+    refuse_other(target)
     if target.type == "cuda" and not torch.cuda.is_available():
         # Fake CUDA tensors abort a CPU-only build's process beyond any `except`.
         raise TraceError(
