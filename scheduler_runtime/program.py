@@ -7,55 +7,29 @@ whenever a new version of it is read.
 
 The backward pass is cut where a parameter's gradient is made and the parameter is not read any
 more, so that gradients can leave as they are made, and whoever gets them may change the parameter
-at once (see `scheduler_runtime.function`).
+at once (see `scheduler_runtime.function`). Gradients that are held to the end of the step anyhow
+leave a few at a time.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
 from graphs.extract import is_random
 from graphs.trace import StepTrace
+from scheduler_runtime.piece import Piece, Value, piece_of
 from scheduler_runtime.random_state import run_again, run_and_keep_state
 from solver.schedule import Free, Schedule
 
-Value = fx.Node
-"""A value of the program: a node of the straight line that defines it."""
-
 LEAST_IN_PIECE = 24
 """Values that a piece of the backward pass defines at least, where gradients are not added up."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of the program as one generated function.
-
-    inputs: the values it reads, in the order of its arguments; those in `last` nobody reads later.
-    results: the values that it defines and that are read later. gradients: placeholder of the
-    joint graph -> the value of its gradient, finished here. handed_out: values that leave the
-    program here and that nobody reads later.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[Value, ...]
-    last: frozenset[Value]
-    results: tuple[Value, ...]
-    gradients: tuple[tuple[fx.Node, Value], ...]
-    handed_out: tuple[Value, ...]
-
-    def run(self, state: dict[Value, Any]) -> None:
-        """Take the inputs out of `state`, where nobody reads them later, and put results in."""
-        arguments = [state.pop(v) if v in self.last else state[v] for v in self.inputs]
-        results = self.module.forward(arguments)
-        state.update(zip(self.results, results, strict=True))
 
 
 @dataclass(frozen=True)
@@ -338,7 +312,9 @@ class _Line:
                 resident.add(value)
         for index in range(len(pieces) - 1, -1, -1):
             body = [node for node in pieces[index] if node.op != "placeholder"]
-            piece = _piece(body, read_later, wanted[index], resident, tuple(self._finished[index]))
+            piece = piece_of(
+                body, read_later, wanted[index], resident, tuple(self._finished[index])
+            )
             built.append(piece)
             read_later = (read_later | wanted[index] | set(piece.inputs)) - set(body)
         built.reverse()
@@ -377,51 +353,6 @@ class _Line:
             (made.index(self._outputs[position]), self.sources[placeholder])
             for position, placeholder in self.step.captured.tangents.items()
         )
-
-
-def _piece(
-    body: list[fx.Node],
-    read_later: set[Value],
-    wanted: set[Value],
-    resident: set[Value],
-    gradients: tuple[tuple[fx.Node, Value], ...],
-) -> Piece:
-    defined = set(body)
-    inputs = dict.fromkeys(
-        argument for node in body for argument in node.all_input_nodes if argument not in defined
-    )
-    results = tuple(v for v in body if v in read_later or v in wanted)
-    graph = fx.Graph()
-    graph.set_codegen(_BoxedCodeGen())
-    names = {value: graph.placeholder(value.name) for value in inputs}
-    for node in body:
-        names[node] = copied = graph.node_copy(node, names.__getitem__)
-        if type(node.target) is torch._ops.OpOverload:
-            copied.target = _called_directly(node.target)
-    graph.output([names[value] for value in results])
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    kept = read_later | resident
-    return Piece(
-        module=module,
-        inputs=tuple(inputs),
-        last=frozenset(v for v in inputs if v not in kept and v not in wanted),
-        results=results,
-        gradients=gradients,
-        handed_out=tuple(v for v in wanted if v not in kept),
-    )
-
-
-@functools.cache
-def _called_directly(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The operator by a name of its own in the generated code.
-
-    `torch.ops.aten.mm.default(...)` looks five names up and goes through a Python function before
-    it comes to what is called here: a third of the host's time for a small operator.
-    """
-    direct: Any = functools.partial(operator._op)
-    namespace, _, name = str(operator).partition(".")
-    direct.__module__, direct.__name__ = namespace, name.replace(".", "_")
-    return direct  # type: ignore[no-any-return]
 
 
 def _title(step: StepTrace, placeholder: fx.Node) -> str:
