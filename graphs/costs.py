@@ -120,7 +120,7 @@ class Measured:
     active (autocast, FLOP counters, fake tensors) do not touch the runs. The random state is as
     before afterwards; on CUDA the allocator's peak statistics are not. cache: what is known from
     earlier processes; `save` adds to it. fallback: the default is what the device is known to be,
-    an H100 for a card that is not known.
+    an H100 for a card that is not known; `roofline` is its.
 
     Raises RuntimeError where a call leaves the CUDA device in error: nothing can run after that.
     """
@@ -139,7 +139,7 @@ class Measured:
         if n_runs < 1:
             raise ValueError(f"n_runs is {n_runs}; it must be at least 1")
         self.n_fallbacks = 0
-        self._roofline = Roofline(_known(self.device) if fallback is None else fallback)
+        self.roofline = Roofline(_known(self.device) if fallback is None else fallback)
         self._n_runs = n_runs
         self._known: dict[Any, Cost] = {}
         self._cache = cache
@@ -150,7 +150,7 @@ class Measured:
             "model": "measured",
             "device": self.device.type,
             "title": _device_title(self.device),
-            "fallback": self._roofline.hardware.name,
+            "fallback": self.roofline.hardware.name,
             "n_distinct": len(self._known),
             "n_fallbacks": self.n_fallbacks,
         }
@@ -200,7 +200,7 @@ class Measured:
                 reason = f"{type(error).__name__}: {error}"
             self._check_device(call, reason)
             self.n_fallbacks += 1
-            return self._roofline.cost(call)
+            return self.roofline.cost(call)
 
     def _check_device(self, call: OpCall, reason: str) -> None:
         """A kernel that failed on the device fails every later call as well: say which it was."""
@@ -259,17 +259,22 @@ class Measured:
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def from_description(description: Mapping[str, Any]) -> CostModel:
+def from_description(
+    description: Mapping[str, Any], *, device: torch.device | None = None
+) -> CostModel:
     """The cost model that a graph's meta describes; a generic CPU's roofline where it says none.
 
-    What was measured on a device that is not here is costed by the roofline it fell back to.
+    device: where what was measured on a device of its kind is measured again (None: the first
+    such). What was measured on a kind that is not here is costed by the roofline it fell back to.
     """
-    device = str(description.get("device", "cpu"))
+    kind = str(description.get("device", "cpu"))
     if description.get("model") != "measured":
-        return Roofline(named(device))
+        return Roofline(named(kind))
     fallback = named(str(description.get("fallback", "cpu")))
-    if device == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         return Roofline(fallback)
+    if device is None or device.type != kind:
+        return Measured(kind, fallback=fallback)
     return Measured(device, fallback=fallback)
 
 

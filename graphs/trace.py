@@ -20,7 +20,8 @@ from torch import nn
 from graphs import hardware, nested
 from graphs.call import Call, TraceError, as_call, environment_of, find_loss
 from graphs.capture import Capture, capture, one_at_a_time
-from graphs.costs import Cost, CostModel, Measured, OpCall, Roofline
+from graphs.costs import Cost, CostModel, Measured, OpCall
+from graphs.default_costs import asked, default_costs
 from graphs.extract import Layout, extract
 from graphs.graph import Graph
 from graphs.module_blocks import groups_of
@@ -87,7 +88,7 @@ def trace(
     call = Call.of(args, kwargs)
     target = _device(model, call, device)
     if costs is None:
-        costs = Measured(target) if target.type == "cuda" else Roofline(hardware.named("cpu"))
+        costs = default_costs(target)
     outside: OutsideLoss | None = None
     choose: Callable[[Any], tuple[int, ...]] = loss_index
     if loss is not None:
@@ -101,7 +102,7 @@ def trace(
     step = trace_module(model, call, device=target, choose=choose, gradients=gradients, costs=costs)
     graph = step.graph
     if outside is not None:
-        loss_layout = extract(outside.captured, cost=_cost_of(costs))
+        loss_layout = extract(outside.captured, cost=_Asked(costs))
         graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
     n_ranks = 1
     if fsdp is not None:
@@ -113,10 +114,11 @@ def trace(
             groups=groups_of(model, sharding),
             on_cpu=target.type == "cpu" and not hardware.is_cuda(costs.description),
         )
-    if optimizer is None:
-        return graph
-    figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
-    return with_optimizer(graph, figures)
+    if optimizer is not None:
+        figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
+        graph = with_optimizer(graph, figures)
+    asked(costs)
+    return graph
 
 
 def _refuse_replaced(model: nn.Module) -> None:
@@ -159,8 +161,11 @@ def trace_module(
     costs: CostModel | None,
 ) -> StepTrace:
     """Trace the module alone: no loss outside of it, no optimizer. `costs=None`: all zero."""
+    if device is not None:
+        refuse_other(device)
     captured = capture(model, call, device=device, choose=choose)
-    layout = extract(captured, cost=_cost_of(costs))
+    cost = _Asked(costs)
+    layout = extract(captured, cost=cost)
     names = {source.name: node.name for node, source in captured.sources.items()}
     graph = Graph(
         nodes=tuple(layout.nodes),
@@ -185,7 +190,7 @@ def trace_module(
             "parameter_forms": parameter_forms(model),
             "buffer_forms": buffer_forms(model),
             "input_forms": input_forms(call.tensors),
-            "costs": {} if costs is None else dict(costs.description),
+            "costs": cost.description,
             "environment": {
                 **environment_of(call, model, device=device),
                 "device": _kind_of(device),
@@ -281,10 +286,33 @@ def _always(chosen: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
     return lambda _output: chosen
 
 
-def _cost_of(costs: CostModel | None) -> Callable[[torch.fx.Node], Cost]:
-    if costs is None:
-        return lambda _node: Cost(time_s=0.0, workspace_bytes=0)
-    return lambda node: costs.cost(OpCall.from_node(node))
+class _Asked:
+    """What each node costs; adds up what the roofline says beside what was measured."""
+
+    def __init__(self, costs: CostModel | None) -> None:
+        self._costs = costs
+        self._measured_s = 0.0
+        self._roofline_s = 0.0
+
+    def __call__(self, node: torch.fx.Node) -> Cost:
+        if self._costs is None:
+            return Cost(time_s=0.0)
+        call = OpCall.from_node(node)
+        cost = self._costs.cost(call)
+        if isinstance(self._costs, Measured):
+            self._measured_s += cost.time_s
+            self._roofline_s += self._costs.roofline.cost(call).time_s
+        return cost
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """measured_s, roofline_s: of all the operators, one run each; where they are measured."""
+        if self._costs is None:
+            return {}
+        described = dict(self._costs.description)
+        if isinstance(self._costs, Measured):
+            described |= {"measured_s": self._measured_s, "roofline_s": self._roofline_s}
+        return described
 
 
 def loss_index(output: Any) -> tuple[int, ...]:
@@ -296,6 +324,15 @@ def loss_index(output: Any) -> tuple[int, ...]:
 
 def _kind_of(device: torch.device | None) -> str:
     return "cpu" if device is None else device.type
+
+
+def refuse_other(device: torch.device) -> None:
+    """Raise TraceError for a device whose steps nobody can plan."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise TraceError(
+            f"the step is on {device}; steps are planned for cpu and cuda alone, where the peak "
+            "can be measured and random numbers be drawn again"
+        )
 
 
 def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> torch.device:
@@ -315,11 +352,7 @@ def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> 
         target = kinds.pop()
     if target.type == "meta":
         target = torch.device("cpu")
-    if target.type not in ("cpu", "cuda"):
-        raise TraceError(
-            f"the step is on {target}; steps are planned for cpu and cuda alone, where the peak "
-            "can be measured and random numbers be drawn again"
-        )
+    refuse_other(target)
     if target.type == "cuda" and not torch.cuda.is_available():
         # Fake CUDA tensors abort a CPU-only build's process beyond any `except`.
         raise TraceError(

@@ -19,12 +19,13 @@ from torch import nn
 
 from graphs.call import Call, TraceError
 from graphs.costs import CostModel, from_description
+from graphs.default_costs import asked
 from graphs.graph import Graph
 from graphs.trace import StepTrace
 from scheduler_runtime import fallback
 from scheduler_runtime.checkpointed import has_checkpoints, remove_torch_checkpoint
 from scheduler_runtime.compiled import Compiled, StepProgram
-from scheduler_runtime.cuda_graph import CudaGraphError, Recorded, check_model
+from scheduler_runtime.cuda_graph import CudaGraphError, Recorded, Recordings, check_model
 from scheduler_runtime.fallback import SubmoduleSolution
 from scheduler_runtime.mismatch import (
     check_arguments,
@@ -111,6 +112,10 @@ class PlannedForward(StandIn):
         self.plans = tuple(plans)
         self.on_mismatch = on_mismatch
         self.cuda_graph = cuda_graph
+        self._recordings = Recordings()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_recordings": Recordings()}
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan, which runs operator by operator; "
@@ -145,7 +150,10 @@ class PlannedForward(StandIn):
             reason = self._difference(part, call)
             if self.on_mismatch == "error":
                 raise self._mismatch(reason)
-            step = self._trace(call, costs=from_description(self.plan.environment.get("costs", {})))
+            described = self.plan.environment.get("costs", {})
+            costs = from_description(described, device=device_of(self._model))
+            step = self._trace(call, costs=costs)
+            asked(costs)
             schedule = module_schedule(
                 replan(step.graph, self.plan, reason), step.graph.module_part()
             )
@@ -153,7 +161,9 @@ class PlannedForward(StandIn):
             schedule = module_schedule(plan.schedule, part)
             _judge(part, schedule, available_bytes=plan.request.available_bytes)
         compiled = Compiled(step, compile_schedule(step, schedule))
-        return Recorded(compiled, self._model, call) if self.cuda_graph else compiled
+        if not self.cuda_graph:
+            return compiled
+        return Recorded(compiled, self._model, call, self._recordings)
 
     def _mismatch(self, reason: str) -> PlanMismatchError:
         return PlanMismatchError(

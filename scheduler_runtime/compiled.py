@@ -14,7 +14,7 @@ from graphs.shell import leaves_of
 from graphs.trace import StepTrace
 from scheduler_runtime.function import run_step
 from scheduler_runtime.program import Program
-from scheduler_runtime.settings import Records, argument_state, settings_of
+from scheduler_runtime.settings import Records, argument_state, modules_of, settings_of
 
 N_KEPT = 32
 """Programs of a module that are kept; the one that was not used for longest goes first."""
@@ -66,16 +66,20 @@ class Compiled:
         self._guards = step.captured.guards
         self._held = step.captured.held
         self._output_spec = step.captured.output_spec
-        self._parameters: list[tuple[fx.Node, str]] = []
-        self._buffers: list[tuple[fx.Node, str]] = []
+        self._state: list[tuple[fx.Node, tuple[str, ...]]] = []
         self._inputs: list[tuple[fx.Node, int]] = []
         for node, source in step.captured.sources.items():
-            if source.kind == "parameter":
-                self._parameters.append((node, source.name))
-            elif source.kind == "buffer":
-                self._buffers.append((node, source.name))
+            if source.kind in ("parameter", "buffer"):
+                self._state.append((node, tuple(source.name.split("."))))
             elif source.kind == "input":
                 self._inputs.append((node, source.index))
+
+    @property
+    def gradient_outputs(self) -> tuple[int, ...]:
+        """Positions of the flat outputs that a gradient is planned for."""
+        planned = {self.program.made_outputs[index] for index, _ in self.program.tangents}
+        outputs = enumerate(self.program.outputs)
+        return tuple(at for at, item in outputs if isinstance(item, fx.Node) and item in planned)
 
     def fits(self, model: nn.Module, call: Call) -> bool:
         """Whether the module would see in this call what it saw when it was traced."""
@@ -87,11 +91,8 @@ class Compiled:
         return all(guard.holds(leaves) for guard in self._guards)
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        parameters = dict(model.named_parameters())
-        buffers = dict(model.named_buffers())
         tensors: dict[fx.Node, torch.Tensor]
-        tensors = {node: parameters[name] for node, name in self._parameters}
-        tensors |= {node: buffers[name] for node, name in self._buffers}
+        tensors = {node: _tensor_at(model, path) for node, path in self._state}
         tensors |= {node: call.tensors[index] for node, index in self._inputs}
         made = iter(run_step(self.program, tensors))
         flat = [self._output(item, tensors, made) for item in self.program.outputs]
@@ -103,15 +104,28 @@ class Compiled:
         return tensors[item] if item in tensors else next(made)
 
 
+def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:
+    """The parameter or buffer of that name; `named_parameters` would walk the whole module."""
+    module: Any = model
+    for name in path[:-1]:
+        module = module._modules[name]
+    held = module._parameters if path[-1] in module._parameters else module._buffers
+    tensor: torch.Tensor = held[path[-1]]
+    return tensor
+
+
 def kind_of(model: nn.Module, call: Call, records: Records) -> Any:
     """What the traced graph depends on and that may change between calls, but for values."""
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    parameters = {
+        id(p): p for m in modules_of(model) for p in m._parameters.values() if p is not None
+    }.values()
+    device = next((p.device.type for p in parameters), "cpu")
     return (
         tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors),
         tuple(argument_state(item) for item in call.rest),
         call.spec,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),
-        tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters()),
+        tuple((p.dtype, p.device, p.requires_grad) for p in parameters),
         settings_of(model, records),
     )

@@ -39,6 +39,7 @@ from scheduler_runtime.coarse import SCOPE, Loop, coarse_graph, container_of, lo
 from scheduler_runtime.eager_step import NoLossError, Step
 from scheduler_runtime.observe import Observed, chain_of, observe
 from scheduler_runtime.segmented import put_segments, runs_in_a_loop
+from solver.budget import CUDA_RESERVE_BYTES
 from solver.by_module import ModuleTree, NothingFitsError, by_module
 from solver.figures import counted
 from solver.region_replay import replay_regions
@@ -105,18 +106,25 @@ def plan_chain(
 ) -> SubmoduleSolution:
     """Watch a few real training steps of the model and plan its submodules; changes nothing.
 
-    budget, reserve: bytes of the device for the whole step, and of those what it may not use. loss,
+    budget, reserve: bytes of the device for the whole step, and of those what it may not use
+    (default: CUDA_RESERVE_BYTES on a CUDA device, else 0). loss,
     inputs, optimizer: as in `graphs.trace.trace`. Gradients are set to None before each step.
 
     Raises FallbackError where no row of submodules was seen.
     """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise FallbackError(
+            f"the model is on {device}; real steps are measured on cpu and cuda alone"
+        )
+    if reserve is None:
+        reserve = CUDA_RESERVE_BYTES if device.type == "cuda" else 0
     step = Step(model, batch, loss, inputs)
     try:
         watched = _watched(model, step)
     except NoLossError as error:
         raise FallbackError(str(error)) from error
     changed_buffers = step.changed_buffers()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     costs: CostModel = Roofline(named("cpu"))
     figures = (
         None
@@ -140,8 +148,6 @@ def plan_chain(
         if chosen is None:
             return _nothing_fits(solution, watched, least_bytes)
         found = _solution(solution, watched, chosen, changed_buffers)
-        if device.type not in ("cpu", "cuda"):
-            return found
         excess_bytes = _measured_bytes(model, step, found) - _peak_in_step(found)
         if excess_bytes <= 0:
             return found

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs import hardware, nested
+from graphs import nested
 from graphs.call import Call, TraceError, find_loss
-from graphs.costs import CostModel, Measured, Roofline
+from graphs.costs import CostModel
+from graphs.default_costs import asked, default_costs
 from graphs.graph import Graph
 from graphs.optimizer import optimizer_figures, together
 from graphs.step import with_optimizer, with_resident, with_unknown_loss
@@ -164,7 +165,7 @@ class FittedForward(StandIn):
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
         request = self._request(call, device, buckets)
-        costs = self.options.costs or _default_costs(device)
+        costs = self.options.costs or default_costs(device)
         with no_checkpoints():
             step = self.traced(
                 call,
@@ -173,6 +174,7 @@ class FittedForward(StandIn):
                 costs=costs,
             )
         whole, notes = self._whole_step(step, device, costs, buckets)
+        asked(costs)
         solution = answer(whole, request)
         if solution.schedule is None:
             raise FitError(self._why_not(solution))
@@ -293,10 +295,6 @@ def _bytes(size: int | str, device: torch.device, *, what: str = "budget") -> in
         capacity_bytes = torch.cuda.get_device_properties(device).total_memory
     least_bytes = 1 if what == "budget" else 0
     return parse_size(size, capacity_bytes=capacity_bytes, what=what, least_bytes=least_bytes)
-
-
-def _default_costs(device: torch.device) -> CostModel:
-    return Measured(device) if device.type == "cuda" else Roofline(hardware.named("cpu"))
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

@@ -12,7 +12,8 @@ The last link in the order of the forward pass runs the whole forward piece.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ class Run:
         self.state.update(program.constants)
         self._device = next((t.device for t in tensors.values()), torch.device("cpu"))
         self.token = torch.empty(0, device=self._device, requires_grad=True)
+        self.passed_on = torch.empty(0, device=self._device)  # the token's gradient, for each link
         self._started = False
         self._watched: dict[fx.Node, int] = {}
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Run the forward piece; the flat outputs that it makes."""
-        with torch._C._DisableAutocast():
+        with _operators_alone():
             self.program.forward.run(self.state)
         outputs = tuple(self.state[value] for value in self.program.made_outputs)
         self._watch()
@@ -50,22 +52,15 @@ class Run:
 
         Views count: they share their base's storage and its version.
         """
-        read = {value for piece in self.program.backward for value in piece.inputs}
-        read -= self.program.indifferent
+        state, program = self.state, self.program
         reachable = {
-            self.state[value].untyped_storage()._cdata
-            for value in (
-                *self.program.sources.values(),
-                *self.program.constants,
-                *self.program.made_outputs,
-            )
-            if value in self.state
+            state[value].untyped_storage()._cdata for value in program.handed if value in state
         }
         self._watched = {
-            value: self.state[value]._version
-            for value in read
-            if isinstance(self.state.get(value), torch.Tensor)
-            and self.state[value].untyped_storage()._cdata in reachable
+            value: tensor._version
+            for value in program.read_backward
+            if isinstance(tensor := state.get(value), torch.Tensor)
+            and tensor.untyped_storage()._cdata in reachable
         }
 
     def start_backward(
@@ -117,7 +112,7 @@ class Run:
                     "backward before whatever changes it (an optimizer step, another forward "
                     "pass, an in-place operator)"
                 )
-        with torch._C._DisableAutocast():
+        with _operators_alone():
             piece.run(self.state)
         made = {node: self.state[value] for node, value in piece.gradients}
         for value in piece.handed_out:
@@ -125,6 +120,14 @@ class Run:
         if position == len(self.program.backward) - 1:
             self.state.clear()
         return made
+
+
+@contextlib.contextmanager
+def _operators_alone() -> Iterator[None]:
+    """Casts are in the program already, and autograd is the links' affair: neither is asked again
+    for each operator."""
+    with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+        yield
 
 
 class Link(torch.autograd.Function):
@@ -170,7 +173,7 @@ class Link(torch.autograd.Function):
             None,
             None,
             None,
-            run.token.new_empty(0),
+            None if ctx.position == len(run.program.backward) - 1 else run.passed_on,
             *(made.pop(node, None) for node in ctx.leaf_nodes),
         )
 

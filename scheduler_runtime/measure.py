@@ -26,12 +26,14 @@ from graphs.memory_events import cpu_peak_bytes
 class Measurement:
     """peak_bytes: the most on the device during the step, resident included. time_s: the median
     of the steps timed without a profiler; spread_s: the slowest less the fastest. reserved_bytes:
-    what CUDA's allocator took from the device (None on the CPU)."""
+    what CUDA's allocator took from the device; context_bytes: what was taken of it beside that, by
+    contexts, kernels and other processes (None on the CPU)."""
 
     peak_bytes: int
     time_s: float
     spread_s: float = 0.0
     reserved_bytes: int | None = None
+    context_bytes: int | None = None
 
 
 def measure(
@@ -77,6 +79,7 @@ def measure(
             time_s=statistics.median(times_s),
             spread_s=max(times_s) - min(times_s),
             reserved_bytes=torch.cuda.max_memory_reserved(device),
+            context_bytes=context_bytes(device),
         )
     used = cpu_peak_bytes(step)
     return Measurement(
@@ -84,6 +87,12 @@ def measure(
         time_s=statistics.median(times_s),
         spread_s=max(times_s) - min(times_s),
     )
+
+
+def context_bytes(device: torch.device) -> int:
+    """What is taken of the device beside this process's allocator: contexts, kernels, others."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _step(

@@ -204,7 +204,7 @@ class _Watch:
         self._marks: list[tuple[str, float]] = []
         self._marked: list[weakref.ref[torch.Tensor]] = []
         self._now = 0
-        self._on_cuda = any(p.is_cuda for p in model.parameters())
+        self._cards = {p.device for p in model.parameters() if p.is_cuda}
         self.cuda_peaks: CudaPeaks | None = None
 
     def keep_out(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -269,8 +269,9 @@ class _Watch:
     def _mark(self, name: str) -> None:
         if self.cuda_peaks is not None:
             self.cuda_peaks.begin(name)
-        elif self._on_cuda:  # else the host's time would be told
-            torch.cuda.synchronize()
+        else:
+            for card in self._cards:  # else the host's time would be told
+                torch.cuda.synchronize(card)
         self._marks.append((name, time.perf_counter()))
         begin_part(name)
 

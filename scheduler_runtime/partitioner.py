@@ -20,7 +20,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from graphs import hardware
-from graphs.costs import CostModel, Measured, Roofline
+from graphs.costs import Roofline
+from graphs.default_costs import asked, measured
 from graphs.fused_costs import FusedCosts
 from graphs.joined import Joined, join
 from scheduler_runtime.split import split
@@ -104,13 +105,15 @@ class BudgetPartitioner(CustomPartitionerFn):
             )
         static_inputs = options.get("static_lifetime_input_indices") or ()
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        costs = self._costs or default_costs(gm)
         joined = join(
             forward,
             backward,
             n_outputs=options["num_fwd_outputs"],
             static_inputs=static_inputs,
-            costs=self._costs or default_costs(gm),
+            costs=costs,
         )
+        asked(costs.products)
         solution = self._solve(joined)
         saved_bytes = joined.saved_bytes
         assert solution.trace is not None
@@ -175,8 +178,5 @@ def default_costs(gm: fx.GraphModule) -> FusedCosts:
     if not cuda:
         cpu = hardware.named("cpu")
         return FusedCosts(cpu, products=Roofline(cpu))
-    properties = torch.cuda.get_device_properties(cuda[0])
-    card = hardware.card_called(properties.name, capacity_bytes=properties.total_memory)
-    card = card or hardware.named("a100")
-    products: CostModel = Measured(cuda[0], fallback=card)
-    return FusedCosts(card, products=products)
+    products = measured(cuda[0])
+    return FusedCosts(products.roofline.hardware, products=products)

@@ -7,11 +7,13 @@ whenever a new version of it is read.
 
 The backward pass is cut where a parameter's gradient is made and the parameter is not read any
 more, so that gradients can leave as they are made, and whoever gets them may change the parameter
-at once (see `scheduler_runtime.function`).
+at once (see `scheduler_runtime.function`). Gradients that are held to the end of the step anyhow
+leave a few at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,39 +21,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
 from graphs.extract import is_random
 from graphs.trace import StepTrace
+from scheduler_runtime.piece import Piece, Value, piece_of
 from scheduler_runtime.random_state import run_again, run_and_keep_state
 from solver.schedule import Free, Schedule
 
-Value = fx.Node
-"""A value of the program: a node of the straight line that defines it."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of the program as one generated function.
-
-    inputs: the values it reads, in the order of its arguments; those in `last` nobody reads later.
-    results: the values that it defines and that are read later. gradients: placeholder of the
-    joint graph -> the value of its gradient, finished here. handed_out: values that leave the
-    program here and that nobody reads later.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[Value, ...]
-    last: frozenset[Value]
-    results: tuple[Value, ...]
-    gradients: tuple[tuple[fx.Node, Value], ...]
-    handed_out: tuple[Value, ...]
-
-    def run(self, state: dict[Value, Any]) -> None:
-        """Take the inputs out of `state`, where nobody reads them later, and put results in."""
-        arguments = [state.pop(v) if v in self.last else state[v] for v in self.inputs]
-        results = self.module.forward(arguments)
-        state.update(zip(self.results, results, strict=True))
+LEAST_IN_PIECE = 24
+"""Values that a piece of the backward pass defines at least, where gradients are not added up."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +57,17 @@ class Program:
     titles: Mapping[Value, str]
     indifferent: frozenset[Value]
 
+    @functools.cached_property
+    def handed(self) -> tuple[Value, ...]:
+        """Tensors that others can reach: what comes in, what the model holds, what goes out."""
+        return (*self.sources.values(), *self.constants, *self.made_outputs)
+
+    @functools.cached_property
+    def read_backward(self) -> frozenset[Value]:
+        """What the backward pass depends on and did not make itself."""
+        read = {value for piece in self.backward for value in piece.inputs}
+        return frozenset(read - self.indifferent)
+
 
 def compile_schedule(step: StepTrace, schedule: Schedule) -> Program:
     """Generate the program of a legal schedule of `step.graph` (what its caller runs left out)."""
@@ -102,6 +91,8 @@ class _Line:
         self._reruns: set[Value] = set()
         self._ends: list[int] = []  # number of line nodes at the end of each piece
         self._finished: list[list[tuple[fx.Node, Value]]] = []
+        self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the piece that is not ended
+        self._accumulates = step.graph.meta.get("gradients") == "accumulate"
         self._outputs: tuple[Any, ...] = ()
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
         self._position = {node.name: p for p, node in enumerate(step.graph.nodes)}
@@ -183,10 +174,11 @@ class _Line:
                 self._call(op.node, again=op.node in started, repeats=runs[op.node] > 1)
             started.add(op.node)
             if index in self._due:
-                self._end_piece(self._due[index])
+                self._finish(self._due[index])
         if in_forward:
             self._end_forward()
-        self._end_piece(self._due.get(len(self.schedule.ops), []))
+        self._finish(self._due.get(len(self.schedule.ops), []))
+        self._end_piece()
 
     def _resident(self, node: fx.Node) -> None:
         value = self.graph.placeholder(node.name)
@@ -288,12 +280,21 @@ class _Line:
             self.value(item) if isinstance(item, fx.Node) and item.op != "placeholder" else item
             for item in self.step.captured.outputs
         )
-        self._end_piece([])
+        self._end_piece()
 
-    def _end_piece(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
-        finished = [(node, self._gradient(node, gradient)) for node, gradient in gradients]
+    def _finish(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
+        """These gradients are there. They leave now, or with others that come soon after, where
+        they are held to the end of the step anyhow: each piece costs the host as much as some
+        operators do."""
+        self._leaving += [(node, self._gradient(node, gradient)) for node, gradient in gradients]
+        started = self._ends[-1] if self._ends else 0
+        if self._accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
+            self._end_piece()
+
+    def _end_piece(self) -> None:
         self._ends.append(len(self.graph.nodes))
-        self._finished.append(finished)
+        self._finished.append(self._leaving)
+        self._leaving = []
 
     def program(self) -> Program:
         """Cut the line into pieces and generate the code of each."""
@@ -311,7 +312,9 @@ class _Line:
                 resident.add(value)
         for index in range(len(pieces) - 1, -1, -1):
             body = [node for node in pieces[index] if node.op != "placeholder"]
-            piece = _piece(body, read_later, wanted[index], resident, tuple(self._finished[index]))
+            piece = piece_of(
+                body, read_later, wanted[index], resident, tuple(self._finished[index])
+            )
             built.append(piece)
             read_later = (read_later | wanted[index] | set(piece.inputs)) - set(body)
         built.reverse()
@@ -350,36 +353,6 @@ class _Line:
             (made.index(self._outputs[position]), self.sources[placeholder])
             for position, placeholder in self.step.captured.tangents.items()
         )
-
-
-def _piece(
-    body: list[fx.Node],
-    read_later: set[Value],
-    wanted: set[Value],
-    resident: set[Value],
-    gradients: tuple[tuple[fx.Node, Value], ...],
-) -> Piece:
-    defined = set(body)
-    inputs = dict.fromkeys(
-        argument for node in body for argument in node.all_input_nodes if argument not in defined
-    )
-    results = tuple(v for v in body if v in read_later or v in wanted)
-    graph = fx.Graph()
-    graph.set_codegen(_BoxedCodeGen())
-    names = {value: graph.placeholder(value.name) for value in inputs}
-    for node in body:
-        names[node] = graph.node_copy(node, names.__getitem__)
-    graph.output([names[value] for value in results])
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    kept = read_later | resident
-    return Piece(
-        module=module,
-        inputs=tuple(inputs),
-        last=frozenset(v for v in inputs if v not in kept and v not in wanted),
-        results=results,
-        gradients=gradients,
-        handed_out=tuple(v for v in wanted if v not in kept),
-    )
 
 
 def _title(step: StepTrace, placeholder: fx.Node) -> str:

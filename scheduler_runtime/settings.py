@@ -68,7 +68,8 @@ class Records:
 def settings_of(model: nn.Module, records: Records) -> tuple[Any, ...]:
     """A hashable value that is equal as long as nothing in the list above changes."""
     seen: set[int] = set()
-    classes = {kind: _of_class(kind) for kind in {type(module) for module in model.modules()}}
+    modules = modules_of(model)
+    classes = {kind: _of_class(kind) for kind in {type(module) for module in modules}}
     return tuple(
         (
             type(module),
@@ -78,7 +79,7 @@ def settings_of(model: nn.Module, records: Records) -> tuple[Any, ...]:
             tuple(len(getattr(module, hooks)) for hooks in _HOOKS),
             tuple(_attributes(module, seen, records, is_root=module is model)),
         )
-        for module in model.modules()
+        for module in modules
     )
 
 
@@ -99,6 +100,18 @@ def argument_state(value: Any) -> Any:
     seen = {id(value)}
     inside = tuple((k, _item(v, seen, within_object=False)) for k, v in list(state.items()))
     return type(value), id(value), inside
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """What `model.modules()` has, in another order; without a generator for each level of it."""
+    found = {id(model): model}
+    stack = [model]
+    while stack:
+        for child in stack.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                stack.append(child)
+    return list(found.values())
 
 
 def _attributes(

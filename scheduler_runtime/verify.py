@@ -90,6 +90,7 @@ def verify(
         differences=tuple(differences),
         unsteady=unsteady,
         reserved_bytes=planned.reserved_bytes,
+        context_bytes=planned.context_bytes,
     )
 
 
@@ -227,4 +228,5 @@ def _moved(batch: Any, device: str) -> Any:
 
 
 def _title(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "the CPU of this machine"
+    where = torch.device(device)
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU of this machine"

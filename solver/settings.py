@@ -1,11 +1,10 @@
 """What other systems let a person set about activation checkpointing, as stretches to be judged.
 
 Each system's candidates are settings in its own words beside the stretches of the step that run
-again under it. Taken from the code of these releases, against which `benchmarks/emitted_settings.py`
-checks every setting: megatron-core 0.16.1 (`TransformerConfig`, `TransformerBlock`), deepspeed
-0.19.8 (`runtime/config.py`, `PipelineModule`), axolotl 0.19.0 (`utils/schemas`), torchtitan 0.3.0
-(`distributed/activation_checkpoint.py`).
-"""
+again under it. Taken from the code of these releases, against which
+`benchmarks/emitted_settings.py` checks every setting: megatron-core 0.16.1 (`TransformerConfig`,
+`TransformerBlock`), deepspeed 0.19.8 (`runtime/config.py`, `PipelineModule`), axolotl 0.19.0
+(`utils/schemas`), torchtitan 0.3.0 (`distributed/activation_checkpoint.py`)."""
 
 from __future__ import annotations
 

@@ -308,6 +308,4 @@ def _as_graph(
             raise TypeError(f"solve() takes no argument {name!r}{hint}")
     options = dict(trace_options)
     target = trace_target(options.pop("device", None), options.pop("costs", None))
-    graph = trace(problem, batch, **options, **target.options)
-    target.save()
-    return graph, target.hardware
+    return trace(problem, batch, **options, **target.options), target.hardware

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphs.hardware import DEVICES, Hardware, card_called, named
-from solver.figures import counted
+from solver.figures import counted, format_time
 from solver.usage import UsageError
 
 if TYPE_CHECKING:
@@ -17,53 +19,86 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """torch_device: where the tensors of the trace stand, "cpu" or "cuda". notes: sentences."""
+    """torch_device: where the tensors of the trace stand, "cpu", "cuda" or "cuda:1". notes:
+    sentences."""
 
     hardware: Hardware
     torch_device: str
     costs: CostModel
     notes: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        """torch_device without its index."""
+        return self.torch_device.split(":")[0]
 
-def named_device(name: str) -> Hardware:
-    """`graphs.hardware.named`, and "cuda" for the card in this machine. Raises UsageError."""
-    if name == "cuda":
-        return card_here()
+
+_CUDA = re.compile(r"cuda(?::([0-9]{1,3}))?")
+_NOT_MEASURABLE = ("mps", "xpu")
+
+
+def named_device(name: str, *, needs_rates: bool = True) -> Hardware:
+    """`graphs.hardware.named`, and "cuda" or "cuda:1" for a card in this machine.
+
+    needs_rates: see `card_here`. Raises UsageError.
+    """
+    here = _CUDA.fullmatch(name)
+    if here is not None:
+        return card_here(int(here.group(1) or 0), needs_rates=needs_rates)
+    if name.split(":")[0] in _NOT_MEASURABLE:
+        raise UsageError(
+            f"--device {name}: steps are planned for cpu and cuda alone, where the peak can be "
+            "measured and random numbers be drawn again"
+        )
     try:
         return named(name)
     except ValueError as error:
-        raise UsageError(f"--device {name}: {error}, cuda") from error
+        raise UsageError(f"--device {name}: {error}, cuda, cuda:1") from error
 
 
 def find_target(device: str | None, *, costs: str | None) -> Target:
-    """The target of `--device` and `--costs`. Imports torch. Raises UsageError."""
+    """The target of `--device` and `--costs`. Imports torch.
+
+    costs: "measured", "roofline", or None: measured on a CUDA device that is here, else the
+    roofline. Raises UsageError.
+    """
     import torch
 
-    from graphs.costs import Measured, Roofline
+    from graphs.costs import Roofline
+    from graphs.default_costs import measured
 
     has_cuda = torch.cuda.is_available()
     name = device if device is not None else ("cuda" if has_cuda else "cpu")
-    hardware = named_device(name)
-    torch_device = "cuda" if hardware.kind == "cuda" and has_cuda else "cpu"
+    is_here = name == "cpu" or _CUDA.fullmatch(name) is not None
+    if costs == "measured" and not is_here:
+        raise UsageError(
+            f"--costs measured measures the device in this machine (--device cpu or cuda), "
+            f"not {name}"
+        )
+    is_measured = costs == "measured" or (costs is None and is_here and name != "cpu")
+    hardware = named_device(name, needs_rates=not is_measured)
+    forecast = "cuda" if hardware.kind == "cuda" and has_cuda else "cpu"
+    torch_device = name if is_here else forecast
+    if is_measured:
+        return Target(
+            hardware, torch_device, measured(torch.device(torch_device), fallback=hardware)
+        )
     notes = []
-    if hardware.kind != torch_device:
+    if hardware.kind != torch_device.split(":")[0]:
         notes.append(
             f"Traced on the CPU, since there is no CUDA device here: a forecast for "
             f"{hardware.title}. Some operators are others there (attention above all); a plan to "
             "run is made on a machine that has the device."
         )
-    if costs == "measured":
-        if name not in ("cpu", "cuda"):
-            raise UsageError(
-                f"--costs measured measures the device in this machine (--device cpu or cuda), "
-                f"not {name}"
-            )
-        return Target(hardware, torch_device, Measured(torch_device, fallback=hardware))
     return Target(hardware, torch_device, Roofline(hardware), tuple(notes))
 
 
-def card_here(index: int = 0) -> Hardware:
-    """A CUDA card of this machine, with the capacity that its driver reports."""
+def card_here(index: int = 0, *, needs_rates: bool = True) -> Hardware:
+    """A CUDA card of this machine, with the capacity that its driver reports.
+
+    needs_rates: a card of unknown rates is refused; else it has an H100's, for the operators that
+    cannot be measured. Raises UsageError.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -71,12 +106,17 @@ def card_here(index: int = 0) -> Hardware:
             "--device cuda: there is no CUDA device here; name a card (--device h100) to plan for "
             "it, or --device cpu"
         )
+    n_cards = torch.cuda.device_count()
+    if index >= n_cards:
+        raise UsageError(f"--device cuda:{index}: there are {n_cards} CUDA devices, from cuda:0 on")
     card = torch.cuda.get_device_properties(index)
     known = card_called(card.name, capacity_bytes=card.total_memory)
+    if known is None and not needs_rates:
+        known = dataclasses.replace(named("h100"), title=card.name)
     if known is None:
         raise UsageError(
-            f"--device cuda: no rates are known for {card.name}; name a card that is like it "
-            f"({', '.join(DEVICES)})"
+            f"--device cuda: no rates are known for {card.name}; measure them (--costs measured), "
+            f"or name a card that is like it ({', '.join(DEVICES)})"
         )
     return dataclasses.replace(known, capacity_bytes=card.total_memory)
 
@@ -88,8 +128,20 @@ def cost_words(described: object) -> str:
     title = described.get("title", described.get("device", ""))
     words = f"{described.get('model', 'unknown')}, {title}"
     fallbacks = described.get("n_fallbacks")
-    return (
-        f"{words}; {counted(int(fallbacks), 'op')} not measured but by roofline"
-        if fallbacks
-        else words
-    )
+    if fallbacks:
+        words += f"; {counted(int(fallbacks), 'op')} not measured but by roofline"
+    measured_s, roofline_s = (_seconds(described.get(f"{name}_s")) for name in _SUMS)
+    if measured_s and roofline_s:
+        words += (
+            f"; {format_time(measured_s)}, {measured_s / roofline_s:.2f} times the roofline's "
+            f"{format_time(roofline_s)}"
+        )
+    return words
+
+
+_SUMS = ("measured", "roofline")
+
+
+def _seconds(value: object) -> float:
+    """0 for what is no number: graph files come from strangers."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0

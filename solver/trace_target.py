@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from graphs.hardware import DEVICES, Hardware, named
@@ -15,11 +14,10 @@ _TORCH_KINDS = ("cpu", "cuda", "meta", "mps", "xpu")
 @dataclass(frozen=True)
 class TraceTarget:
     """options: `device` and `costs` for `graphs.trace.trace`, those that are given. hardware: what
-    a budget in percent is a share of (None: not named). save: keep what was measured."""
+    a budget in percent is a share of (None: not named)."""
 
     options: dict[str, Any]
     hardware: Hardware | None = None
-    save: Callable[[], None] = field(default=lambda: None)
 
 
 def trace_target(device: Any, costs: Any) -> TraceTarget:
@@ -28,7 +26,7 @@ def trace_target(device: Any, costs: Any) -> TraceTarget:
     device: "cpu", "cuda", "cuda:1" or a torch.device; a named card ("h100"), traced on CUDA where
         there is one, else on the CPU as a forecast; None: where the model is.
     costs: "roofline"; "measured", on the device that is here; a cost model; None: of a named card
-        the roofline, else as `trace` chooses.
+        the roofline, of a CUDA device that is here measured, else as `trace` chooses.
 
     Raises ValueError.
     """
@@ -46,7 +44,9 @@ def trace_target(device: Any, costs: Any) -> TraceTarget:
     if costs is not None and not isinstance(costs, str):
         return TraceTarget({**options, "costs": costs}, card)
     if costs is None and card is None:
-        return TraceTarget(options)
+        if where is None or where.type != "cuda" or not torch.cuda.is_available():
+            return TraceTarget(options)
+        costs = "measured"
     if where is None:
         raise ValueError(f"costs={costs!r} needs a device: 'cpu', 'cuda' or a named card")
     return _with_costs(options, card, where, measured=costs == "measured")
@@ -55,8 +55,8 @@ def trace_target(device: Any, costs: Any) -> TraceTarget:
 def _with_costs(
     options: dict[str, Any], card: Hardware | None, where: Any, *, measured: bool
 ) -> TraceTarget:
-    from graphs.cost_cache import CostCache, default_cache_file
-    from graphs.costs import Measured, Roofline
+    from graphs.costs import Roofline
+    from graphs.default_costs import measured as measured_costs
 
     if measured and card is not None and card.name != "cpu":
         raise ValueError(
@@ -64,12 +64,10 @@ def _with_costs(
             f"{card.name!r}"
         )
     if card is None:
-        card = card_here(where.index or 0) if where.type == "cuda" else named("cpu")
-    if not measured:
-        return TraceTarget({**options, "costs": Roofline(card)}, card)
-    cache = CostCache(default_cache_file(where), where) if where.type == "cuda" else None
-    model = Measured(where, fallback=card, cache=cache)
-    return TraceTarget({**options, "costs": model}, card, model.save)
+        on_cuda = where.type == "cuda"
+        card = card_here(where.index or 0, needs_rates=not measured) if on_cuda else named("cpu")
+    model = measured_costs(where, fallback=card) if measured else Roofline(card)
+    return TraceTarget({**options, "costs": model}, card)
 
 
 def _named_card(device: Any) -> Hardware | None:

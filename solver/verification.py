@@ -33,7 +33,8 @@ class Verification:
     available_bytes: what the plan may take. differences: what is not bit for bit the same with
     the plan as without, in words ("gradient of head.weight"); empty: all of it is. unsteady: names
     of what differs from run to run without a plan as well, on which nothing can be said.
-    reserved_bytes: what CUDA's allocator took from the device with the plan (None on the CPU).
+    reserved_bytes: what CUDA's allocator took from the device with the plan; context_bytes: what
+    was taken of it beside that, by contexts, kernels and other processes (None on the CPU).
     Times are medians of n_timed_steps, of which the slowest and fastest were spread_s apart.
     """
 
@@ -50,6 +51,7 @@ class Verification:
     n_gradients: int
     differences: tuple[str, ...]
     reserved_bytes: int | None = None
+    context_bytes: int | None = None
     spread_s: float = 0.0
     n_timed_steps: int = 1
     unsteady: tuple[str, ...] = ()

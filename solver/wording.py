@@ -256,7 +256,9 @@ def verified(found: Verification) -> Iterator[tuple[str, str]]:
         over = found.measured_peak_bytes - found.available_bytes
         yield "budget", f"OVERRUN by {format_both(over)}"
     if found.reserved_bytes is not None:
-        yield "allocator took", format_both(found.reserved_bytes)
+        beside = found.context_bytes
+        words = "" if beside is None else f"; beside it {format_size(beside)} of the card are taken"
+        yield "allocator took", f"{format_both(found.reserved_bytes)}{words}"
     if not found.differences:
         count = counted(found.n_gradients, "gradient")
         yield "bits", f"loss, {count} and buffers are the same, bit for bit, as without the plan"

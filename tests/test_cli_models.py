@@ -207,6 +207,7 @@ def test_a_card_that_is_not_here_is_a_forecast(model_file, capsys, monkeypatch):
     assert "NVIDIA H100 80 GB SXM" in out
     assert "750.0 MB" in out
     assert "a forecast for NVIDIA H100" in out
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in out
 
 
 def test_cuda_that_is_not_here_is_wrong_usage(model_file, capsys, monkeypatch):
@@ -222,7 +223,9 @@ def test_measured_costs_are_of_this_machine(model_file, capsys):
     assert code == 2
     assert "not h100" in line
     assert main([*options, "--device", "cpu", "--json", model_file()]) == 0
-    assert json.loads(capsys.readouterr().out)["costs"].startswith("measured")
+    costs = json.loads(capsys.readouterr().out)["costs"]
+    assert costs.startswith("measured")
+    assert "times the roofline's" in costs
 
 
 @pytest.mark.parametrize(

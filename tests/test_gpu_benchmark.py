@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import subprocess
@@ -19,9 +18,8 @@ from benchmarks.gpu.parts import PARTS, Settings
 from benchmarks.gpu.picture import draw
 from benchmarks.gpu.smoke_device import Bench
 from graphs import eager_kernels, seeds
-from graphs.call import Call
 from graphs.extract import is_random
-from scheduler_runtime import CudaGraphError, apply, cuda_graph
+from scheduler_runtime import CudaGraphError, apply
 from scheduler_runtime.cuda_graph import check_program
 from solver import solve
 
@@ -126,14 +124,6 @@ def test_all_ways_are_in_one_picture(tmp_path):
     cases = {"gpt2/eager": row, "gpt2/ours/0.5": row, "unet/compile": refused}
     assert [path.name for path in draw(cases, tmp_path)] == ["ways-gpt2.png"]
     assert (tmp_path / "ways-gpt2.png").stat().st_size > 10_000
-
-
-def test_a_cuda_graph_is_refused_on_the_cpu():
-    model, batch = SMALL["gpt2"].made(CPU)
-    solution = solve(model, batch, budget="1GB")
-    with pytest.raises(CudaGraphError, match="this one is on cpu"):
-        apply(model, solution, cuda_graph=True)
-    assert "forward" not in model.__dict__
 
 
 def test_a_cuda_graph_of_random_operators_that_run_again_is_refused():
@@ -290,30 +280,6 @@ def test_batch_norm_of_cudnn_is_planned_by_an_operator_that_tells_what_it_writes
     with eager_kernels.eager_kernels(torch.device("cuda")):
         assert operator.py_kernels[key] is kernel
     assert operator.py_kernels[key] is before
-
-
-def test_a_recorded_step_has_a_batch_of_its_own_and_refuses_gradients_that_are_there(monkeypatch):
-    model, batch = SMALL["gpt2"].made(CPU)
-    solution = solve(model, batch, budget="1GB", time_limit_s=5.0)
-    apply(model, solution)
-    model(*batch)
-    compiled = next(iter(model.forward._programs._programs.values()))
-    recorded_with: list[torch.Tensor] = []
-
-    def graphed(step, samples, *, allow_unused_input):
-        recorded_with.extend(samples)
-        step(*samples)
-        return step
-
-    monkeypatch.setattr(cuda_graph, "check_model", lambda _model: None)
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", graphed)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
-    step = cuda_graph.Recorded(compiled, model, Call.of(batch, {}))
-    assert [t.data_ptr() for t in recorded_with] != [t.data_ptr() for t in batch]
-    assert all(torch.equal(a, b) for a, b in zip(recorded_with, batch, strict=True))
-    step.run(model, Call.of(batch, {})).backward()
-    with pytest.raises(CudaGraphError, match="has a gradient already"):
-        step.run(model, Call.of(batch, {}))
 
 
 def test_what_differs_without_a_plan_as_well_is_told_apart(monkeypatch):

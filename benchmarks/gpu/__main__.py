@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import targets
 from benchmarks.gpu.parts import EXPANDABLE, PARTS, QUICK_PARTS, Part, Settings
 from graphs.files import write_json
 
@@ -67,10 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     results.data["parts"] = {
         n: results.data["parts"][n] for n in PARTS if n in results.data["parts"]
     }
+    results.data["targets"] = targets.found(
+        {name: part["cases"] for name, part in results.data["parts"].items()}
+    )
     results.save()
     _draw(results.data["parts"].get("ways", {}).get("cases", {}), arguments.out)
     for name in names:
         print(table(name, results.data["parts"][name]["cases"]))
+    for line in targets.lines(results.data["targets"]):
+        print(line)
     return 0
 
 
@@ -182,7 +188,7 @@ def _variables(case: str) -> dict[str, str]:
     """What a process must be started with: torch reads it once."""
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case in BITS_CASES else {}
     if case.endswith(EXPANDABLE):
-        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return variables
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.gpu.models import Subject
 from benchmarks.gpu.ways import WAYS, Prepared, Setting
 from graphs.memory_events import cpu_peak_bytes
-from scheduler_runtime.measure import bytes_of, resident_tensors
+from scheduler_runtime.measure import bytes_of, context_bytes, resident_tensors
 
 N_WARM, N_TIMED = 3, 5
 
@@ -37,6 +37,24 @@ class Figures:
     context_bytes: int | None = None
     requested_bytes: int | None = None
     other_bytes: int | None = None
+
+
+def predicted(prepared: Prepared, figures: Figures) -> dict[str, Any]:
+    """What was foretold, and by which share it was above what was measured (peak_off, time_off).
+
+    Steps that are recorded have a peak of another kind: it is not compared.
+    """
+    row: dict[str, Any] = {
+        "predicted_bytes": prepared.predicted_bytes,
+        "overhead": prepared.overhead,
+        "bound": prepared.bound,
+        "predicted_s": prepared.predicted_s,
+    }
+    if prepared.predicted_bytes is not None and not prepared.replays:
+        row["peak_off"] = prepared.predicted_bytes / figures.peak_bytes - 1.0
+    if prepared.predicted_s is not None:
+        row["time_off"] = prepared.predicted_s / figures.time_s - 1.0
+    return row
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -116,12 +134,6 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started_s
 
 
-def context_bytes(device: torch.device) -> int:
-    """What is taken of the device beside this process's allocator: contexts, kernels, others."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
-
-
 def emptied(device: torch.device) -> None:
     """Drop what nobody holds any more, so that it is in no figure of what comes next."""
     gc.collect()
@@ -179,7 +191,7 @@ def run_way(
         with limited(device, card_bytes):
             figures = measured(step, model, batch, optimizer, replays=prepared.replays)
         row |= asdict(figures)
-        row |= {"predicted_bytes": prepared.predicted_bytes, "overhead": prepared.overhead}
+        row |= predicted(prepared, figures)
         row["status"] = "ran"
     except torch.OutOfMemoryError:
         row["status"] = "out of memory"

@@ -107,7 +107,7 @@ class Subject:
 
     build: the model; batch: tensors of a batch of that many samples; both on the CPU.
     batch_size: the one that is measured. dtype: of parameters and floating-point inputs.
-    blocks: what per-block checkpointing wraps.
+    blocks: what per-block checkpointing wraps. with_layers: the same with so many layers.
     """
 
     build: Callable[[], nn.Module]
@@ -115,6 +115,7 @@ class Subject:
     batch_size: int
     dtype: torch.dtype = torch.float32
     blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: list(model.blocks)
+    with_layers: Callable[[int], Subject] | None = None
 
     def made(
         self, device: torch.device, *, batch_size: int | None = None, seed: int = 0
@@ -147,7 +148,20 @@ def _llama(n_layers: int, length: int, *, batch_size: int = 1) -> Subject:
         batch=lambda n: gpt2.get_batch(n, length, 128256),
         batch_size=batch_size,
         dtype=torch.bfloat16,
+        with_layers=lambda n: _llama(n, length, batch_size=batch_size),
     )
+
+
+N_LAYERS_OF_8B = 32
+LLAMA_LAYER_BYTES, LLAMA_REST_BYTES = 2_960_000_000, 12_900_000_000
+"""Of a step of 8192 tokens without a plan, in bf16 with AdamW: what a layer adds to its peak, and
+what embedding, head and loss take. As planned for 2 and 4 layers."""
+
+
+def llama_layers(memory_bytes: int) -> int:
+    """As many layers of Llama-3-8B as train on such a card without a plan."""
+    n_layers = (int(0.95 * memory_bytes) - LLAMA_REST_BYTES) // LLAMA_LAYER_BYTES
+    return max(1, min(N_LAYERS_OF_8B, n_layers))
 
 
 LARGE: Mapping[str, Subject] = {
@@ -158,9 +172,8 @@ LARGE: Mapping[str, Subject] = {
         8,
         torch.bfloat16,
     ),
-    # 16 layers with AdamW take 36 GB of parameters, gradients and states in bf16
-    "llama-8b-2048": _llama(16, 2048, batch_size=4),
-    "llama-8b-8192": _llama(16, 8192),
+    "llama-8b-2048": _llama(N_LAYERS_OF_8B, 2048, batch_size=4),
+    "llama-8b-8192": _llama(N_LAYERS_OF_8B, 8192),
     "resnet101": Subject(lambda: resnet50.get_model(depths=(3, 4, 23, 3)), resnet50.get_batch, 128),
     "resnet-1001": Subject(
         lambda: DeepResNet(n_blocks=111, width=16),
@@ -215,3 +228,10 @@ QUICK = ("gpt2", "llama-8b-2048", "resnet101")
 
 def subjects(device: torch.device) -> Mapping[str, Subject]:
     return SMALL if device.type == "cpu" else LARGE
+
+
+def fitted(subject: Subject, memory_bytes: int) -> Subject:
+    """The subject with as many layers as fit a card, where it has a number of them to choose."""
+    if subject.with_layers is None:
+        return subject
+    return subject.with_layers(llama_layers(memory_bytes))

@@ -14,13 +14,14 @@ import torch
 
 from benchmarks.gpu import bits, operators, smoke
 from benchmarks.gpu.bench import measured, optimizer_of, run_way, step_of
-from benchmarks.gpu.models import QUICK, Subject, subjects
+from benchmarks.gpu.models import QUICK, Subject, fitted, subjects
 from benchmarks.gpu.ways import WAYS, WITH_BUDGET, Setting
 from solver.budget import CUDA_RESERVE_BYTES
 
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 QUICK_SHARES = (0.8, 0.5, 0.2)
 KEPT_SHARES = (0.8, 0.6, 0.4)
+ALL_KEPT_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 EXPANDABLE = "/expandable"
 """At a case's end: the allocator is to use segments that grow (its process is started so)."""
 CARDS_BYTES = {"16 GB": 16 * 10**9, "24 GB": 24 * 10**9, "80 GB": 80 * 10**9}
@@ -44,8 +45,14 @@ class Settings:
     def shares(self) -> tuple[float, ...]:
         return SHARES if self.full else QUICK_SHARES
 
-    def subject(self, name: str) -> Subject:
-        return subjects(self.device)[name]
+    @property
+    def kept_shares(self) -> tuple[float, ...]:
+        return ALL_KEPT_SHARES if self.full else KEPT_SHARES
+
+    def subject(self, name: str, *, card_bytes: int | None = None) -> Subject:
+        """card_bytes: of the card that it is for (None: the device's)."""
+        subject = subjects(self.device)[name]
+        return fitted(subject, _capacity_bytes(self.device) if card_bytes is None else card_bytes)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def _ways_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict
     name, way, *rest = case.split("/")
     share = float(rest[0]) if rest else None
     budget_bytes = _share_bytes(name, share, settings, earlier)
-    return run_way(
+    row = run_way(
         way,
         settings.subject(name),
         settings.device,
@@ -84,6 +91,10 @@ def _ways_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict
         time_limit_s=settings.time_limit_s,
         backend=settings.backend,
     )
+    plain_s = earlier.get(f"{name}/eager", {}).get("time_s")
+    if plain_s and row["status"] == "ran":
+        row["measured_overhead"] = row["time_s"] / plain_s - 1.0
+    return row
 
 
 def _share_bytes(
@@ -122,7 +133,7 @@ def _kept_cases(settings: Settings) -> list[str]:
     return [
         f"{name}/{share}{allocator}"
         for name in settings.names
-        for share in KEPT_SHARES
+        for share in settings.kept_shares
         for allocator in allocators
     ]
 
@@ -190,7 +201,7 @@ def _batch_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dic
     while smallest_not is None or smallest_not - largest > max(1, largest // 8):
         row = run_way(
             way,
-            settings.subject(name),
+            settings.subject(name, card_bytes=budget_bytes),
             settings.device,
             share=0.3 if way == "compile, memory budget" else None,
             budget_bytes=budget_bytes,
@@ -281,6 +292,7 @@ PARTS: Mapping[str, Part] = {
             "budget_bytes",
             "predicted_bytes",
             "peak_bytes",
+            "peak_off",
             "reserved_bytes",
             "plain_fails",
             "kept",
@@ -303,7 +315,16 @@ PARTS: Mapping[str, Part] = {
         "All ways side by side",
         _ways_cases,
         _ways_run,
-        ("samples_per_s", "budget_bytes", "predicted_bytes", "peak_bytes", "status"),
+        (
+            "samples_per_s",
+            "measured_overhead",
+            "bound",
+            "budget_bytes",
+            "peak_bytes",
+            "peak_off",
+            "time_off",
+            "status",
+        ),
     ),
     "batch": Part(
         "The largest batch of each way",

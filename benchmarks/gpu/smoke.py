@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import smoke_checks, smoke_device
+from benchmarks.gpu import smoke_checks, smoke_device, smoke_recorded
 from benchmarks.gpu.smoke_device import Bench
 
 Check = Callable[[Bench], str]
@@ -24,7 +24,7 @@ GROUPS: Mapping[str, tuple[Check, ...]] = {
     "operators": smoke_device.OPERATORS,
     "plan": smoke_checks.PLAN,
     "memory": smoke_checks.MEMORY,
-    "CUDA graph": smoke_checks.RECORDED,
+    "CUDA graph": smoke_recorded.RECORDED,
     "compile": smoke_checks.COMPILED,
     "fit": smoke_checks.FIT,
 }

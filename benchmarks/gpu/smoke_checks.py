@@ -17,7 +17,7 @@ import scheduler_runtime
 from benchmarks.gpu import bits
 from benchmarks.gpu.bench import emptied, measured, optimizer_of, step_of
 from benchmarks.gpu.operators import hardware_of
-from benchmarks.gpu.smoke_device import NEEDS_CUDA, Bench, must
+from benchmarks.gpu.smoke_device import Bench, must
 from graphs.cost_cache import CostCache
 from graphs.costs import Measured, Roofline
 from graphs.trace import trace
@@ -29,13 +29,13 @@ from solver.solution import Solution
 _TOLD = ("attention", "norm", "dropout", "convolution", "rnn")
 
 
-def _made(name: str, bench: Bench) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def made(name: str, bench: Bench) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     model, batch = bits.SUBJECTS[name](bench.device)
     return model.to(bench.device).train(), tuple(t.to(bench.device) for t in batch)
 
 
-def _tight(
+def tight(
     model: nn.Module, batch: tuple[torch.Tensor, ...], *, share: float = 0.75, **options: Any
 ) -> Solution:
     """A plan that has to run something again."""
@@ -55,7 +55,7 @@ def traced_operators_are_those_of_eager_mode(bench: Bench) -> str:
     """Of attention, norms, dropout and convolutions: the same kernels, as often."""
     words = []
     for name in bits.SUBJECTS:
-        model, batch = _made(name, bench)
+        model, batch = made(name, bench)
         seen = _Counted()
         with seen:
             model(*batch).backward()
@@ -115,7 +115,7 @@ def _same_bits(name: str, way: str, bench: Bench) -> str:
 
 def autocast_bits(bench: Bench) -> str:
     """bfloat16 by autocast, of a tied weight: cast once, as eager mode does."""
-    model, batch = _made("gpt2 with dropout", bench)
+    model, batch = made("gpt2 with dropout", bench)
     twin = copy.deepcopy(model)
     gradients = []
     torch.use_deterministic_algorithms(bench.on_cuda)
@@ -123,7 +123,7 @@ def autocast_bits(bench: Bench) -> str:
         for each in (twin, model):
             with torch.autocast(bench.device.type, dtype=torch.bfloat16):
                 if each is model:
-                    scheduler_runtime.apply(model, _tight(model, batch))
+                    scheduler_runtime.apply(model, tight(model, batch))
                 torch.manual_seed(7)
                 loss = each(*batch)
             loss.backward()
@@ -153,9 +153,9 @@ def predicted_and_measured_peaks(bench: Bench) -> str:
     """Told, and held to what the allocator rounds and libraries keep: 1 MB a tensor of the step."""
     words = []
     for name in ("gpt2 with dropout", "batch norm"):
-        model, batch = _made(name, bench)
+        model, batch = made(name, bench)
         optimizer = optimizer_of(model)
-        solution = _tight(model, batch, optimizer=optimizer)
+        solution = tight(model, batch, optimizer=optimizer)
         scheduler_runtime.apply(model, solution)
         assert solution.trace is not None
         predicted = solution.trace.peak_bytes
@@ -180,7 +180,7 @@ def optimizers_take_what_is_predicted(bench: Bench) -> str:
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.SGD, {"momentum": 0.9}),
     ):
-        model, batch = _made("gpt2 with dropout", bench)
+        model, batch = made("gpt2 with dropout", bench)
         optimizer = kind(model.parameters(), lr=1e-5, **options)
         graph = trace(model, batch, optimizer=optimizer, costs=Roofline(hardware_of(bench.device)))
         predicted = graph.meta["environment"]["optimizer"]
@@ -205,9 +205,9 @@ def optimizers_take_what_is_predicted(bench: Bench) -> str:
 
 
 def verified_on_the_device(bench: Bench) -> str:
-    model, batch = _made("batch norm", bench)
+    model, batch = made("batch norm", bench)
     found = verify(
-        _tight(model, batch, optimizer=optimizer_of(model)),
+        tight(model, batch, optimizer=optimizer_of(model)),
         model=lambda: bits.SUBJECTS["batch norm"](bench.device)[0],
         batch=lambda: bits.SUBJECTS["batch norm"](bench.device)[1],
         loss=None,
@@ -224,7 +224,7 @@ def verified_on_the_device(bench: Bench) -> str:
 
 
 def costs_are_kept_on_disk(bench: Bench) -> str:
-    model, batch = _made("gpt2 with dropout", bench)
+    model, batch = made("gpt2 with dropout", bench)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
         costs = Measured(bench.device, cache=CostCache(path, bench.device))
@@ -244,60 +244,7 @@ MEMORY: tuple[Callable[[Bench], str], ...] = (
 )
 
 
-# ---- recorded, compiled, fitted ----------------------------------------------------------------
-
-
-def recorded_steps_have_the_same_gradients(bench: Bench) -> str:
-    """Three batches: the first is not written over, and gradients that are there are refused."""
-    if not bench.on_cuda:
-        return NEEDS_CUDA
-    model, batch = _made("gpt2 with dropout", bench)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    twin = copy.deepcopy(model)
-    scheduler_runtime.apply(model, _tight(model, batch), cuda_graph=True)
-    batches = [batch, *(tuple((t + i) % 128 for t in batch) for i in (1, 2))]
-    first = batch[0].clone()
-    worst = 0.0
-    for each in batches:
-        for other in (twin, model):
-            for parameter in other.parameters():
-                parameter.grad = None
-            other(*each).backward()
-        pairs = zip(twin.parameters(), model.parameters(), strict=True)
-        worst = max(worst, *(float((a.grad - b.grad).abs().max()) for a, b in pairs))
-    must(torch.equal(first, batch[0]), "the first batch was written over")
-    must(worst < 1e-3, f"gradients are up to {worst} apart")
-    try:
-        model(*batch)
-    except scheduler_runtime.CudaGraphError:
-        return f"gradients up to {worst:.2g} apart"
-    raise AssertionError("a step with gradients that are there was not refused")
-
-
-def recorded_dropout_draws_anew(bench: Bench) -> str:
-    """A plan that keeps everything: random operators run once, and differ from step to step."""
-    if not bench.on_cuda:
-        return NEEDS_CUDA
-    model, batch = _made("gpt2 with dropout", bench)
-    plan = solve(model, batch, budget="100GB", reserve=0)
-    scheduler_runtime.apply(model, plan, cuda_graph=True)
-    losses = []
-    for _ in range(3):
-        loss = model(*batch)
-        loss.backward()
-        losses.append(float(loss))
-        for parameter in model.parameters():
-            parameter.grad = None
-    must(len(set(losses)) == 3, f"losses {losses}")
-    return f"losses {losses}"
-
-
-RECORDED: tuple[Callable[[Bench], str], ...] = (
-    recorded_steps_have_the_same_gradients,
-    recorded_dropout_draws_anew,
-)
+# ---- compiled, fitted --------------------------------------------------------------------------
 
 
 def compiled_operator_by_operator(bench: Bench) -> str:
@@ -314,7 +261,7 @@ def compiled_bits(bench: Bench) -> str:
 
 def _compiled(bench: Bench, backend: str) -> str:
     torch._dynamo.reset()
-    model, batch = _made("gpt2 with dropout", bench)
+    model, batch = made("gpt2 with dropout", bench)
     options = {"reserve": 0, "backend": backend, "time_limit_s": 5.0}
     scheduler_runtime.compile(model, batch, budget="100GB", **options)
     (report,) = scheduler_runtime.compile_reports(model)
@@ -335,7 +282,7 @@ COMPILED: tuple[Callable[[Bench], str], ...] = (
 
 
 def fitted_with_what_is_free(bench: Bench) -> str:
-    model, batch = _made("gpt2 with dropout", bench)
+    model, batch = made("gpt2 with dropout", bench)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     budget = "auto" if bench.on_cuda else "1GB"
     scheduler_runtime.fit(model, budget=budget, optimizer=optimizer, time_limit_s=5.0)
@@ -348,17 +295,17 @@ def fitted_with_what_is_free(bench: Bench) -> str:
 
 
 def fitted_to_what_is_tight(bench: Bench) -> str:
-    model, batch = _made("batch norm", bench)
-    tight = _tight(model, batch).request.budget_bytes
+    model, batch = made("batch norm", bench)
+    budget = tight(model, batch).request.budget_bytes
     with warnings.catch_warnings(action="ignore"):
-        scheduler_runtime.fit(model, budget=tight, reserve=0, time_limit_s=5.0)
+        scheduler_runtime.fit(model, budget=budget, reserve=0, time_limit_s=5.0)
         model(*batch).backward()
     (plan,) = scheduler_runtime.plans_of(model)
     return repr(plan.solution)
 
 
 def planned_by_submodules(bench: Bench) -> str:
-    model, batch = _made("gpt2 with dropout", bench)
+    model, batch = made("gpt2 with dropout", bench)
     found = plan_chain(model, batch, budget="100GB")
     held = found.baseline.peak_bytes - found.graph.resident_bytes
     must(held > 0, "no memory was seen")

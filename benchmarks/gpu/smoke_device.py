@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.bench import context_bytes, emptied, limited
+from benchmarks.gpu.bench import emptied, limited
 from benchmarks.gpu.operators import hardware_of
 from graphs.costs import Measured
 from graphs.operators import OpCall
+from scheduler_runtime.measure import context_bytes
 from scheduler_runtime.random_state import run_again, run_and_keep_state
 
 aten = torch.ops.aten
@@ -43,6 +44,9 @@ class Bench:
         return torch.rand(*shape, device=self.device, dtype=dtype)
 
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where PyTorch reads the allocator's settings; the second is its older name."""
+
 NEEDS_CUDA = "not looked at, needs CUDA"
 
 
@@ -62,7 +66,8 @@ def what_is_here(bench: Bench) -> str:
         words.append(f"{card.name}, sm_{card.major}{card.minor}, CUDA {torch.version.cuda}")
         words.append(f"cuDNN {torch.backends.cudnn.version()}")
         words.append(f"{free} of {total} bytes free, context {context_bytes(bench.device)}")
-        words.append(f"allocator {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'as it is')}")
+        set_to = {n: v for n in ALLOCATOR if (v := os.environ.get(n)) is not None}
+        words.append(f"allocator {set_to or 'as it is'}")
         words.append(f"rates of {hardware_of(bench.device).title}")
     return "; ".join(words)
 

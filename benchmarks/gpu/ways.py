@@ -21,12 +21,15 @@ from solver import solve
 
 @dataclass(frozen=True)
 class Prepared:
-    """call: what to call in place of the model. predicted_bytes, overhead: of the plan, where
-    there is one. undo: after the measurement. replays: steps are recorded as CUDA graphs."""
+    """call: what to call in place of the model. predicted_bytes, predicted_s, overhead: of the
+    plan, where there is one; bound: no plan has less overhead. undo: after the measurement.
+    replays: steps are recorded as CUDA graphs."""
 
     call: Callable[..., Any]
     predicted_bytes: int | None = None
     overhead: float | None = None
+    bound: float | None = None
+    predicted_s: float | None = None
     undo: Callable[[], object] = lambda: None
     replays: bool = False
 
@@ -129,6 +132,8 @@ def _planned(*, cuda_graph: bool) -> Way:
             model,
             predicted_bytes=solution.trace.peak_bytes,
             overhead=solution.overhead,
+            bound=solution.lower_bound_s / solution.baseline.time_s - 1.0,
+            predicted_s=solution.trace.time_s,
             undo=lambda: scheduler_runtime.remove(model),
             replays=cuda_graph,
         )
@@ -153,6 +158,7 @@ def ours_compiled(
         model,
         predicted_bytes=report.chosen.partition.predicted_bytes,
         overhead=report.chosen.partition.overhead,
+        bound=report.chosen.partition.lower_bound,
         undo=lambda: scheduler_runtime.uncompile(model),
     )
 

@@ -210,12 +210,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device",
         metavar="NAME",
-        help="cpu, cuda, or a card such as h100 (default: cuda where there is one, else cpu)",
+        help="cpu, cuda, cuda:1, or a card such as h100 (default: cuda where there is one, else "
+        "cpu)",
     )
     group.add_argument(
         "--costs",
         choices=("roofline", "measured"),
-        help="times from the device's rates (default), or measured on this machine",
+        help="times from the device's rates, or measured on this machine (default: measured on a "
+        "CUDA device that is here, else roofline)",
     )
     group.add_argument("--batch-size", type=_at_least(1), metavar="N", help="for get_batch")
     group.add_argument("--seq-length", type=_at_least(1), metavar="N", help="for get_batch")

@@ -210,7 +210,7 @@ def _model_problem(
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
             reserve_reason=why_reserve,
-            notes=(*target.notes, *notes),
+            notes=(*target.notes, *_note_on_allocator(target), *notes),
             verify=partial(_verified, file, target, arguments.autocast),
             resized=None if arguments.largest is None else partial(resized, file),
         )
@@ -229,9 +229,7 @@ def _model_problem(
         return Problem(
             name=f"{arguments.problem} ({file.title or graph.meta.get('model', 'model')})",
             graph=graph,
-            device="the CPU of this machine"
-            if target.torch_device == "cpu"
-            else target.hardware.title,
+            device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
             costs="measured here, submodule by submodule",
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
@@ -268,7 +266,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
     batch = _on_meta(file.batch, "the batch", notes)
     optimizer = file.optimizer(model)
     try:
-        with autocast(arguments.autocast, target.torch_device), _quiet_logs():
+        with autocast(arguments.autocast, target.kind), _quiet_logs():
             graph = trace(
                 model,
                 batch,
@@ -335,6 +333,15 @@ def _called_with(error: Exception, batch: Any) -> str:
     tensors = nested.tensors(batch)
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
     return f"; get_batch() gave {', '.join(shown) or 'no tensor'}"
+
+
+def _note_on_allocator(target: Target) -> Iterator[str]:
+    """What the budget cannot see, and how it is kept small."""
+    if target.hardware.kind == "cuda":
+        yield (
+            "Start the training with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the "
+            "allocator leaves holes that no plan can foresee, and the reserve is not for them."
+        )
 
 
 def _note_on_outputs(graph: Graph) -> Iterator[str]:

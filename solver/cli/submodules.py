@@ -43,8 +43,7 @@ def plan_by_submodules(
 def _not_measurable(arguments: Arguments, target: Target) -> str:
     """The options that ask for what real steps on this machine cannot say; "": none does."""
     asked = {
-        f"--device {arguments.device} (it is not here)": target.hardware.kind
-        != target.torch_device,
+        f"--device {arguments.device} (it is not here)": target.hardware.kind != target.kind,
         "--costs": arguments.costs == "roofline",
         "--autocast": arguments.autocast is not None,
         "--accumulate": arguments.accumulate,

@@ -1,0 +1,86 @@
+"""One stretch of a program as a generated function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+Value = fx.Node
+"""A value of the program: a node of the straight line that defines it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of the program as one generated function.
+
+    inputs: the values it reads, in the order of its arguments; those in `last` nobody reads later.
+    results: the values that it defines and that are read later. gradients: placeholder of the
+    joint graph -> the value of its gradient, finished here. handed_out: values that leave the
+    program here and that nobody reads later.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Value, ...]
+    last: frozenset[Value]
+    results: tuple[Value, ...]
+    gradients: tuple[tuple[fx.Node, Value], ...]
+    handed_out: tuple[Value, ...]
+
+    def run(self, state: dict[Value, Any]) -> None:
+        """Take the inputs out of `state`, where nobody reads them later, and put results in."""
+        arguments = [state.pop(v) if v in self.last else state[v] for v in self.inputs]
+        results = self.module.forward(arguments)
+        state.update(zip(self.results, results, strict=True))
+
+
+def piece_of(
+    body: list[fx.Node],
+    read_later: set[Value],
+    wanted: set[Value],
+    resident: set[Value],
+    gradients: tuple[tuple[fx.Node, Value], ...],
+) -> Piece:
+    """The values of `body` as a function. read_later, wanted: values that must come out of it;
+    resident: values that are there from the start to the end."""
+    defined = set(body)
+    inputs = dict.fromkeys(
+        argument for node in body for argument in node.all_input_nodes if argument not in defined
+    )
+    results = tuple(v for v in body if v in read_later or v in wanted)
+    graph = fx.Graph()
+    graph.set_codegen(_BoxedCodeGen())
+    names = {value: graph.placeholder(value.name) for value in inputs}
+    for node in body:
+        names[node] = copied = graph.node_copy(node, names.__getitem__)
+        if type(node.target) is torch._ops.OpOverload:
+            copied.target = _called_directly(node.target)
+    graph.output([names[value] for value in results])
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    kept = read_later | resident
+    return Piece(
+        module=module,
+        inputs=tuple(inputs),
+        last=frozenset(v for v in inputs if v not in kept and v not in wanted),
+        results=results,
+        gradients=gradients,
+        handed_out=tuple(v for v in wanted if v not in kept),
+    )
+
+
+@functools.cache
+def _called_directly(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The operator by a name of its own in the generated code.
+
+    `torch.ops.aten.mm.default(...)` looks five names up and goes through a Python function before
+    it comes to what is called here: a third of the host's time for a small operator.
+    """
+    direct: Any = functools.partial(operator._op)
+    namespace, _, name = str(operator).partition(".")
+    direct.__module__, direct.__name__ = namespace, name.replace(".", "_")
+    return direct  # type: ignore[no-any-return]
