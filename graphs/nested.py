@@ -32,6 +32,13 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def paths(spec: Spec) -> list[tuple[Any, ...]]:
+    """Where each leaf stands, as pytree's keys (`torch.utils._pytree.keystr` writes them out)."""
+    # in the places of the leaves tensors, since a dataclass without any is not opened
+    like = unflatten([torch.empty(0)] * spec.num_leaves, spec)
+    return [path for path, _ in pytree.tree_flatten_with_path(_opened(like, ()))[0]]
+
+
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """The same nested value with every tensor changed; nothing is written into the given one."""
     flat, spec = flatten(value)
@@ -77,5 +84,11 @@ def _closed(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
 
 
 pytree.register_pytree_node(
-    _Opened, lambda opened: (list(opened.values), (opened.kind, opened.names)), _closed
+    _Opened,
+    lambda opened: (list(opened.values), (opened.kind, opened.names)),
+    _closed,
+    flatten_with_keys_fn=lambda opened: (
+        [(pytree.GetAttrKey(n), v) for n, v in zip(opened.names, opened.values, strict=True)],
+        (opened.kind, opened.names),
+    ),
 )

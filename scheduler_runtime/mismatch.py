@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphs import nested
 from graphs.call import HOLE, Call, environment_of
 from graphs.graph import Graph
 from graphs.trace import buffer_forms, input_forms, parameter_forms
@@ -51,14 +52,11 @@ def _which_argument(
 def argument_names(call: Call, model: nn.Module) -> list[str]:
     """What forward calls each tensor of the call: "x", "batch['labels']"."""
     positional = _positional_names(model)
-    indices = iter(range(len(call.rest)))
-    numbered = pytree.tree_unflatten([next(indices) for _ in call.rest], call.spec)
     names = []
-    for path, index in pytree.tree_flatten_with_path(numbered)[0]:
-        if call.rest[index] is not HOLE:
+    for item, path in zip(call.rest, nested.paths(call.spec), strict=True):
+        if item is not HOLE:
             continue
-        entries: tuple[Any, ...] = path
-        kind, first, *inner = entries
+        kind, first, *inner = path
         name = str(getattr(first, "key", ""))
         if kind.idx == 0:
             name = next(

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphs import nested
 from graphs.trace import TraceError, trace
-from scheduler_runtime import apply, fit
+from scheduler_runtime import PlanMismatchError, apply, fit
 from scheduler_runtime.fallback import plan_chain
 from solver.rematerialise import baseline, keep
 from solver.simulate import simulate
@@ -153,6 +153,14 @@ def test_a_batch_may_be_a_dataclass_and_each_shape_is_planned() -> None:
     assert batch.setting == Setting()
     traced = trace(plain, batch)
     assert sum(t.size_bytes for t in traced.resident if t.kind == "input") == 4 * (3 * 16 + 16)
+
+
+def test_another_batch_is_refused_by_the_name_of_its_field() -> None:
+    model = Returning(lambda _h, loss: loss)
+    batch = Batch(torch.randn(8, 16), Setting(), [torch.randn(16)])
+    apply(model, keeping_nothing(trace(model, batch)), on_mismatch="error")
+    with pytest.raises(PlanMismatchError, match=r"batch\.weights\[0\]"):
+        model(dataclasses.replace(batch, weights=[torch.randn(1, 16)]))
 
 
 def test_submodules_of_a_model_that_returns_a_dataclass_are_planned() -> None:
