@@ -159,8 +159,8 @@ def test_another_batch_is_refused_by_the_name_of_its_field() -> None:
     model = Returning(lambda _h, loss: loss)
     batch = Batch(torch.randn(8, 16), Setting(), [torch.randn(16)])
     apply(model, keeping_nothing(trace(model, batch)), on_mismatch="error")
-    with pytest.raises(PlanMismatchError, match=r"batch\.weights\[0\]"):
-        model(dataclasses.replace(batch, weights=[torch.randn(1, 16)]))
+    with pytest.raises(PlanMismatchError, match=r"batch\.x"):
+        model(dataclasses.replace(batch, x=torch.randn(9, 16)))
 
 
 def test_submodules_of_a_model_that_returns_a_dataclass_are_planned() -> None:
