@@ -8,6 +8,7 @@ again right before it is read. What nobody reads is not run again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from graphs.graph import Graph
@@ -30,7 +31,9 @@ class Playback:
         self._available = {tensor.name for tensor in graph.resident}
         self._order: list[str] = []
         self._ran: set[int] = set()
-        self._held_cuts = {0}
+        self._held_cuts: set[int] = set()
+        self._n_holding: Counter[str] = Counter()  # by storage: of the held cuts, those it crosses
+        self._hold(0)
         self._saved_blocks: set[int] = set()
         self._block_of = {
             name: index
@@ -55,10 +58,10 @@ class Playback:
             self._order += nodes
         else:
             nodes = self._run_first(block)
-        self._held_cuts.add(block)
+        self._hold(block)
         self._forget(name for node in nodes for name in self._graph.node_by_name[node].outputs)
         if drop_input:
-            self._held_cuts.discard(block - 1)
+            self._let_go(block - 1)
             self._forget(self._at_cut(block - 1))
 
     def forward_keeping_all(self, block: int) -> None:
@@ -67,7 +70,7 @@ class Playback:
         When it runs again, only that is noted: its nodes run when the next operations miss them.
         """
         self._saved_blocks.add(block)
-        self._held_cuts.add(block)
+        self._hold(block)
         if block not in self._ran:
             self._run_first(block)
 
@@ -79,7 +82,7 @@ class Playback:
             self._order.append(name)
             self._available.update(node.outputs)
         self._saved_blocks.discard(block)
-        self._held_cuts.discard(block)
+        self._let_go(block)
 
     def schedule(self) -> Schedule:
         """What was played, with what comes after the backward pass, without dead computations."""
@@ -108,13 +111,22 @@ class Playback:
             if self._block_of[name] <= cut
         ]
 
+    def _hold(self, cut: int) -> None:
+        if cut not in self._held_cuts:
+            self._held_cuts.add(cut)
+            self._n_holding.update(self._blocks.crossing[cut])
+
+    def _let_go(self, cut: int) -> None:
+        if cut in self._held_cuts:
+            self._held_cuts.remove(cut)
+            self._n_holding.subtract(self._blocks.crossing[cut])
+
     def _forget(self, names: Iterable[str]) -> None:
         """Drop these tensors, except those that a held cut or a saved block needs."""
-        held = {storage for cut in self._held_cuts for storage in self._blocks.crossing[cut]}
         self._available.difference_update(
             name
             for name in names
             if name not in self._pinned
-            and self._graph.root(name) not in held
+            and not self._n_holding[self._graph.root(name)]
             and self._block_of[name] not in self._saved_blocks
         )
