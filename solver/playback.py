@@ -31,6 +31,11 @@ class Playback:
         self._available = {tensor.name for tensor in graph.resident}
         self._order: list[str] = []
         self._ran: set[int] = set()
+        # companions are pinned below: they come into being once and are never dropped
+        self._crossing = [
+            tuple(name for name in names if name not in blocks.companions)
+            for names in blocks.crossing
+        ]
         self._held_cuts: set[int] = set()
         self._n_holding: Counter[str] = Counter()  # by storage: of the held cuts, those it crosses
         self._hold(0)
@@ -103,10 +108,11 @@ class Playback:
         return nodes
 
     def _at_cut(self, cut: int) -> list[str]:
-        """The tensors of blocks up to the cut that are on the storages that cross it."""
+        """The tensors of blocks up to the cut that are on the storages that cross it, companions
+        left out."""
         return [
             name
-            for storage in self._blocks.crossing[cut]
+            for storage in self._crossing[cut]
             for name in self._members[storage]
             if self._block_of[name] <= cut
         ]
@@ -114,12 +120,12 @@ class Playback:
     def _hold(self, cut: int) -> None:
         if cut not in self._held_cuts:
             self._held_cuts.add(cut)
-            self._n_holding.update(self._blocks.crossing[cut])
+            self._n_holding.update(self._crossing[cut])
 
     def _let_go(self, cut: int) -> None:
         if cut in self._held_cuts:
             self._held_cuts.remove(cut)
-            self._n_holding.subtract(self._blocks.crossing[cut])
+            self._n_holding.subtract(self._crossing[cut])
 
     def _forget(self, names: Iterable[str]) -> None:
         """Drop these tensors, except those that a held cut or a saved block needs."""
