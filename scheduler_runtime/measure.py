@@ -65,7 +65,7 @@ def measure(
     times_s = []
     for _ in range(n_steps):
         clear()
-        times_s.append(_seconds(step, device))
+        times_s.append(seconds_of(step, device))
     clear()
     resident = bytes_of(resident_tensors(model, batch, optimizer), device)
     if device.type == "cuda":
@@ -115,7 +115,8 @@ def _step(
     return step
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
+def seconds_of(step: Callable[[], None], device: torch.device) -> float:
+    """By the host's clock, until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started_s = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from benchmarks.gpu.models import Subject
 from benchmarks.gpu.ways import WAYS, Prepared, Setting
 from graphs.memory_events import cpu_peak_bytes
-from scheduler_runtime.measure import bytes_of, context_bytes, resident_tensors
+from scheduler_runtime.measure import bytes_of, context_bytes, resident_tensors, seconds_of
 
 N_WARM, N_TIMED = 3, 5
 
@@ -93,7 +92,7 @@ def measured(
     device = batch[0].device
     for _ in range(n_warm):
         step()
-    times_s = [_seconds(step, device) for _ in range(n_timed)]
+    times_s = [seconds_of(step, device) for _ in range(n_timed)]
     time_s = statistics.median(times_s)
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
@@ -122,16 +121,6 @@ def measured(
         samples_per_s=len(batch[0]) / time_s,
         resident_bytes=resident,
     )
-
-
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started_s = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started_s
 
 
 def emptied(device: torch.device) -> None:
