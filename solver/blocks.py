@@ -22,8 +22,10 @@ cuts belongs to no block. Companions are not counted in widths, and methods keep
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -66,6 +68,11 @@ class Blocks:
     @property
     def n_blocks(self) -> int:
         return len(self.forward)
+
+    @functools.cached_property
+    def at_cuts(self) -> frozenset[str]:
+        """The storages that cross any cut."""
+        return frozenset(name for names in self.crossing for name in names) | self.companions
 
 
 @dataclass(frozen=True)
@@ -133,9 +140,17 @@ def forward_storages(graph: Graph) -> tuple[Storage, ...]:
     )
 
 
-def crossing_at(storages: Iterable[Storage], position: int) -> tuple[str, ...]:
-    """The storages that cross the moment before the forward node at `position`."""
-    return tuple(s.name for s in storages if s.born < position <= s.last_read)
+def _crossings(storages: Sequence[Storage], positions: Iterable[int]) -> Iterator[tuple[str, ...]]:
+    """The storages that cross the moment before each of these forward nodes (positions ascend)."""
+    born = deque(storages)  # in this order they are
+    read = deque(sorted(storages, key=lambda storage: storage.last_read))
+    alive: dict[str, None] = {}
+    for position in positions:
+        while born and born[0].born < position:
+            alive[born.popleft().name] = None
+        while read and read[0].last_read < position:
+            del alive[read.popleft().name]
+        yield tuple(alive)
 
 
 def _crossing_many(storages: Sequence[Storage], positions: Sequence[int]) -> frozenset[str]:
@@ -253,7 +268,7 @@ def _blocks(
         backward=_backward(graph, storages, companions, positions, n_blocks=len(forward)),
         after=tuple(node.name for node in graph.later_nodes if node.phase == "optimizer"),
         crossing=(
-            *(crossing_at(storages, position) for position in bounds[:-1]),
+            *_crossings(storages, bounds[:-1]),
             tuple(s.name for s in storages if s.name in outside_reads),
         ),
         companions=companions,
@@ -335,7 +350,7 @@ def checkpoints(graph: Graph, blocks: Blocks, *, n_whole: int) -> frozenset[str]
 
     The words of `rematerialise.keep`: storages kept from the forward pass.
     """
-    kept = {name for crossing in blocks.crossing for name in crossing} | blocks.companions
+    kept = set(blocks.at_cuts)
     for block in blocks.forward[max(0, blocks.n_blocks - n_whole) :]:
         for node in block:
             kept.update(graph.root(name) for name in graph.node_by_name[node].outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,14 @@ import pytest
 from graphs import synthetic
 from graphs.graph import Graph
 from graphs.tape import Tape
-from solver.blocks import Blocks, checkpoints, crossing_at, cut, forward_storages
+from solver.blocks import Blocks, Storage, checkpoints, cut, forward_storages
 from tests.builders import make, odd_graph, op, uniform_chain, words
 
 DATA = Path(__file__).parent / "data"
+
+
+def crossing_at(storages: Iterable[Storage], position: int) -> tuple[str, ...]:
+    return tuple(s.name for s in storages if s.born < position <= s.last_read)
 
 
 def is_a_partition(graph: Graph, blocks: Blocks) -> bool:
