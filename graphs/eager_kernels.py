@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from graphs import eager_rnn
 from graphs.call import TraceError
 
 logger = logging.getLogger(__name__)
@@ -203,6 +204,7 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":  # on CUDA eager runs the fused dropout too
         replaced |= {(torch.ops.aten.dropout.default, key): _eager_dropout for key in _KEYS}
         replaced |= {(operator, _AUTOGRAD): kernel for operator, kernel in _FILLS.items()}
+        replaced |= {(op, key): run for op, run in eager_rnn.KERNELS.items() for key in _KEYS}
     before = {(operator, key): operator.py_kernels.get(key) for operator, key in replaced}
     _register(replaced)
     try:
