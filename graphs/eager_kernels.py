@@ -43,6 +43,8 @@ _UPSAMPLING = (
     "upsample_trilinear3d",
     "upsample_bicubic2d",
 )
+_LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
+"""Taken apart, their terms are added up in another order."""
 
 
 _library = torch.library.Library("checkpoint_solver", "DEF")
@@ -198,6 +200,9 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
         for name in _UPSAMPLING
         for overload in ("vec", "default")
         for key in _KEYS
+    }
+    replaced |= {
+        (getattr(torch.ops.aten, name).default, key): None for name in _LOSSES for key in _KEYS
     }
     if device.type == "cuda":
         replaced[_cudnn_batch_norm, DispatchKey.Autograd] = _eager_cudnn_batch_norm

@@ -123,3 +123,37 @@ def test_a_step_with_such_operators_runs_and_has_eagers_bits() -> None:
     apply(model, keeping_nothing(trace(model, x)))
     for expected, got in zip(one_step(plain, (x,), 3), one_step(model, (x,), 3), strict=True):
         assert torch.equal(expected, got)
+
+
+TAKEN_APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "multi margin": lambda x: F.multi_margin_loss(x[:, 0], torch.tensor([1, 0, 2, 1])),
+    "multilabel margin": lambda x: F.multilabel_margin_loss(
+        x[:, 0], torch.tensor([[1, 2, *[-1] * 8]] * 4)
+    ),
+    "hardshrink": lambda x: F.hardshrink(x, 0.3).square().sum(),
+    "softshrink": lambda x: F.softshrink(x, 0.3).square().sum(),
+    "bicubic": lambda x: F.interpolate(x[None], scale_factor=1.7, mode="bicubic").square().sum(),
+    "antialiased": lambda x: (
+        F.interpolate(x[None], size=5, mode="bilinear", antialias=True).square().sum()
+    ),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.randn(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.scale)
+
+
+@pytest.mark.parametrize("name", TAKEN_APART)
+def test_what_pytorch_would_take_apart_while_tracing_has_eagers_bits(name: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Scaled(TAKEN_APART[name]), torch.randn(4, 7, 10)
+    model = copy.deepcopy(plain)
+    apply(model, keeping_nothing(trace(model, x)))
+    for expected, got in zip(one_step(plain, (x,), 3), one_step(model, (x,), 3), strict=True):
+        assert torch.equal(expected, got)
