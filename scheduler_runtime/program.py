@@ -332,7 +332,10 @@ class _Line:
                 if self._outputs[position] in made
             ),
             titles=dict.fromkeys(self.constants, "a tensor that the model holds")
-            | {value: _title(self.step, node) for node, value in self.sources.items()},
+            | {
+                value: self.step.captured.sources[node].title
+                for node, value in self.sources.items()
+            },
             indifferent=self._indifferent({node for piece in pieces[1:] for node in piece}),
         )
 
@@ -353,13 +356,6 @@ class _Line:
             (made.index(self._outputs[position]), self.sources[placeholder])
             for position, placeholder in self.step.captured.tangents.items()
         )
-
-
-def _title(step: StepTrace, placeholder: fx.Node) -> str:
-    source = step.captured.sources[placeholder]
-    if source.kind in ("parameter", "buffer"):
-        return f"{source.kind} {source.name!r}"
-    return f"tensor {source.index} of the batch" if source.kind == "input" else source.name
 
 
 def _device_of(node: fx.Node) -> torch.device:

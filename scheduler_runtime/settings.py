@@ -192,10 +192,10 @@ def _numbers(array: np.ndarray[Any, Any]) -> Any:
     return type(array), array.dtype.str, array.shape, digest
 
 
-def _state(value: object) -> dict[str, Any] | None:
+def _state(value: Any) -> dict[str, Any] | None:
     """The attributes of an object, in its dict and in its slots; None: it has none to be read."""
     state = getattr(value, "__dict__", None)
-    slots = [slot for slot in _slots_of(type(value)) if hasattr(value, slot)]
+    slots = [slot for slot in _slots_of(value.__class__) if hasattr(value, slot)]
     if not isinstance(state, dict) and not slots:
         return None
     found = dict(state) if isinstance(state, dict) else {}
