@@ -43,7 +43,6 @@ from torch.utils import _pytree as pytree
 
 from graphs import nested
 from graphs.call import HOLE, Call, TraceError
-from graphs.capturing_hooks import capturing_hooks_as_before
 from graphs.eager_kernels import eager_kernels
 from graphs.held_tensors import HeldTensor
 from graphs.known_values import Guard
@@ -165,9 +164,13 @@ def capture(
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors, without recording anything."""
     shell = Shell(model, call, choose=lambda _output: (), device=device)
-    with eager_branches(), shell.mode, capturing_hooks_as_before(model):
+    with eager_branches():
         try:
-            return shell.call(shell.batch)
+            refuse_hooks(model)
+            with attributes_unchanged(model), shell.mode:
+                return shell.call(shell.batch)
+        except TraceError:
+            raise
         except SideEffectError as error:
             raise _has_side_effect(model, error) from error
         except Exception as error:

@@ -34,6 +34,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from graphs.side_effects import TORCHS_OWN
+
 MANY = 1000
 """Entries of a container; one that is longer is known by its length."""
 LARGE_BYTES = 2**20
@@ -63,8 +65,6 @@ _BY_IDENTITY = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
-_TORCHS_OWN = frozenset(vars(nn.Module()))
-"""Attributes of every module: its tensors, submodules and hooks."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -142,7 +142,7 @@ def _attributes(
     module: nn.Module, seen: set[int], records: Records, *, is_root: bool
 ) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name in _TORCHS_OWN or (is_root and name == "forward"):  # there the plan itself stands
+        if name in TORCHS_OWN or (is_root and name == "forward"):  # there the plan itself stands
             continue
         try:
             read = _read(value, seen, within_object=False)
