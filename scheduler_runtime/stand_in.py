@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from graphs.call import Call
 from graphs.costs import CostModel
@@ -70,7 +71,10 @@ class StandIn(abc.ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
-        if self._tracing or not torch.is_grad_enabled() or not self.covers():
+        # Forward-mode differentiation passes a planned step by; PyTorch has no public question for
+        # whether it is on that is asked of no tensor.
+        is_forward_mode = forward_ad._current_level >= 0
+        if self._tracing or is_forward_mode or not torch.is_grad_enabled() or not self.covers():
             return self._own_forward(*args, **kwargs)
         call = Call.of(args, kwargs)
         if not _gets_gradients(model, call):  # an adapter that is switched off for the moment

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from scheduler_runtime import PlanMismatchError, apply, compile, remove
 from solver import solve
@@ -242,3 +243,17 @@ def test_another_shape_of_what_the_module_holds_is_another_program(change: Any) 
     assert plain.rows.grad is not None
     assert planned.rows.grad is not None
     assert torch.equal(plain.rows.grad, planned.rows.grad)
+
+
+def test_forward_mode_runs_the_modules_own_forward() -> None:
+    model, (x, label) = planned()
+    plain = remove(copy.deepcopy(model))
+    tangents = []
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for each in (plain, model):
+            torch.manual_seed(0)
+            tangents.append(forward_ad.unpack_dual(each(dual, label)).tangent)
+    assert tangents[0] is not None
+    assert tangents[1] is not None
+    assert torch.equal(*tangents)
