@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.call import Call, TraceError
+from graphs.call import Call, TraceError, device_of
 from graphs.costs import CostModel, from_description
 from graphs.default_costs import asked
 from graphs.graph import Graph
@@ -36,7 +36,7 @@ from scheduler_runtime.mismatch import (
 from scheduler_runtime.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.replan import replan
-from scheduler_runtime.stand_in import StandIn, device_of, module_schedule, refuse_second
+from scheduler_runtime.stand_in import StandIn, module_schedule, refuse_second
 from solver.schedule import Schedule
 from solver.simulate import simulate
 

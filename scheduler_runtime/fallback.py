@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from graphs import nested
+from graphs.call import device_of
 from graphs.costs import CostModel, Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
@@ -40,7 +41,7 @@ from scheduler_runtime.eager_step import NoLossError, Step
 from scheduler_runtime.observe import Observed, chain_of, observe
 from scheduler_runtime.segmented import put_segments, runs_in_a_loop
 from solver.budget import CUDA_RESERVE_BYTES
-from solver.by_module import ModuleTree, NothingFitsError, by_module
+from solver.by_module import ModuleTree, NoModulesFitError, by_module
 from solver.figures import counted
 from solver.region_replay import replay_regions
 from solver.regions import Region
@@ -112,7 +113,7 @@ def plan_chain(
 
     Raises FallbackError where no row of submodules was seen.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     if device.type not in ("cpu", "cuda"):
         raise FallbackError(
             f"the model is on {device}; real steps are measured on cpu and cuda alone"
@@ -258,7 +259,7 @@ def _choose(solution: Solution, watched: _Watched) -> tuple[_Chosen | None, int]
         try:
             plan = by_module(solution, tree, may_save=_nothing, beside_bytes=0)
             found.append(_Chosen(plan.schedule, plan.trace, regions=plan.regions))
-        except NothingFitsError as error:
+        except NoModulesFitError as error:
             least = [error.least.peak_bytes]
     if watched.loop is not None:
         best, least_bytes = best_segments(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from graphs.call import Call
+from graphs.call import Call, device_of
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
@@ -141,11 +141,6 @@ def _gets_gradients(model: nn.Module, call: Call) -> bool:
     return any(p.requires_grad for p in model.parameters()) or any(
         tensor.requires_grad for tensor in call.tensors
     )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the module's parameters are."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def refuse_second(model: nn.Module) -> None:
