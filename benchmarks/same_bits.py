@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from benchmarks.model_zoo import Entry
 from benchmarks.step_styles import Seen, Style, Training
 from graphs.memory_events import cpu_peak_bytes
 from scheduler_runtime import apply
+from scheduler_runtime.measure import bytes_of, resident_tensors
 from solver.solution import Solution
 
 N_STEPS = 3
@@ -52,7 +53,9 @@ def trained(training: Training, style: Style, *, weigh: bool = False) -> tuple[l
             if style.gradients == "fresh":
                 training.zero_grad()
             gc.collect()
-            resident = _bytes_of(_resident(training))
+            optimizers = () if training.optimizer is None else (training.optimizer,)
+            there = resident_tensors(training.model, training.batch, optimizers)
+            resident = bytes_of(there, torch.device("cpu"))
             peak_bytes = resident + cpu_peak_bytes(lambda: style.step(training)).peak_bytes
         else:
             style.step(training)
@@ -114,23 +117,3 @@ def _left(training: Training) -> Seen:
         if isinstance(tensor, torch.Tensor) and tensor.grad is not None:
             left[f"gradient of tensor {index} of the batch"] = tensor.grad.clone()
     return left
-
-
-def _resident(training: Training) -> Iterable[torch.Tensor]:
-    model, optimizer = training.model, training.optimizer
-    yield from model.parameters()
-    yield from model.buffers()
-    yield from (p.grad for p in model.parameters() if p.grad is not None)
-    state = [] if optimizer is None else list(optimizer.state.values())
-    for item in pytree.tree_leaves((training.batch, state)):
-        if isinstance(item, torch.Tensor):
-            yield item
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for t in tensors
-        if t.device.type == "cpu"
-    }
-    return sum(storages.values())

@@ -100,6 +100,11 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the module's parameters are; the CPU where it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def environment_of(
     call: Call, model: nn.Module, *, device: torch.device | None = None
 ) -> dict[str, Any]:
@@ -107,8 +112,7 @@ def environment_of(
 
     device: where the step runs (None: where the model is).
     """
-    here = next((p.device for p in model.parameters()), torch.device("cpu"))
-    kind = (here if device is None else device).type
+    kind = (device_of(model) if device is None else device).type
     autocast = (
         str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if kind != "meta" and torch.is_autocast_enabled(kind)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -43,11 +43,11 @@ from torch.utils import _pytree as pytree
 
 from graphs import nested
 from graphs.call import HOLE, Call, TraceError
-from graphs.capturing_hooks import capturing_hooks_as_before
 from graphs.eager_kernels import eager_kernels
 from graphs.held_tensors import HeldTensor
 from graphs.known_values import Guard
 from graphs.library_branches import eager_branches
+from graphs.overlaps import refuse_overlapping
 from graphs.shell import Shell
 from graphs.side_effects import (
     SideEffectError,
@@ -86,6 +86,13 @@ class Source:
     kind: str
     name: str
     index: int
+
+    @property
+    def title(self) -> str:
+        """What people call it: "buffer 'norm.running_mean'"."""
+        if self.kind in ("parameter", "buffer"):
+            return f"{self.kind} {self.name!r}"
+        return f"tensor {self.index} of the batch" if self.kind == "input" else self.name
 
 
 @dataclass(frozen=True)
@@ -157,9 +164,13 @@ def capture(
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors, without recording anything."""
     shell = Shell(model, call, choose=lambda _output: (), device=device)
-    with eager_branches(), shell.mode, capturing_hooks_as_before(model):
+    with eager_branches():
         try:
-            return shell.call(shell.batch)
+            refuse_hooks(model)
+            with attributes_unchanged(model), shell.mode:
+                return shell.call(shell.batch)
+        except TraceError:
+            raise
         except SideEffectError as error:
             raise _has_side_effect(model, error) from error
         except Exception as error:
@@ -198,6 +209,7 @@ def _read(joint: Any, shell: Shell) -> Capture:
         positions[sources[node].index]: node for node in sources if sources[node].kind == "tangent"
     }
     _refuse_shared(outputs, shell.chosen)
+    _refuse_overlapping(sources, mutations, shell)
     if shell.spec is None:
         raise TraceError("the model was never called while it was traced")
     return Capture(
@@ -234,6 +246,23 @@ def _refuse_shared(outputs: list[Any], chosen: tuple[int, ...]) -> None:
                 f"outputs {other} and {index} of the model share memory, and one of them gets a "
                 "gradient; return a clone of it"
             )
+
+
+def _refuse_overlapping(
+    sources: Mapping[torch.fx.Node, Source], mutations: Iterable[torch.fx.Node], shell: Shell
+) -> None:
+    """What is written must share memory with nothing else that the step reads."""
+    state = shell.state
+    tensors: dict[Any, torch.Tensor] = {}
+    titles: dict[Any, str] = {}
+    for node, source in sources.items():
+        if source.kind != "tangent":
+            is_input = source.kind == "input"
+            tensors[node] = shell.batch_given[source.index] if is_input else state[source.name]
+            titles[node] = source.title
+    for index, tensor in enumerate(shell.mode.read.tensors):
+        tensors[index], titles[index] = tensor, "a tensor that forward reads beside its arguments"
+    refuse_overlapping(tensors, mutations, titles)
 
 
 def _source(desc: Any, shell: Shell) -> Source:

@@ -182,6 +182,12 @@ class _Extraction:
         for index, item in enumerate(values):
             if not isinstance(item, torch.Tensor):
                 continue
+            if item.layout != torch.strided:
+                layout = str(item.layout).removeprefix("torch.")
+                raise TraceError(
+                    f"{node.target} makes a tensor of layout {layout}, whose size depends on "
+                    "numbers; a plan needs dense ones (nn.Embedding with sparse=False)"
+                )
             name = node.name if single else f"{node.name}.{index}"
             known = self._names.get(item.untyped_storage()._cdata)
             if known is None:

@@ -25,7 +25,7 @@ _NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
     """module: the path of the one that holds it. attribute: its name there. index: among the
-    tensors of the attribute, which may be a list, tuple or dict."""
+    tensors of the attribute, which may be a list, tuple or dict, or an object with attributes."""
 
     module: str
     attribute: str
@@ -61,6 +61,11 @@ class ReadTensors:
                 )
             self._by_storage[item.untyped_storage()._cdata] = item
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """One of each storage."""
+        return tuple(self._by_storage.values())
+
     def held_by(self, model: nn.Module) -> tuple[HeldTensor, ...]:
         """Those of them that stand in plain attributes of the model's modules."""
         return tuple(
@@ -88,3 +93,7 @@ class ReadTensors:
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor | list | tuple | dict) or is_dataclass(value):
         yield from nested.tensors(value)
+    elif not isinstance(value, nn.Module | type):
+        inside = getattr(value, "__dict__", None)
+        if isinstance(inside, dict):
+            yield from nested.tensors(list(inside.values()))

@@ -34,13 +34,15 @@ class Joined:
 
     module: the line, its output that of the forward half and then that of the backward half.
     n_outputs: how many of them are the forward half's. saved: the values of the forward half that
-    the backward half reads, as the compiler chose them. graph, layout: the problem, and what its
+    the backward half reads, as the compiler chose them. tangents: what comes in for the backward
+    half. graph, layout: the problem, and what its
     names are on the line.
     """
 
     module: fx.GraphModule
     n_outputs: int
     saved: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
     graph: Graph
     layout: Layout
 
@@ -96,6 +98,7 @@ def join(
         module=line.module,
         n_outputs=n_outputs,
         saved=tuple(line.saved),
+        tangents=tuple(line.tangents),
         graph=graph,
         layout=layout,
     )
@@ -271,9 +274,9 @@ def _mutations(line: _Line) -> dict[fx.Node, fx.Node]:
         if written in line.inputs and isinstance(value, fx.Node):
             found[written] = value
     (output,) = line.graph.find_nodes(op="output")
-    described = {repr(node.meta.get("desc")): node for node in line.inputs if "desc" in node.meta}
+    described = {node.meta["desc"]: node for node in line.inputs if "desc" in node.meta}
     for value, description in zip(line.returned, output.meta["desc"], strict=False):
-        target = described.get(repr(getattr(description, "mutated_input", None)))
+        target = described.get(getattr(description, "mutated_input", None))
         if target is not None and isinstance(value, fx.Node):
             found[target] = value
     return found

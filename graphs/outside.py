@@ -21,6 +21,7 @@ from graphs.call import Call, TraceError, find_loss
 from graphs.capture import Capture, capture, fake_output
 from graphs.extract import Layout
 from graphs.graph import Graph, Node
+from graphs.strides import same_strides
 
 PREFIX = "loss."
 
@@ -151,10 +152,10 @@ class OutsideLoss:
     ) -> tuple[dict[str, str], list[Node]]:
         """Let each tangent of the model be what the loss's backward pass makes for it.
 
-        A gradient that is expanded or shared is made contiguous first, as autograd does.
+        One that is expanded or shared, or whose strides are not the output's, is copied first.
         """
-        gradients = {
-            self.captured.sources[node].index: names[loss_layout.storage[gradient]]
+        handed = {
+            self.captured.sources[node].index: gradient
             for node, gradient in self.captured.gradients.items()
             if self.captured.sources[node].kind == "input"
         }
@@ -163,9 +164,13 @@ class OutsideLoss:
         renamed: dict[str, str] = {}
         copies: list[Node] = []
         for position, placeholder in captured.tangents.items():
-            gradient = gradients[positions[position]]
+            node = handed[positions[position]]
+            gradient = names[loss_layout.storage[node]]
             size_bytes = graph.tensor_by_name[placeholder.name].size_bytes
-            if gradient in made and gradient not in renamed and sizes[gradient] == size_bytes:
+            own, wanted = node.meta["val"], placeholder.meta["val"]
+            is_laid_out = same_strides(wanted.shape, own.stride(), wanted.stride())
+            is_whole = sizes[gradient] == size_bytes
+            if gradient in made and gradient not in renamed and is_laid_out and is_whole:
                 renamed[gradient] = placeholder.name
                 continue
             copies.append(

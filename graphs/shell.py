@@ -78,6 +78,16 @@ class Shell(nn.Module):
     def model(self) -> nn.Module:
         return self._outside[0]
 
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """The model's own parameters and buffers by their names."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    @property
+    def batch_given(self) -> list[torch.Tensor]:
+        """The tensors of the call that `batch` stands for."""
+        return self._outside[1].tensors
+
     def path(self, target: str) -> str:
         """The model's name of the shell's parameter or buffer."""
         names = self._parameter_names if target[0] == "p" else self._buffer_names

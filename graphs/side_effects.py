@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,9 +53,11 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
     """Put back plain attributes that change inside, and say which.
 
     Raises SideEffectError after restoring. Names that start anew (caches filled in the first
-    call) count as changes too: their values would be tensors without contents.
+    call) count as changes too: their values would be tensors without contents. So does what is
+    written into a list, dict, set or deque of an attribute.
     """
     before = {module: dict(vars(module)) for module in model.modules()}
+    contents = list(_contents_of(model))
     try:
         with capturing_hooks_as_before(model):
             yield
@@ -68,6 +72,7 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             vars(module).pop(attribute, None)
             if attribute in before[module]:
                 vars(module)[attribute] = before[module][attribute]
+        changed += [(each.module, each.attribute) for each in contents if each.put_back()]
     changed = [pair for pair in changed if pair[1] not in _RNN_BOOKKEEPING or not _is_rnn(pair[0])]
     if changed:
         names = {module: name for name, module in model.named_modules()}
@@ -77,6 +82,45 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
             "not do; keep it in a buffer that is changed in place, or outside of forward"
         )
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a container in an attribute of a module holds."""
+
+    module: nn.Module
+    attribute: str
+    container: Any
+    items: tuple[Any, ...]
+
+    def put_back(self) -> bool:
+        """Whether it holds something else by now; then it holds the same again."""
+        now = _items(self.container)
+        if len(now) == len(self.items) and all(map(_same, self.items, now)):
+            return False
+        self.container.clear()
+        if isinstance(self.container, list | deque):
+            self.container.extend(self.items)
+        else:
+            self.container.update(self.items)
+        return True
+
+
+def _contents_of(model: nn.Module) -> Iterator[_Contents]:
+    seen: set[int] = set()
+    for module in model.modules():
+        for attribute, value in vars(module).items():
+            stack = [] if attribute in TORCHS_OWN else [value]
+            while stack:
+                each = stack.pop()
+                if isinstance(each, list | deque | dict | set) and id(each) not in seen:
+                    seen.add(id(each))
+                    yield _Contents(module, attribute, each, _items(each))
+                    stack += each.values() if isinstance(each, dict) else each
+
+
+def _items(container: Any) -> tuple[Any, ...]:
+    return tuple(container.items() if isinstance(container, dict) else container)
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -143,6 +187,8 @@ def _put_back(states: Mapping[str, Any]) -> None:
         sys.modules["numpy.random"].set_state(states["numpy.random"])
 
 
+TORCHS_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module: its tensors, submodules and hooks."""
 _MISSING = object()
 _RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
 """nn.LSTM and its kin list their weights beside the parameters, anew whenever one is set."""
@@ -156,5 +202,8 @@ def _same(before: Any, after: Any) -> bool:
     """The same object, or equal plain values."""
     if before is after:
         return True
-    plain = (bool, int, float, str, tuple, type(None))
-    return type(before) is type(after) and isinstance(before, plain) and before == after
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, tuple):
+        return len(before) == len(after) and all(map(_same, before, after))
+    return isinstance(before, bool | int | float | str | None) and before == after

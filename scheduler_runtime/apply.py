@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.call import Call, TraceError
+from graphs.call import Call, TraceError, device_of
 from graphs.costs import CostModel, from_description
 from graphs.default_costs import asked
 from graphs.graph import Graph
 from graphs.trace import StepTrace
-from scheduler_runtime import fallback
 from scheduler_runtime.checkpointed import has_checkpoints, remove_torch_checkpoint
 from scheduler_runtime.compiled import Compiled, StepProgram
 from scheduler_runtime.cuda_graph import CudaGraphError, Recorded, Recordings, check_model
-from scheduler_runtime.fallback import SubmoduleSolution
 from scheduler_runtime.mismatch import (
     check_arguments,
     environment_difference,
@@ -36,7 +34,8 @@ from scheduler_runtime.mismatch import (
 from scheduler_runtime.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.program import compile_schedule
 from scheduler_runtime.replan import replan
-from scheduler_runtime.stand_in import StandIn, device_of, module_schedule, refuse_second
+from scheduler_runtime.stand_in import StandIn, module_schedule, refuse_second
+from scheduler_runtime.submodule_solution import SubmoduleSolution, put
 from solver.schedule import Schedule
 from solver.simulate import simulate
 
@@ -69,7 +68,7 @@ def apply(
     check_order(model, plan)
     refuse_second(model)
     if isinstance(plan, SubmoduleSolution):
-        return fallback.put(model, plan)
+        return put(model, plan)
     if cuda_graph:
         check_model(model)
     plans: Sequence[AnyPlan] = [plan] if isinstance(plan, AnyPlan) else plan

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from graphs import hardware
-from graphs.call import Call, as_call
+from graphs.call import Call, as_call, device_of
 from graphs.costs import Roofline
 from graphs.fused_costs import FusedCosts
 from graphs.optimizer import optimizer_costs
@@ -32,7 +32,7 @@ from scheduler_runtime.compile_loop import Attempt, CompileLoop, shown_bytes
 from scheduler_runtime.measure import bytes_of, resident_tensors
 from scheduler_runtime.partitioner import BudgetPartitioner
 from scheduler_runtime.rehearsal import Rehearsal
-from scheduler_runtime.stand_in import StandIn, device_of, refuse_second
+from scheduler_runtime.stand_in import StandIn, refuse_second
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_size, parse_size
 from solver.figures import counted, format_share
 
@@ -237,7 +237,8 @@ class BudgetedForward(StandIn):
         args, kwargs = call.arguments(call.tensors)
         state_bytes, workspace_bytes = _optimizer_bytes(self._model, self._optimizer)
         gradients = [p for p in self._model.parameters() if p.requires_grad and p.grad is None]
-        there = resident_tensors(self._model, (args, kwargs), self._optimizer)
+        optimizers = () if self._optimizer is None else (self._optimizer,)
+        there = resident_tensors(self._model, (args, kwargs), optimizers)
         optimizer_peak_bytes = (
             bytes_of(there, gradients[0].device if gradients else torch.device("cpu"))
             + sum(p.numel() * p.element_size() for p in gradients)

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from graphs import nested
 from graphs.call import Call
+from graphs.overlaps import sharing
 from graphs.shell import leaves_of
 from graphs.trace import StepTrace
 from scheduler_runtime.function import run_step
@@ -116,16 +117,25 @@ def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:
 
 def kind_of(model: nn.Module, call: Call, records: Records) -> Any:
     """What the traced graph depends on and that may change between calls, but for values."""
+    modules = modules_of(model)
     parameters = {
-        id(p): p for m in modules_of(model) for p in m._parameters.values() if p is not None
+        id(p): p for m in modules for p in m._parameters.values() if p is not None
     }.values()
+    buffers = (b for m in modules for b in m._buffers.values() if b is not None)
     device = next((p.device.type for p in parameters), "cpu")
     return (
-        tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors),
+        tuple(map(_form, call.tensors)),
+        sharing(call.tensors) if len(call.tensors) > 1 else (),
         tuple(argument_state(item) for item in call.rest),
         call.spec,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),
-        tuple((p.dtype, p.device, p.requires_grad) for p in parameters),
+        tuple(map(_form, parameters)),
+        tuple(map(_form, buffers)),
         settings_of(model, records),
     )
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    return tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad

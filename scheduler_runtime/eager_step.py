@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphs import nested
-from graphs.call import as_call, find_loss
+from graphs.call import as_call, device_of, find_loss
 from scheduler_runtime.measure import peak_above_bytes
 from scheduler_runtime.observe import as_before
 
@@ -77,7 +77,7 @@ class Step:
                 self.forward().backward()  # makes what is made once
             self._held = None
             with as_before(self.model):
-                device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+                device = device_of(self.model)
                 used = peak_above_bytes(lambda: self.forward().backward(), device)
         finally:
             self._held = None

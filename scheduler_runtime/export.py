@@ -35,7 +35,7 @@ from scheduler_runtime.checkpointed import (
 from scheduler_runtime.plan import check_order
 from scheduler_runtime.stand_in import StandIn
 from solver.budget import format_size
-from solver.by_module import ModulePlan, ModuleTree, NothingFitsError, by_module
+from solver.by_module import ModulePlan, ModuleTree, NoModulesFitError, by_module
 from solver.eager import EagerStep
 from solver.figures import counted, format_share
 from solver.regions import Region
@@ -162,7 +162,7 @@ def to_torch_checkpoint(
     may_save = _may_save(solution.graph)
     try:
         plan = by_module(solution, tree, may_save=may_save, beside_bytes=CPU_RANDOM_STATE_BYTES)
-    except NothingFitsError as error:
+    except NoModulesFitError as error:
         if on_excess == "error":
             raise _nothing_fits(model, solution, error) from None
         plan = error.least
@@ -182,7 +182,7 @@ def to_torch_checkpoint(
     )
 
 
-def _nothing_fits(model: nn.Module, solution: Solution, error: NothingFitsError) -> ExportError:
+def _nothing_fits(model: nn.Module, solution: Solution, error: NoModulesFitError) -> ExportError:
     assert solution.trace is not None
     least_bytes = error.least.peak_bytes
     finer = f"apply(model, solution) keeps to {solution.trace.peak_bytes} bytes; or "

@@ -21,31 +21,32 @@ the plan is made again, so that the peak that is told is one that was kept (on t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphs import nested
+from graphs.call import device_of
 from graphs.costs import CostModel, Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
 from graphs.optimizer import optimizer_figures
 from graphs.step import with_optimizer
 from scheduler_runtime import checkpointed
-from scheduler_runtime.coarse import SCOPE, Loop, coarse_graph, container_of, loop_of, without_gaps
+from scheduler_runtime.coarse import Loop, coarse_graph, container_of, loop_of, without_gaps
 from scheduler_runtime.eager_step import NoLossError, Step
 from scheduler_runtime.observe import Observed, chain_of, observe
-from scheduler_runtime.segmented import put_segments, runs_in_a_loop
+from scheduler_runtime.submodule_solution import SubmoduleSolution, put
 from solver.budget import CUDA_RESERVE_BYTES
-from solver.by_module import ModuleTree, NothingFitsError, by_module
+from solver.by_module import ModuleTree, NoModulesFitError, by_module
 from solver.figures import counted
 from solver.region_replay import replay_regions
 from solver.regions import Region
 from solver.schedule import Schedule
-from solver.segments import Segment, best_segments, described, judged, shifted
+from solver.segments import Segment, best_segments, judged, shifted
 from solver.simulate import Trace, simulate
 from solver.solution import Obstacle, Solution
 from solver.solve import solve
@@ -56,41 +57,6 @@ N_CORRECTIONS = 4
 
 class FallbackError(NoRowError):
     """The model cannot be planned by submodules either; says why."""
-
-
-@dataclass(frozen=True, repr=False)
-class SubmoduleSolution(Solution):
-    """A Solution for a coarse graph of submodules.
-
-    scope: what the figures are about. blocks: the submodules that were planned. checkpointed:
-    those of them that run again. segments: of an nn.Sequential at `container`, whose children are
-    the blocks: which neighbours are in a checkpoint together, by position; () where
-    each checkpoint is of one submodule. left_alone: sentences on what was not planned.
-    """
-
-    scope: str = SCOPE
-    blocks: tuple[str, ...] = ()
-    checkpointed: tuple[str, ...] = ()
-    segments: tuple[Segment, ...] = ()
-    container: str = ""
-    left_alone: tuple[str, ...] = ()
-    changed_buffers: tuple[str, ...] = field(default=(), repr=False)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Lines that say which submodules are planned how; those nested further right."""
-        if self.schedule is None:
-            return ()
-        if self.segments:
-            together = described(self.segments, self.blocks)
-        else:
-            together = iter(self.checkpointed)
-        kept = ", ".join(path for path in self.blocks if path not in self.checkpointed)
-        return (*(f"checkpointed: {line}" for line in together), f"kept: {kept or 'none'}")
-
-    def __str__(self) -> str:
-        lines = [repr(self), f"{self.scope}: {counted(len(self.blocks), 'submodule')}"]
-        return "\n".join([*lines, *(f"  {part}" for part in self.parts), *self.left_alone])
 
 
 def plan_chain(
@@ -112,7 +78,7 @@ def plan_chain(
 
     Raises FallbackError where no row of submodules was seen.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     if device.type not in ("cpu", "cuda"):
         raise FallbackError(
             f"the model is on {device}; real steps are measured on cpu and cuda alone"
@@ -156,45 +122,6 @@ def plan_chain(
         f"the step takes {excess_bytes} bytes more than predicted, after {N_CORRECTIONS} "
         "corrections; its memory differs from step to step"
     )
-
-
-def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
-    """Checkpoint the planned submodules; `scheduler_runtime.remove` undoes it."""
-    if solution.schedule is None:
-        raise ValueError(f"the plan has no schedule to apply: its status is {solution.status}")
-    modules = dict(model.named_modules())
-    for path in solution.blocks:
-        if path not in modules:
-            raise ValueError(f"the plan is for a model with a submodule {path!r}; this has none")
-    if not solution.checkpointed:
-        model.forward = checkpointed.ReplacedForward(model)
-        return model
-    if solution.segments:
-        container = modules.get(solution.container)
-        n_blocks = len(solution.blocks)
-        if (
-            not isinstance(container, nn.Sequential)
-            or not runs_in_a_loop(container)
-            or len(container) != n_blocks
-        ):
-            where = f"at {solution.container!r}" if solution.container else "as the model"
-            raise ValueError(
-                f"the plan is for an nn.Sequential {where} with {n_blocks} children without hooks; "
-                "this is another"
-            )
-        names = _inside(solution.changed_buffers, solution.container)
-        put_segments(container, segments=solution.segments, changed_buffers=names)
-        return model
-    for path in solution.checkpointed:
-        names = _inside(solution.changed_buffers, path)
-        checkpointed.put(modules[path], changed_buffers=names)
-    return model
-
-
-def _inside(names: Sequence[str], path: str) -> tuple[str, ...]:
-    """Of these names of tensors those in the module at this path, as it calls them."""
-    prefix = f"{path}." if path else ""
-    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
 @dataclass(frozen=True)
@@ -258,7 +185,7 @@ def _choose(solution: Solution, watched: _Watched) -> tuple[_Chosen | None, int]
         try:
             plan = by_module(solution, tree, may_save=_nothing, beside_bytes=0)
             found.append(_Chosen(plan.schedule, plan.trace, regions=plan.regions))
-        except NothingFitsError as error:
+        except NoModulesFitError as error:
             least = [error.least.peak_bytes]
     if watched.loop is not None:
         best, least_bytes = best_segments(
@@ -398,7 +325,6 @@ def planned_for_command(
 
 
 __all__ = [
-    "SCOPE",
     "FallbackError",
     "SubmoduleSolution",
     "plan_chain",

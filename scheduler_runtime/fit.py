@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from graphs import nested
-from graphs.call import Call, TraceError, find_loss
+from graphs.call import Call, TraceError, device_of, find_loss
 from graphs.costs import CostModel
 from graphs.default_costs import asked, default_costs
 from graphs.graph import Graph
@@ -32,11 +32,12 @@ from scheduler_runtime.data_parallel import Buckets, buckets_of, why_not_planned
 from scheduler_runtime.foreign_checkpoints import no_checkpoints, refuse_checkpointing
 from scheduler_runtime.free_memory import memory_now, no_auto, step_bytes_now
 from scheduler_runtime.program import compile_schedule
-from scheduler_runtime.stand_in import StandIn, device_of, module_schedule, refuse_second
+from scheduler_runtime.stand_in import StandIn, module_schedule, refuse_second
 from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, parse_size
 from solver.methods import METHODS
 from solver.solution import Request, Solution
 from solver.solve import answer
+from solver.wording import least_words
 
 logger = logging.getLogger(__name__)
 
@@ -277,15 +278,10 @@ class FittedForward(StandIn):
         return sum(t.numel() * 4 * (2 if t.element_size() >= 4 else 3) for t in outputs)
 
     def _why_not(self, solution: Solution) -> str:
-        obstacle = solution.obstacle
-        needed = (
-            f"; at least {format_both(obstacle.proven_bytes)} are needed at {obstacle.op}"
-            if obstacle is not None
-            else ""
-        )
         return (
             f"no schedule of {type(self._model).__name__}'s step fits "
-            f"{format_both(solution.request.available_bytes)} ({solution.status}){needed}"
+            f"{format_both(solution.request.available_bytes)} ({solution.status})"
+            f"{least_words(solution)}"
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from graphs.call import Call
+from scheduler_runtime.measure import bytes_of, resident_tensors
 from solver.budget import BudgetError
 
 
@@ -62,15 +63,4 @@ def step_bytes_now(
 
     Parameters, buffers, gradients, the batch and the optimizers' state, each storage once.
     """
-    parameters = list(model.parameters())
-    tensors = [*parameters, *model.buffers(), *call.tensors]
-    tensors += [p.grad for p in parameters if p.grad is not None]
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            tensors += [item for item in state.values() if isinstance(item, torch.Tensor)]
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if tensor.device == device
-    }
-    return sum(storages.values())
+    return bytes_of(resident_tensors(model, call.tensors, optimizers), device)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.strides import same_strides
 from scheduler_runtime.program import Program
 
 
@@ -97,7 +98,7 @@ class Run:
                     "with the loss that is used, or name what it is computed from: "
                     "fit(model, loss_outputs=lambda output: ...)"
                 )
-            self.state[value] = gradient.contiguous()
+            self.state[value] = _laid_out(gradient, self.program.tangent_strides[value])
 
     def backward(self, position: int) -> dict[fx.Node, torch.Tensor]:
         """Run one piece of the backward pass; the gradients that it finished."""
@@ -120,6 +121,16 @@ class Run:
         if position == len(self.program.backward) - 1:
             self.state.clear()
         return made
+
+
+def _laid_out(gradient: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The gradient, or a copy of it with these strides: views of it were traced with them."""
+    if same_strides(gradient.shape, gradient.stride(), strides):
+        return gradient
+    copy = torch.empty_strided(
+        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+    )
+    return copy.copy_(gradient)
 
 
 @contextlib.contextmanager

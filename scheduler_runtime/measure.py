@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphs import nested
-from graphs.call import as_call, find_loss
+from graphs.call import as_call, device_of, find_loss
 from graphs.memory_events import cpu_peak_bytes
 
 
@@ -53,7 +53,7 @@ def measure(
     before each step) or "accumulate".
     """
     step = _step(model, batch, loss, inputs, optimizer)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
 
     def clear() -> None:
         if gradients == "fresh":
@@ -67,7 +67,9 @@ def measure(
         clear()
         times_s.append(seconds_of(step, device))
     clear()
-    resident = bytes_of(resident_tensors(model, batch, optimizer), device)
+    resident = bytes_of(
+        resident_tensors(model, batch, () if optimizer is None else (optimizer,)), device
+    )
     if device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize(device)
@@ -169,19 +171,20 @@ class CudaPeaks:
 
 
 def resident_tensors(
-    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
-) -> Iterable[torch.Tensor]:
+    model: nn.Module, batch: Any, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[torch.Tensor]:
+    """What a step keeps and that is there already; some of them may share storage."""
     yield from model.parameters()
     yield from model.buffers()
     yield from (p.grad for p in model.parameters() if p.grad is not None)
-    state = [] if optimizer is None else list(optimizer.state.values())
-    yield from nested.tensors((batch, state))
+    yield from nested.tensors((batch, [list(each.state.values()) for each in optimizers]))
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Bytes of the tensors' storages on this device (of several, with its index), each once."""
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in tensors
-        if t.device.type == device.type
+        if t.device == device
     }
     return sum(storages.values())

@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphs import nested
+from graphs.call import device_of
 from graphs.memory_events import begin_part, cpu_peak_bytes_by_part
 from scheduler_runtime.measure import CudaPeaks
 
@@ -109,7 +110,7 @@ def observe(
 
     with as_before(model), watch.hooked(saving=True):
         run()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     with as_before(model), watch.hooked(saving=False):
         if device.type == "cuda":
             watch.cuda_peaks = CudaPeaks(device)

@@ -27,6 +27,7 @@ from graphs.joined import Joined, join
 from scheduler_runtime.split import split
 from solver.solution import Request, Solution
 from solver.solve import answer
+from solver.wording import least_words
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +142,7 @@ class BudgetPartitioner(CustomPartitionerFn):
             obstacle = solution.obstacle
             raise NothingFitsError(
                 f"no plan of the compiled graph fits {budget_bytes} bytes ({solution.status})"
-                + (
-                    ""
-                    if obstacle is None
-                    else f"; at least {obstacle.proven_bytes} bytes are needed at {obstacle.op}"
-                ),
+                f"{least_words(solution)}",
                 reached_bytes=None if obstacle is None else obstacle.reached_bytes,
             )
         return solution

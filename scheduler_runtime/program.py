@@ -40,10 +40,11 @@ class Program:
     value to put into the state. constants: tensors that the model holds in plain attributes.
     outputs: the model's flat outputs: values, placeholders that are returned as they are, or plain
     constants. made_outputs: those of them that the program makes. tangents: position among the
-    made outputs -> the value that takes its gradient. differentiable: positions of those that
-    require a gradient in the plain model, so that one may arrive that nobody planned for. titles:
-    what people call a source ("buffer 'norm.running_mean'"). indifferent: buffers that the step
-    changes and that the backward pass is handed without depending on what is in them.
+    made outputs -> the value that takes its gradient. tangent_strides: of those values, as the
+    backward pass was traced with. differentiable: positions of those that require a gradient in the
+    plain model, so that one may arrive that nobody planned for. titles: what people call a source
+    ("buffer 'norm.running_mean'"). indifferent: buffers that the step changes and that the backward
+    pass is handed without depending on what is in them.
     """
 
     forward: Piece
@@ -53,6 +54,7 @@ class Program:
     outputs: tuple[Any, ...]
     made_outputs: tuple[Value, ...]
     tangents: tuple[tuple[int, Value], ...]
+    tangent_strides: Mapping[Value, tuple[int, ...]]
     differentiable: frozenset[int]
     titles: Mapping[Value, str]
     indifferent: frozenset[Value]
@@ -326,13 +328,20 @@ class _Line:
             outputs=self._outputs,
             made_outputs=made,
             tangents=self._tangents(made),
+            tangent_strides={
+                self.sources[node]: tuple(node.meta["val"].stride())
+                for node in self.step.captured.tangents.values()
+            },
             differentiable=frozenset(
                 made.index(self._outputs[position])
                 for position in self.step.captured.differentiable
                 if self._outputs[position] in made
             ),
             titles=dict.fromkeys(self.constants, "a tensor that the model holds")
-            | {value: _title(self.step, node) for node, value in self.sources.items()},
+            | {
+                value: self.step.captured.sources[node].title
+                for node, value in self.sources.items()
+            },
             indifferent=self._indifferent({node for piece in pieces[1:] for node in piece}),
         )
 
@@ -353,13 +362,6 @@ class _Line:
             (made.index(self._outputs[position]), self.sources[placeholder])
             for position, placeholder in self.step.captured.tangents.items()
         )
-
-
-def _title(step: StepTrace, placeholder: fx.Node) -> str:
-    source = step.captured.sources[placeholder]
-    if source.kind in ("parameter", "buffer"):
-        return f"{source.kind} {source.name!r}"
-    return f"tensor {source.index} of the batch" if source.kind == "input" else source.name
 
 
 def _device_of(node: fx.Node) -> torch.device:

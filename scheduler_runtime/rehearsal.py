@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphs import nested
-from graphs.call import TraceError, find_loss
+from graphs.call import TraceError, device_of, find_loss
 from graphs.memory_events import cpu_peak_bytes
 from graphs.side_effects import attributes_unchanged
 from scheduler_runtime.measure import bytes_of, resident_tensors
@@ -42,7 +42,7 @@ class Rehearsal:
 
     @property
     def device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return device_of(self.model)
 
     def run(self, forward: Callable[..., Any]) -> None:
         """Forward by `forward`, then all gradients at once; nothing is kept."""
@@ -77,7 +77,8 @@ class Rehearsal:
                 self.run(forward)
                 peak_bytes = torch.cuda.max_memory_allocated(self.device)
             else:
-                there = resident_tensors(self.model, (self.args, self.kwargs), self.optimizer)
+                optimizers = () if self.optimizer is None else (self.optimizer,)
+                there = resident_tensors(self.model, (self.args, self.kwargs), optimizers)
                 used = cpu_peak_bytes(lambda: self.run(forward))
                 peak_bytes = bytes_of(there, self.device) + used.peak_bytes
         return peak_bytes + self.outside_bytes

@@ -10,6 +10,7 @@ from graphs.step import with_optimizer
 from scheduler_runtime.plan import Plan
 from solver.schedule import Schedule
 from solver.solve import answer
+from solver.wording import least_words
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +26,9 @@ def replan(graph: Graph, plan: Plan, reason: str) -> Schedule:
     logger.warning("planning anew, since this call differs from the plan: %s", reason)
     solution = answer(with_optimizer(graph, plan.environment.get("optimizer")), plan.request)
     if solution.schedule is None:
-        needed = (
-            ""
-            if solution.obstacle is None
-            else (
-                f"; at least {solution.obstacle.proven_bytes} bytes are needed at "
-                f"{solution.obstacle.op}"
-            )
-        )
         raise ReplanError(
             f"{reason}, and nothing fits {plan.request.available_bytes} bytes there "
-            f"({solution.status}){needed}"
+            f"({solution.status}){least_words(solution)}"
         )
     logger.warning("planned in %.2f s: %r", solution.solve_time_s, solution)
     return solution.schedule

@@ -6,10 +6,12 @@ or in what it holds (a peft layer keeps its scaling in a dict, a model of transf
 of its class, and its own code. All of that is read here before each call:
 
 - plain values (numbers, strings, dtypes) in attributes of modules and of their classes;
-- lists, tuples, dicts and sets of them, nested, up to MANY entries; but a list of numbers or
-  tensors in an attribute that only grows, or is emptied, is a record (of losses, say);
-- objects that hold nothing but such values: configs, dataclasses, namespaces. An object that holds
-  anything else (a trainer, a logger) is known by its type alone: it changes with every step;
+- arrays of NumPy, up to LARGE_BYTES by their numbers, beyond that by which array it is;
+- lists, tuples, dicts, sets and deques of them, nested, up to MANY entries; but a list of numbers
+  or tensors in an attribute that only grows, or is emptied, is a record (of losses, say);
+- objects that hold nothing but such values, in a dict or in slots: configs, dataclasses,
+  namespaces. An object that holds anything else (a trainer, a logger) is known by its type alone:
+  it changes with every step;
 - functions, classes and modules held elsewhere by identity; each module's class and its `forward`.
 
 Not seen: globals of a Python module, environment variables, what a closure has caught, and the
@@ -19,18 +21,43 @@ inside of the objects left out. `docs/same_bits.md` says so.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import types
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from graphs.side_effects import TORCHS_OWN
+
 MANY = 1000
 """Entries of a container; one that is longer is known by its length."""
-_PLAIN = (bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device, types.NoneType)
+LARGE_BYTES = 2**20
+"""Of an array in an attribute: one that is larger is not read before each call."""
+_WRITTEN_OUT = (
+    float,  # NaN is itself, and 0.0 is not -0.0
+    complex,
+    np.generic,
+    range,
+    slice,
+    PurePath,  # its slots are filled as it is used
+    torch.memory_format,
+    torch.layout,
+)
+"""Plain values that are compared as text."""
+_PLAIN = (
+    *_WRITTEN_OUT,
+    *(bool, int, str, bytes, enum.Enum, torch.dtype, torch.device, types.NoneType),
+)
+_COMMON = frozenset({bool, int, str, types.NoneType})
+"""Most of what there is to read: a set is faster to look in than `_PLAIN`."""
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _BY_IDENTITY = (
     nn.Module,
     type,
@@ -38,8 +65,6 @@ _BY_IDENTITY = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
-_TORCHS_OWN = frozenset(vars(nn.Module()))
-"""Attributes of every module: its tensors, submodules and hooks."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -90,15 +115,14 @@ def argument_state(value: Any) -> Any:
     array of NumPy is known by its numbers: they are constants of the traced step.
     """
     if isinstance(value, np.ndarray):
-        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).digest()
-        return type(value), value.dtype.str, value.shape, digest
+        return _numbers(value)
     if isinstance(value, (*_PLAIN, *_BY_IDENTITY, set, frozenset)):
         return _item(value, set(), within_object=False)
-    state = getattr(value, "__dict__", None)
-    if not isinstance(state, dict):  # a slice, a range, a number of NumPy
+    state = _state(value)
+    if state is None:
         return type(value), repr(value)
     seen = {id(value)}
-    inside = tuple((k, _item(v, seen, within_object=False)) for k, v in list(state.items()))
+    inside = tuple((k, _item(v, seen, within_object=False)) for k, v in state.items())
     return type(value), id(value), inside
 
 
@@ -118,7 +142,7 @@ def _attributes(
     module: nn.Module, seen: set[int], records: Records, *, is_root: bool
 ) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name in _TORCHS_OWN or (is_root and name == "forward"):  # there the plan itself stands
+        if name in TORCHS_OWN or (is_root and name == "forward"):  # there the plan itself stands
             continue
         try:
             read = _read(value, seen, within_object=False)
@@ -146,28 +170,72 @@ def _is_number(value: object) -> bool:
 
 
 def _plain(value: object) -> Any:
-    """A float as text: NaN is itself, and 0.0 is not -0.0. With its type: 1 is not True."""
-    return type(value), repr(value) if isinstance(value, float) else value
+    """With its type: 1 is not True."""
+    return type(value), repr(value) if isinstance(value, _WRITTEN_OUT) else value
+
+
+@dataclass(frozen=True, eq=False)
+class _Array:
+    """The same as another one of the same array; kept, so that no other takes its place."""
+
+    array: np.ndarray[Any, Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Array) and other.array is self.array
+
+    def __hash__(self) -> int:
+        return id(self.array)
+
+
+def _numbers(array: np.ndarray[Any, Any]) -> Any:
+    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
+    return type(array), array.dtype.str, array.shape, digest
+
+
+def _state(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, in its dict and in its slots; None: it has none to be read."""
+    state = getattr(value, "__dict__", None)
+    slots = [slot for slot in _slots_of(value.__class__) if hasattr(value, slot)]
+    if not isinstance(state, dict) and not slots:
+        return None
+    found = dict(state) if isinstance(state, dict) else {}
+    return found | {slot: getattr(value, slot) for slot in slots}
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    return tuple(slot for each in kind.__mro__ for slot in _own_slots(each))
+
+
+def _own_slots(kind: type) -> Iterator[str]:
+    slots = vars(kind).get("__slots__", ())
+    private = f"_{kind.__name__.lstrip('_')}"
+    for slot in (slots,) if isinstance(slots, str) else tuple(slots):
+        if slot not in ("__dict__", "__weakref__"):
+            hidden = slot.startswith("__") and not slot.endswith("__")
+            yield f"{private}{slot}" if hidden else slot
 
 
 def _read(value: Any, seen: set[int], *, within_object: bool) -> Any:
+    if type(value) in _COMMON:
+        return type(value), value
     if isinstance(value, _PLAIN):
         return _plain(value)
-    if isinstance(value, list | tuple | dict | set | frozenset):
+    if isinstance(value, _CONTAINERS):
         return _container(value, seen, within_object=within_object)
     if isinstance(value, _BY_IDENTITY):
         return value  # compared by identity, and kept, so that no other takes its place in memory
-    if within_object and isinstance(value, torch.Tensor):
-        raise _NoSettingError
-    state = getattr(value, "__dict__", None)
-    if not isinstance(state, dict) or isinstance(value, torch.Tensor):
+    if isinstance(value, np.ndarray):
+        return _numbers(value) if value.nbytes <= LARGE_BYTES else _Array(value)
+    state = None if isinstance(value, torch.Tensor) else _state(value)
+    if state is None:
         if within_object:
             raise _NoSettingError
         return type(value)
     if id(value) in seen:
         return id(value)
     seen.add(id(value))
-    inside = tuple((k, _read(v, seen, within_object=True)) for k, v in list(state.items()))
+    inside = tuple((k, _read(v, seen, within_object=True)) for k, v in state.items())
     return type(value), inside
 
 
@@ -182,7 +250,7 @@ def _container(value: Any, seen: set[int], *, within_object: bool) -> Any:
             (_key(k), _item(v, seen, within_object=within_object)) for k, v in list(value.items())
         )
         return type(value), tuple(items)
-    if isinstance(value, list):
+    if isinstance(value, list | deque):
         seen.add(id(value))
     found = [_item(item, seen, within_object=within_object) for item in list(value)]
     return type(value), frozenset(found) if isinstance(value, set | frozenset) else tuple(found)

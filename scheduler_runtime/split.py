@@ -96,11 +96,7 @@ class _Rewriter:
     def saved(self) -> list[fx.Node]:
         """What the forward half makes, or is given, and the backward half reads."""
         position = {node: index for index, node in enumerate(self.graph.nodes)}
-        tangents = {
-            self._first[node]
-            for node in self.joined.module.graph.find_nodes(op="placeholder")
-            if node.name.startswith("tangents")
-        }
+        tangents = {self._first[node] for node in self.joined.tangents}
         (output,) = self.graph.find_nodes(op="output")
         read = set(output.args[0][self.joined.n_outputs :])
         return [

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
-from graphs.call import Call
+from graphs.call import Call, device_of
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
@@ -70,7 +71,10 @@ class StandIn(abc.ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
-        if self._tracing or not torch.is_grad_enabled() or not self.covers():
+        # Forward-mode differentiation passes a planned step by; PyTorch has no public question for
+        # whether it is on that is asked of no tensor.
+        is_forward_mode = forward_ad._current_level >= 0
+        if self._tracing or is_forward_mode or not torch.is_grad_enabled() or not self.covers():
             return self._own_forward(*args, **kwargs)
         call = Call.of(args, kwargs)
         if not _gets_gradients(model, call):  # an adapter that is switched off for the moment
@@ -137,11 +141,6 @@ def _gets_gradients(model: nn.Module, call: Call) -> bool:
     return any(p.requires_grad for p in model.parameters()) or any(
         tensor.requires_grad for tensor in call.tensors
     )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the module's parameters are."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def refuse_second(model: nn.Module) -> None:

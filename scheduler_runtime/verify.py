@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from graphs import nested
-from graphs.call import as_call, find_loss
+from graphs.call import as_call, device_of, find_loss
 from scheduler_runtime.apply import apply, remove
 from scheduler_runtime.measure import Measurement, measure
 from solver.solution import Solution
@@ -108,7 +108,7 @@ class _Bench:
 
     @property
     def device(self) -> torch.device:
-        return next((p.device for p in self.inner.parameters()), torch.device("cpu"))
+        return device_of(self.inner)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers as they are, on the host, so that they take no device memory."""

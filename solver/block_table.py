@@ -10,9 +10,9 @@ from itertools import takewhile
 
 from graphs.graph import Graph
 from solver.blocks import cut
-from solver.breakdown import held_before
+from solver.breakdown import held_at_turn
 from solver.rematerialise import baseline
-from solver.schedule import Compute, Schedule
+from solver.schedule import Compute
 from solver.solution import Solution
 
 
@@ -63,16 +63,6 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
             )
         )
     return tuple(rows)
-
-
-def held_at_turn(graph: Graph, schedule: Schedule) -> frozenset[str]:
-    """The storages on the device when the first op after the forward pass is about to run."""
-    later = {node.name for node in graph.later_nodes}
-    turn = next(
-        (p for p, op in enumerate(schedule.ops) if isinstance(op, Compute) and op.node in later),
-        len(schedule.ops),
-    )
-    return frozenset(held_before(graph, schedule, turn))
 
 
 def _bytes(graph: Graph, names: Iterable[str]) -> int:

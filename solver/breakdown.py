@@ -64,6 +64,16 @@ def held_before(graph: Graph, schedule: Schedule, position: int) -> tuple[str, .
     return tuple(root for root, names in holders.items() if names and root in graph.producer)
 
 
+def held_at_turn(graph: Graph, schedule: Schedule) -> frozenset[str]:
+    """The storages on the device when the first op after the forward pass is about to run."""
+    later = {node.name for node in graph.later_nodes}
+    turn = next(
+        (p for p, op in enumerate(schedule.ops) if isinstance(op, Compute) and op.node in later),
+        len(schedule.ops),
+    )
+    return frozenset(held_before(graph, schedule, turn))
+
+
 def node_at(graph: Graph, schedule: Schedule, trace: Trace) -> Node | None:
     """The node during which the peak stands (None: only what is resident counts)."""
     if trace.peak_op is None:

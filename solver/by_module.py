@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphs.graph import Graph, is_under
+from solver.breakdown import held_at_turn
 from solver.region_replay import Replayed, replay_regions
 from solver.regions import Region, RegionError, dropped_by, nodes_of
-from solver.schedule import Compute, Schedule
+from solver.schedule import Schedule
 from solver.simulate import Trace, simulate
 from solver.solution import Solution
 from solver.solve import attempt
@@ -72,7 +73,7 @@ class ModulePlan:
     refused: Mapping[str, str]
 
 
-class NothingFitsError(ValueError):
+class NoModulesFitError(ValueError):
     """No choice of modules fits; `least` is the one with the smallest peak that was found."""
 
     def __init__(self, least: ModulePlan) -> None:
@@ -85,7 +86,7 @@ def by_module(
 ) -> ModulePlan:
     """The fastest plan by module that was found within the solution's budget.
 
-    beside_bytes: what the framework holds for each checkpointed call. Raises NothingFitsError;
+    beside_bytes: what the framework holds for each checkpointed call. Raises NoModulesFitError;
     ValueError for a solution without a schedule.
     """
     if solution.schedule is None:
@@ -99,7 +100,7 @@ def by_module(
     for _ in range(1 + N_SMALLER_BUDGETS):
         if schedule is None:
             break
-        kept = kept_storages(graph, schedule)
+        kept = held_at_turn(graph, schedule)
         excess_bytes = min(
             search.first_blocks_whole(choice, choice.regions(kept, depth=depth)) for depth in DEPTHS
         )
@@ -114,22 +115,8 @@ def by_module(
     refused = dict(choice.refused)
     if search.best is None:
         assert search.least is not None  # at least the plan without any region was judged
-        raise NothingFitsError(dataclasses.replace(search.least, refused=refused))
+        raise NoModulesFitError(dataclasses.replace(search.least, refused=refused))
     return dataclasses.replace(search.best, refused=refused)
-
-
-def kept_storages(graph: Graph, schedule: Schedule) -> frozenset[str]:
-    """The storages on which a tensor is there when the first later node runs."""
-    there: set[str] = set()
-    for op in schedule.ops:
-        if isinstance(op, Compute):
-            node = graph.node_by_name[op.node]
-            if node.phase != "forward":
-                break
-            there.update(node.outputs)
-        else:
-            there.discard(op.tensor)
-    return frozenset(map(graph.root, there))
 
 
 def _schedule_within(solution: Solution, budget_bytes: int) -> Schedule | None:

@@ -153,6 +153,14 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
         yield "which needs", _needed(solution.graph, obstacle)
 
 
+def least_words(solution: Solution) -> str:
+    """What an error says after "nothing fits": "; at least 2.00 GB are needed at mm", or ""."""
+    obstacle = solution.obstacle
+    if obstacle is None:
+        return ""
+    return f"; at least {format_both(obstacle.proven_bytes)} are needed at {obstacle.op}"
+
+
 def _needed(graph: Graph, obstacle: Obstacle) -> str:
     """The largest tensors at the op in the way, resident ones in one figure."""
     made = [(n, size) for n, size in obstacle.on_device if n in graph.producer]

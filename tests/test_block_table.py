@@ -10,8 +10,9 @@ import pytest
 
 from graphs.graph import Graph
 from graphs.synthetic import residual
-from solver.block_table import block_rows, held_at_turn
+from solver.block_table import block_rows
 from solver.blocks import cut
+from solver.breakdown import held_at_turn
 from solver.rematerialise import baseline
 from solver.simulate import simulate
 from solver.solve import solve

@@ -13,7 +13,8 @@ from torch import nn
 from graphs.memory_events import begin_part, cpu_peak_bytes_by_part
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, remove
-from scheduler_runtime.fallback import SCOPE, FallbackError, plan_chain
+from scheduler_runtime.coarse import SCOPE
+from scheduler_runtime.fallback import FallbackError, plan_chain
 from scheduler_runtime.measure import measure
 from scheduler_runtime.observe import chain_of, observe
 from solver.simulate import simulate

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from scheduler_runtime import PlanMismatchError, apply, compile, remove
 from solver import solve
@@ -206,3 +207,53 @@ def test_swapped_and_wrong_arguments_of_apply_are_told() -> None:
     apply(model, solution)
     with pytest.raises(ValueError, match=r"a plan is applied .* remove\(model\) it first"):
         compile(model, scaled_batch(), budget="1GB", backend="aot_eager")
+
+
+class ByItsBuffer(torch.nn.Module):
+    """Computes with the shapes of a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.ones(3, 4))
+        self.register_buffer("queue", torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.rows.shape[0] / self.queue.shape[0]
+        return (x * self.rows.mean(0) * self.queue.sum(0) * scale).pow(2).mean()
+
+
+def longer_queue(model: ByItsBuffer) -> None:
+    model.queue = torch.ones(5, 4)
+
+
+def more_rows(model: ByItsBuffer) -> None:
+    model.rows = torch.nn.Parameter(torch.ones(6, 4))
+
+
+@pytest.mark.parametrize("change", [longer_queue, more_rows])
+def test_another_shape_of_what_the_module_holds_is_another_program(change: Any) -> None:
+    plain, batch = ByItsBuffer(), torch.rand(5, 4)
+    planned = copy.deepcopy(plain)
+    apply(planned, solve(planned, batch, budget="1MB"), on_mismatch="replan")
+    planned(batch).backward()
+    for model in (plain, planned):
+        change(model)
+        model.zero_grad()
+        model(batch).backward()
+    assert plain.rows.grad is not None
+    assert planned.rows.grad is not None
+    assert torch.equal(plain.rows.grad, planned.rows.grad)
+
+
+def test_forward_mode_runs_the_modules_own_forward() -> None:
+    model, (x, label) = planned()
+    plain = remove(copy.deepcopy(model))
+    tangents = []
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for each in (plain, model):
+            torch.manual_seed(0)
+            tangents.append(forward_ad.unpack_dual(each(dual, label)).tangent)
+    assert tangents[0] is not None
+    assert tangents[1] is not None
+    assert torch.equal(*tangents)

@@ -15,6 +15,11 @@ from scheduler_runtime import fit, plans_of
 WIDTH = 16
 
 
+class Helper:
+    def __init__(self) -> None:
+        self.shift = torch.ones(WIDTH)
+
+
 class Holding(nn.Module):
     """Scales by what it holds in attributes that are neither parameters nor buffers."""
 
@@ -25,9 +30,10 @@ class Holding(nn.Module):
         self.shifts = [torch.zeros(WIDTH), torch.ones(WIDTH)]
         self.unread = torch.zeros(3)
         self.power = (2, 1)
+        self.helper = Helper()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers(x) * self.scale + self.shifts[1]
+        hidden = self.layers(x) * self.scale + self.shifts[1] + self.helper.shift
         if self.scale > 1:
             hidden = hidden.cos()
         return (hidden ** self.power[0]).mean()
@@ -45,11 +51,17 @@ def replaced_in_list(model: Holding) -> None:
     model.shifts[1] = torch.full((WIDTH,), 0.25)
 
 
+def replaced_in_object(model: Holding) -> None:
+    model.helper.shift = torch.full((WIDTH,), 0.25)
+
+
 def other_tuple(model: Holding) -> None:
     model.power = (4, 1)
 
 
-@pytest.mark.parametrize("change", [rewritten, replaced, replaced_in_list, other_tuple])
+@pytest.mark.parametrize(
+    "change", [rewritten, replaced, replaced_in_list, replaced_in_object, other_tuple]
+)
 def test_a_change_between_calls_is_seen(change: Callable[[Holding], None]) -> None:
     torch.manual_seed(0)
     plain, x = Holding(), torch.randn(4, WIDTH)

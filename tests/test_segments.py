@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from scheduler_runtime import apply, remove
-from scheduler_runtime.fallback import SubmoduleSolution, plan_chain
+from scheduler_runtime.fallback import plan_chain
 from scheduler_runtime.measure import measure
 from scheduler_runtime.segmented import SegmentedForward
+from scheduler_runtime.submodule_solution import SubmoduleSolution
 from solver.chain import Backward, Chain
 from solver.dp import solve_chain
 from solver.segments import Segment, nested_segments

@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,13 @@ class Holder:
         self.extra = 1.0
 
 
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self) -> None:
+        self.by = 1.0
+
+
 class Settable(nn.Module):
     """Reads Python state of every kind."""
 
@@ -45,10 +54,17 @@ class Settable(nn.Module):
         self.names: set[str] = set()
         self.act = torch.relu
         self.trainer: Any = None
+        self.slotted = Slotted()
+        self.queue = deque([1.0], maxlen=1)
+        self.number = np.float32(1.0)
+        self.numbers = np.ones(8, dtype=np.float32)
+        self.many_numbers = np.ones(2**20, dtype=np.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]  # type: ignore[index]
         x = x * self.scale.by * self.scale.inner.extra * self.row[0] * self.by
+        x = x * self.slotted.by * self.queue[0] * float(self.number)
+        x = x * torch.from_numpy(self.numbers) * float(self.many_numbers[0])
         return (-x if "negative" in self.names else x).pow(2).sum()
 
 
@@ -74,6 +90,12 @@ CHANGES: dict[str, Callable[[Settable], object]] = {
     "list": lambda m: m.row.__setitem__(0, 0.5),
     "set": lambda m: m.names.add("negative"),
     "function": lambda m: setattr(m, "act", torch.tanh),
+    "object with slots": lambda m: setattr(m.slotted, "by", 0.5),
+    "deque": lambda m: m.queue.append(0.5),
+    "number of NumPy": lambda m: setattr(m, "number", np.float32(0.5)),
+    "array in another's place": lambda m: setattr(m, "numbers", m.numbers / 2),
+    "array that is written": lambda m: m.numbers.fill(0.5),
+    "large array": lambda m: setattr(m, "many_numbers", m.many_numbers / 2),
     "class of a submodule": _swap_class,
     "forward of a submodule": _own_forward,
 }

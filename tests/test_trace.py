@@ -217,6 +217,24 @@ class _Replaces(_Counts):
         return self.layer(x - self.mean).sum()
 
 
+class _Logs(_Wrong):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+        self.seen = {"steps": [0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.layer(x).sum()
+        self.losses.append(loss.detach())
+        return loss
+
+
+class _CountsInside(_Logs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["steps"][0] += 1
+        return self.layer(x).sum()
+
+
 class _Lstm(_Wrong):
     def __init__(self) -> None:
         super().__init__()
@@ -237,6 +255,8 @@ def _hooked() -> nn.Module:
     [
         (_Counts(), "changes the attribute 'n_calls' of '_Counts'"),
         (_Remembers(), "changes the attribute 'last' of '_Remembers'"),
+        (_Logs(), "changes the attribute 'losses' of '_Logs'"),
+        (_CountsInside(), "changes the attribute 'seen' of '_CountsInside'"),
         (_Replaces(), "another tensor in the place of buffer 'mean'"),
         (_hooked(), "submodule '0' has a forward hook"),
         (_Lstm(), "nn.LSTM runs as one opaque operator"),
@@ -244,9 +264,18 @@ def _hooked() -> nn.Module:
 )
 def test_what_a_planned_step_would_not_do_is_refused(model: nn.Module, message: str) -> None:
     before = [dict(vars(module)) for module in model.modules()]
-    with pytest.raises(TraceError, match=message):
-        trace(model, torch.zeros(2, 4))
-    assert before == [dict(vars(module)) for module in model.modules()]
+    lists = copy.deepcopy([getattr(model, name, None) for name in ("losses", "seen")])
+    for loss in (None, lambda output, _: output):
+        with pytest.raises(TraceError, match=message):
+            trace(model, torch.zeros(2, 4), loss=loss)
+        assert before == [dict(vars(module)) for module in model.modules()]
+        assert lists == [getattr(model, name, None) for name in ("losses", "seen")]
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    with pytest.raises(TraceError, match=r"makes a tensor of layout sparse_coo, .* sparse=False"):
+        trace(model, torch.tensor([1, 2, 2]), loss=lambda output, _: output.sum())
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def measured(
     time_s = statistics.median(times_s)
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
-    resident = bytes_of(resident_tensors(model, batch, optimizer), device)
+    resident = bytes_of(resident_tensors(model, batch, [optimizer]), device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
