@@ -76,8 +76,12 @@ def laid_out_as_by_cpu_kernel(
     if all(item.is_contiguous() for item in tensors) or any(not t.numel() for t in tensors):
         return result
     names = [argument.name for argument in operator._schema.arguments]
-    with unset_fake_temporarily(), torch.no_grad():
-        small = operator(*(_small(item, n) for item, n in zip(args, names, strict=False)), **kwargs)
+    arguments = [_small(item, name) for item, name in zip(args, names, strict=False)]
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            small = operator(*arguments, **kwargs)
+    except RuntimeError:  # statistics of half-precision batch norms have another dtype than by rule
+        return result
 
     def like(one: Any, other: Any) -> Any:
         if not isinstance(one, torch.Tensor) or other is None:  # None: nobody asked for it

@@ -129,7 +129,8 @@ class PlannedForward(StandIn):
         return self.plans[0]
 
     def covers(self) -> bool:
-        return self._model.training == bool(self.plan.environment.get("train", True))
+        """Evaluation only where it was planned; training always: another mode is a mismatch."""
+        return self._model.training or not self.plan.environment.get("train", True)
 
     def compile_for(self, call: Call) -> StepProgram:
         check_arguments(self._model, call, forward=self._own_forward)

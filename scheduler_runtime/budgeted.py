@@ -223,7 +223,7 @@ class BudgetedForward(StandIn):
         return {**super().__getstate__(), "reports": []}
 
     def covers(self) -> bool:
-        return self._model.training == self._covers_training
+        return self._model.training or not self._covers_training
 
     def compile_for(self, call: Call) -> _Function:
         return self._measured(call, loss=None)

@@ -52,6 +52,8 @@ def measure(
     measured for memory. loss, inputs: as in `graphs.trace.trace`. gradients: "fresh" (set to None
     before each step) or "accumulate".
     """
+    if gradients not in ("fresh", "accumulate"):
+        raise ValueError(f"gradients is {gradients!r}; 'fresh' or 'accumulate'")
     step = _step(model, batch, loss, inputs, optimizer)
     device = device_of(model)
 

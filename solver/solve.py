@@ -292,6 +292,9 @@ def _as_graph(
             given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
             raise TypeError(f"a graph is traced already: {given} would have no effect")
         return (problem if isinstance(problem, Graph) else _loaded(problem)), None
+    if isinstance(problem, type):
+        name = problem.__name__
+        raise TypeError(f"{name} is a class; give a module: solve({name}(...), batch, budget=...)")
     if batch is None:
         raise TypeError(
             "a batch is missing: solve(model, batch, budget=...), with what the model is called "
@@ -307,5 +310,9 @@ def _as_graph(
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"solve() takes no argument {name!r}{hint}")
     options = dict(trace_options)
-    target = trace_target(options.pop("device", None), options.pop("costs", None))
+    device, costs = options.pop("device", None), options.pop("costs", None)
+    if device is None and isinstance(costs, str):
+        kind = next((parameter.device.type for parameter in problem.parameters()), "cpu")
+        device = "cpu" if kind == "meta" else kind
+    target = trace_target(device, costs)
     return trace(problem, batch, **options, **target.options), target.hardware

@@ -92,7 +92,8 @@ def answered(report: Report) -> Iterator[tuple[str, str]]:
         yield "overhead", format_share(solution.overhead)
     bound = solution.lower_bound_overhead
     if not math.isinf(bound):
-        yield "lower bound", f"{format_share(bound)}: no schedule within the budget is faster"
+        what = _what_is_planned(solution)
+        yield "lower bound", f"{format_share(bound)}: no schedule{what} within the budget is faster"
     if solution.gap is not None:
         yield "gap", f"{format_percent(solution.gap)} of the step"
     if solution.trace is not None:
@@ -127,13 +128,19 @@ def emitted(report: Report, found: Emitted) -> Iterator[tuple[str, str]]:
         yield "about it", found.note
 
 
+def _what_is_planned(solution: Solution) -> str:
+    """What a proof is about, where it is not about every operator by itself."""
+    return " of whole submodules" if "scope" in solution.graph.meta else ""
+
+
 def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
     """Why there is no schedule, and what would be enough."""
     asked, obstacle = solution.request, solution.obstacle
     if solution.status == "time_limit":
         yield "result", "nothing found within the time limit; --time-limit gives it longer"
     elif proven_infeasible(solution):
-        yield "result", f"no schedule whatever fits {format_both(asked.budget_bytes)}"
+        what = _what_is_planned(solution) or " whatever"
+        yield "result", f"no schedule{what} fits {format_both(asked.budget_bytes)}"
     else:
         yield "result", f"no schedule of this method fits {format_both(asked.budget_bytes)}"
     if obstacle is None:
@@ -147,7 +154,11 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
         yield "least budget", f"{format_both(least)} {words}"
     if obstacle.proven_bytes:
         floor = format_both(obstacle.proven_bytes + asked.reserve_bytes)
-        yield "proven", f"nothing fits below {floor}"
+        what = _what_is_planned(solution)
+        yield (
+            "proven",
+            f"no schedule{what} fits below {floor}" if what else f"nothing fits below {floor}",
+        )
     if obstacle.op in solution.graph.node_by_name:
         yield "in the way", described(solution.graph.node_by_name[obstacle.op])
         yield "which needs", _needed(solution.graph, obstacle)

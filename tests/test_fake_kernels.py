@@ -157,3 +157,21 @@ def test_what_pytorch_would_take_apart_while_tracing_has_eagers_bits(name: str) 
     apply(model, keeping_nothing(trace(model, x)))
     for expected, got in zip(one_step(plain, (x,), 3), one_step(model, (x,), 3), strict=True):
         assert torch.equal(expected, got)
+
+
+def test_half_precision_batch_norm_in_channels_last_is_planned() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 3), nn.Flatten()]
+    plain = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    model = copy.deepcopy(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        apply(model, keeping_nothing(trace(model, x, loss=lambda out, _x: out.float().sum())))
+    gradients = []
+    for each in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(x).float().sum()
+        loss.backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    for expected, got in zip(*gradients, strict=True):
+        assert torch.equal(expected, got)

@@ -237,3 +237,14 @@ def test_what_an_argument_says_is_seen_at_every_call() -> None:
         index[1000] = row  # in the middle: NumPy's repr leaves it out
         for arguments in ((x, hiding), (x, None, index)):
             assert torch.equal(plain(*arguments), model(*arguments))
+
+
+def test_a_plan_for_evaluation_is_not_taken_for_training() -> None:
+    """Or the plain step would run, whatever the budget."""
+    model, x = Returning(lambda _h, loss: loss).eval(), torch.randn(8, 16)
+    solution = keeping_nothing(trace(model, x))
+    apply(model, solution, on_mismatch="error")
+    model(x).backward()
+    model.train()
+    with pytest.raises(PlanMismatchError, match="train"):
+        model(x)

@@ -122,3 +122,14 @@ def test_a_file_of_another_device_or_none_at_all_is_refused(tmp_path):
     path.write_text("{}")
     with pytest.raises(FormatError, match="delete it"):
         CostCache(path, "cpu")
+
+
+def test_costs_alone_are_for_the_device_of_the_model():
+    model, batch = model_and_batch()
+    solution = solve(model, batch, budget="1GB", costs="measured")
+    assert solution.graph.meta["costs"]["model"] == "measured"
+
+
+def test_a_class_in_the_place_of_a_module_is_refused():
+    with pytest.raises(TypeError, match=r"Linear is a class; give a module: solve\(Linear"):
+        solve(torch.nn.Linear, torch.ones(1), budget="1GB")
