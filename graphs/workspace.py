@@ -22,6 +22,9 @@ from graphs.operators import OpCall, aten
 _BLOCK = 16
 """Channels of oneDNN's blocked layouts with AVX-512 (8 with AVX2, which takes no more)."""
 
+_WIDEST_UNROLLED = 14
+"""Columns of a kernel; what is wider is computed as products of matrices."""
+
 
 def cpu_workspace_bytes(call: OpCall) -> int:
     """Bytes that the call takes beside inputs and outputs while it runs on the CPU."""
@@ -69,10 +72,19 @@ def _convolution_backward(call: OpCall) -> int:
         peaks.append(_blocked(x, 1) + max(without_x, of_x))
         if any(step > 1 for step in stride):
             peaks.append(3 * _blocked(x, 1))
-    if mask[1]:
+    if mask[1] and groups == 1 and weight.shape[-1] > _WIDEST_UNROLLED:
+        peaks.append(of_x + of_weight + _by_matrix_products(weight, gradient))
+    elif mask[1]:
         blocked = _input(x, weight, groups) + without_x
         peaks.append(of_x + max(blocked, _weight(x, weight, groups) + of_weight))
     return max(0, max(peaks) - of_x - of_weight)
+
+
+def _by_matrix_products(weight: torch.Tensor, gradient: torch.Tensor) -> int:
+    """Bytes of a wide kernel's gradient (the patches of a ViT): each thread has four of the weight,
+    and one image's patches in a row."""
+    patches = math.prod(weight.shape[1:]) * math.prod(gradient.shape[2:]) * weight.element_size()
+    return torch.get_num_threads() * (4 * _plain(weight) + patches) + 256
 
 
 def _input(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:

@@ -298,6 +298,19 @@ def test_workspace_of_convolutions_is_about_what_is_measured(
         torch.set_num_threads(n_threads)
 
 
+@pytest.mark.parametrize("patch", [16, 32])
+def test_workspace_of_patches_is_several_weights_for_each_thread(patch: int) -> None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("other layouts on this processor")
+    x, weight = torch.randn(2, 3, 4 * patch, 4 * patch), torch.randn(64, 3, patch, patch)
+    options = ([patch] * 2, [0, 0], [1, 1], False, [0, 0], 1)
+    target = aten.convolution_backward.default
+    arguments = (torch.randn(2, 64, 4, 4), x, weight, [64], *options, [False, True, True])
+    call = OpCall(target, arguments, {}, target(*arguments))
+    measured = Measured("cpu", n_runs=1).cost(call).workspace_bytes
+    assert abs(cpu_workspace_bytes(call) - measured) <= 0.01 * measured
+
+
 @pytest.mark.parametrize("n_channels", [32, 100])
 @pytest.mark.parametrize(("kernel", "depthwise"), [(3, True), (5, True), (7, True), (3, False)])
 def test_workspace_of_convolutions_in_channels_last(
