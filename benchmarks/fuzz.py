@@ -32,13 +32,12 @@ from benchmarks.random_modules import (
     described,
     random_recipe,
 )
-from benchmarks.same_bits import compare, trained
+from benchmarks.same_bits import compare, solution_of, trained
 from benchmarks.step_styles import STYLES, Training
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
 from solver import bounds
 from solver.rematerialise import baseline, keep
-from solver.schedule import Schedule
 from solver.simulate import simulate
 from solver.solution import Request, Solution
 from solver.solve import attempt
@@ -91,7 +90,7 @@ def _searched(graph: Graph, choice: random.Random) -> list[Solution]:
     plain = simulate(graph, baseline(graph))
     least = bounds.obstacle(graph)
     assert least.schedule is not None
-    found = [_of_schedule(graph, least.schedule)]
+    found = [solution_of(graph, least.schedule)]
     budget_bytes = choice.randint(least.reached_bytes, plain.peak_bytes)
     solution = attempt(
         graph, Request(budget_bytes, time_limit_s=TIME_LIMIT_S), starts=[least.schedule]
@@ -104,13 +103,7 @@ def _searched(graph: Graph, choice: random.Random) -> list[Solution]:
 def _drawn(graph: Graph, choice: random.Random) -> list[Solution]:
     """Keep nothing; keep a random half."""
     half = {tensor.name for tensor in graph.tensors if choice.random() < 0.5}
-    return [_of_schedule(graph, keep(graph, kept)) for kept in (set[str](), half)]
-
-
-def _of_schedule(graph: Graph, schedule: Schedule) -> Solution:
-    plain, judged = simulate(graph, baseline(graph)), simulate(graph, schedule)
-    request = Request(max(plain.peak_bytes, judged.peak_bytes))
-    return Solution("feasible", graph, schedule, judged, request, plain, plain.time_s, "fuzz", 0.0)
+    return [solution_of(graph, keep(graph, kept)) for kept in (set[str](), half)]
 
 
 def main() -> None:

@@ -14,10 +14,14 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.model_zoo import Entry
 from benchmarks.step_styles import Seen, Style, Training
+from graphs.graph import Graph
 from graphs.memory_events import cpu_peak_bytes
 from scheduler_runtime import apply
 from scheduler_runtime.measure import bytes_of, resident_tensors
-from solver.solution import Solution
+from solver.rematerialise import baseline, keep
+from solver.schedule import Schedule
+from solver.simulate import simulate
+from solver.solution import Request, Solution
 
 N_STEPS = 3
 RATE = 1e-3
@@ -117,3 +121,15 @@ def _left(training: Training) -> Seen:
         if isinstance(tensor, torch.Tensor) and tensor.grad is not None:
             left[f"gradient of tensor {index} of the batch"] = tensor.grad.clone()
     return left
+
+
+def solution_of(graph: Graph, schedule: Schedule) -> Solution:
+    """A schedule as the answer for a budget that it fits, and the plain step too."""
+    plain, judged = simulate(graph, baseline(graph)), simulate(graph, schedule)
+    request = Request(max(plain.peak_bytes, judged.peak_bytes))
+    return Solution("feasible", graph, schedule, judged, request, plain, plain.time_s, "given", 0.0)
+
+
+def keeping_nothing(graph: Graph) -> Solution:
+    """Everything that may be made again is."""
+    return solution_of(graph, keep(graph, set()))

@@ -30,18 +30,23 @@ def keep(graph: Graph, kept: Collection[str]) -> Schedule:
 
 def keep_order(graph: Graph, kept: Collection[str]) -> list[str]:
     """The order of nodes behind `keep`. What may not be made again is kept in any case."""
-    available = {tensor.name for tensor in graph.resident}
-    order: list[str] = []
-    for node in graph.forward_nodes:
-        order.append(node.name)
-        again = may_run_again(graph, node)
-        available.update(n for n in node.outputs if not again or graph.root(n) in kept)
+    order = [node.name for node in graph.forward_nodes]
+    available = after_forward(graph, kept)
     for node in graph.later_nodes:
         order.extend(missing_computes(graph, needs(graph, node), available))
         order.append(node.name)
         available.update(node.outputs)
     order.extend(missing_computes(graph, lost_views(graph, order), available))
     return order
+
+
+def after_forward(graph: Graph, kept: Collection[str]) -> set[str]:
+    """The tensors that are there when all of the forward pass has run once."""
+    available = {tensor.name for tensor in graph.resident}
+    for node in graph.forward_nodes:
+        again = may_run_again(graph, node)
+        available.update(n for n in node.outputs if not again or graph.root(n) in kept)
+    return available
 
 
 def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:

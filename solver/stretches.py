@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from solver.rematerialise import lost_views, may_run_again, missing_computes
+from solver.rematerialise import after_forward, lost_views, missing_computes
 from solver.schedule import Schedule, free_after_last_use, needs
 
 
@@ -42,12 +42,8 @@ def play(graph: Graph, stretches: Sequence[Stretch]) -> Schedule:
     stretch_of = {node: stretch for stretch in stretches for node in stretch.nodes}
     kept = _kept(graph, stretches, stretch_of)
     wanted_later = _wanted_later(graph, kept)
-    available = {tensor.name for tensor in graph.resident}
-    order: list[str] = []
-    for node in graph.forward_nodes:
-        order.append(node.name)
-        again = may_run_again(graph, node)
-        available.update(n for n in node.outputs if not again or graph.root(n) in kept)
+    order = [node.name for node in graph.forward_nodes]
+    available = after_forward(graph, kept)
     for node in graph.later_nodes:
         missing = [name for name in needs(graph, node) if name not in available]
         while missing:

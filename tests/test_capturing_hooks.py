@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+from benchmarks.same_bits import keeping_nothing
 from graphs.call import TraceError
 from graphs.trace import trace
 from scheduler_runtime import apply
-from tests.test_nested import keeping_nothing
 
 
 class Distilled(nn.Module):

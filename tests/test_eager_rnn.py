@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+from benchmarks.same_bits import keeping_nothing
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
 from tests.test_apply import one_step
-from tests.test_nested import keeping_nothing
 
 
 class Squared(nn.Module):

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.same_bits import keeping_nothing
 from graphs.known_values import KnowingMode
 from graphs.trace import trace
 from scheduler_runtime import apply
 from tests.test_apply import one_step
-from tests.test_nested import keeping_nothing
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

@@ -15,11 +15,9 @@ from torch import nn
 from benchmarks.matrix import Footprint, faults, line, markdown, prepare, run_budget, run_solution
 from benchmarks.model_zoo import ZOO
 from benchmarks.plan_quality import circumstances
+from benchmarks.same_bits import keeping_nothing
 from benchmarks.step_styles import STYLES
 from graphs.costs import Measured
-from solver.rematerialise import baseline, keep
-from solver.simulate import simulate
-from solver.solution import Request, Solution
 
 SMALL = [name for name, entry in ZOO.items() if not entry.large]
 N_TENSORS = 3 * 8
@@ -38,40 +36,28 @@ STYLED = [
 ]
 
 
-def keeping_nothing(name: str, style: str, **options: Any) -> dict[str, Any]:
+def row_keeping_nothing(name: str, style: str, **options: Any) -> dict[str, Any]:
     """The row of the schedule that makes everything again. Workspace is estimated, not measured,
     so its bytes are not judged here.
     """
     subject = prepare(ZOO[name], STYLES[style], **options)
     assert subject is not None
-    plain = simulate(subject.graph, baseline(subject.graph))
-    schedule = keep(subject.graph, set())
-    judged = simulate(subject.graph, schedule)
-    assert judged.n_recomputed > 0
-    solution = Solution(
-        "feasible",
-        subject.graph,
-        schedule,
-        judged,
-        Request(max(judged.peak_bytes, plain.peak_bytes)),
-        plain,
-        plain.time_s,
-        "test",
-        0.0,
-    )
+    solution = keeping_nothing(subject.graph)
+    assert solution.trace is not None
+    assert solution.trace.n_recomputed > 0
     return run_solution(subject, solution)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_model_trains_the_same_bits(name: str) -> None:
-    row = keeping_nothing(name, "plain")
+    row = row_keeping_nothing(name, "plain")
     assert row["n_compared"] > N_TENSORS
     assert row["differences"] == []
 
 
 @pytest.mark.parametrize(("name", "style"), STYLED)
 def test_steps_as_people_write_them_train_the_same_bits(name: str, style: str) -> None:
-    row = keeping_nothing(name, style)
+    row = row_keeping_nothing(name, style)
     assert row["n_compared"] > N_TENSORS
     assert row["differences"] == []
 

@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.same_bits import keeping_nothing
 from graphs import nested
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, apply, fit
 from scheduler_runtime.fallback import plan_chain
-from solver.rematerialise import baseline, keep
-from solver.simulate import simulate
-from solver.solution import Request, Solution
 
 
 @dataclasses.dataclass
@@ -93,13 +91,6 @@ class Returning(nn.Module):
         x = batch.x * batch.setting.scale + batch.weights[0] if isinstance(batch, Batch) else batch
         hidden = self.layers(x)
         return self.put_together(hidden, hidden.square().mean())
-
-
-def keeping_nothing(graph: Any) -> Solution:
-    plain, judged = simulate(graph, baseline(graph)), simulate(graph, keep(graph, set()))
-    request = Request(max(plain.peak_bytes, judged.peak_bytes))
-    schedule = keep(graph, set())
-    return Solution("feasible", graph, schedule, judged, request, plain, plain.time_s, "test", 0.0)
 
 
 def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
