@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scheduler_runtime import fit, plans_of
 
 
-def main():
-    dist.init_process_group("gloo")
+def train():
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
     model = nn.Sequential(*layers, nn.Linear(64, 10))
@@ -27,6 +26,11 @@ def main():
         loss.backward()
         optimizer.step()
     print(f"process {dist.get_rank()}: loss {loss.item()}", *plans_of(model), sep="\n")
+
+
+def main():
+    dist.init_process_group("gloo")
+    train()  # a DistributedDataParallel that outlives its gloo group can hang there (PyTorch 2.13)
     dist.destroy_process_group()
 
 
