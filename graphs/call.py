@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,12 @@ class Call:
     spec: nested.Spec
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        flat, spec = nested.flatten((args, dict(kwargs)))
+    def of(
+        cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, order: Sequence[str] = ()
+    ) -> Call:
+        """order: of named arguments, whose order makes no other call (see `argument_order`)."""
+        named = {name: kwargs[name] for name in order if name in kwargs}
+        flat, spec = nested.flatten((args, {**named, **kwargs}))
         tensors = [item for item in flat if isinstance(item, torch.Tensor)]
         rest = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
         return cls(tensors=tensors, rest=rest, spec=spec)
@@ -37,6 +42,16 @@ class Call:
         flat = [next(values) if item is HOLE else item for item in self.rest]
         args, kwargs = nested.unflatten(flat, self.spec)
         return args, kwargs
+
+
+def argument_order(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names that forward declares; what it takes as **kwargs it may see in their order."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # something compiled does not tell
+        return ()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(each.name for each in parameters if each.kind in named)
 
 
 class Hole:

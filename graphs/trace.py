@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphs import hardware, nested
-from graphs.call import Call, TraceError, as_call, environment_of, find_loss
+from graphs.call import Call, TraceError, argument_order, as_call, environment_of, find_loss
 from graphs.capture import Capture, capture, one_at_a_time
 from graphs.costs import Cost, CostModel, Measured, OpCall
 from graphs.default_costs import asked, default_costs
@@ -85,7 +85,7 @@ def trace(
     _refuse_replaced(model)
     args, kwargs = as_call(batch, inputs)
     _check_call(model, args, kwargs)
-    call = Call.of(args, kwargs)
+    call = Call.of(args, kwargs, order=argument_order(model.forward))
     target = _device(model, call, device)
     if costs is None:
         costs = default_costs(target)

@@ -151,7 +151,7 @@ def compile(
                 stacklevel=2,
             )
         chosen = None if loss is None else functools.partial(_loss_of, loss, batch)
-        forward.prepare(Call.of(*as_call(batch, inputs)), loss=chosen)
+        forward.prepare(forward.call_of(*as_call(batch, inputs)), loss=chosen)
     model.forward = forward
     return model
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import abc
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from graphs.call import Call, device_of
+from graphs.call import Call, argument_order, device_of
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import StepTrace, trace_module
@@ -48,6 +48,7 @@ class StandIn(abc.ABC):
         self._tracing = False
         self._programs = Programs(n_kept=self.n_kept)
         self._records = Records()
+        self._argument_order = argument_order(self._own_forward)
         functools.update_wrapper(self, self._own_forward, updated=())
 
     @property
@@ -69,6 +70,10 @@ class StandIn(abc.ABC):
         """What the program depends on beside the call."""
         return None
 
+    def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """The call with its named arguments in the forward's order."""
+        return Call.of(args, kwargs, order=self._argument_order)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         # Forward-mode differentiation passes a planned step by; PyTorch has no public question for
@@ -76,7 +81,7 @@ class StandIn(abc.ABC):
         is_forward_mode = forward_ad._current_level >= 0
         if self._tracing or is_forward_mode or not torch.is_grad_enabled() or not self.covers():
             return self._own_forward(*args, **kwargs)
-        call = Call.of(args, kwargs)
+        call = self.call_of(args, kwargs)
         if not _gets_gradients(model, call):  # an adapter that is switched off for the moment
             return self._own_forward(*args, **kwargs)
         kind = self.kind(call)

@@ -178,8 +178,9 @@ def _theory(solution: Solution) -> Iterator[str]:
     if solution.method in OP_LEVEL_METHODS:
         words += ", which decides op by op,"
     yield (
-        f"Activations are {_percent(share)} of the peak without a plan, over {blocks.n_blocks} "
-        "blocks. Theory: keeping one checkpoint a block, or √L of them, costs at most one more "
+        f"Activations are {_percent(share)} of the peak without a plan. Cut wherever little "
+        f"passes from one operator to the next, the step is a chain of {blocks.n_blocks} blocks. "
+        "Theory: keeping one checkpoint a block, or √L of them, costs at most one more "
         f"forward pass, {format_share(forward_s / plain_s)}. Here, judged alike: "
         f"every block {_costs(solution, blocks)}; "
         f"√L, {counted(n_segments, 'segment')}, "

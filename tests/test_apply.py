@@ -502,6 +502,30 @@ def test_calls_that_differ_in_where_nothing_stands() -> None:
         assert torch.equal(plain(*args)["loss"], planned(*args)["loss"])
 
 
+class _Named(nn.Module):
+    """Named arguments in any order are one call; what comes as **kwargs is read in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor, y: Any = None, **more: torch.Tensor) -> torch.Tensor:
+        joined = torch.stack([x - y, *more.values()])
+        return (torch.sigmoid(joined * self.weight) * torch.arange(len(joined))[:, None]).sum()
+
+
+def test_named_arguments_in_another_order_are_the_same_call() -> None:
+    x, y, p, q = torch.randn(4, 8)
+    planned = _Named()
+    apply(planned, solve(planned, {"x": x, "y": y, "p": p, "q": q}, budget="1MB"))
+    expected = _Named()(p=p, q=q, y=y, x=x)
+    assert torch.equal(planned(p=p, q=q, y=y, x=x), expected)
+    assert torch.equal(planned(x=x, p=p, y=y, q=q), expected)
+    turned = planned(x=x, y=y, q=q, p=p)
+    assert torch.equal(turned, _Named()(x=x, y=y, q=q, p=p))
+    assert not torch.equal(turned, expected)
+
+
 def test_a_changed_attribute_is_another_program() -> None:
     plain, planned, x = planned_linear()
     for scale in (1.0, 3.0):
