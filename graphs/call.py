@@ -77,6 +77,26 @@ def as_call(
     return (batch,), {}
 
 
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """The commonest mistake has an answer of its own: a batch with targets that forward lacks.
+
+    Raises TraceError where forward does not take these arguments.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # something compiled does not tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(
+            f"{type(model).__name__}.forward{signature} cannot be called with this batch: {error}. "
+            "A tensor is called as model(x), a tuple as model(*x), a dict as model(**x); where the "
+            "model takes a part of the batch and the loss the rest, say which part: "
+            "inputs=lambda batch: batch[0], in a model file get_inputs(batch)"
+        ) from error
+
+
 def find_loss(output: Any) -> torch.Tensor:
     """The scalar to differentiate: the output, its `.loss`, or the only scalar of a tuple."""
     if isinstance(output, torch.Tensor):

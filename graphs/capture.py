@@ -311,14 +311,14 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
             entered.pop().close()
 
 
-_WAY_OUT = (
+WAY_OUT = (
     ". What runs but cannot be traced can be planned by its submodules: "
     "scheduler_runtime.fallback.plan_chain"
 )
 
 
 def _has_side_effect(model: nn.Module, error: SideEffectError) -> TraceError:
-    return TraceError(f"{type(model).__name__} cannot be planned: {error}{_WAY_OUT}")
+    return TraceError(f"{type(model).__name__} cannot be planned: {error}{WAY_OUT}")
 
 
 _LOOKED_AT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -344,4 +344,4 @@ def _reason(model: nn.Module, error: Exception) -> str:
         if "/torch/" not in path and not ours and not path.startswith("<"):
             place = f" ({path}, line {frame.tb_lineno})"
         frame = frame.tb_next
-    return f"{type(model).__name__} cannot be traced{place}: {what}{_WAY_OUT}"
+    return f"{type(model).__name__} cannot be traced{place}: {what}{WAY_OUT}"

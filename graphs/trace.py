@@ -9,8 +9,7 @@ of the step is put around it: a loss that the caller computes, accumulation, the
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,15 @@ import torch
 from torch import nn
 
 from graphs import hardware, nested
-from graphs.call import Call, TraceError, argument_order, as_call, environment_of, find_loss
+from graphs.call import (
+    Call,
+    TraceError,
+    argument_order,
+    as_call,
+    check_call,
+    environment_of,
+    find_loss,
+)
 from graphs.capture import Capture, capture, one_at_a_time
 from graphs.costs import Cost, CostModel, Measured, OpCall
 from graphs.default_costs import asked, default_costs
@@ -84,7 +91,7 @@ def trace(
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
     _refuse_replaced(model)
     args, kwargs = as_call(batch, inputs)
-    _check_call(model, args, kwargs)
+    check_call(model, args, kwargs)
     call = Call.of(args, kwargs, order=argument_order(model.forward))
     target = _device(model, call, device)
     if costs is None:
@@ -263,23 +270,6 @@ def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:
         dtype = str(parameter.dtype).removeprefix("torch.")
         sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
     return sizes
-
-
-def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """The commonest mistake has an answer of its own: a batch with targets that forward lacks."""
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # something compiled does not tell
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TraceError(
-            f"{type(model).__name__}.forward{signature} cannot be called with this batch: {error}. "
-            "A tensor is called as model(x), a tuple as model(*x), a dict as model(**x); where the "
-            "model takes a part of the batch and the loss the rest, say which part: "
-            "inputs=lambda batch: batch[0], in a model file get_inputs(batch)"
-        ) from error
 
 
 def _always(chosen: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:

@@ -40,7 +40,7 @@ from scheduler_runtime.coarse import Loop, coarse_graph, container_of, loop_of, 
 from scheduler_runtime.eager_step import NoLossError, Step
 from scheduler_runtime.observe import Observed, chain_of, observe
 from scheduler_runtime.submodule_solution import SubmoduleSolution, put
-from solver.budget import CUDA_RESERVE_BYTES
+from solver.budget import CUDA_RESERVE_BYTES, format_size
 from solver.by_module import ModuleTree, NoModulesFitError, by_module
 from solver.figures import counted
 from solver.region_replay import replay_regions
@@ -242,7 +242,7 @@ def _nothing_fits(solution: Solution, watched: _Watched, least_bytes: int) -> Su
         obstacle=Obstacle(known[0], max(known[0], least_bytes), None, known[1], known[2]),
         left_alone=(
             *_left_alone(watched),
-            f"the smallest peak that was found is {least_bytes} bytes",
+            f"the smallest peak that was found is {format_size(least_bytes)}",
         ),
     )
 

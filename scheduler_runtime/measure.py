@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphs import nested
-from graphs.call import as_call, device_of, find_loss
+from graphs.call import as_call, check_call, device_of, find_loss
 from graphs.memory_events import cpu_peak_bytes
 
 
@@ -50,7 +50,7 @@ def measure(
 
     The first step warms up (the optimizer makes its state then), `n_steps` are timed, one more is
     measured for memory. loss, inputs: as in `graphs.trace.trace`. gradients: "fresh" (set to None
-    before each step) or "accumulate".
+    before each step) or "accumulate". Raises TraceError for a batch that the model does not take.
     """
     if gradients not in ("fresh", "accumulate"):
         raise ValueError(f"gradients is {gradients!r}; 'fresh' or 'accumulate'")
@@ -108,6 +108,7 @@ def _step(
 ) -> Callable[[], None]:
     """One training step as people write it: the output is held until the step is over."""
     args, kwargs = as_call(batch, inputs)
+    check_call(model, args, kwargs)
 
     def step() -> None:
         output = model(*args, **kwargs)

@@ -70,7 +70,8 @@ class Plan:
                 )
             plan = SavedSchedule.load(plan)
         if plan.schedule is None:
-            raise ValueError(f"the solution has no schedule to apply: its status is {plan.status}")
+            why = plan if isinstance(plan, Solution) else f"its status is {plan.status}"
+            raise ValueError(f"the solution has no schedule to apply: {why}")
         if isinstance(plan, Solution):
             graph: Graph | None = plan.graph
             environment = plan.environment

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from graphs import nested
-from graphs.call import as_call, device_of, find_loss
+from graphs.call import as_call, check_call, device_of, find_loss
 from scheduler_runtime.apply import apply, remove
 from scheduler_runtime.measure import Measurement, measure
 from solver.solution import Solution
@@ -46,8 +46,9 @@ def verify(
 ) -> Verification:
     """Run the step of `solution` with and without its plan. See solver.verification.Verifier.
 
-    Takes the memory of the step without the plan. Raises ValueError: no plan, or one that does not
-    fit the model; RuntimeError, MemoryError: the step cannot be run here.
+    Takes the memory of the step without the plan. Raises ValueError: no plan, one that does not
+    fit the model, or a batch that it does not take; RuntimeError, MemoryError: the step cannot be
+    run here.
     """
     if solution.schedule is None or solution.trace is None:
         raise ValueError(f"there is no plan to verify: the status is {solution.status}")
@@ -138,6 +139,7 @@ class _Bench:
         """Loss, gradients and buffers after a step; two steps where gradients add up."""
         self.restore(state)
         args, kwargs = as_call(self.batch, self.inputs)
+        check_call(self.inner, args, kwargs)
         for _ in range(2 if self.gradients == "accumulate" else 1):
             with self._autocast():
                 output = self.inner(*args, **kwargs)

@@ -37,7 +37,7 @@ class Report:
     reserve comes from, "" if the caller named it. verify_error: why the step could not be run.
     advice: what else would help the best of the solutions. interrupted: Ctrl-C ended the search.
     sizes: the search for the largest batch, if there was one; its answer is the solution. emitted:
-    another system's nearest setting, if it was asked for.
+    another system's nearest setting, if it was asked for. how_to_save: what writes the schedule.
     """
 
     problem: str
@@ -54,6 +54,7 @@ class Report:
     interrupted: bool = False
     sizes: SizeSearch | None = None
     emitted: Emitted | None = None
+    how_to_save: str = "-o schedule.json"
 
     @property
     def best(self) -> Solution:

@@ -53,6 +53,7 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
         solutions=(solution,),
         notes=(*sharding_note(graph), *evaluation_note(graph), *optimizer_note(graph)),
         advice=advise(solution),
+        how_to_save='solution.save("schedule.json")',
     )
     console = Console(
         file=sys.stdout if file is None else file, highlight=False, emoji=False, markup=False

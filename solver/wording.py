@@ -103,7 +103,7 @@ def answered(report: Report) -> Iterator[tuple[str, str]]:
     for what, path in report.files:
         yield what, str(path)
     if solution.trace is not None and not any(what == "schedule" for what, _ in report.files):
-        yield "schedule", "not written; -o schedule.json writes it"
+        yield "schedule", f"not written; {report.how_to_save} writes it"
 
 
 def emitted(report: Report, found: Emitted) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,8 @@ from torch import nn
 import solver
 from graphs.files import FormatError
 from graphs.graph import Graph
-from graphs.trace import trace
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply, measure
 from solver import IllegalScheduleError, Solution, draw, report, solve, sweep, verify
 from solver.budget import BudgetError
 from solver.cli import main
@@ -105,6 +106,23 @@ def test_a_plan_is_verified(solution):
         verify(solution, model=make_model(), batch=make_batch)  # type: ignore[arg-type]
 
 
+def test_a_batch_that_the_model_does_not_take_is_told(solution) -> None:
+    def with_targets() -> dict[str, torch.Tensor]:
+        return {"rows": make_batch(), "targets": torch.ones(512)}
+
+    with pytest.raises(TraceError, match=r"inputs=lambda batch: batch\[0\]"):
+        verify(solution, model=make_model, batch=with_targets, loss=mean)
+    with pytest.raises(TraceError, match=r"inputs=lambda batch: batch\[0\]"):
+        measure(make_model(), with_targets(), loss=mean)
+
+
+def test_the_report_in_python_names_what_writes_the_schedule_there(solution) -> None:
+    out = io.StringIO()
+    report(solution, file=out)
+    assert 'solution.save("schedule.json")' in out.getvalue()
+    assert "-o schedule.json" not in out.getvalue()
+
+
 def test_an_answer_without_a_plan_says_what_is_in_the_way(graph):
     words = repr(solve(graph, budget=graph.resident_bytes))
     assert "infeasible" in words
@@ -112,6 +130,12 @@ def test_an_answer_without_a_plan_says_what_is_in_the_way(graph):
     assert "in the way is aten." in words
     reserved = solve(graph, budget=graph.resident_bytes, reserve=1000)
     assert "reserve included" in repr(reserved)
+
+
+def test_applying_an_answer_without_a_plan_says_what_is_in_the_way(graph) -> None:
+    nothing = solve(graph, budget=graph.resident_bytes)
+    with pytest.raises(ValueError, match=r"no schedule to apply: .*the least budget found is"):
+        apply(make_model(), nothing)
 
 
 @pytest.mark.parametrize("budget", [1e9, "1e9", "1000000000", 10**9, "1GB"])

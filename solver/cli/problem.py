@@ -234,7 +234,7 @@ def _model_problem(
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
             reserve_reason=why_reserve,
-            notes=(*planned.notes, *file.notes),
+            notes=(_why_not_traced(refused), *planned.notes, *file.notes),
             verify=partial(_verified, file, target, arguments.autocast),
             planned=planned.solution,
         )
@@ -251,6 +251,14 @@ def _model_problem(
             with progress("it cannot be traced: running real steps, to plan by submodules"):
                 problem = measured(file, refused)
         yield problem
+
+
+def _why_not_traced(refused: LoadError) -> str:
+    """A sentence that says what to change for a plan of single operators."""
+    from graphs.capture import WAY_OUT  # here: it takes torch
+
+    why = str(refused).replace(WAY_OUT, "")  # that way is being taken
+    return f"Not planned operator by operator, which may cost less: {why}."
 
 
 def _size_words(file: ModelFile, name: str) -> str:
