@@ -66,6 +66,8 @@ _BY_IDENTITY = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
+_ELSEWHERE = (torch.Tensor, weakref.ref)
+"""Tensors have guards of their own; nn.RNN lists references to its weights anew as they are set."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -244,7 +246,7 @@ def _read(value: Any, seen: set[int], *, within_object: bool) -> Any:
         return _numbers(value) if value.nbytes <= LARGE_BYTES else _Known(value)
     state = None if isinstance(value, torch.Tensor) else _state(value)
     if state is None:
-        if within_object or not isinstance(value, torch.Tensor):
+        if within_object or not isinstance(value, _ELSEWHERE):
             raise _NoSettingError
         return type(value)
     if id(value) in seen:

@@ -167,6 +167,14 @@ def test_what_is_no_setting_changes_nothing() -> None:
     assert settings_of(model, records) == before
 
 
+def test_other_weights_of_the_same_form_change_nothing() -> None:
+    """nn.GRU lists weak references to its weights beside them."""
+    model, records = nn.GRU(4, 4), Records()
+    before = settings_of(model, records)
+    model.weight_ih_l0 = nn.Parameter(model.weight_ih_l0.detach().clone())
+    assert settings_of(model, records) == before
+
+
 def test_a_list_that_is_rewritten_is_a_setting() -> None:
     model, records = Settable(), Records()
     seen = [settings_of(model, records)]
