@@ -53,6 +53,7 @@ from graphs.side_effects import (
     SideEffectError,
     attributes_unchanged,
     refuse_hooks,
+    refuse_parametrization_cache,
 )
 
 TRACING = threading.RLock()
@@ -148,6 +149,7 @@ def capture(
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         try:
             refuse_hooks(model)
+            refuse_parametrization_cache(model)
             with attributes_unchanged(model):
                 joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
             shell.mode.read.refuse_hidden(call.rest)
@@ -274,9 +276,22 @@ def _source(desc: Any, shell: Shell) -> Source:
         return Source("input", f"input.{desc.idx}", desc.idx)
     if isinstance(desc, descriptors.TangentAOTInput):
         if not isinstance(desc.output, descriptors.PlainAOTOutput):
-            raise TraceError("outputs of the model share memory; return clones of them")
+            raise TraceError(_shares_memory(desc.output, shell))
         return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
     raise TraceError(f"an input of kind {type(desc).__name__} cannot be planned for yet")
+
+
+def _shares_memory(output: Any, shell: Shell) -> str:
+    """Why a gradient would arrive for what is no output of its own."""
+    if isinstance(output, descriptors.InputMutationAOTOutput):
+        written = output.mutated_input
+        if isinstance(written, descriptors.ParamAOTInput):
+            return (
+                f"forward changes parameter {shell.path(written.target)!r} in place (clamp_, "
+                "copy_, .data, max_norm of nn.Embedding); change it outside of forward, before "
+                "the step"
+            )
+    return "outputs of the model share memory; return clones of them"
 
 
 @contextlib.contextmanager
@@ -298,6 +313,9 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
         if entered and threading.get_ident() == tracing:
             entered.pop().close()
 
+    hooks: tuple[Any, ...] = (before, after)
+    for hook in hooks:
+        hook.is_of_trace = True
     handles = [
         nn.modules.module.register_module_forward_pre_hook(before),
         nn.modules.module.register_module_forward_hook(after, always_call=True),

@@ -66,6 +66,15 @@ def _reduced_loss(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, An
     return torch.empty(one.shape, dtype=one.dtype, device=one.device).as_strided((), ())
 
 
+def _ctc_loss(log_probs: torch.Tensor, _: torch.Tensor, given: Mapping[str, Any]) -> Any:
+    """Losses, and what the backward pass reads: as wide as the longest target, which the batch
+    tells (`graphs.known_values` looks, and raises where it depends on what the step computes).
+    """
+    n_steps, n_rows, _n_labels = log_probs.shape
+    longest = int(given["target_lengths"].max())
+    return log_probs.new_empty(n_rows), log_probs.new_empty(n_rows, n_steps, 2 * longest + 1)
+
+
 def laid_out_as_by_cpu_kernel(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Any:
@@ -135,6 +144,7 @@ _REDUCED_LOSSES = (
 )
 _RULES: dict[Any, _Rule] = {
     aten._grouped_mm.default: _grouped_product,
+    aten._ctc_loss.Tensor: _ctc_loss,
     **dict.fromkeys(_REDUCED_LOSSES, _reduced_loss),
 }
 _LAID_OUT_BY_THE_KERNEL = frozenset(

@@ -31,7 +31,7 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = buffers_of(self.inner)
-        with random_states_untouched(), _InPlaceNoted():
+        with random_states_untouched(self.inner), _InPlaceNoted():
             output = self.inner.forward(*args, **kwargs)
         refuse_replaced_buffers(before, self.inner)
         return output
@@ -167,6 +167,14 @@ def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     )
 
 
+_CHECKS_RESULT = (
+    "forward calls a function of torch.linalg that looks at its result, to raise an error where "
+    "the matrix is singular (cholesky, inv, solve, lu_factor), so that each step could be another "
+    "one. Take the one that does not look: cholesky_ex(a).L, inv_ex(a).inverse, "
+    "solve_ex(a, b).result, lu_factor_ex(a)[:2]"
+)
+
+
 class _InPlaceNoted(TorchDispatchMode):
     """Write into an fx node's meta that the module's operator overwrites its first argument.
 
@@ -176,6 +184,8 @@ class _InPlaceNoted(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten._linalg_check_errors.default:
+            raise TraceError(_CHECKS_RESULT)
         first = next(iter(func._schema.arguments), None)
         alias = None if first is None else first.alias_info
         if alias is None or not alias.is_write:

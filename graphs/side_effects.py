@@ -3,8 +3,7 @@
 A planned step runs the operators that were traced. Hooks of submodules, attributes that the forward
 pass changes and buffers that it replaces are Python, not operators: they would run once, while
 tracing, on tensors without values. So would a change of the random state, and a number from Python
-or NumPy would be drawn once for all steps (one from a NumPy generator of the model's own is not
-noticed). Everything is put back as it was and the reason is said.
+or NumPy would be drawn once for all steps. Everything is put back as it was and the reason is said.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from graphs.capturing_hooks import capturing_hooks_as_before, is_capturing
+from graphs.generators import generators_of, put_back, state_of
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -32,6 +33,15 @@ _HOOKS = {
 
 class SideEffectError(ValueError):
     """The forward pass does something that a planned step would not do; says what and where."""
+
+
+def n_global_hooks() -> int:
+    """Hooks that run for every module of the process, but for those of a trace.
+
+    They are traced with the module: what one of them changes is in the program.
+    """
+    hooks = [h for of in _HOOKS for h in getattr(nn.modules.module, f"_global{of}").values()]
+    return sum(not getattr(hook, "is_of_trace", False) for hook in hooks)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -46,6 +56,16 @@ def refuse_hooks(model: nn.Module) -> None:
                     "computes into forward (torch.nn.utils.parametrizations instead of the older "
                     "weight_norm and spectral_norm)"
                 )
+
+
+def refuse_parametrization_cache(model: nn.Module) -> None:
+    """Weights that calls share while the cache is on would be computed anew by a planned step."""
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
+        raise SideEffectError(
+            "parametrize.cached() is on, under which several calls share the weights that the "
+            "first one computes; a planned step computes them once in each call: leave the cache "
+            "out, or turn it on inside of forward"
+        )
 
 
 @contextlib.contextmanager
@@ -139,9 +159,10 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
 
 
 @contextlib.contextmanager
-def random_states_untouched() -> Iterator[None]:
+def random_states_untouched(model: nn.Module) -> Iterator[None]:
     """Refuse what changes torch's random state from Python, and numbers that are not torch's."""
-    states = _states_elsewhere()
+    own = generators_of(model)
+    states = _states_elsewhere() | {name: state_of(each) for name, each in own.items()}
     places = [(m, name) for m in (torch, torch.random) for name in _SEEDING if hasattr(m, name)]
     before = [getattr(module, name) for module, name in places]
     for module, name in places:
@@ -151,9 +172,12 @@ def random_states_untouched() -> Iterator[None]:
     finally:
         for (module, name), function in zip(places, before, strict=True):
             setattr(module, name, function)
-        after = _states_elsewhere()
+        after = _states_elsewhere() | {name: state_of(each) for name, each in own.items()}
         drawn = [name for name, state in states.items() if state != after[name]]
         _put_back(states)
+        for name, each in own.items():
+            if name in drawn:
+                put_back(each, states[name])
     if drawn:
         raise SideEffectError(
             f"forward draws numbers with {drawn[0]}, which a planned step would do once for all "

@@ -140,9 +140,18 @@ def _refuse_replaced(model: nn.Module) -> None:
                 f"{name} cannot be traced: {part} compiled by torch.compile; give the module that "
                 "was compiled (model._orig_mod)"
             )
+    refuse_plans(model)
+
+
+def refuse_plans(model: nn.Module, *, also_its_own: bool = True) -> None:
+    """Raise TraceError where a plan stands in the place of a forward pass that would be traced.
+
+    also_its_own: False for whoever traces the module from within its own plan.
+    """
+    name = type(model).__name__
     for path, module in model.named_modules():
         forward = module.__dict__.get("forward")
-        if not getattr(forward, "is_plan", False):
+        if not getattr(forward, "is_plan", False) or not (path or also_its_own):
             continue
         if getattr(forward, "is_export", False):
             raise TraceError(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from graphs.call import TraceError
+from graphs.capture import TRACING
 
 
 class CheckpointedAlreadyError(TraceError):
@@ -39,19 +40,28 @@ def refuse_checkpointing(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def no_checkpoints() -> Iterator[None]:
-    """Refuse calls of `torch.utils.checkpoint.checkpoint` inside."""
-    places = [
-        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
-        (torch.utils.checkpoint.CheckpointFunction, "apply"),
+    """Refuse calls of `torch.utils.checkpoint.checkpoint` inside.
+
+    What is patched is the whole process's: threads that trace take turns (`TRACING`), and the
+    attributes are put back as they were found, also by one such block inside of another.
+    """
+    checkpoints = torch.utils.checkpoint
+    places: list[tuple[Any, str]] = [
+        (checkpoints, "_checkpoint_without_reentrant_generator"),
+        (checkpoints.CheckpointFunction, "apply"),
     ]
-    before = [getattr(place, name) for place, name in places]
-    for place, name in places:
-        setattr(place, name, _refuse)
-    try:
-        yield
-    finally:
-        delattr(torch.utils.checkpoint.CheckpointFunction, "apply")  # its base's again
-        setattr(torch.utils.checkpoint, places[0][1], before[0])
+    with TRACING:
+        own = [vars(place).get(name) for place, name in places]
+        for place, name in places:
+            setattr(place, name, _refuse)
+        try:
+            yield
+        finally:
+            for (place, name), value in zip(places, own, strict=True):
+                if value is None:  # inherited: its base's again
+                    delattr(place, name)
+                else:
+                    setattr(place, name, value)
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:

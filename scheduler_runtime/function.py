@@ -89,7 +89,8 @@ class Run:
                     raise RuntimeError(
                         "a gradient arrives for an output that the plan expects none for: only the "
                         "planned loss may be differentiated; add the other terms to it inside the "
-                        "model, or plan with loss=function(output, batch)"
+                        "model, plan with loss=function(output, batch), or name what the loss is "
+                        "computed from: fit(model, loss_outputs=lambda output: ...)"
                     )
                 continue
             if gradient is None:

@@ -10,9 +10,10 @@ of its class, and its own code. All of that is read here before each call:
 - lists, tuples, dicts, sets and deques of them, nested, up to MANY entries; but a list of numbers
   or tensors in an attribute that only grows, or is emptied, is a record (of losses, say);
 - objects that hold nothing but such values, in a dict or in slots: configs, dataclasses,
-  namespaces. An object that holds anything else (a trainer, a logger) is known by its type alone:
-  it changes with every step;
-- functions, classes and modules held elsewhere by identity; each module's class and its `forward`.
+  namespaces. An object that holds anything else (a trainer, a logger) is known by its type and by
+  which one it is: what is in it changes with every step;
+- functions, classes and modules held elsewhere by identity, a class with its plain attributes too,
+  and functools.partial by its parts; each module's class and its `forward`.
 
 Not seen: globals of a Python module, environment variables, what a closure has caught, and the
 inside of the objects left out. `docs/same_bits.md` says so.
@@ -24,9 +25,9 @@ import enum
 import functools
 import hashlib
 import types
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -65,6 +66,8 @@ _BY_IDENTITY = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
+_ELSEWHERE = (torch.Tensor, weakref.ref)
+"""Tensors have guards of their own; nn.RNN lists references to its weights anew as they are set."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -147,7 +150,7 @@ def _attributes(
         try:
             read = _read(value, seen, within_object=False)
         except _NoSettingError:
-            read = type(value)
+            read = type(value), _Known(value)
         if type(value) is list and isinstance(read, tuple) and all(map(_is_number, value)):
             read = list, records.version((id(module), name), value, read)
         yield name, read
@@ -174,17 +177,27 @@ def _plain(value: object) -> Any:
     return type(value), repr(value) if isinstance(value, _WRITTEN_OUT) else value
 
 
-@dataclass(frozen=True, eq=False)
-class _Array:
-    """The same as another one of the same array; kept, so that no other takes its place."""
+class _Known:
+    """Known by which object it is: equal to another one of the same object, while that is there.
 
-    array: np.ndarray[Any, Any]
+    It does not keep the object, where Python allows that: what a program was made for would hold
+    the tensors of objects that the model has dropped.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._of: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._of = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Array) and other.array is self.array
+        if self is other:
+            return True
+        return isinstance(other, _Known) and (it := self._of()) is not None and it is other._of()
 
     def __hash__(self) -> int:
-        return id(self.array)
+        return self._hash
 
 
 def _numbers(array: np.ndarray[Any, Any]) -> Any:
@@ -223,13 +236,17 @@ def _read(value: Any, seen: set[int], *, within_object: bool) -> Any:
         return _plain(value)
     if isinstance(value, _CONTAINERS):
         return _container(value, seen, within_object=within_object)
+    if isinstance(value, type):  # a class that is a config: `class Config: dropout = 0.1`
+        return value, _of_class(value)
+    if isinstance(value, functools.partial):
+        return _partial(value, seen, within_object=within_object)
     if isinstance(value, _BY_IDENTITY):
         return value  # compared by identity, and kept, so that no other takes its place in memory
     if isinstance(value, np.ndarray):
-        return _numbers(value) if value.nbytes <= LARGE_BYTES else _Array(value)
+        return _numbers(value) if value.nbytes <= LARGE_BYTES else _Known(value)
     state = None if isinstance(value, torch.Tensor) else _state(value)
     if state is None:
-        if within_object:
+        if within_object or not isinstance(value, _ELSEWHERE):
             raise _NoSettingError
         return type(value)
     if id(value) in seen:
@@ -237,6 +254,12 @@ def _read(value: Any, seen: set[int], *, within_object: bool) -> Any:
     seen.add(id(value))
     inside = tuple((k, _read(v, seen, within_object=True)) for k, v in state.items())
     return type(value), inside
+
+
+def _partial(value: functools.partial[Any], seen: set[int], *, within_object: bool) -> Any:
+    """What it calls and with what: neither is among its attributes."""
+    parts = (value.func, value.args, value.keywords)
+    return type(value), tuple(_item(part, seen, within_object=within_object) for part in parts)
 
 
 def _container(value: Any, seen: set[int], *, within_object: bool) -> Any:
@@ -262,7 +285,7 @@ def _item(value: Any, seen: set[int], *, within_object: bool) -> Any:
     try:
         return _read(value, seen, within_object=False)
     except _NoSettingError:
-        return type(value)
+        return type(value), _Known(value)
 
 
 def _key(key: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from graphs.call import Call, argument_order, device_of
 from graphs.costs import CostModel
 from graphs.graph import Graph
-from graphs.trace import StepTrace, trace_module
+from graphs.trace import StepTrace, refuse_plans, trace_module
 from scheduler_runtime.checkpointed import has_checkpoints
 from scheduler_runtime.compiled import N_KEPT, Programs, StepProgram, kind_of
 from scheduler_runtime.settings import Records
@@ -76,10 +76,7 @@ class StandIn(abc.ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
-        # Forward-mode differentiation passes a planned step by; PyTorch has no public question for
-        # whether it is on that is asked of no tensor.
-        is_forward_mode = forward_ad._current_level >= 0
-        if self._tracing or is_forward_mode or not torch.is_grad_enabled() or not self.covers():
+        if self._tracing or not torch.is_grad_enabled() or not self.covers() or _is_transformed():
             return self._own_forward(*args, **kwargs)
         call = self.call_of(args, kwargs)
         if not _gets_gradients(model, call):  # an adapter that is switched off for the moment
@@ -122,6 +119,7 @@ class StandIn(abc.ABC):
         already, and may not bear to run in itself: the stand-in takes its place for the time.
         """
         model = self._model
+        refuse_plans(model, also_its_own=False)
         around = model.__dict__.get("forward")
         self._tracing = True
         model.forward = self
@@ -139,6 +137,15 @@ class StandIn(abc.ABC):
             del model.forward
             if around is not None:
                 model.forward = around
+
+
+def _is_transformed() -> bool:
+    """Whether forward-mode differentiation or a transform of torch.func (vmap, grad, jacrev) runs.
+
+    They pass a planned step by: its program knows tensors alone. PyTorch has no public question
+    for it that is asked of no tensor.
+    """
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def _gets_gradients(model: nn.Module, call: Call) -> bool:

@@ -175,3 +175,35 @@ def test_half_precision_batch_norm_in_channels_last_is_planned() -> None:
         gradients.append([parameter.grad for parameter in each.parameters()])
     for expected, got in zip(*gradients, strict=True):
         assert torch.equal(expected, got)
+
+
+class Transcribed(nn.Module):
+    """Sequences of unequal lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 5)
+
+    def forward(
+        self, x: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor
+    ) -> Tensor:
+        log_probs = self.linear(x).log_softmax(-1)
+        return F.ctc_loss(log_probs, targets, lengths, target_lengths, zero_infinity=True)
+
+
+def test_the_longest_target_decides_how_much_ctc_keeps() -> None:
+    """The batch tells it; a batch whose longest target has another length is another program."""
+    plain, generator = Transcribed(), torch.Generator().manual_seed(0)
+    model = copy.deepcopy(plain)
+    for step, longest in enumerate((4, 4, 3, 4)):
+        batch = (
+            torch.randn(12, 2, 8, generator=generator),
+            torch.randint(1, 5, (2, 4), generator=generator),
+            torch.tensor([12, 10]),
+            torch.tensor([2, longest]),
+        )
+        if step == 0:
+            apply(model, keeping_nothing(trace(model, batch)), on_mismatch="replan")
+        for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
+            assert torch.equal(expected, got)

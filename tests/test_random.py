@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -141,6 +142,44 @@ def test_numbers_that_are_not_torchs_are_refused(
         trace(Noisy(draw), Noisy.batch(), loss=loss)
     after = random.getstate(), numpy.random.get_state()[1].tolist(), numpy.random.get_state()[2]
     assert after == states
+
+
+class OwnGenerator(nn.Module):
+    """Draws from a generator that it holds."""
+
+    def __init__(self, generator: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.held = {"of the mask": generator}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() * float(self.held["of the mask"].random())  # type: ignore[attr-defined]
+
+
+SHARED = random.Random(0)
+
+
+class SharedGenerator(OwnGenerator):
+    """Draws from one that is a global of its file."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() * SHARED.random()
+
+
+@pytest.mark.parametrize(
+    ("model", "generator", "name"),
+    [
+        (OwnGenerator(each := random.Random(0)), each, r"random\.Random in 'held'"),
+        (OwnGenerator(own := numpy.random.default_rng(0)), own, r"numpy\.Generator in 'held'"),
+        (OwnGenerator(old := numpy.random.RandomState(0)), old, r"numpy\.RandomState in 'held'"),
+        (SharedGenerator(None), SHARED, r"random\.Random in 'SHARED'"),
+    ],
+)
+def test_a_generator_of_its_own_is_refused(model: nn.Module, generator: Any, name: str) -> None:
+    expected = copy.deepcopy(generator).random()
+    with pytest.raises(TraceError, match=f"forward draws numbers with the {name}"):
+        trace(model, torch.randn(2, 4))
+    assert generator.random() == expected
 
 
 def test_sizes_do_not_depend_on_what_was_traced_before() -> None:

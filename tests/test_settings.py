@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from scheduler_runtime import apply
@@ -59,13 +62,30 @@ class Settable(nn.Module):
         self.number = np.float32(1.0)
         self.numbers = np.ones(8, dtype=np.float32)
         self.many_numbers = np.ones(2**20, dtype=np.float32)
+        self.leaky = functools.partial(F.leaky_relu, negative_slope=0.1)
+        self.scaling = Scaling(1.0)
+        self.config = type("Config", (), {"by": 1.0})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]  # type: ignore[index]
         x = x * self.scale.by * self.scale.inner.extra * self.row[0] * self.by
         x = x * self.slotted.by * self.queue[0] * float(self.number)
         x = x * torch.from_numpy(self.numbers) * float(self.many_numbers[0])
+        x = self.leaky(self.scaling(x)) * self.config.by  # type: ignore[attr-defined]
         return (-x if "negative" in self.names else x).pow(2).sum()
+
+
+class Scaling:
+    """Holds more than settings: known by which object it is."""
+
+    def __init__(self, by: float) -> None:
+        self.by, self.lock = by, threading.Lock()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+    def __deepcopy__(self, _memo: object) -> Scaling:
+        return Scaling(self.by)
 
 
 class Tripled(nn.Linear):
@@ -96,6 +116,10 @@ CHANGES: dict[str, Callable[[Settable], object]] = {
     "array in another's place": lambda m: setattr(m, "numbers", m.numbers / 2),
     "array that is written": lambda m: m.numbers.fill(0.5),
     "large array": lambda m: setattr(m, "many_numbers", m.many_numbers / 2),
+    "partial function": lambda m: setattr(m, "leaky", functools.partial(F.leaky_relu)),
+    "words of a partial function": lambda m: m.leaky.keywords.update(negative_slope=0.5),
+    "object in another's place": lambda m: setattr(m, "scaling", Scaling(0.5)),
+    "attribute of a class that is a config": lambda m: setattr(m.config, "by", 0.5),
     "class of a submodule": _swap_class,
     "forward of a submodule": _own_forward,
 }
@@ -135,12 +159,22 @@ def test_what_is_no_setting_changes_nothing() -> None:
     before = settings_of(model, records)
     assert settings_of(model, records) == before
     assert hash(before) == hash(settings_of(model, records))
-    model.trainer.step = 1  # an object that holds more than settings is known by its type
+    model.trainer.step = 1  # an object that holds more than settings is the same
     for step in range(3):  # a record
         model.losses.append(0.5 * step)  # type: ignore[operator, union-attr]
         model.losses.append(torch.tensor(1.0))  # type: ignore[operator, union-attr]
         assert settings_of(model, records) == before
     model.losses.clear()  # type: ignore[operator, union-attr]
+    assert settings_of(model, records) == before
+
+
+def test_weak_references_change_nothing() -> None:
+    """nn.RNN lists such references to its weights, and lists them anew when these are converted."""
+    model, records = Settable(), Records()
+    tensors = [torch.ones(1), torch.ones(1)]
+    model.references = [weakref.ref(tensors[0])]
+    before = settings_of(model, records)
+    model.references = [weakref.ref(tensors[1])]
     assert settings_of(model, records) == before
 
 
