@@ -10,7 +10,7 @@ of the step is put around it: a loss that the caller computes, accumulation, the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from graphs.graph import Graph
 from graphs.module_blocks import groups_of
 from graphs.optimizer import optimizer_figures
 from graphs.outside import OutsideLoss, StandIns
+from graphs.own_checkpoints import at_each_checkpoint
 from graphs.sharded import sharded
 from graphs.sharding import Sharding
 from graphs.step import with_accumulation, with_optimizer
@@ -106,7 +107,11 @@ def trace(
             choose = _always(outside.gradient_outputs())
         else:
             choose = _always((picked,))
-    step = trace_module(model, call, device=target, choose=choose, gradients=gradients, costs=costs)
+    own_checkpoints: set[bool] = set()
+    with at_each_checkpoint(lambda: own_checkpoints.add(True)):
+        step = trace_module(
+            model, call, device=target, choose=choose, gradients=gradients, costs=costs
+        )
     graph = step.graph
     if outside is not None:
         loss_layout = extract(outside.captured, cost=_Asked(costs))
@@ -125,6 +130,8 @@ def trace(
         figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
         graph = with_optimizer(graph, figures)
     asked(costs)
+    if own_checkpoints:
+        graph = replace(graph, meta={**graph.meta, "own_checkpoints": True})
     return graph
 
 

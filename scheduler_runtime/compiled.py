@@ -13,7 +13,7 @@ from graphs import nested
 from graphs.call import Call
 from graphs.overlaps import sharing
 from graphs.shell import leaves_of
-from graphs.side_effects import n_global_hooks
+from graphs.side_effects import global_hooks
 from graphs.trace import StepTrace
 from scheduler_runtime.function import run_step
 from scheduler_runtime.program import Program
@@ -146,7 +146,7 @@ def _ambient() -> tuple[Any, ...]:
     modes = torch.overrides._get_current_function_mode_stack()
     return (
         tuple((type(mode), getattr(mode, "device", None)) for mode in modes),
-        n_global_hooks(),
+        global_hooks(),
         parametrize._cache_enabled > 0,
         torch.get_default_dtype(),
         torch._C._get_flash_sdp_enabled(),

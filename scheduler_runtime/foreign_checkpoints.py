@@ -6,16 +6,14 @@ a library offers as a switch is found before that, with the name of the switch t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import NoReturn
 
-import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from graphs.call import TraceError
-from graphs.capture import TRACING
+from graphs.own_checkpoints import at_each_checkpoint
 
 
 class CheckpointedAlreadyError(TraceError):
@@ -38,33 +36,12 @@ def refuse_checkpointing(model: nn.Module) -> None:
             )
 
 
-@contextlib.contextmanager
-def no_checkpoints() -> Iterator[None]:
-    """Refuse calls of `torch.utils.checkpoint.checkpoint` inside.
-
-    What is patched is the whole process's: threads that trace take turns (`TRACING`), and the
-    attributes are put back as they were found, also by one such block inside of another.
-    """
-    checkpoints = torch.utils.checkpoint
-    places: list[tuple[Any, str]] = [
-        (checkpoints, "_checkpoint_without_reentrant_generator"),
-        (checkpoints.CheckpointFunction, "apply"),
-    ]
-    with TRACING:
-        own = [vars(place).get(name) for place, name in places]
-        for place, name in places:
-            setattr(place, name, _refuse)
-        try:
-            yield
-        finally:
-            for (place, name), value in zip(places, own, strict=True):
-                if value is None:  # inherited: its base's again
-                    delattr(place, name)
-                else:
-                    setattr(place, name, value)
+def no_checkpoints() -> AbstractContextManager[None]:
+    """Refuse calls of `torch.utils.checkpoint.checkpoint` inside."""
+    return at_each_checkpoint(_refuse)
 
 
-def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+def _refuse() -> NoReturn:
     raise CheckpointedAlreadyError(
         "forward calls torch.utils.checkpoint, and the plan decides what is recomputed: call the "
         "function without it (most libraries have a switch for it)"

@@ -61,6 +61,11 @@ class Report:
         return best(self.solutions)
 
 
+OWN_CHECKPOINTS = (
+    "The model calls torch.utils.checkpoint by itself. The plan is made without those checkpoints "
+    "and takes their place, and so do the figures without checkpointing: the model as it stands "
+    "takes less memory and more time than they say."
+)
 OPTIMIZER = (
     "No optimizer is counted: its state, and the memory of its step, are not in these figures. "
     "Give optimizer= to count them."
@@ -75,7 +80,12 @@ def optimizer_note(graph: Graph) -> list[str]:
     return [OPTIMIZER]
 
 
-def sharding_note(graph: Graph) -> list[str]:
+def step_notes(graph: Graph) -> list[str]:
+    """Sentences on what the figures are of, where that is not the usual step."""
+    return [*_sharding_note(graph), *_evaluation_note(graph), *_checkpoints_note(graph)]
+
+
+def _sharding_note(graph: Graph) -> list[str]:
     """Sentences where the graph is what one rank of FSDP2 sees."""
     sharding = sharding_of(graph.meta)
     if sharding is None:
@@ -90,12 +100,17 @@ def sharding_note(graph: Graph) -> list[str]:
     return [words]
 
 
-def evaluation_note(graph: Graph) -> list[str]:
+def _evaluation_note(graph: Graph) -> list[str]:
     """A sentence where the graph is of a model in evaluation mode."""
     environment = graph.meta.get("environment", {})
     if not isinstance(environment, dict) or environment.get("train", True) is not False:
         return []
     return [EVALUATION]
+
+
+def _checkpoints_note(graph: Graph) -> list[str]:
+    """A sentence where the model checkpoints by itself (`graphs.own_checkpoints`)."""
+    return [OWN_CHECKPOINTS] if graph.meta.get("own_checkpoints") else []
 
 
 def best(solutions: Iterable[Solution]) -> Solution:

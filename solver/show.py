@@ -16,7 +16,7 @@ from solver import pareto
 from solver.advice import advise
 from solver.budget import parse_size
 from solver.pareto import Curve
-from solver.report import Report, evaluation_note, optimizer_note, sharding_note
+from solver.report import Report, optimizer_note, step_notes
 from solver.solution import Solution
 from solver.target import cost_words
 from solver.verification import VERIFIER, Verification, Verifier
@@ -51,7 +51,7 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
         device=str(device or "not named"),
         costs=cost_words(graph.meta.get("costs", graph.meta.get("cost"))),
         solutions=(solution,),
-        notes=(*sharding_note(graph), *evaluation_note(graph), *optimizer_note(graph)),
+        notes=(*step_notes(graph), *optimizer_note(graph)),
         advice=advise(solution),
         how_to_save='solution.save("schedule.json")',
     )

@@ -25,7 +25,7 @@ from scheduler_runtime import (
     remove,
 )
 from scheduler_runtime.free_memory import DeviceMemory, step_bytes_now
-from solver import solve
+from solver import report, solve
 from solver.budget import BudgetError
 from tests.models import NormAndDropout, TiedLanguageModel
 
@@ -296,6 +296,25 @@ def test_a_forward_that_checkpoints_is_refused(use_reentrant: bool) -> None:
         model(x)
     remove(model)(x).sum().backward()  # PyTorch's own function is back in its place
     assert x.grad is not None
+
+
+def test_solve_says_that_a_model_checkpoints_by_itself(capsys: Any) -> None:
+    class Checkpointed(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x).sum()
+
+    class Plain(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum()
+
+    said = []
+    for make in (Checkpointed, Plain):
+        solution = solve(make(2), numbers(8)[:1], budget="1GB")
+        report(solution)
+        said.append("calls torch.utils.checkpoint" in " ".join(capsys.readouterr().out.split()))
+    assert said == [True, False]
 
 
 def test_wrapped_blocks_are_refused() -> None:

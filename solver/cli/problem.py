@@ -34,7 +34,7 @@ from solver.cli.model_file import (
 )
 from solver.cli.submodules import plan_by_submodules
 from solver.largest import FIRST
-from solver.report import evaluation_note, sharding_note
+from solver.report import step_notes
 from solver.solution import Solution
 from solver.submodules import SubmodulePlanner
 from solver.target import Target, cost_words, find_target, named_device
@@ -136,7 +136,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         reserve_reason=why_reserve,
-        notes=(*sharding_note(graph), *evaluation_note(graph)),
+        notes=tuple(step_notes(graph)),
     )
 
 
@@ -290,8 +290,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
         raise UsageError(f"--fsdp {arguments.n_ranks}: {error}") from error
     except TraceError as error:
         raise NotTracedError(f"{file.source}: {error}{_called_with(error, batch)}") from error
-    notes.extend(sharding_note(graph))
-    notes.extend(evaluation_note(graph))
+    notes.extend(step_notes(graph))
     notes.extend(_note_on_outputs(graph))
     return graph, notes
 

@@ -1,0 +1,50 @@
+"""Calls of `torch.utils.checkpoint` by a model's own code, seen while it is traced.
+
+Tracing sees through them: the operators inside are part of the graph like any others, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils.checkpoint
+
+from graphs.capture import TRACING
+
+
+@contextlib.contextmanager
+def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
+    """Call `notice` before each call of `torch.utils.checkpoint.checkpoint` inside.
+
+    What is patched is the whole process's: threads that trace take turns (`TRACING`), and the
+    attributes are put back as they were found, also by one such block inside of another.
+    """
+    checkpoints = torch.utils.checkpoint
+    places: list[tuple[Any, str]] = [
+        (checkpoints, "_checkpoint_without_reentrant_generator"),
+        (checkpoints.CheckpointFunction, "apply"),
+    ]
+    with TRACING:
+        own = [vars(place).get(name) for place, name in places]
+        for place, name in places:
+            setattr(place, name, _noticed(getattr(place, name), notice))
+        try:
+            yield
+        finally:
+            for (place, name), value in zip(places, own, strict=True):
+                if value is None:  # inherited: its base's again
+                    delattr(place, name)
+                else:
+                    setattr(place, name, value)
+
+
+def _noticed(function: Callable[..., Any], notice: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        notice()
+        return function(*args, **kwargs)
+
+    return noticed
