@@ -36,13 +36,15 @@ class SideEffectError(ValueError):
 
 
 def global_hooks() -> tuple[Any, ...]:
-    """Hooks that run for every module of the process, but for those of a trace.
+    """Hooks that run for every module of the process, by their code.
 
-    They are traced with the module: what one of them changes is in the program. By their code, as
-    a profiler registers a new closure with every step.
+    They are traced with the module: what one of them changes is in the program. A profiler may
+    register a new closure of the same code with every step. Those of a trace do not count, nor do
+    PyTorch's own (its FLOP counter's), which only look.
     """
     hooks = [h for of in _HOOKS for h in getattr(nn.modules.module, f"_global{of}").values()]
-    own = [getattr(h, "__func__", h) for h in hooks if not getattr(h, "is_of_trace", False)]
+    functions = [getattr(h, "__func__", h) for h in hooks if not getattr(h, "is_of_trace", False)]
+    own = [f for f in functions if not str(getattr(f, "__module__", "")).startswith("torch.")]
     return tuple(getattr(function, "__code__", function) for function in own)
 
 
