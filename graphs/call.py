@@ -14,7 +14,14 @@ from graphs import nested
 
 
 class TraceError(ValueError):
-    """The step cannot be captured as one graph; the message says why and what to change."""
+    """The step cannot be captured as one graph; the message says why and what to change.
+
+    why: the message without `otherwise`, the other road that it ends with.
+    """
+
+    def __init__(self, why: str, *, otherwise: str = "") -> None:
+        super().__init__(why + otherwise)
+        self.why = why
 
 
 @dataclass
@@ -44,14 +51,21 @@ class Call:
         return args, kwargs
 
 
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
+    """None: something compiled, which does not tell."""
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return None
+
+
 def argument_order(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The names that forward declares; what it takes as **kwargs it may see in their order."""
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # something compiled does not tell
+    signature = signature_of(forward)
+    if signature is None:
         return ()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(each.name for each in parameters if each.kind in named)
+    return tuple(each.name for each in signature.parameters.values() if each.kind in named)
 
 
 class Hole:
@@ -82,9 +96,8 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
     Raises TraceError where forward does not take these arguments.
     """
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # something compiled does not tell
+    signature = signature_of(model.forward)
+    if signature is None:
         return
     try:
         signature.bind(*args, **kwargs)

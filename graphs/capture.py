@@ -158,7 +158,7 @@ def capture(
         except SideEffectError as error:
             raise _has_side_effect(model, error) from error
         except Exception as error:
-            raise TraceError(_reason(model, error)) from error
+            raise TraceError(_reason(model, error), otherwise=_BY_SUBMODULES) from error
         return _read(joint, shell)
 
 
@@ -176,7 +176,7 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
         except SideEffectError as error:
             raise _has_side_effect(model, error) from error
         except Exception as error:
-            raise TraceError(_reason(model, error)) from error
+            raise TraceError(_reason(model, error), otherwise=_BY_SUBMODULES) from error
 
 
 def _read(joint: Any, shell: Shell) -> Capture:
@@ -329,14 +329,16 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
             entered.pop().close()
 
 
-WAY_OUT = (
+_BY_SUBMODULES = (
     ". What runs but cannot be traced can be planned by its submodules: "
     "scheduler_runtime.fallback.plan_chain"
 )
 
 
 def _has_side_effect(model: nn.Module, error: SideEffectError) -> TraceError:
-    return TraceError(f"{type(model).__name__} cannot be planned: {error}{WAY_OUT}")
+    return TraceError(
+        f"{type(model).__name__} cannot be planned: {error}", otherwise=_BY_SUBMODULES
+    )
 
 
 _LOOKED_AT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -362,4 +364,4 @@ def _reason(model: nn.Module, error: Exception) -> str:
         if "/torch/" not in path and not ours and not path.startswith("<"):
             place = f" ({path}, line {frame.tb_lineno})"
         frame = frame.tb_next
-    return f"{type(model).__name__} cannot be traced{place}: {what}{WAY_OUT}"
+    return f"{type(model).__name__} cannot be traced{place}: {what}"

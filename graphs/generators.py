@@ -35,7 +35,7 @@ def state_of(generator: Any) -> Any:
     """Its state, as a value that can be compared."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return pickle.dumps(_numpy_holder(generator))
+    return pickle.dumps(_numpy_state(generator))
 
 
 def put_back(generator: Any, state: Any) -> None:
@@ -48,7 +48,7 @@ def put_back(generator: Any, state: Any) -> None:
         _bits(generator).state = pickle.loads(state)
 
 
-def _numpy_holder(generator: Any) -> Any:
+def _numpy_state(generator: Any) -> Any:
     return generator.get_state() if hasattr(generator, "get_state") else _bits(generator).state
 
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch.utils.checkpoint
 
@@ -19,26 +20,18 @@ from graphs.capture import TRACING
 def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
     """Call `notice` before each call of `torch.utils.checkpoint.checkpoint` inside.
 
-    What is patched is the whole process's: threads that trace take turns (`TRACING`), and the
-    attributes are put back as they were found, also by one such block inside of another.
+    What is patched is the whole process's: threads that trace take turns (`TRACING`).
     """
     checkpoints = torch.utils.checkpoint
     places: list[tuple[Any, str]] = [
         (checkpoints, "_checkpoint_without_reentrant_generator"),
         (checkpoints.CheckpointFunction, "apply"),
     ]
-    with TRACING:
-        own = [vars(place).get(name) for place, name in places]
+    with TRACING, contextlib.ExitStack() as stack:
         for place, name in places:
-            setattr(place, name, _noticed(getattr(place, name), notice))
-        try:
-            yield
-        finally:
-            for (place, name), value in zip(places, own, strict=True):
-                if value is None:  # inherited: its base's again
-                    delattr(place, name)
-                else:
-                    setattr(place, name, value)
+            function = _noticed(getattr(place, name), notice)
+            stack.enter_context(mock.patch.object(place, name, function))
+        yield
 
 
 def _noticed(function: Callable[..., Any], notice: Callable[[], None]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -168,14 +169,12 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
     own = generators_of(model)
     states = _states_elsewhere() | {name: state_of(each) for name, each in own.items()}
     places = [(m, name) for m in (torch, torch.random) for name in _SEEDING if hasattr(m, name)]
-    before = [getattr(module, name) for module, name in places]
-    for module, name in places:
-        setattr(module, name, _refuse_seeding)
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for module, name in places:
+                stack.enter_context(mock.patch.object(module, name, _refuse_seeding))
+            yield
     finally:
-        for (module, name), function in zip(places, before, strict=True):
-            setattr(module, name, function)
         after = _states_elsewhere() | {name: state_of(each) for name, each in own.items()}
         drawn = [name for name, state in states.items() if state != after[name]]
         _put_back(states)

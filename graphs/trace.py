@@ -9,6 +9,7 @@ of the step is put around it: a loss that the caller computes, accumulation, the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,8 +108,8 @@ def trace(
             choose = _always(outside.gradient_outputs())
         else:
             choose = _always((picked,))
-    own_checkpoints: set[bool] = set()
-    with at_each_checkpoint(lambda: own_checkpoints.add(True)):
+    checkpoints_itself = threading.Event()
+    with at_each_checkpoint(checkpoints_itself.set):
         step = trace_module(
             model, call, device=target, choose=choose, gradients=gradients, costs=costs
         )
@@ -130,7 +131,7 @@ def trace(
         figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
         graph = with_optimizer(graph, figures)
     asked(costs)
-    if own_checkpoints:
+    if checkpoints_itself.is_set():
         graph = replace(graph, meta={**graph.meta, "own_checkpoints": True})
     return graph
 

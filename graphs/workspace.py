@@ -4,9 +4,10 @@ Convolutions are the ones that matter (a tenth of a step's peak in a ResNet): on
 out anew, in blocks of 16 channels, works there, and lays the result out as it was. The figures here
 follow its order of copies; they were compared with the profiler's memory events on an x86 machine
 with AVX-512 and torch 2.13 (`tests/test_costs.py` does so again) and are within a few percent of
-the bytes that a convolution handles in float32. Other machines choose other layouts: where it must
-be right to the byte, measure. Of CUDA nothing is said: what cuDNN takes depends on the algorithm
-that it picks on the card.
+the bytes that a convolution handles in float32. With AVX2 it takes no more than they say, often
+less; with SSE alone it may take more. Other machines choose other layouts: where it must be right
+to the byte, measure. Of CUDA nothing is said: what cuDNN takes depends on the algorithm that it
+picks on the card.
 """
 
 from __future__ import annotations

@@ -7,17 +7,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
 from graphs import nested
 from graphs.call import Call
 from graphs.overlaps import sharing
 from graphs.shell import leaves_of
-from graphs.side_effects import global_hooks
 from graphs.trace import StepTrace
 from scheduler_runtime.function import run_step
 from scheduler_runtime.program import Program
-from scheduler_runtime.settings import Records, argument_state, modules_of, settings_of
+from scheduler_runtime.settings import (
+    Records,
+    argument_state,
+    modules_of,
+    settings_of,
+    torchs_settings,
+)
 
 N_KEPT = 32
 """Programs of a module that are kept; the one that was not used for longest goes first."""
@@ -132,28 +136,10 @@ def kind_of(model: nn.Module, call: Call, records: Records) -> Any:
         call.spec,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),
-        _ambient(),
+        torchs_settings(),
         tuple(map(_form, parameters)),
         tuple(map(_form, buffers)),
         settings_of(model, records),
-    )
-
-
-def _ambient() -> tuple[Any, ...]:
-    """Settings of torch itself that decide while tracing which operators there are: dtype and
-    device of new tensors, which kernels attention may take, hooks of all modules, and whether
-    parametrized weights are shared between calls."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    return (
-        tuple((type(mode), getattr(mode, "device", None)) for mode in modes),
-        global_hooks(),
-        parametrize._cache_enabled > 0,
-        torch.get_default_dtype(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
     )
 
 

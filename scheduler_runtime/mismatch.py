@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphs import nested
-from graphs.call import HOLE, Call, environment_of
+from graphs.call import HOLE, Call, environment_of, signature_of
 from graphs.graph import Graph
 from graphs.trace import buffer_forms, input_forms, parameter_forms
 from solver.figures import counted
@@ -67,12 +67,11 @@ def argument_names(call: Call, model: nn.Module) -> list[str]:
 
 
 def _positional_names(model: nn.Module) -> list[str]:
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # something compiled does not tell
+    signature = signature_of(model.forward)
+    if signature is None:
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return [each.name for each in signature.parameters.values() if each.kind in kinds]
 
 
 def forms_difference(planned: Graph, call: Call, model: nn.Module) -> str:
@@ -146,9 +145,8 @@ def _titles(graph: Graph) -> dict[str, str]:
 def check_arguments(model: nn.Module, call: Call, *, forward: Any) -> None:
     """Raises TypeError for a call that forward does not take, as Python itself would."""
     args, kwargs = call.arguments(call.tensors)
-    try:
-        signature = inspect.signature(forward)
-    except (TypeError, ValueError):
+    signature = signature_of(forward)
+    if signature is None:
         return
     try:
         signature.bind(*args, **kwargs)

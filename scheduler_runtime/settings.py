@@ -13,7 +13,8 @@ of its class, and its own code. All of that is read here before each call:
   namespaces. An object that holds anything else (a trainer, a logger) is known by its type and by
   which one it is: what is in it changes with every step;
 - functions, classes and modules held elsewhere by identity, a class with its plain attributes too,
-  and functools.partial by its parts; each module's class and its `forward`.
+  and functools.partial by its parts; each module's class and its `forward`;
+- settings of torch itself that decide which operators there are.
 
 Not seen: globals of a Python module, environment variables, what a closure has caught, and the
 inside of the objects left out. `docs/same_bits.md` says so.
@@ -34,8 +35,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from graphs.side_effects import TORCHS_OWN
+from graphs.side_effects import TORCHS_OWN, global_hooks
 
 MANY = 1000
 """Entries of a container; one that is longer is known by its length."""
@@ -108,6 +110,24 @@ def settings_of(model: nn.Module, records: Records) -> tuple[Any, ...]:
             tuple(_attributes(module, seen, records, is_root=module is model)),
         )
         for module in modules
+    )
+
+
+def torchs_settings() -> tuple[Any, ...]:
+    """Settings of torch itself that decide while tracing which operators there are: dtype and
+    device of new tensors, which kernels attention may take, hooks of all modules, and whether
+    parametrized weights are shared between calls."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return (
+        tuple((type(mode), getattr(mode, "device", None)) for mode in modes),
+        global_hooks(),
+        parametrize._cache_enabled > 0,
+        torch.get_default_dtype(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
     )
 
 

@@ -262,15 +262,23 @@ def test_roofline_finds_itself_again_by_its_description() -> None:
 
 # ---- workspace ---------------------------------------------------------------------------------
 
-CAPABILITY = torch.backends.cpu.get_cpu_capability()
-needs_avx512 = pytest.mark.skipif(
-    CAPABILITY != "AVX512",
-    reason="graphs.workspace estimates the copies of oneDNN's AVX-512 kernels alone; PyTorch runs "
-    f"{CAPABILITY} kernels on this processor, whose workspace only --costs measured knows",
-)
+# What an older processor would run: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 pytest ...
 
 
-@needs_avx512
+def assert_estimated(call: OpCall, *, share: float = 0.0, beside_bytes: float = 0.0) -> None:
+    """Near what is measured with AVX-512, which the figures are made for; never too low elsewhere,
+    where oneDNN pads tensors less.
+
+    share, beside_bytes: how near, of what is measured, and beside that.
+    """
+    estimated_bytes = cpu_workspace_bytes(call)
+    measured_bytes = Measured("cpu", n_runs=1).cost(call).workspace_bytes
+    within_bytes = share * measured_bytes + beside_bytes
+    assert estimated_bytes >= measured_bytes - within_bytes
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert estimated_bytes <= measured_bytes + within_bytes
+
+
 @pytest.mark.parametrize("batch", [2, 5])
 @pytest.mark.parametrize(
     ("n_in", "n_out", "size", "kernel", "stride"),
@@ -285,7 +293,7 @@ needs_avx512 = pytest.mark.skipif(
 def test_workspace_of_convolutions_is_about_what_is_measured(
     batch: int, n_in: int, n_out: int, size: int, kernel: int, stride: int
 ) -> None:
-    """Within a fifth of the bytes that the convolution handles; AVX-512 is what it is made for."""
+    """Within a fifth of the bytes that the convolution handles."""
     x, weight = torch.randn(batch, n_in, size, size), torch.randn(n_out, n_in, kernel, kernel)
     options = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
     out = aten.convolution.default(x, weight, None, *options)
@@ -298,13 +306,11 @@ def test_workspace_of_convolutions_is_about_what_is_measured(
     try:
         for one in (forward, backward):
             handled = sum(t.numel() * 4 for t in [*one.inputs(), *one.outputs()])
-            measured = Measured("cpu", n_runs=1).cost(one).workspace_bytes
-            assert abs(cpu_workspace_bytes(one) - measured) <= 0.2 * handled
+            assert_estimated(one, beside_bytes=0.2 * handled)
     finally:
         torch.set_num_threads(n_threads)
 
 
-@needs_avx512
 @pytest.mark.parametrize("patch", [16, 32])
 def test_workspace_of_patches_is_several_weights_for_each_thread(patch: int) -> None:
     x, weight = torch.randn(2, 3, 4 * patch, 4 * patch), torch.randn(64, 3, patch, patch)
@@ -312,11 +318,9 @@ def test_workspace_of_patches_is_several_weights_for_each_thread(patch: int) -> 
     target = aten.convolution_backward.default
     arguments = (torch.randn(2, 64, 4, 4), x, weight, [64], *options, [False, True, True])
     call = OpCall(target, arguments, {}, target(*arguments))
-    measured = Measured("cpu", n_runs=1).cost(call).workspace_bytes
-    assert abs(cpu_workspace_bytes(call) - measured) <= 0.01 * measured
+    assert_estimated(call, share=0.01)
 
 
-@needs_avx512
 @pytest.mark.parametrize("n_channels", [32, 100])
 @pytest.mark.parametrize(("kernel", "depthwise"), [(3, True), (5, True), (7, True), (3, False)])
 def test_workspace_of_convolutions_in_channels_last(
@@ -333,13 +337,10 @@ def test_workspace_of_convolutions_in_channels_last(
     target = aten.convolution_backward.default
     backward = OpCall(target, arguments, {}, target(*arguments))
     for one in (forward, backward):
-        measured = Measured("cpu", n_runs=1).cost(one).workspace_bytes
-        assert abs(cpu_workspace_bytes(one) - measured) <= 0.05 * measured + 20_000  # by thread
+        assert_estimated(one, share=0.05, beside_bytes=20_000)  # by thread
 
 
 def test_workspace_of_attention_is_a_tile_for_each_thread() -> None:
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("another kernel on this processor")
     forward, backward = attention_calls()
     assert Measured("cpu", n_runs=1).cost(forward).workspace_bytes == cpu_workspace_bytes(forward)
     measured = Measured("cpu", n_runs=1).cost(backward).workspace_bytes

@@ -52,7 +52,14 @@ NOTABLE_OUTPUT_BYTES = 10**6
 
 
 class NotTracedError(LoadError):
-    """The model was built, and its step cannot be captured as one graph."""
+    """The model was built, and its step cannot be captured as one graph.
+
+    why: the message without the other road that it ends with.
+    """
+
+    def __init__(self, message: str, *, why: str) -> None:
+        super().__init__(message)
+        self.why = why
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,7 @@ def _model_problem(
             resized=None if arguments.largest is None else partial(resized, file),
         )
 
-    def measured(file: ModelFile, refused: LoadError) -> Problem:
+    def measured(file: ModelFile, refused: NotTracedError) -> Problem:
         planned = plan_by_submodules(
             file,
             target,
@@ -234,7 +241,11 @@ def _model_problem(
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
             reserve_reason=why_reserve,
-            notes=(_why_not_traced(refused), *planned.notes, *file.notes),
+            notes=(
+                f"Not planned operator by operator, which may cost less: {refused.why}.",
+                *planned.notes,
+                *file.notes,
+            ),
             verify=partial(_verified, file, target, arguments.autocast),
             planned=planned.solution,
         )
@@ -251,14 +262,6 @@ def _model_problem(
             with progress("it cannot be traced: running real steps, to plan by submodules"):
                 problem = measured(file, refused)
         yield problem
-
-
-def _why_not_traced(refused: LoadError) -> str:
-    """A sentence that says what to change for a plan of single operators."""
-    from graphs.capture import WAY_OUT  # here: it takes torch
-
-    why = str(refused).replace(WAY_OUT, "")  # that way is being taken
-    return f"Not planned operator by operator, which may cost less: {why}."
 
 
 def _size_words(file: ModelFile, name: str) -> str:
@@ -289,7 +292,10 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
     except ShardingError as error:
         raise UsageError(f"--fsdp {arguments.n_ranks}: {error}") from error
     except TraceError as error:
-        raise NotTracedError(f"{file.source}: {error}{_called_with(error, batch)}") from error
+        called_with = _called_with(error, batch)
+        raise NotTracedError(
+            f"{file.source}: {error}{called_with}", why=f"{file.source}: {error.why}{called_with}"
+        ) from error
     notes.extend(step_notes(graph))
     notes.extend(_note_on_outputs(graph))
     return graph, notes
