@@ -1,4 +1,4 @@
-"""Seconds to plan chains: `solver.revolve` beside checkpoint-schedules, and `solver.dp`.
+"""Seconds to plan chains, `solver.chain` beside checkpoint-schedules and on its own.
 
     python -m benchmarks.chain_speed [--only revolve|dp] [--out benchmarks/results/chain_speed.json]
 
@@ -27,7 +27,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from solver.revolve import n_extra_steps, schedule
+from solver.chain import n_extra_steps, schedule
 
 N_STEPS = 10**6
 N_SNAPSHOTS = 40
@@ -131,8 +131,7 @@ def _dp_apart(length: int) -> Row:
 
 def time_dp(length: int) -> Row:
     """Solve one chain; the peak is this process's, Python and NumPy included."""
-    from solver.chain import Chain
-    from solver.dp import solve_chain
+    from solver.chain import Chain, solve_chain
 
     rng = random.Random(length)
     input_bytes = [rng.randint(1, MAX_INPUT_BYTES) for _ in range(length + 1)]
@@ -207,7 +206,7 @@ def _table(rows: Row) -> str:
     if "revolve" in rows:
         row = rows["revolve"]
         lines.append(f"revolve, {row['n_steps']} steps, {row['n_snapshots']} snapshots")
-        for side, name in (("ours", "solver.revolve"), ("peer", PEER)):
+        for side, name in (("ours", "solver.chain.binomial"), ("peer", PEER)):
             seconds, n_extra = row[f"{side}_s"], row[f"n_extra_steps_{side}"]
             lines.append(f"  {name:20} {seconds:8.3f} s   {n_extra} extra forward steps")
         lines.append(f"  {'ratio':20} {row['ratio']:8.2f}")
@@ -215,7 +214,9 @@ def _table(rows: Row) -> str:
         seconds, cpu_seconds = row["seconds"], row["cpu_seconds"]
         peak_mb = row["peak_rss_bytes"] / 1e6
         lines.append(f"dp, {row['n_blocks']} blocks, {row['n_slots']} slots")
-        lines.append(f"  {'solver.dp':20} {seconds:8.3f} s   ({cpu_seconds:.3f} s on the CPU)")
+        lines.append(
+            f"  {'solver.chain.rotor':20} {seconds:8.3f} s   ({cpu_seconds:.3f} s on the CPU)"
+        )
         lines.append(f"  {'peak of the process':20} {peak_mb:8.0f} MB")
     return "\n".join(lines)
 

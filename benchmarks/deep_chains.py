@@ -4,11 +4,11 @@
         [--graphs residual-1000,lstm-2000] [--share 0.05] [--time-limit S]
 
 The budget is what is resident plus a share of what the step holds beside it at its peak. The chain
-of all blocks, uncoarsened, is solved by `solver.dp` for the same budget, less what is on the device
-beside the chain: the best persistent schedule of whole blocks, as the chain models the graph. Its
-time is that model's; its schedule is also played on the graph and judged. `auto` decides operator
-by operator, so it may well be faster than the best schedule of whole blocks; its own gap is to the
-cut bound, which holds for every schedule.
+of all blocks, uncoarsened, is solved by `solver.chain.rotor` for the same budget, less what is on
+the device beside the chain: the best persistent schedule of whole blocks, as the chain models the
+graph. Its time is that model's; its schedule is also played on the graph and judged. `auto` decides
+operator by operator, so it may well be faster than the best schedule of whole blocks; its own gap
+is to the cut bound, which holds for every schedule.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan_quality import circumstances
-from graphs import synthetic
 from graphs.graph import Graph
-from solver.auto import auto
-from solver.block_chain import constant_bytes, to_chain
-from solver.blocks import cut
-from solver.chain_methods import play_chain
-from solver.dp import solve_chain
-from solver.rematerialise import baseline
-from solver.simulate import simulate
+from graphs.synthetic import nets
+from solver.chain import constant_bytes, cut, solve_chain, to_chain
+from solver.methods import METHODS, play_chain
+from solver.schedule import baseline, simulate
 
 SHARE = 0.05
 GRAPHS = {
-    "residual-1000": lambda: synthetic.residual(n_blocks=1000),
-    "lstm-2000": lambda: synthetic.recurrent(n_steps=2000),
+    "residual-1000": lambda: nets.residual(n_blocks=1000),
+    "lstm-2000": lambda: nets.recurrent(n_steps=2000),
 }
 
 Row = dict[str, Any]
@@ -64,7 +60,7 @@ def measure(graph: Graph, *, share: float, limit_s: float) -> Row:
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = graph.resident_bytes + int(share * (peak_bytes - graph.resident_bytes))
     began_s = time.perf_counter()
-    proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=limit_s, seed=0)
+    proposal = METHODS["auto"](graph, budget_bytes=budget_bytes, time_limit_s=limit_s, seed=0)
     auto_s = time.perf_counter() - began_s
     found = None if proposal.schedule is None else simulate(graph, proposal.schedule)
     return {

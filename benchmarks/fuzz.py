@@ -36,11 +36,9 @@ from benchmarks.same_bits import compare, solution_of, trained
 from benchmarks.step_styles import STYLES, Training
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
-from solver import bounds
-from solver.rematerialise import baseline, keep
-from solver.simulate import simulate
-from solver.solution import Request, Solution
-from solver.solve import attempt
+from solver.methods import find_obstacle
+from solver.schedule import Request, Solution, baseline, keep, simulate
+from solver.solving import attempt
 
 TIME_LIMIT_S = 5.0
 SEARCHED_EVERY = 5
@@ -88,7 +86,7 @@ def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: b
 
 def _searched(graph: Graph, choice: random.Random) -> list[Solution]:
     plain = simulate(graph, baseline(graph))
-    least = bounds.obstacle(graph)
+    least = find_obstacle(graph)
     assert least.schedule is not None
     found = [solution_of(graph, least.schedule)]
     budget_bytes = choice.randint(least.reached_bytes, plain.peak_bytes)

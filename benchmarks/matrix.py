@@ -34,11 +34,9 @@ from benchmarks.step_styles import STYLES, Seen, Style, Training
 from graphs.costs import CostModel, Measured
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
-from solver import bounds
-from solver.rematerialise import baseline
-from solver.simulate import simulate
-from solver.solution import Obstacle, Request, Solution
-from solver.solve import attempt
+from solver.methods import find_obstacle
+from solver.schedule import Obstacle, Request, Solution, baseline, simulate
+from solver.solving import attempt
 
 SHARES = (1.0, 0.7, 0.4, 0.0)
 STYLE_SHARES = (0.4,)
@@ -63,7 +61,7 @@ class Subject:
     @functools.cached_property
     def least(self) -> Obstacle:
         """The least budget for which a schedule is found, and that schedule; takes a search."""
-        return bounds.obstacle(self.graph)
+        return find_obstacle(self.graph)
 
     @property
     def least_bytes(self) -> int:

@@ -3,8 +3,9 @@
 `torch._functorch.partitioners` with `activation_memory_budget` b (a share of the activations) and
 one of its knapsack solvers chooses which tensors the forward pass saves for the backward pass. The
 set is played as what it means: keep these, recompute the rest right before it is needed
-(`solver.rematerialise.keep`). Its budget is a ratio and says nothing about the peak, so a sweep
-over ratios is made once per graph, and at a budget in bytes the fastest schedule that fits counts.
+(`solver.schedule.recompute.keep`). Its budget is a ratio and says nothing about the peak, so a
+sweep over ratios is made once per graph, and at a budget in bytes the fastest schedule that fits
+counts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.graph import Graph
 from graphs.trace import StepTrace
-from solver.rematerialise import keep
-from solver.simulate import Trace, simulate
+from solver.schedule import Trace, keep, simulate
 
 SOLVERS = ("dp", "greedy", "ilp")
 _FORWARD_OUTPUTS = (

@@ -28,11 +28,8 @@ from typing import Any
 from benchmarks import peers
 from benchmarks.quality_graphs import SUBJECTS, Subject
 from graphs.graph import Graph
-from solver import bounds
-from solver.methods import METHODS
-from solver.rematerialise import baseline
-from solver.schedule import Schedule
-from solver.simulate import simulate
+from solver.methods import METHODS, find_obstacle
+from solver.schedule import Schedule, baseline, simulate
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 OTHERS = ("every_block", "sqrt", "dp")
@@ -112,7 +109,7 @@ def measure_graph(
     """All rows of one graph; told on stderr as they come."""
     graph = subject.graph
     began_s = time.perf_counter()
-    least = bounds.obstacle(graph)
+    least = find_obstacle(graph)
     least_s = time.perf_counter() - began_s
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     print(

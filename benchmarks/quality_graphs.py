@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples import gpt2, llama, lstm, resnet50, unet, vit
-from graphs import synthetic
-from graphs.call import Call, as_call
+from graphs.calls import Call, as_call
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
+from graphs.synthetic import nets
 from graphs.trace import StepTrace, loss_index, trace_module
 
 INSTANCE = Path(__file__).parents[1] / "tests" / "data" / "gpt2_small_b8_t1024.json"
@@ -129,7 +129,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "vit-base": lambda: _traced(vit),
     "vit-large": lambda: _traced(vit, {"n_layers": 24, "width": 1024, "n_heads": 16}),
     "lstm-200": lambda: _traced(lstm),
-    "lstm-2000": lambda: Subject(synthetic.recurrent(n_steps=2000)),
-    "residual-1000": lambda: Subject(synthetic.residual(n_blocks=1000)),
+    "lstm-2000": lambda: Subject(nets.recurrent(n_steps=2000)),
+    "residual-1000": lambda: Subject(nets.residual(n_blocks=1000)),
 }
 """The last two are synthetic."""

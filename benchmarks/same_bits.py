@@ -14,14 +14,11 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.model_zoo import Entry
 from benchmarks.step_styles import Seen, Style, Training
+from graphs.costs import cpu_peak_bytes
 from graphs.graph import Graph
-from graphs.memory_events import cpu_peak_bytes
 from scheduler_runtime import apply
-from scheduler_runtime.measure import bytes_of, resident_tensors
-from solver.rematerialise import baseline, keep
-from solver.schedule import Schedule
-from solver.simulate import simulate
-from solver.solution import Request, Solution
+from scheduler_runtime.measuring import bytes_of, resident_tensors
+from solver.schedule import Request, Schedule, Solution, baseline, keep, simulate
 
 N_STEPS = 3
 RATE = 1e-3

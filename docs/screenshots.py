@@ -52,7 +52,7 @@ def photographed(browser: str, page: Path, picture: Path, *, dark: bool) -> None
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     from solver.cli import main as solve
-    from tests.browser import find
+    from tests.support.browser import find
 
     parser = argparse.ArgumentParser(description="Make the pictures of the documentation.")
     parser.add_argument("--budget", default="8GB")

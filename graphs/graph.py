@@ -2,7 +2,7 @@
 
 A `Graph` lists the operators of the step in the order in which the framework would run them, and
 the tensors that they read and write. It knows nothing of torch; `graphs.trace` makes it from a
-model, `Graph.load` from a file, `graphs.synthetic` from numbers.
+model, `Graph.load` from a file, `graphs.synthetic.nets` from numbers.
 """
 
 from __future__ import annotations

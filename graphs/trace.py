@@ -2,9 +2,10 @@
 
     graph = trace(model, batch, optimizer=optimizer)
 
-The step is: forward, loss, backward, optimizer. `graphs.capture` records it on fake tensors,
-`graphs.extract` folds views away, `graphs.costs` says what each operator costs, and here the rest
-of the step is put around it: a loss that the caller computes, accumulation, the optimizer.
+The step is: forward, loss, backward, optimizer. `graphs.capture.joint_graph` records it on fake
+tensors, `graphs.capture.extraction` folds views away, `graphs.costs.models` says what each operator
+costs, and here the rest of the step is put around it: a loss that the caller computes,
+accumulation, the optimizer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs import hardware, nested
-from graphs.call import (
+from graphs import hardware
+from graphs.calls import (
     Call,
     TraceError,
     argument_order,
@@ -26,19 +27,19 @@ from graphs.call import (
     check_call,
     environment_of,
     find_loss,
+    nested,
 )
-from graphs.capture import Capture, capture, one_at_a_time
-from graphs.costs import Cost, CostModel, Measured, OpCall
-from graphs.default_costs import asked, default_costs
-from graphs.extract import Layout, extract
+from graphs.capture import Capture, Layout, at_each_checkpoint, capture, extract, one_at_a_time
+from graphs.costs import Cost, CostModel, Measured, OpCall, asked, default_costs
+from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
-from graphs.module_blocks import groups_of
-from graphs.optimizer import optimizer_figures
-from graphs.outside import OutsideLoss, StandIns
-from graphs.own_checkpoints import at_each_checkpoint
-from graphs.sharded import sharded
-from graphs.sharding import Sharding
-from graphs.step import with_accumulation, with_optimizer
+from graphs.training_step import (
+    OutsideLoss,
+    StandIns,
+    optimizer_figures,
+    with_accumulation,
+    with_optimizer,
+)
 
 __all__ = ["StepTrace", "TraceError", "trace", "trace_module"]
 
@@ -83,8 +84,8 @@ def trace(
     device: where the tensors of the graph stand (default: where the model's are; meta means CPU).
     costs: seconds and workspace of each operator (default: measured on a CUDA device, on the CPU
         the roofline of a generic one).
-    fsdp: the step as one rank of FSDP2 sees it (`graphs.sharded`): a number of ranks, each block
-        of the model being a group by itself, or a Sharding. `batch` is that of one rank.
+    fsdp: the step as one rank of FSDP2 sees it (`graphs.fsdp.transform`): a number of ranks, each
+        block of the model being a group by itself, or a Sharding. `batch` is that of one rank.
 
     Raises TraceError, saying what cannot be traced and why; ShardingError for groups that cannot
     be.
@@ -281,7 +282,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:
-    """Bytes of the parameters by dtype name; for people (`solver.advice`), not compared."""
+    """Bytes of the parameters by dtype name: shown in the advice, never compared."""
     sizes: dict[str, int] = {}
     for parameter in model.parameters():
         dtype = str(parameter.dtype).removeprefix("torch.")

@@ -1,12 +1,17 @@
 """The run: execute a Schedule inside a PyTorch module."""
 
-from scheduler_runtime.apply import CudaGraphError, PlanMismatchError, apply, remove
-from scheduler_runtime.budgeted import CompileReport, compile, compile_reports, uncompile
-from scheduler_runtime.compile_loop import GraphBreakError
-from scheduler_runtime.fit import FitError, Fitted, fit, plans_of
-from scheduler_runtime.foreign_checkpoints import CheckpointedAlreadyError
-from scheduler_runtime.measure import Measurement, measure
-from scheduler_runtime.replan import ReplanError
+from scheduler_runtime.applying import CudaGraphError, PlanMismatchError, apply, remove
+from scheduler_runtime.compiler import (
+    CompileReport,
+    GraphBreakError,
+    compile,
+    compile_reports,
+    uncompile,
+)
+from scheduler_runtime.fitting import FitError, Fitted, fit, plans_of
+from scheduler_runtime.measuring import Measurement, measure
+from scheduler_runtime.planned import ReplanError
+from scheduler_runtime.surroundings import CheckpointedAlreadyError
 
 __all__ = [
     "CheckpointedAlreadyError",

@@ -6,9 +6,10 @@
     exported.remove()
 
 `torch.utils.checkpoint` runs whole modules again, all of one at once; a schedule of single
-operators is finer. So what is exported is another plan, near the solution's: `solver.by_module`
-chooses it, and its peak and time are judged like any other's. Of a solution made with `fsdp=` they
-are those of one rank; `scheduler_runtime.fsdp.shard` shards the model as was planned.
+operators is finer. So what is exported is another plan, near the solution's:
+`solver.module_checkpointing.search` chooses it, and its peak and time are judged like any other's.
+Of a solution made with `fsdp=` they are those of one rank; `scheduler_runtime.fsdp.shard` shards
+the model as was planned.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from graphs.extract import CPU_RANDOM_STATE_BYTES
+from graphs.capture import CPU_RANDOM_STATE_BYTES
+from graphs.fsdp import called_children, is_container, listed_blocks, sharding_words
 from graphs.graph import Graph, is_under
-from graphs.module_blocks import UNCALLED, called_children, listed_blocks
-from graphs.sharding import sharding_words
-from scheduler_runtime import checkpointed
-from scheduler_runtime.checkpointed import (
+from scheduler_runtime.execute import (
     CheckpointedForward,
     SavedCalls,
     functional_name,
     remove_torch_checkpoint,
+    torch_checkpoint,
 )
-from scheduler_runtime.plan import check_order
-from scheduler_runtime.stand_in import StandIn
-from solver.budget import format_size
-from solver.by_module import ModulePlan, ModuleTree, NoModulesFitError, by_module
-from solver.eager import EagerStep
-from solver.figures import counted, format_share
-from solver.regions import Region
-from solver.schedule import Schedule
-from solver.solution import Solution
+from scheduler_runtime.planned import StandIn, check_order
+from solver.common import counted, format_share, format_size
+from solver.module_checkpointing import (
+    EagerStep,
+    ModulePlan,
+    ModuleTree,
+    NoModulesFitError,
+    Region,
+    by_module,
+)
+from solver.schedule import Schedule, Solution
 
 _EAGER_NAMES = {
     "aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"
@@ -242,7 +244,7 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
         path
         for path, module in model.named_modules()
         if path
-        and not isinstance(module, UNCALLED)
+        and not is_container(module)
         and path not in blocks
         and any(is_under(block, path) for block in blocks)
     ]
@@ -297,7 +299,7 @@ def _put(model: nn.Module, graph: Graph, plan: ModulePlan) -> None:
     changed = _changed_buffers(model, graph)
     for region in (inside for top in plan.regions for inside in top.flat()):
         prefix = f"{region.path}."
-        checkpointed.put(
+        torch_checkpoint.put(
             model.get_submodule(region.path),
             saved=_saved_calls(graph, region) if region.saved else None,
             changed_buffers=tuple(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from graphs.sharding import Sharding, ShardingError, sharding_of
-from solver.solution import Solution
+from graphs.fsdp import Sharding, ShardingError, sharding_of
+from solver.schedule import Solution
 
 
 def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Module:

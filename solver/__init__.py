@@ -7,12 +7,19 @@ draw(sweep(solution), "pareto.png")               # what other budgets cost
 verify(solution, model=make_model, batch=make_batch).passed
 """
 
-from solver.pareto import Curve
-from solver.schedule import Compute, Free, Schedule
-from solver.show import draw, report, sweep, verify
-from solver.simulate import IllegalScheduleError, Trace, simulate
-from solver.solution import Request, Solution
-from solver.solve import solve
+from solver.analysis import Curve
+from solver.reporting import draw, report, sweep, verify
+from solver.schedule import (
+    Compute,
+    Free,
+    IllegalScheduleError,
+    Request,
+    Schedule,
+    Solution,
+    Trace,
+    simulate,
+)
+from solver.solving import solve
 
 __all__ = [
     "Compute",

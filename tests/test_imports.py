@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-GRAPH = ROOT / "tests" / "data" / "gpt2_small_b8_t1024.json"
+from graphs.moved import MOVED_TO
+from tests.support.paths import GPT2, ROOT
+
+GRAPH = GPT2
 HEAVY = ("torch", "matplotlib", "transformers")
 MAY_IMPORT = {
     "graphs": {"graphs"},
@@ -39,7 +43,7 @@ def imported_by(program: str, *arguments: str) -> dict[str, bool]:
     return {name: name in loaded for name in HEAVY}
 
 
-LIGHT_GRAPHS = ("graph", "files", "step", "synthetic", "hardware", "sharded", "sharding")
+LIGHT_GRAPHS = ("graph", "files", "hardware", "fsdp", "synthetic")
 LIGHT = [f"graphs.{name}" for name in LIGHT_GRAPHS] + [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "solver").rglob("[!_]*.py"))
@@ -54,7 +58,7 @@ def test_the_core_and_the_solver_import_nothing_heavy():
 
 
 def test_pictures_need_matplotlib_alone():
-    assert imported_by("import solver.plot") == {
+    assert imported_by("import solver.reporting.plot") == {
         "torch": False,
         "matplotlib": True,
         "transformers": False,
@@ -72,32 +76,130 @@ def test_solving_a_saved_graph_from_python_imports_nothing_heavy():
     assert imported_by(program, str(GRAPH)) == dict.fromkeys(HEAVY, False)
 
 
-@pytest.mark.parametrize(
-    ("package", "path"), SOURCES, ids=[str(p.relative_to(ROOT)) for _, p in SOURCES]
-)
-def test_imports_go_one_way(package, path):
-    ours = {name for name in _imports(path) if name in MAY_IMPORT}
+@pytest.mark.parametrize(("package", "path"), SOURCES, ids=str)
+def test_packages_import_one_way(package, path):
+    ours = {module.partition(".")[0] for module in _imports(path)} & set(MAY_IMPORT)
     assert ours <= MAY_IMPORT[package], f"{path.name} imports {ours - MAY_IMPORT[package]}"
 
 
-def test_the_places_that_find_another_package_by_name():
-    """`--verify` and the fallback run the model, which is scheduler_runtime's: found by name."""
+@pytest.mark.parametrize(("package", "path"), SOURCES, ids=str)
+def test_a_wing_is_imported_through_its_face(package, path):
+    """Outside of a folder nothing is imported from the files inside it."""
+    inside = ".".join(path.relative_to(ROOT).parent.parts)
+    for module in _imports(path, names=False):
+        wing, _, _ = module.rpartition(".")
+        if wing in ("", *MAY_IMPORT) or _is_folder(module):
+            continue
+        assert f"{inside}.".startswith(f"{wing}."), f"{path} imports {module}, not its face {wing}"
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_wings_import_downwards(package):
+    """No circle among the folders and files of a package, nor among those of a folder."""
+    for folder in [ROOT / package, *(p.parent for p in (ROOT / package).rglob("*/__init__.py"))]:
+        name = ".".join(folder.relative_to(ROOT).parts)
+        edges = [
+            (_room(name, _module(path)), _room(name, imported))
+            for path in folder.rglob("*.py")
+            if path != folder / "__init__.py"
+            for imported in _imports(path)
+            if imported.startswith(f"{name}.")
+        ]
+        order = networkx.DiGraph((a, b) for a, b in edges if a != b)
+        assert networkx.is_directed_acyclic_graph(order), networkx.find_cycle(order)
+
+
+def test_the_top_of_solver_is_small():
+    entries = [p.name for p in (ROOT / "solver").iterdir() if p.name != "__pycache__"]
+    assert len(entries) <= 16, sorted(entries)
+
+
+def test_no_module_is_shadowed_by_a_name_of_its_package():
+    program = """
+import importlib, sys, types
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for name in sys.argv[1:]:
+    package, _, leaf = name.rpartition(".")
+    assert isinstance(getattr(sys.modules[package], leaf), types.ModuleType), name
+"""
+    names = [_module(path) for _, path in SOURCES if path.name != "__main__.py"]
+    optional = ("scheduler_runtime.integrations.",)
+    names = [name for name in names if "." in name and not name.startswith(optional)]
+    subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("graphs.step", "graphs.training_step"),
+        ("solver.plot", "solver.reporting.plot"),
+        ("solver.revolve", "solver.chain"),
+        ("solver.dp", "solver.chain"),
+        ("solver.bounds", "solver.bound"),
+        ("solver.report", "solver"),
+        ("scheduler_runtime.hugging_face", "scheduler_runtime.integrations.hugging_face"),
+    ],
+)
+def test_an_old_path_fails_with_the_new_one(old, new):
+    with pytest.raises(ModuleNotFoundError, match=f"{old} has moved to {new}$"):
+        importlib.import_module(old)
+
+
+def test_every_module_that_moved_has_a_place():
+    for new, names in MOVED_TO.items():
+        assert importlib.util.find_spec(new) is not None, new
+        for old in names.split():
+            path = ROOT / (old if "." in old else f"{new.partition('.')[0]}.{old}").replace(
+                ".", "/"
+            )
+            assert not path.exists(), path
+            assert not path.with_suffix(".py").exists(), path
+
+
+def test_the_one_place_that_finds_the_runtime_by_name():
     places = [
         path.name
         for package, path in SOURCES
-        if package in ("graphs", "solver") and _names_the_runtime(path)
+        if package in ("graphs", "solver") and path.name != "moved.py" and _names_the_runtime(path)
     ]
-    assert places == ["submodules.py", "verification.py"]
+    assert places == ["runtime_hooks.py"]
 
 
-def _imports(path: Path) -> Iterator[str]:
-    """The top-level names of everything that a file imports, wherever in it."""
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _is_folder(module: str) -> bool:
+    return (ROOT / module.replace(".", "/") / "__init__.py").exists()
+
+
+def _room(folder: str, module: str) -> str:
+    """The entry of the folder that the module is, or is in."""
+    return module.removeprefix(f"{folder}.").partition(".")[0]
+
+
+def _imports(path: Path, *, names: bool = True) -> Iterator[str]:
+    """Every module of ours that a file imports, wherever in it.
+
+    names: `from folder import file` imports the file; else it asks the folder for a name.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports name their package"
-            yield (node.module or "").partition(".")[0]
+            base = node.module or ""
+            inside = [f"{base}.{alias.name}" for alias in node.names]
+            found = [name if names and _exists(name) else base for name in inside]
+        else:
+            continue
+        yield from (name for name in found if name.partition(".")[0] in MAY_IMPORT)
+
+
+def _exists(module: str) -> bool:
+    path = ROOT / module.replace(".", "/")
+    return path.with_suffix(".py").exists() or _is_folder(module)
 
 
 def _names_the_runtime(path: Path) -> bool:

@@ -14,8 +14,8 @@ from torch import nn
 
 from benchmarks.gpu.models import Subject
 from benchmarks.gpu.ways import WAYS, Prepared, Setting
-from graphs.memory_events import cpu_peak_bytes
-from scheduler_runtime.measure import bytes_of, context_bytes, resident_tensors, seconds_of
+from graphs.costs import cpu_peak_bytes
+from scheduler_runtime.measuring import bytes_of, context_bytes, resident_tensors, seconds_of
 
 N_WARM, N_TIMED = 3, 5
 

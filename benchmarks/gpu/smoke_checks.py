@@ -18,13 +18,12 @@ from benchmarks.gpu import bits
 from benchmarks.gpu.bench import emptied, measured, optimizer_of, step_of
 from benchmarks.gpu.operators import hardware_of
 from benchmarks.gpu.smoke_device import Bench, must
-from graphs.cost_cache import CostCache
-from graphs.costs import Measured, Roofline
+from graphs.costs import CostCache, Measured, Roofline
 from graphs.trace import trace
-from scheduler_runtime.fallback import plan_chain
-from scheduler_runtime.verify import verify
+from scheduler_runtime.by_submodule import plan_chain
+from scheduler_runtime.verifying import verify
 from solver import solve
-from solver.solution import Solution
+from solver.schedule import Solution
 
 _TOLD = ("attention", "norm", "dropout", "convolution", "rnn")
 

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.bench import emptied, limited
 from benchmarks.gpu.operators import hardware_of
-from graphs.costs import Measured
-from graphs.operators import OpCall
-from scheduler_runtime.measure import context_bytes
-from scheduler_runtime.random_state import run_again, run_and_keep_state
+from graphs.costs import Measured, OpCall
+from scheduler_runtime.execute import run_again, run_and_keep_state
+from scheduler_runtime.measuring import context_bytes
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scheduler_runtime.lightning import FitCallback
+from scheduler_runtime.integrations.lightning import FitCallback
 
 
 class Classifier(LightningModule):

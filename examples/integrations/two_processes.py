@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from examples import gpt2
-from graphs.memory_events import cpu_peak_bytes
+from graphs.costs import cpu_peak_bytes
 
 N_PROCESSES = 2
 N_STEPS = 3

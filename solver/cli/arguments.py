@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from solver.largest import Size
+from solver.analysis import Size
+from solver.common import UsageError
+from solver.emit import SYSTEMS
 from solver.methods import METHODS
-from solver.settings import SYSTEMS
-from solver.usage import UsageError
 
 PICTURES = (".png", ".svg")
 PAGES = (".html", ".htm")

@@ -16,11 +16,7 @@ from rich.console import Console, Group, RenderableType
 
 from graphs.files import FormatError
 from graphs.graph import Node
-from solver.breakdown import CATEGORIES
-from solver.budget import format_both, format_size, parse_size
-from solver.cli.arguments import Parser, seconds
-from solver.cli.progress import Progress
-from solver.explain import (
+from solver.analysis import (
     Peak,
     WhyAgain,
     most_recomputed,
@@ -29,11 +25,20 @@ from solver.explain import (
     step_bytes_for,
     why_again,
 )
-from solver.figures import counted, format_percent, format_share, format_time
-from solver.solution import Solution
-from solver.table import heading, pairs, written
-from solver.usage import UsageError
-from solver.wording import described, part
+from solver.cli.arguments import Parser, seconds
+from solver.cli.progress import Progress
+from solver.common import (
+    UsageError,
+    counted,
+    format_both,
+    format_percent,
+    format_share,
+    format_size,
+    format_time,
+    parse_size,
+)
+from solver.reporting import described, heading, pairs, part, written
+from solver.schedule import CATEGORIES, Solution
 
 FORMAT = "explanation/1"
 DEFAULT_TIME_LIMIT_S = 10.0

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from solver.cli import hugging_face
+from solver.cli import hf_config
 
 EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
@@ -223,7 +223,7 @@ class ModelFile:
         function = self._function(name)
         try:
             return function(*args, **sizes)
-        except hugging_face.ConfigurationError as error:
+        except hf_config.ConfigurationError as error:
             raise SizeError(str(error)) from error
         except (Exception, SystemExit) as error:
             raise LoadError(f"{located(error, self.source)} (in {name})") from error
@@ -260,8 +260,8 @@ def opened(
 def _configured(source: ModelSource, *, sizes: Mapping[str, int], varied: str) -> ModelFile:
     assert isinstance(source.place, Path)
     try:
-        loaded = hugging_face.load(source.place)
-    except hugging_face.ConfigurationError as error:
+        loaded = hf_config.load(source.place)
+    except hf_config.ConfigurationError as error:
         raise LoadError(str(error)) from error
     file = ModelFile(
         source=source,

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from solver.analysis import (
+    N_BUDGETS,
+    Curve,
+    InterruptedSweepError,
+    SizeSearch,
+    default_budgets,
+    sweep,
+)
 from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
-from solver.figures import counted
-from solver.largest import SizeSearch
-from solver.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
-from solver.report import Report, best
-from solver.solution import Solution
+from solver.common import counted
+from solver.reporting import Report, best
+from solver.schedule import Solution
 
 N_QUICK_BUDGETS = 8
 QUICK_LIMIT_S, LONGEST_QUICK_LIMIT_S = 1.0, 3.0
@@ -63,24 +69,24 @@ def swept(
 
 
 def draw_memory(path: Path, solution: Solution) -> None:
-    from solver.plot import before_and_after, save
+    from solver.reporting.plot import before_and_after, save
 
     save(before_and_after(solution)[0], path)
 
 
 def draw_curve(path: Path, curve: Curve, *, chosen: Solution) -> None:
-    from solver.plot import pareto, save
+    from solver.reporting.plot import pareto, save
 
     save(pareto(curve, chosen=chosen), path)
 
 
 def draw_throughput(path: Path, search: SizeSearch) -> None:
-    from solver.plot import save, throughput
+    from solver.reporting.plot import save, throughput
 
     save(throughput(search), path)
 
 
 def write_page(path: Path, report: Report, *, command: str, curve: Curve | None) -> None:
-    from solver.page import write_page as write
+    from solver.reporting import write_page as write
 
     write(report, path, command=command, curve=curve)

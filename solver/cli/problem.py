@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphs.files import FormatError
+from graphs.fsdp import ShardingError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
-from graphs.sharding import ShardingError
-from solver.budget import CUDA_RESERVE_BYTES, BudgetError, format_both, format_size, parse_size
-from solver.cli import hugging_face
+from solver.analysis import FIRST
+from solver.cli import hf_config
 from solver.cli.arguments import Arguments
+from solver.cli.by_submodule import plan_by_submodules
 from solver.cli.model_file import (
     CONFIGURATION,
     LoadError,
@@ -32,14 +33,18 @@ from solver.cli.model_file import (
     opened,
     parse_source,
 )
-from solver.cli.submodules import plan_by_submodules
-from solver.largest import FIRST
-from solver.report import step_notes
-from solver.solution import Solution
-from solver.submodules import SubmodulePlanner
-from solver.target import Target, cost_words, find_target, named_device
-from solver.usage import UsageError
-from solver.verification import Verification, Verifier, VerifyError
+from solver.common import (
+    CUDA_RESERVE_BYTES,
+    BudgetError,
+    UsageError,
+    format_both,
+    format_size,
+    parse_size,
+)
+from solver.device import Target, cost_words, find_target, named_device
+from solver.reporting import step_notes
+from solver.runtime_hooks import SubmodulePlanner, Verification, Verifier, VerifyError
+from solver.schedule import Solution
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,7 +131,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
         reason = error.strerror or str(error)
         raise LoadError(f"{arguments.problem}: {reason}; give a graph file") from error
     except FormatError as error:
-        if hugging_face.is_configuration(Path(arguments.problem)):
+        if hf_config.is_configuration(Path(arguments.problem)):
             raise LoadError(
                 f"{arguments.problem} is no graph file but a Hugging Face configuration: write "
                 f"hf:{arguments.problem}"
@@ -341,7 +346,7 @@ def _called_with(error: Exception, batch: Any) -> str:
     """What the model was called with, if it was in the model that something failed."""
     if error.__cause__ is None:
         return ""
-    from graphs import nested  # here: it takes torch
+    from graphs.calls import nested  # here: it takes torch
 
     tensors = nested.tensors(batch)
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]

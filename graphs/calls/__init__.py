@@ -1,0 +1,29 @@
+"""How a model is called: its arguments and outputs as flat lists of tensors, and their form."""
+
+from graphs.calls.call import (
+    HOLE,
+    Call,
+    TraceError,
+    argument_order,
+    as_call,
+    check_call,
+    device_of,
+    environment_of,
+    find_loss,
+    signature_of,
+)
+from graphs.calls.strides import same_strides
+
+__all__ = [
+    "HOLE",
+    "Call",
+    "TraceError",
+    "argument_order",
+    "as_call",
+    "check_call",
+    "device_of",
+    "environment_of",
+    "find_loss",
+    "same_strides",
+    "signature_of",
+]

@@ -1,0 +1,32 @@
+"""From a module and a batch to one traced program of forward and backward, and to graph nodes."""
+
+from graphs.capture.extraction import CPU_RANDOM_STATE_BYTES, Layout, extract, is_random
+from graphs.capture.joint_graph import Capture, Source, capture, fake_output, one_at_a_time
+from graphs.capture.own_checkpoints import at_each_checkpoint
+from graphs.capture.refuse import (
+    TORCHS_OWN,
+    SideEffectError,
+    attributes_unchanged,
+    global_hooks,
+    sharing,
+)
+from graphs.capture.shell import leaves_of
+
+__all__ = [
+    "CPU_RANDOM_STATE_BYTES",
+    "TORCHS_OWN",
+    "Capture",
+    "Layout",
+    "SideEffectError",
+    "Source",
+    "at_each_checkpoint",
+    "attributes_unchanged",
+    "capture",
+    "extract",
+    "fake_output",
+    "global_hooks",
+    "is_random",
+    "leaves_of",
+    "one_at_a_time",
+    "sharing",
+]

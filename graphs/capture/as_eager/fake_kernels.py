@@ -1,0 +1,173 @@
+"""What CPU kernels return on fake tensors, where PyTorch's rule says something else.
+
+A trace runs on tensors without numbers, for which PyTorch has a rule beside each kernel. Where the
+rule refuses what the CPU kernel takes, or gives other strides or another storage, the traced step
+would not be eager's. `cpu_kernel_result` goes before these rules.
+
+How a kernel lays its result out is asked of the kernel itself, on tensors of two elements a
+dimension whose strides are in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+aten = torch.ops.aten
+_ROW_BYTES = 16
+"""Rows of a grouped product begin at multiples of this."""
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_REDUCED = 0
+
+
+def cpu_kernel_result(
+    mode: FakeTensorMode, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The fake result of an operator on CPU tensors; NotImplemented: PyTorch's rule is right."""
+    rule = _RULES.get(operator)
+    if rule is None or not _are_fake_cpu_tensors(args[:2]):
+        return NotImplemented
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    with mode:
+        return rule(args[0], args[1], given)
+
+
+def _grouped_product(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, Any]) -> Any:
+    """Products of groups of rows (mixtures of experts): PyTorch's rule knows bfloat16 alone and
+    closes the gaps by which the kernel aligns each row of the result.
+    """
+    dtype = one.dtype
+    if dtype not in _GROUPED_DTYPES or other.dtype != dtype or given.get("bias") is not None:
+        return NotImplemented
+    if given.get("out_dtype") not in (None, dtype):
+        return NotImplemented
+    offsets = given.get("offs")
+    sizes: tuple[int, ...] = (one.shape[-2], other.shape[-1])
+    if one.dim() == other.dim():
+        groups = one.shape[0] if one.dim() == 3 or offsets is None else offsets.shape[0]
+        sizes = (groups, *sizes)
+    unit = _ROW_BYTES // one.element_size()
+    row = -(-sizes[-1] // unit) * unit
+    strides = (row * sizes[-2], row, 1)[-len(sizes) :]
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=one.device)
+
+
+def _reduced_loss(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, Any]) -> Any:
+    """A loss whose kernel computes all terms in the storage of its result: one number, which holds
+    the bytes of all of them for as long as it lives.
+    """
+    same = one.shape == other.shape and one.dtype == other.dtype
+    if given.get("reduction") == _NOT_REDUCED or not same or one.numel() == 0:
+        return NotImplemented
+    return torch.empty(one.shape, dtype=one.dtype, device=one.device).as_strided((), ())
+
+
+def _ctc_loss(log_probs: torch.Tensor, _: torch.Tensor, given: Mapping[str, Any]) -> Any:
+    """Losses, and what the backward pass reads: as wide as the longest target, which the batch
+    tells (`graphs.capture.as_eager.known_values` looks, and raises where it depends on what the
+    step computes).
+    """
+    n_steps, n_rows, _n_labels = log_probs.shape
+    longest = int(given["target_lengths"].max())
+    return log_probs.new_empty(n_rows), log_probs.new_empty(n_rows, n_steps, 2 * longest + 1)
+
+
+def laid_out_as_by_cpu_kernel(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Any:
+    """The fake result on CPU tensors, with its strides in the order that the kernel gives them."""
+    tensors = [item for item in args if isinstance(item, torch.Tensor)]
+    if operator not in _LAID_OUT_BY_THE_KERNEL or not _are_fake_cpu_tensors(tensors):
+        return result
+    if all(item.is_contiguous() for item in tensors) or any(not t.numel() for t in tensors):
+        return result
+    names = [argument.name for argument in operator._schema.arguments]
+    arguments = [_small(item, name) for item, name in zip(args, names, strict=False)]
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            small = operator(*arguments, **kwargs)
+    except RuntimeError:  # statistics of half-precision batch norms have another dtype than by rule
+        return result
+
+    def like(one: Any, other: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or other is None:  # None: nobody asked for it
+            return one
+        return one.as_strided(one.shape, _dense(one.shape, _order(other)))
+
+    if isinstance(result, torch.Tensor):
+        return like(result, small)
+    return tuple(like(one, other) for one, other in zip(result, small, strict=True))
+
+
+def _are_fake_cpu_tensors(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, FakeTensor) and item.device.type == "cpu" for item in items)
+
+
+def _small(item: Any, name: str) -> Any:
+    """A real tensor of at most two elements a dimension, with strides in the same order."""
+    if name == "normalized_shape":
+        return [min(size, 2) for size in item]
+    if not isinstance(item, torch.Tensor):
+        return item
+    shape = [min(size, 2) for size in item.shape]
+    strides = list(_dense(shape, _order(item)))
+    if item.stride()[-1:] != (1,) and 1 not in item.stride():  # every other element of a larger one
+        strides = [2 * stride for stride in strides]
+    strides = [0 if whole == 0 else own for whole, own in zip(item.stride(), strides, strict=True)]
+    return torch.ones(4 ** len(shape), dtype=item.dtype).as_strided(shape, strides)
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Its dimensions from the largest stride to the smallest."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+
+
+def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides without gaps of a tensor whose dimensions lie in this order."""
+    strides, stride = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = stride
+        stride *= max(1, shape[dim])
+    return tuple(strides)
+
+
+_Rule = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
+_REDUCED_LOSSES = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+)
+_RULES: dict[Any, _Rule] = {
+    aten._grouped_mm.default: _grouped_product,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    **dict.fromkeys(_REDUCED_LOSSES, _reduced_loss),
+}
+_LAID_OUT_BY_THE_KERNEL = frozenset(
+    {
+        aten._native_batch_norm_legit_functional.default,
+        aten.native_batch_norm_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten.log_sigmoid_forward.default,
+        aten.log_sigmoid_backward.default,
+        aten.elu_backward.default,
+        aten.hardsigmoid_backward.default,
+        aten.hardswish_backward.default,
+        aten.hardtanh_backward.default,
+        aten.leaky_relu_backward.default,
+        aten.softplus_backward.default,
+        aten._log_softmax_backward_data.default,
+        aten._prelu_kernel_backward.default,
+        aten.huber_loss_backward.default,
+        aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default,
+        aten.roll.default,
+    }
+)
+"""Operators whose result has other strides than PyTorch's rule says, for some order of strides of
+their arguments (`tests/graphs/costs/test_operators.py` goes through a list of them)."""

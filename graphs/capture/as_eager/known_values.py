@@ -1,0 +1,281 @@
+"""Values that are known while tracing: constants, and what comes from the batch and buffers alone.
+
+A module may look at numbers: is the attention mask all ones, how long is the longest sequence, how
+many labels count. Fake tensors have no numbers, but these depend on nothing that the step computes,
+so they can be computed for real from the real batch. The branch that is traced is then the one that
+eager mode takes, and what was looked at is kept as a `Guard`: a call with other numbers is another
+program. What depends on parameters is not known: `if hidden.sum() > 0` stays refused.
+
+Nothing is computed before a module looks: each fake tensor carries the recipe of its value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphs.capture.as_eager.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
+from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of the call ("input", its index) or of the module ("buffer", its name)."""
+
+    kind: str
+    key: int | str
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """One operator: the value of output `index` (None: of its only one).
+
+    arguments: flat arguments, with recipes in the places of tensors. inputs: the recipes among
+    them. leaves: what it depends on in the end. reads_constants: whether it depends on tensors that
+    are neither of the call nor of the module, which may be written between calls.
+    """
+
+    operator: Any
+    arguments: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    index: int | None
+    inputs: tuple[Value, ...]
+    leaves: frozenset[Leaf]
+    reads_constants: bool = False
+
+
+Value: TypeAlias = Leaf | Recipe
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a module saw: a number, or the shapes of tensors whose sizes depend on numbers."""
+
+    recipe: Recipe
+    seen: Any
+
+    def holds(self, leaves: Mapping[Leaf, torch.Tensor]) -> bool:
+        """Whether a call with these tensors would see the same."""
+        return _same(_seen(evaluate(self.recipe, leaves)), self.seen)
+
+
+@dataclass
+class KnownValues:
+    """What is known in one trace. leaves: the real tensors; guards: what was looked at."""
+
+    leaves: Mapping[Leaf, torch.Tensor]
+    guards: list[Guard] = field(default_factory=list)
+
+    def look(self, recipe: Recipe) -> Any:
+        """The real result of the recipe; remembered where another call may see another."""
+        result = evaluate(recipe, self.leaves)
+        if recipe.leaves or recipe.reads_constants:
+            self.guards.append(Guard(recipe, _seen(result)))
+        return result
+
+
+class KnowingMode(FakeTensorMode):
+    """Fake tensors that carry the recipes of their values, where these are known."""
+
+    def __init__(self, leaves: Mapping[Leaf, torch.Tensor]) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.known = KnownValues(leaves)
+        self.read = ReadTensors()
+        self._written: dict[int, Any] = {}  # storages that changed in place, kept for their ids
+
+    def dispatch(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        self.read.note(func, (*args, *(kwargs or {}).values()))
+        refuse_mixed_dtypes(func, args, kwargs or {})
+        recipe = self._recipe(func, args, kwargs or {})
+        if recipe is not None:
+            if torch.Tag.data_dependent_output in func.tags:
+                return self.known.look(recipe)
+            if torch.Tag.dynamic_output_shape in func.tags:
+                result = pytree.tree_map_only(torch.Tensor, self._like, self.known.look(recipe))
+                return _with_recipe(result, recipe)
+        result = cpu_kernel_result(self, func, args, kwargs or {})
+        if result is NotImplemented:
+            result = super().dispatch(func, types, args, kwargs or {})
+            result = laid_out_as_by_cpu_kernel(func, args, kwargs or {}, result)
+        if func._schema.is_mutable:
+            self._note_written(func, args, kwargs or {})
+        elif recipe is not None:
+            _with_recipe(result, recipe)
+        return result
+
+    def set_leaf(self, tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+        """Say that the fake tensor stands for a real one."""
+        if leaf in self.known.leaves:
+            tensor.__dict__[_ATTRIBUTE] = leaf
+        return tensor
+
+    def value_of(self, tensor: torch.Tensor) -> Value | None:
+        """The recipe of the tensor's value; None: it depends on what the step computes."""
+        if not isinstance(tensor, FakeTensor):
+            return _constant(tensor) if type(tensor) is torch.Tensor else None
+        if self._written and tensor.untyped_storage()._cdata in self._written:
+            return None
+        value: Value | None = tensor.__dict__.get(_ATTRIBUTE)
+        return value
+
+    def _recipe(
+        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Recipe | None:
+        """How to compute what the call returns; None where an argument is unknown or random."""
+        if torch.Tag.nondeterministic_seeded in func.tags or func in _UNSET:
+            return None
+        flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        inputs: list[Value] = []
+        for position, item in enumerate(flat):
+            if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Generator):
+                return None
+            if isinstance(item, torch.Tensor):
+                value = self.value_of(item)
+                if value is None:
+                    return None
+                flat[position] = value
+                inputs.append(value)
+        leaves = [{value} if isinstance(value, Leaf) else value.leaves for value in inputs]
+        return Recipe(
+            func,
+            tuple(flat),
+            spec,
+            None,
+            tuple(inputs),
+            frozenset().union(*leaves),
+            any(isinstance(value, Recipe) and value.reads_constants for value in inputs),
+        )
+
+    def _note_written(
+        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            item = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in pytree.tree_leaves(item):
+                if isinstance(tensor, FakeTensor):
+                    storage = tensor.untyped_storage()
+                    self._written[storage._cdata] = storage
+
+    def _like(self, real: torch.Tensor) -> torch.Tensor:
+        with self:
+            return torch.empty_strided(
+                real.shape, real.stride(), dtype=real.dtype, device=real.device
+            )
+
+
+_ATTRIBUTE = "_known_value"
+_UNSET = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)
+"""Tensors whose numbers are whatever was there before."""
+
+
+def is_unknown(tensor: object) -> bool:
+    """Whether a tensor is traced and its value depends on what the step computes."""
+    if isinstance(tensor, FunctionalTensor):
+        torch._functionalize_sync(tensor.elem)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    if not isinstance(tensor, FakeTensor):
+        return False
+    mode = tensor.fake_mode
+    return not isinstance(mode, KnowingMode) or mode.value_of(tensor) is None
+
+
+def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
+    """Compute the value for real, outside of all tracing."""
+    values: dict[Value, Any] = {leaf: leaves[leaf] for leaf in recipe.leaves}
+    device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
+    with _outside_of_tracing(), torch.no_grad(), torch._C._DisableAutocast():
+        for each in _in_order(recipe):
+            flat = [
+                values[item] if isinstance(item, Leaf | Recipe) else _placed(item, device)
+                for item in each.arguments
+            ]
+            args, kwargs = pytree.tree_unflatten(flat, each.spec)
+            result = each.operator(*args, **kwargs)
+            values[each] = result if each.index is None else result[each.index]
+    return values[recipe]
+
+
+def _in_order(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe with all that it needs, each after what it needs (without recursion)."""
+    done: set[Recipe] = set()
+    stack: list[Recipe] = [recipe]
+    while stack:
+        each = stack[-1]
+        missing = [i for i in each.inputs if isinstance(i, Recipe) and i not in done]
+        if missing:
+            stack.extend(missing)
+            continue
+        stack.pop()
+        if each not in done:
+            done.add(each)
+            yield each
+
+
+def _placed(item: Any, device: torch.device) -> Any:
+    return device if isinstance(item, torch.device) else item
+
+
+def _seen(result: Any) -> Any:
+    """A number as it is; of tensors their shapes."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), result)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether the same was seen; a number that is none (NaN) is the same as another."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other) or bool(one != one and other != other)
+
+
+def _constant(tensor: torch.Tensor) -> Recipe:
+    """A real tensor that the module holds or makes (torch.tensor(3.0))."""
+
+    def value() -> torch.Tensor:
+        return tensor
+
+    return Recipe(value, (), _NO_ARGUMENTS, None, (), frozenset(), reads_constants=True)
+
+
+_NO_ARGUMENTS = pytree.tree_flatten(((), {}))[1]
+
+
+def _with_recipe(result: Any, recipe: Recipe) -> Any:
+    """Let each fake tensor of the result carry how to compute it."""
+    if isinstance(result, FakeTensor):
+        result.__dict__[_ATTRIBUTE] = recipe
+    elif isinstance(result, list | tuple):
+        for index, item in enumerate(result):
+            if isinstance(item, FakeTensor):
+                item.__dict__[_ATTRIBUTE] = dataclasses.replace(recipe, index=index)
+    return result
+
+
+@contextlib.contextmanager
+def _outside_of_tracing() -> Iterator[None]:
+    """Real tensors and eager dispatch inside a trace."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    with _disable_current_modes(), torch._C._ExcludeDispatchKeyGuard(keys):
+        yield

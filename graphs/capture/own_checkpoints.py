@@ -1,0 +1,43 @@
+"""Calls of `torch.utils.checkpoint` by a model's own code, seen while it is traced.
+
+Tracing sees through them: the operators inside are part of the graph like any others, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch.utils.checkpoint
+
+from graphs.capture.joint_graph import TRACING
+
+
+@contextlib.contextmanager
+def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
+    """Call `notice` before each call of `torch.utils.checkpoint.checkpoint` inside.
+
+    What is patched is the whole process's: threads that trace take turns (`TRACING`).
+    """
+    checkpoints = torch.utils.checkpoint
+    places: list[tuple[Any, str]] = [
+        (checkpoints, "_checkpoint_without_reentrant_generator"),
+        (checkpoints.CheckpointFunction, "apply"),
+    ]
+    with TRACING, contextlib.ExitStack() as stack:
+        for place, name in places:
+            function = _noticed(getattr(place, name), notice)
+            stack.enter_context(mock.patch.object(place, name, function))
+        yield
+
+
+def _noticed(function: Callable[..., Any], notice: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        notice()
+        return function(*args, **kwargs)
+
+    return noticed

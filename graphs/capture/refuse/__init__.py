@@ -1,0 +1,33 @@
+"""What cannot be traced faithfully: each check refuses it and says why."""
+
+from graphs.capture.refuse.aliasing import refuse_overlapping, sharing
+from graphs.capture.refuse.constants import HeldTensor, ReadTensors
+from graphs.capture.refuse.mixed_dtypes import refuse_mixed_dtypes
+from graphs.capture.refuse.side_effects import (
+    TORCHS_OWN,
+    SideEffectError,
+    attributes_unchanged,
+    buffers_of,
+    global_hooks,
+    random_states_untouched,
+    refuse_hooks,
+    refuse_parametrization_cache,
+    refuse_replaced_buffers,
+)
+
+__all__ = [
+    "TORCHS_OWN",
+    "HeldTensor",
+    "ReadTensors",
+    "SideEffectError",
+    "attributes_unchanged",
+    "buffers_of",
+    "global_hooks",
+    "random_states_untouched",
+    "refuse_hooks",
+    "refuse_mixed_dtypes",
+    "refuse_overlapping",
+    "refuse_parametrization_cache",
+    "refuse_replaced_buffers",
+    "sharing",
+]

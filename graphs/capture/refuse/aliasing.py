@@ -1,0 +1,77 @@
+"""Tensors that share memory with one that the forward pass writes.
+
+On paper each tensor that comes into a step has memory of its own. In eager mode a write to one is a
+write to all that overlap it, and what is read after it differs; so such a step is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphs.calls import TraceError
+
+
+def refuse_overlapping(
+    tensors: Mapping[Any, torch.Tensor], written: Iterable[Any], titles: Mapping[Any, str]
+) -> None:
+    """Raises TraceError where one of `written` overlaps another of `tensors`.
+
+    titles: what people call them, by the same keys.
+    """
+    together = _by_storage(tensors)
+    for key in written:
+        for other in together.get(_storage_of(tensors.get(key)), ()):
+            if other != key and _overlap(tensors[key], tensors[other]):
+                raise TraceError(
+                    f"forward changes {titles[key]} in place, which shares memory with "
+                    f"{titles[other]}: a planned step would not see the change there; hand in or "
+                    "keep a clone of one of them"
+                )
+
+
+def sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Which of these tensors are on one storage, and where they begin there: (position of the first
+    of them, own position, offset in elements) of each that is not alone on its storage."""
+    groups = _by_storage(dict(enumerate(tensors))).values()
+    return tuple(
+        (group[0], position, tensors[position].storage_offset())
+        for group in groups
+        if len(group) > 1
+        for position in group
+    )
+
+
+def _by_storage(tensors: Mapping[Any, torch.Tensor]) -> dict[int | None, list[Any]]:
+    found: dict[int | None, list[Any]] = defaultdict(list)
+    for key, tensor in tensors.items():
+        storage = _storage_of(tensor)
+        if storage is not None:
+            found[storage].append(key)
+    return found
+
+
+def _storage_of(tensor: torch.Tensor | None) -> int | None:
+    if tensor is None or tensor.layout != torch.strided:
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two on one storage: whether their first to last bytes overlap. Two that are interleaved
+    without a byte in common count as overlapping."""
+    (start, end), (other_start, other_end) = _span(one), _span(other)
+    return start < other_end and other_start < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """From its first byte on the storage to the one after its last."""
+    if not tensor.numel():
+        return 0, 0
+    start = int(tensor.storage_offset())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = start + sum(int((size - 1) * stride) for size, stride in steps)
+    return start * tensor.element_size(), (last + 1) * tensor.element_size()

@@ -1,0 +1,98 @@
+"""Tensors that a module reads and that are neither its parameters, its buffers nor the batch.
+
+A trace takes them for constants. That is right as long as they stay the same and need no gradient:
+one that needs a gradient is refused, for it would get none; of one in a plain attribute
+(`self.scale = torch.tensor(2.0)`) it is noted where it is held, so that another one in its place is
+noticed. Those in closures and globals are taken to stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, is_dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from graphs.calls import TraceError, nested
+
+_NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """module: the path of the one that holds it. attribute: its name there. index: among the
+    tensors of the attribute, which may be a list, tuple or dict, or an object with attributes."""
+
+    module: str
+    attribute: str
+    index: int
+    tensor: torch.Tensor
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the same tensor is still there."""
+        value = vars(model.get_submodule(self.module)).get(self.attribute)
+        tensors = list(_tensors(value))
+        return self.index < len(tensors) and tensors[self.index] is self.tensor
+
+
+class ReadTensors:
+    """The real tensors that came up in one trace."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, torch.Tensor] = {}
+
+    def note(self, operator: object, args: Iterable[object]) -> None:
+        """Raises TraceError for one that needs a gradient here."""
+        for item in pytree.arg_tree_leaves(*args):
+            if not isinstance(item, torch.Tensor) or isinstance(item, FakeTensor):
+                continue
+            if item.requires_grad and torch.is_grad_enabled():
+                if operator in _NOT_DIFFERENTIATED:
+                    continue
+                raise TraceError(
+                    f"forward reads a tensor of shape {tuple(item.shape)} that requires a gradient "
+                    "and is no parameter of the module, so that no gradient would reach it: "
+                    "register it (nn.Parameter as an attribute, nn.ParameterList for a list), "
+                    "hand it in with the batch, or detach it"
+                )
+            self._by_storage[item.untyped_storage()._cdata] = item
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """One of each storage."""
+        return tuple(self._by_storage.values())
+
+    def held_by(self, model: nn.Module) -> tuple[HeldTensor, ...]:
+        """Those of them that stand in plain attributes of the model's modules."""
+        return tuple(
+            HeldTensor(path, attribute, index, tensor)
+            for path, module in model.named_modules()
+            for attribute, value in vars(module).items()
+            if attribute not in ("_parameters", "_buffers", "_modules")
+            for index, tensor in enumerate(_tensors(value))
+            if tensor.untyped_storage()._cdata in self._by_storage
+        )
+
+    def refuse_hidden(self, arguments: Iterable[object]) -> None:
+        """Raises TraceError where an argument is an object that hides tensors which were read."""
+        for argument in arguments:
+            inside = getattr(argument, "__dict__", {})
+            for tensor in nested.tensors(list(inside.values())):
+                if tensor.untyped_storage()._cdata in self._by_storage:
+                    raise TraceError(
+                        f"an argument of type {type(argument).__name__} hides tensors, which would "
+                        "stay those of the first call: hand the tensors in by themselves, in a "
+                        "dict or in a dataclass"
+                    )
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor | list | tuple | dict) or is_dataclass(value):
+        yield from nested.tensors(value)
+    elif not isinstance(value, nn.Module | type):
+        inside = getattr(value, "__dict__", None)
+        if isinstance(inside, dict):
+            yield from nested.tensors(list(inside.values()))

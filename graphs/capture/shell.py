@@ -1,0 +1,192 @@
+"""A module with fake tensors in the places of its own, called as the real one is.
+
+The module itself is left as it was: `torch.func.functional_call` puts the fake tensors there for
+the time of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.traceback import annotate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.calls import HOLE, Call, TraceError, nested
+from graphs.capture.as_eager import KnowingMode, Leaf, casts_once
+from graphs.capture.refuse import buffers_of, random_states_untouched, refuse_replaced_buffers
+
+
+class _Forward(nn.Module):
+    """Calls the model's forward and not the model: its own hooks run around the planned step."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before = buffers_of(self.inner)
+        with random_states_untouched(self.inner), _InPlaceNoted():
+            output = self.inner.forward(*args, **kwargs)
+        refuse_replaced_buffers(before, self.inner)
+        return output
+
+
+class Shell(nn.Module):
+    """Owns fake copies of a module's tensors and calls the module with them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        *,
+        choose: Callable[[Any], tuple[int, ...]],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
+        self._parameter_names: list[str] = []
+        self._buffer_names: list[str] = []
+        self._cache_enabled = torch.is_autocast_cache_enabled()
+        self.spec: nested.Spec | None = None
+        self.chosen: tuple[int, ...] = ()
+        self.flat_outputs: list[Any] = []
+        self.differentiable: tuple[int, ...] = ()
+        self.mode = KnowingMode(_leaves(model, call))
+        with self.mode:
+            for name, parameter in model.named_parameters():
+                fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)
+                self.register_parameter(f"p{len(self._parameter_names)}", fake)
+                self._parameter_names.append(name)
+            for name, buffer in model.named_buffers():
+                fake_buffer = self.mode.set_leaf(_fake(buffer, device), Leaf("buffer", name))
+                self.register_buffer(f"b{len(self._buffer_names)}", fake_buffer)
+                self._buffer_names.append(name)
+            self.batch = [
+                self.mode.set_leaf(_fake(tensor, device), Leaf("input", index)).requires_grad_(
+                    tensor.requires_grad
+                )
+                for index, tensor in enumerate(call.tensors)
+            ]
+
+    @property
+    def model(self) -> nn.Module:
+        return self._outside[0]
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """The model's own parameters and buffers by their names."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    @property
+    def batch_given(self) -> list[torch.Tensor]:
+        """The tensors of the call that `batch` stands for."""
+        return self._outside[1].tensors
+
+    def path(self, target: str) -> str:
+        """The model's name of the shell's parameter or buffer."""
+        names = self._parameter_names if target[0] == "p" else self._buffer_names
+        return names[int(target[1:])]
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The model's output for the shell's parameters and these tensors."""
+        model, call, _ = self._outside
+        own: dict[torch.Tensor, torch.Tensor]
+        own = {p: getattr(self, f"p{i}") for i, p in enumerate(model.parameters())}
+        own |= {b: getattr(self, f"b{i}") for i, b in enumerate(model.buffers())}
+        # Every place of every module once. `tie_weights=True` names a place once for each name of
+        # its module, and what it puts back there at the end is the stand-in of the time before.
+        state = {
+            f"inner.{path}.{name}" if path else f"inner.{name}": own[tensor]
+            for path, module in model.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        args, kwargs = call.arguments(tensors)
+        forward = _Forward(model)
+        return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
+
+    def forward(self, *tensors: torch.Tensor) -> list[Any]:
+        leaves = [*self.parameters(), *tensors]
+        with casts_once(leaves, cache_enabled=self._cache_enabled):
+            output = self.call(tensors)
+        flat, self.spec = nested.flatten(output)
+        for item in flat:
+            if not isinstance(item, torch.Tensor | int | float | bool | str | None):
+                raise TraceError(
+                    f"the model returns an object of type {type(item).__name__}, which hides its "
+                    "tensors; return tensors, tuples, lists or dicts (a model of transformers: set "
+                    "model.config.use_cache = False for training)"
+                )
+        self.chosen = self._outside[2](output)
+        self.flat_outputs = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
+        self.differentiable = tuple(
+            index
+            for index, item in enumerate(flat)
+            if isinstance(item, torch.Tensor) and item.requires_grad
+        )
+        return [
+            item if not isinstance(item, torch.Tensor) or i in self.chosen else item.detach()
+            for i, item in enumerate(flat)
+            if isinstance(item, torch.Tensor)
+        ]
+
+
+def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
+    """The tensors of a call whose values a module may look at; not parameters."""
+    leaves: dict[Leaf, torch.Tensor]
+    leaves = {Leaf("buffer", name): buffer for name, buffer in model.named_buffers()}
+    return leaves | {Leaf("input", i): tensor for i, tensor in enumerate(call.tensors)}
+
+
+def _leaves(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
+    """Those that have values: neither fake nor on the meta device."""
+    return {
+        leaf: tensor
+        for leaf, tensor in leaves_of(model, call).items()
+        if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    }
+
+
+def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """An empty tensor of the same size, strides and type (called under a fake mode)."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and not isinstance(tensor, nn.Parameter):
+        name = type(tensor).__name__
+        if name != "FakeTensor":
+            raise TraceError(f"tensors of type {name} cannot be planned for yet")
+    if tensor.layout != torch.strided:
+        raise TraceError(f"a tensor of layout {tensor.layout} cannot be planned for; use strided")
+    target = device if device is not None else tensor.device
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target, requires_grad=False
+    )
+
+
+_CHECKS_RESULT = (
+    "forward calls a function of torch.linalg that looks at its result, to raise an error where "
+    "the matrix is singular (cholesky, inv, solve, lu_factor), so that each step could be another "
+    "one. Take the one that does not look: cholesky_ex(a).L, inv_ex(a).inverse, "
+    "solve_ex(a, b).result, lu_factor_ex(a)[:2]"
+)
+
+
+class _InPlaceNoted(TorchDispatchMode):
+    """Write into an fx node's meta that the module's operator overwrites its first argument.
+
+    The graph itself has lost that: it is functional.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._linalg_check_errors.default:
+            raise TraceError(_CHECKS_RESULT)
+        first = next(iter(func._schema.arguments), None)
+        alias = None if first is None else first.alias_info
+        if alias is None or not alias.is_write:
+            return func(*args, **(kwargs or {}))
+        with annotate({"in_place": True}):
+            return func(*args, **(kwargs or {}))

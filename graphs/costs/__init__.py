@@ -1,0 +1,25 @@
+"""Seconds and workspace bytes of an operator: roofline, measured, cached on disk."""
+
+from graphs.costs.cache import CostCache
+from graphs.costs.defaults import asked, default_costs, measured
+from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
+from graphs.costs.models import Cost, CostModel, Measured, OpCall, Roofline, from_description
+from graphs.costs.operators import bytes_moved, flops_of
+
+__all__ = [
+    "Cost",
+    "CostCache",
+    "CostModel",
+    "Measured",
+    "OpCall",
+    "Roofline",
+    "asked",
+    "begin_part",
+    "bytes_moved",
+    "cpu_peak_bytes",
+    "cpu_peak_bytes_by_part",
+    "default_costs",
+    "flops_of",
+    "from_description",
+    "measured",
+]

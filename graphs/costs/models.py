@@ -1,0 +1,363 @@
+"""What one operator call costs: seconds, and bytes of workspace beside inputs and outputs.
+
+`Roofline` computes seconds from FLOPs and bytes moved for a named device. `Measured` runs each
+distinct call on the device that is there. Both are asked through `cost(call)`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphs.costs.attention_seeds import real_seeds
+from graphs.costs.cache import CostCache
+from graphs.costs.memory_events import cpu_peak_bytes
+from graphs.costs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
+from graphs.costs.workspace import cpu_workspace_bytes
+from graphs.hardware import Hardware, card_called, named
+
+__all__ = [
+    "Cost",
+    "CostModel",
+    "Measured",
+    "OpCall",
+    "Roofline",
+    "bytes_moved",
+    "flops_of",
+    "from_description",
+]
+
+DISPATCH_S = 5e-6
+"""Seconds in which eager PyTorch hands over one operator, however small: `torch.ops.aten.add` of
+eight numbers takes 5 µs and `mm` of 8 x 8 takes 7 µs from Python on a server core with torch 2.13.
+On a GPU the host does this while the device works, so that it is a floor there too, no addend."""
+
+TIME_PER_CALL_S = 0.5
+"""Measuring one call stops once its runs have taken this long; a slower one is run once more."""
+
+BATCH_S, MOST_IN_BATCH = 2e-3, 50
+"""On CUDA so many runs of a short call are timed together as take about this long, at most so many:
+between two events around one alone the device waits for the host to hand it over."""
+
+_RECURRENT = {aten._cudnn_rnn, aten._cudnn_rnn_backward}
+_CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one run, and bytes taken beside inputs and outputs while it runs."""
+
+    time_s: float
+    workspace_bytes: int = 0
+
+
+class CostModel(Protocol):
+    """Says what a call costs; `description` goes into the graph's meta and the report."""
+
+    @property
+    def description(self) -> Mapping[str, Any]: ...
+
+    def cost(self, call: OpCall) -> Cost: ...
+
+
+class Roofline:
+    """max(FLOPs / rate of the dtype, bytes moved / bandwidth, dispatch) of a named device.
+
+    float32 products run at the rate of TF32 where torch's settings of this process allow it and the
+    device has it: by default in convolutions, not in matrix products. Caches are left out, and that
+    no operator reaches the peak rates. Workspace is estimated for the CPU and 0 for others: what
+    cuDNN takes inside convolutions only measuring tells.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {"model": "roofline", "device": self.hardware.name, "title": self.hardware.title}
+
+    def cost(self, call: OpCall) -> Cost:
+        if call.is_view():
+            return Cost(time_s=0.0)
+        compute_s = flops_of(call) / self.hardware.rate(_rate_name(call))
+        transfer_s = bytes_moved(call) / self.hardware.bytes_per_s
+        on_cpu = self.hardware.kind == "cpu"
+        return Cost(
+            time_s=max(compute_s, transfer_s, DISPATCH_S),
+            workspace_bytes=cpu_workspace_bytes(call) if on_cpu else 0,
+        )
+
+
+def _rate_name(call: OpCall) -> str:
+    """The dtype that the call computes in; "tfloat32" where torch may round float32 to it."""
+    dtype = dtype_of(call)
+    if dtype != "float32":
+        return dtype
+    if call.packet in _CONVOLUTIONS:
+        precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    elif call.packet in _RECURRENT:
+        precision = torch.backends.cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
+    else:
+        precision = torch.backends.cuda.matmul.fp32_precision
+    return "tfloat32" if precision == "tf32" else dtype
+
+
+class Measured:
+    """Each distinct call is run on the device: the median of a few runs, and its workspace.
+
+    Inputs are random numbers between 0 and 1 of the call's shapes, strides and types; integers are
+    indices that are valid in the operators that look things up, and zeros elsewhere. Only the
+    tensors of one call are held at a time. A call that cannot be run by itself, or for which there
+    is no memory, is costed by the roofline of `fallback`; `n_fallbacks` counts them. Modes that are
+    active (autocast, FLOP counters, fake tensors) do not touch the runs. The random state is as
+    before afterwards; on CUDA the allocator's peak statistics are not. cache: what is known from
+    earlier processes; `save` adds to it. fallback: the default is what the device is known to be,
+    an H100 for a card that is not known; `roofline` is its.
+
+    Raises RuntimeError where a call leaves the CUDA device in error: nothing can run after that.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        fallback: Hardware | None = None,
+        n_runs: int = 5,
+        cache: CostCache | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device}; measuring knows cpu and cuda")
+        if n_runs < 1:
+            raise ValueError(f"n_runs is {n_runs}; it must be at least 1")
+        self.n_fallbacks = 0
+        self.roofline = Roofline(_known(self.device) if fallback is None else fallback)
+        self._n_runs = n_runs
+        self._known: dict[Any, Cost] = {}
+        self._cache = cache
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {
+            "model": "measured",
+            "device": self.device.type,
+            "title": _device_title(self.device),
+            "fallback": self.roofline.hardware.name,
+            "n_distinct": len(self._known),
+            "n_fallbacks": self.n_fallbacks,
+        }
+
+    def cost(self, call: OpCall) -> Cost:
+        if call.is_view():
+            return Cost(time_s=0.0)
+        key = call.key()
+        if key not in self._known:
+            self._known[key] = self._from_cache(call, key)
+        return self._known[key]
+
+    def _from_cache(self, call: OpCall, key: Any) -> Cost:
+        """What the cache knows of the call, else measured now; fallbacks are not kept there."""
+        kept = None if self._cache is None else self._cache.get(key)
+        if kept is not None:
+            return Cost(*kept)
+        n_fallbacks = self.n_fallbacks
+        cost = self._measure(call)
+        if self._cache is not None and self.n_fallbacks == n_fallbacks:
+            self._cache.put(key, cost.time_s, cost.workspace_bytes)
+        return cost
+
+    def save(self) -> None:
+        """Write what was measured to the cache, where there is one."""
+        if self._cache is not None:
+            self._cache.save()
+
+    def _measure(self, call: OpCall) -> Cost:
+        devices = [self.device] if self.device.type == "cuda" else []
+        with (
+            _disable_current_modes(),
+            torch.autocast(self.device.type, enabled=False),
+            torch.random.fork_rng(devices=devices, device_type="cuda"),
+            torch.no_grad(),
+        ):
+            try:
+                return self._run(call)
+            except (
+                RuntimeError,
+                LookupError,
+                TypeError,
+                ValueError,
+                AssertionError,
+                MemoryError,
+            ) as error:
+                reason = f"{type(error).__name__}: {error}"
+            self._check_device(call, reason)
+            self.n_fallbacks += 1
+            return self.roofline.cost(call)
+
+    def _check_device(self, call: OpCall, reason: str) -> None:
+        """A kernel that failed on the device fails every later call as well: say which it was."""
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"measuring {call.target} left the device {self.device} in error ({reason}); plan "
+                "with costs='roofline' in a new process"
+            ) from error
+
+    def _run(self, call: OpCall) -> Cost:
+        """Warm-up, timed runs, and one under observation; a slow call runs only twice."""
+        needed = call.made_bytes() + sum(t.untyped_storage().nbytes() for t in call.inputs())
+        if needed > _available_bytes(self.device):
+            raise MemoryError(f"{call.target} needs {needed} bytes")
+        run = _runnable(call, self.device)
+        times_s = [self._seconds(run)]
+        if times_s[0] < TIME_PER_CALL_S:
+            times_s.clear()  # it was the warm-up
+        while len(times_s) < self._n_runs and sum(times_s) < TIME_PER_CALL_S:
+            times_s.append(self._seconds(run))
+        workspace = max(0, self._peak_bytes(run) - call.made_bytes())
+        return Cost(time_s=statistics.median(times_s), workspace_bytes=workspace)
+
+    def _seconds(self, run: Callable[[], Any]) -> float:
+        if self.device.type == "cpu":
+            started_s = time.perf_counter()
+            run()
+            return time.perf_counter() - started_s
+        once_s = self._events_s(run, 1)
+        n_together = min(MOST_IN_BATCH, int(BATCH_S / max(once_s, 1e-9)))
+        return once_s if n_together < 2 else self._events_s(run, n_together) / n_together
+
+    def _events_s(self, run: Callable[[], Any], n_runs: int) -> float:
+        """Seconds of so many runs after one another, by the device's clock."""
+        with torch.cuda.device(self.device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            for _ in range(n_runs):
+                run()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+    def _peak_bytes(self, run: Callable[[], Any]) -> int:
+        if self.device.type == "cpu":
+            return cpu_peak_bytes(run).peak_bytes
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def from_description(
+    description: Mapping[str, Any], *, device: torch.device | None = None
+) -> CostModel:
+    """The cost model that a graph's meta describes; a generic CPU's roofline where it says none.
+
+    device: where what was measured on a device of its kind is measured again (None: the first
+    such). What was measured on a kind that is not here is costed by the roofline it fell back to.
+    """
+    kind = str(description.get("device", "cpu"))
+    if description.get("model") != "measured":
+        return Roofline(named(kind))
+    fallback = named(str(description.get("fallback", "cpu")))
+    if kind == "cuda" and not torch.cuda.is_available():
+        return Roofline(fallback)
+    if device is None or device.type != kind:
+        return Measured(kind, fallback=fallback)
+    return Measured(device, fallback=fallback)
+
+
+def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
+    """The call with real tensors of the same shapes, strides and types."""
+    flat, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    n_indices = _n_indices(call)
+    real = [
+        _like(item, device, below=n_indices.get(id(item), 1))
+        if isinstance(item, torch.Tensor)
+        else item
+        for item in flat
+    ]
+    args, kwargs = pytree.tree_unflatten(real, spec)
+    args = real_seeds(call.target, args)
+    return lambda: call.target(*args, **kwargs)
+
+
+def _like(tensor: torch.Tensor, device: torch.device, *, below: int) -> torch.Tensor:
+    """A real tensor of the same shape, strides and type; integers lie from 0 to `below` - 1.
+
+    Numbers that stand on the host (random seeds, step counts) stay there.
+    """
+    stays = tensor.device.type == "cpu" and tensor.dim() == 0
+    where = tensor.device if stays else device
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+    storage = torch.empty(0, dtype=tensor.dtype, device=where).set_(new.untyped_storage())
+    if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+        storage.uniform_()
+    elif tensor.dtype in (torch.int32, torch.int64):
+        storage.random_(0, below)
+    else:
+        storage.zero_()
+    return new
+
+
+def _n_indices(call: OpCall) -> dict[int, int]:
+    """Of each index tensor, by its identity: how many positions there are to choose from.
+
+    Equal indices would have scattered sums wait for each other, as they do not in a training.
+    """
+    args = call.args
+    packet = call.packet
+    if packet is aten.embedding:
+        return {id(args[1]): args[0].shape[0]}
+    if packet is aten.embedding_dense_backward:
+        return {id(args[1]): args[2]}
+    if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+        return {id(args[1]): args[0].shape[min(1, args[0].dim() - 1)]}
+    if packet in (aten.nll_loss_backward, aten.nll_loss2d_backward):
+        return {id(args[2]): args[1].shape[min(1, args[1].dim() - 1)]}
+    if packet in (aten.gather, aten.index_select, aten.scatter, aten.scatter_add, aten.index_add):
+        return {id(args[2]): args[0].shape[args[1]] if args[0].dim() else 1}
+    if packet in (aten.index, aten.index_put):
+        pairs = zip(args[1], args[0].shape, strict=False)
+        return {id(index): size for index, size in pairs if index is not None}
+    if packet is aten.max_pool2d_with_indices_backward:
+        return {id(args[7]): args[1].shape[-1] * args[1].shape[-2]}
+    return {}
+
+
+def _available_bytes(device: torch.device) -> float:
+    """Memory that can be had; infinite where nobody says. What overruns it on Linux is killed."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return float("inf")
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    return 1024 * int(sizes["MemAvailable"].split()[0]) if "MemAvailable" in sizes else float("inf")
+
+
+def _known(device: torch.device) -> Hardware:
+    """The rates of a device: a generic CPU's, or those of the card that it is."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return named("cpu")
+    card = torch.cuda.get_device_properties(device)
+    return card_called(card.name, capacity_bytes=card.total_memory) or named("h100")
+
+
+def _device_title(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"this machine's CPU ({torch.get_num_threads()} threads)"

@@ -1,0 +1,174 @@
+"""What operators take inside while they run on the CPU, estimated without running them.
+
+Convolutions are the ones that matter (a tenth of a step's peak in a ResNet): oneDNN lays tensors
+out anew, in blocks of 16 channels, works there, and lays the result out as it was. The figures here
+follow its order of copies; they were compared with the profiler's memory events on an x86 machine
+with AVX-512 and torch 2.13 (`tests/graphs/costs/test_costs.py` does so again) and are within a few
+percent of the bytes that a convolution handles in float32. With AVX2 it takes no more than they
+say, often less; with SSE alone it may take more. Other machines choose other layouts: where it must
+be right to the byte, measure. Of CUDA nothing is said: what cuDNN takes depends on the algorithm
+that it picks on the card.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphs.costs.operators import OpCall, aten
+
+_BLOCK = 16
+"""Channels of oneDNN's blocked layouts with AVX-512 (8 with AVX2, which takes no more)."""
+
+_WIDEST_UNROLLED = 14
+"""Columns of a kernel; what is wider is computed as products of matrices."""
+
+
+def cpu_workspace_bytes(call: OpCall) -> int:
+    """Bytes that the call takes beside inputs and outputs while it runs on the CPU."""
+    estimate = _ESTIMATES.get(call.packet)
+    return 0 if estimate is None else estimate(call)
+
+
+def _blocked(tensor: torch.Tensor, *channels: int) -> int:
+    """Bytes of a tensor whose dimensions `channels` are padded to whole blocks."""
+    shape = [
+        -(-size // _BLOCK) * _BLOCK if dim in channels else size
+        for dim, size in enumerate(tensor.shape)
+    ]
+    return math.prod(shape) * tensor.element_size()
+
+
+def _plain(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _convolution(call: OpCall) -> int:
+    """Input and weight laid out anew beside the blocked result; then it is laid out as it was."""
+    x, weight, _, stride, _, _, transposed, _, groups = call.args
+    out = call.outputs()[0]
+    if _keeps_channels_last(x):
+        copies = 1 if _is_depthwise(weight, groups) else 2
+        return copies * _blocked(weight, 0) + _of_bias(out)
+    blocked = _input(x, weight, groups) + _weight(x, weight, groups) + _blocked(out, 1)
+    if transposed or x.dtype != torch.float32:
+        return max(blocked - _plain(out), 2 * _blocked(out, 1))
+    copied = _blocked(x, 1) // math.prod(stride) if math.prod(weight.shape[2:]) == 1 else 0
+    subsampled = copied if any(step > 1 for step in stride) else 0
+    return max(blocked + subsampled - _plain(out), _blocked(out, 1))
+
+
+def _convolution_backward(call: OpCall) -> int:
+    """The gradient of the input first, then beside it that of the weight."""
+    gradient, x, weight, _, stride, *_, groups, mask = call.args
+    if _keeps_channels_last(x):
+        return _in_channels_last(weight, groups) + _of_bias(gradient)
+    of_x, of_weight = (_plain(x) if mask[0] else 0), (_plain(weight) if mask[1] else 0)
+    without_x = _blocked(gradient, 1) + _weight(x, weight, groups)
+    peaks = [0]
+    if mask[0]:
+        peaks.append(_blocked(x, 1) + max(without_x, of_x))
+        if any(step > 1 for step in stride):
+            peaks.append(3 * _blocked(x, 1))
+    if mask[1] and groups == 1 and weight.shape[-1] > _WIDEST_UNROLLED:
+        peaks.append(of_x + of_weight + _by_matrix_products(weight, gradient))
+    elif mask[1]:
+        blocked = _input(x, weight, groups) + without_x
+        peaks.append(of_x + max(blocked, _weight(x, weight, groups) + of_weight))
+    return max(0, max(peaks) - of_x - of_weight)
+
+
+def _by_matrix_products(weight: torch.Tensor, gradient: torch.Tensor) -> int:
+    """Bytes of a wide kernel's gradient (the patches of a ViT): each thread has four of the weight,
+    and one image's patches in a row."""
+    patches = math.prod(weight.shape[1:]) * math.prod(gradient.shape[2:]) * weight.element_size()
+    return torch.get_num_threads() * (4 * _plain(weight) + patches) + 256
+
+
+def _input(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
+    """Bytes of the input laid out anew, where it is."""
+    return 0 if _is_read_in_place(x, weight, groups) else _blocked(x, 1)
+
+
+def _weight(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
+    """Bytes of the weight laid out anew."""
+    if groups != 1:
+        return _plain(weight)
+    return _blocked(weight, 0) if _is_read_in_place(x, weight, groups) else _blocked(weight, 0, 1)
+
+
+def _is_read_in_place(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    """Inputs of few channels, as images are, are read as they lie."""
+    return x.shape[1] < _BLOCK and groups == 1 and math.prod(weight.shape[2:]) > 1
+
+
+def _keeps_channels_last(x: torch.Tensor) -> bool:
+    """Convolutions of channels-last inputs are done in that layout.
+
+    An image of one pixel is contiguous in every layout; its strides tell how it is taken.
+    """
+    return (
+        x.dim() == 4
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and x.stride(1) == 1
+        and x.stride(3) == x.shape[1] > 1
+    )
+
+
+def _is_depthwise(weight: torch.Tensor, groups: int) -> bool:
+    return groups == weight.shape[0] and weight.shape[1] == 1
+
+
+def _in_channels_last(weight: torch.Tensor, groups: int) -> int:
+    """Bytes that the weight's gradient takes in that layout.
+
+    Depthwise kernels larger than 3 x 3 (ConvNeXt's) are summed up in 256 places, whatever the
+    number of threads.
+    """
+    if not _is_depthwise(weight, groups):
+        return 3 * _blocked(weight, 0)
+    return 2 * _blocked(weight, 0) if math.prod(weight.shape[2:]) <= 9 else 257 * _plain(weight)
+
+
+def _of_bias(out: torch.Tensor) -> int:
+    return out.shape[1] * out.element_size()
+
+
+def _batch_norm_backward(call: OpCall) -> int:
+    """A contiguous copy of the gradient."""
+    return _plain(call.args[1])
+
+
+def _attention(call: OpCall) -> int:
+    """Each thread holds a tile of scores, its rows' maxima and sums, and a tile of the output."""
+    query: torch.Tensor = call.args[0]
+    key: torch.Tensor = call.args[1]
+    rows, columns = _tile(query, key)
+    return torch.get_num_threads() * 4 * (rows * columns + 2 * rows + rows * query.shape[-1])
+
+
+def _attention_backward(call: OpCall) -> int:
+    """Each thread holds a tile of scores and of their gradient; a copy of the output's gradient."""
+    query: torch.Tensor = call.args[1]
+    key: torch.Tensor = call.args[2]
+    rows, columns = _tile(query, key)
+    return torch.get_num_threads() * 4 * 2 * rows * columns + _plain(query)
+
+
+def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a tile of scores (ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    n_queries, n_keys = query.shape[-2], key.shape[-2]
+    rows = 256 if n_queries >= 768 else 64 if n_queries >= 192 else 32
+    return min(rows, n_queries), min(512, n_keys)
+
+
+_ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
+    aten.native_batch_norm_backward: _batch_norm_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

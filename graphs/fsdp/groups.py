@@ -1,0 +1,188 @@
+"""Which parameters FSDP2 gathers together, and when the modules of each group run in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graphs.fsdp.spec import ShardingError, shard_rows
+from graphs.graph import Graph, Node, is_under
+
+ROOT = ""
+"""The path of the model itself: the group of all parameters that no other group has."""
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """shard_bytes: of each rank, padding included. gradient: the tensor that holds its whole
+    gradient, if it has one. is_even: whether its rows are a multiple of the number of ranks."""
+
+    path: str
+    tensor: str
+    shard_bytes: int
+    gradient: str | None
+    is_even: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters that are gathered together; shard_bytes and reduced_bytes are of one rank.
+
+    first, last: positions of its first and last forward node, and begins, ends: of its later ones
+    (None: the backward pass does not come there). late: whether its gradients are reduced at the
+    end of the backward pass.
+    """
+
+    path: str
+    parameters: tuple[ShardedParameter, ...]
+    first: int
+    last: int
+    begins: int | None
+    ends: int | None
+    late: bool
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(parameter.shard_bytes for parameter in self.parameters)
+
+    @property
+    def reduced_bytes(self) -> int:
+        return sum(p.shard_bytes for p in self.parameters if p.gradient is not None)
+
+
+def read_parameters(graph: Graph, n_ranks: int) -> list[ShardedParameter]:
+    layout = graph.meta.get("parameter_layout")
+    if not isinstance(layout, Mapping) or not layout:
+        raise ShardingError(
+            "the graph does not say which parameters it has, of which shapes; trace the model again"
+        )
+    found = []
+    for path, entry in layout.items():
+        shape = tuple(entry["shape"])
+        if not shape:
+            raise ShardingError(
+                f"parameter {path!r} is a scalar, which FSDP2 does not take; give it the shape [1]"
+            )
+        n_elements = shard_rows(shape[0], n_ranks) * math.prod(shape[1:])
+        found.append(
+            ShardedParameter(
+                path=path,
+                tensor=entry["tensor"],
+                shard_bytes=n_elements * entry["element_bytes"],
+                gradient=entry["gradient"],
+                is_even=shape[0] % n_ranks == 0,
+            )
+        )
+    return found
+
+
+class _Finder:
+    """Finds out when each group's modules run, forward and backward."""
+
+    def __init__(self, graph: Graph, parameters: Sequence[ShardedParameter], paths: Sequence[str]):
+        self._graph = graph
+        self._paths = (ROOT, *dict.fromkeys(path for path in paths if path))
+        self._owned: dict[str, list[ShardedParameter]] = {path: [] for path in self._paths}
+        for parameter in parameters:
+            inside = [p for p in self._paths if is_under(parameter.path, p)]
+            self._owned[max(inside, key=len)].append(parameter)
+        self._forward = graph.forward_nodes
+        self._later = graph.later_nodes
+        self._position = {node.name: i for i, node in enumerate(self._later)}
+        self._sums = set(graph.meta.get("gradient_sums", ()))
+        self._with_gradient = self._requiring_gradient(parameters)
+
+    def found(self) -> list[Group]:
+        """In the given order, the root first; only those that have parameters and run."""
+        groups = [self._group(path) for path in self._paths if self._owned[path]]
+        return [group for group in groups if group is not None]
+
+    def _requiring_gradient(self, parameters: Sequence[ShardedParameter]) -> set[str]:
+        """Trained parameters, and what the forward pass makes of them."""
+        found = {p.tensor for p in parameters if p.gradient is not None}
+        for node in self._forward:
+            if not found.isdisjoint(node.inputs):
+                found.update(node.outputs)
+        return found
+
+    def _group(self, path: str) -> Group | None:
+        owned = self._owned[path]
+        if path == ROOT:
+            n_later = len(self._later)
+            first = next((i for i, n in enumerate(self._later) if n.phase == "backward"), n_later)
+            return Group(
+                path, tuple(owned), 0, len(self._forward) - 1, first, n_later - 1, late=True
+            )
+        inside = [i for i, node in enumerate(self._forward) if is_under(node.module, path)]
+        if not inside:
+            return None
+        self._check(path, inside)
+        later = self._later_positions(path)
+        made = {n for i in inside for n in self._forward[i].outputs}
+        read = {n for i in inside for n in self._forward[i].inputs}
+        own = {parameter.tensor for parameter in owned}
+        return Group(
+            path=path,
+            parameters=tuple(owned),
+            first=inside[0],
+            last=inside[-1],
+            begins=later[0] if later else None,
+            ends=self._after_sums(later) if later else None,
+            late=not (read - made - own) & self._with_gradient,
+        )
+
+    def _check(self, path: str, inside: Sequence[int]) -> None:
+        readers: dict[str, list[Node]] = {p.tensor: [] for p in self._owned[path]}
+        for node in self._forward:
+            for name in dict.fromkeys(node.inputs):
+                if name in readers:
+                    readers[name].append(node)
+        in_pieces = inside[-1] - inside[0] + 1 != len(inside)
+        if in_pieces or min(map(len, filter(None, readers.values())), default=1) > 1:
+            raise ShardingError(
+                f"module {path!r} runs several times in a step, which is not planned for a group "
+                "of FSDP2; leave it out of the groups, so that it belongs to the model's own"
+            )
+        for parameter in self._owned[path]:
+            for node in readers[parameter.tensor]:
+                if not is_under(node.module, path):
+                    raise ShardingError(
+                        f"parameter {parameter.path!r} of group {path!r} is read by {node.name!r} "
+                        f"in module {node.module!r}, where FSDP2 has only shards of it; leave "
+                        f"{path!r} out of the groups, so that it belongs to the model's own"
+                    )
+
+    def _later_positions(self, path: str) -> list[int]:
+        makers = {
+            self._graph.producer[p.gradient].name
+            for p in self._owned[path]
+            if p.gradient in self._graph.producer
+        }
+        return [
+            i
+            for i, node in enumerate(self._later)
+            if node.phase == "backward" and (is_under(node.module, path) or node.name in makers)
+        ]
+
+    def _after_sums(self, later: Sequence[int]) -> int:
+        """Autograd adds up the gradients of a group's inputs before it leaves the group."""
+        made = {name for i in later for name in self._later[i].outputs}
+        end = later[-1]
+        while end + 1 < len(self._later):
+            node = self._later[end + 1]
+            if node.name not in self._sums or made.isdisjoint(node.inputs):
+                break
+            made.update(node.outputs)
+            end += 1
+        return end
+
+
+def groups_of(
+    graph: Graph, parameters: Sequence[ShardedParameter], paths: Sequence[str]
+) -> list[Group]:
+    """The root and the modules at these paths; only those that have parameters and run.
+
+    Raises ShardingError for one that cannot be a group.
+    """
+    return _Finder(graph, parameters, paths).found()

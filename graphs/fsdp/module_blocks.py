@@ -1,0 +1,94 @@
+"""Which parts of a model are its blocks: the members of its outermost lists and sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from graphs.fsdp.spec import Sharding, ShardingError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def is_container(module: nn.Module) -> bool:
+    """Containers: their members are called, they are not."""
+    from torch import nn  # here: planning for ranks needs no torch
+
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def listed_blocks(model: nn.Module, path: str = "") -> Iterator[str]:
+    """The paths of the members of the outermost lists and sequences of several modules."""
+    from torch import nn
+
+    module = model.get_submodule(path)
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+    for name, _ in module.named_children():
+        child = f"{path}.{name}" if path else name
+        if is_list:
+            yield child
+        else:
+            yield from listed_blocks(model, child)
+
+
+def called_children(model: nn.Module, path: str = "") -> Iterator[str]:
+    """The nearest modules inside whose forward is called."""
+    for name, child in model.get_submodule(path).named_children():
+        inside = f"{path}.{name}" if path else name
+        if is_container(child):
+            yield from called_children(model, inside)
+        else:
+            yield inside
+
+
+def default_groups(model: nn.Module) -> tuple[str, ...]:
+    """The modules that FSDP2 is usually applied to by themselves, before the model itself: its
+    blocks, or its children where it has none.
+
+    Left out are those without parameters, and those that share one with other parts of the model:
+    FSDP2 takes a parameter into one group only.
+    """
+    paths = list(listed_blocks(model)) or list(called_children(model))
+    shared = [places for places in _places(model) if len(places) > 1]
+    return tuple(
+        path
+        for path in dict.fromkeys(paths)
+        if any(True for _ in model.get_submodule(path).parameters())
+        and not any(len({_is_in(place, path) for place in places}) > 1 for places in shared)
+    )
+
+
+def groups_of(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+    """The sharding's groups, checked, in the model's order; raises ShardingError."""
+    if sharding.groups is None:
+        return default_groups(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path in sharding.groups:
+        if path not in modules:
+            raise ShardingError(f"groups names {path!r}, which is no module of the model")
+        if is_container(modules[path]):
+            raise ShardingError(
+                f"groups names {path!r}, a {type(modules[path]).__name__} that is never called, so "
+                "FSDP2 would not gather its parameters; name its members"
+            )
+        for places in _places(model):
+            if len({_is_in(place, path) for place in places}) > 1:
+                raise ShardingError(
+                    f"group {path!r} shares a parameter with other modules "
+                    f"({', '.join(sorted(places))}), and FSDP2 takes a parameter into one group "
+                    "only; leave the group out, so that it belongs to the model's own"
+                )
+    return tuple(path for path in modules if path and path in sharding.groups)
+
+
+def _places(model: nn.Module) -> list[list[str]]:
+    """Of each parameter, all the names that it has."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _is_in(name: str, path: str) -> bool:
+    return name.startswith(f"{path}.")

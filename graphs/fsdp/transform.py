@@ -1,0 +1,259 @@
+"""A training step as one rank of FSDP2 (`torch.distributed.fsdp.fully_shard`) sees it.
+
+FSDP2 cuts each parameter along its first dimension into equal shards, one for each rank, and
+gathers the parameters of a group of modules while they are needed. `sharded` writes that into a
+traced step: parameters become shards, and nodes are put in that gather, drop and reduce, in the
+order in which the hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) do it with their
+default settings:
+
+- *Forward.* Before a group's first operator its shards are gathered into one buffer, and copied
+  from there into whole parameters. These are dropped after its last operator; the buffer stays
+  until the next group has gathered its own, that of the last group to the end of the forward pass.
+  The root keeps its whole parameters to the end of the backward pass.
+- *Backward.* When the gradient of a group's output comes, its parameters are gathered again, unless
+  that has begun: each group, when it starts, gathers the one that ran before it into a buffer, to
+  be copied out when that one starts.
+- *After a group's backward* its whole parameters are dropped, its gradients copied into one buffer
+  and dropped, and reduced to a shard of them. That buffer stays until the next group reduces. A
+  group none of whose inputs takes a gradient does this at the end of the backward pass, as the root
+  does.
+- What runs again in the backward pass, for a checkpoint inside of a group, finds the whole
+  parameters there. A checkpoint around a whole group would call the group's hooks again; the nodes
+  put in are not recomputable, so such a region is refused (`solver.module_checkpointing.regions`).
+
+A schedule of single operators may run an operator again outside of its group's backward, which
+FSDP2 cannot; then the whole parameters that it would need are not counted. What
+`scheduler_runtime.export` puts into a model runs again inside alone.
+
+Communication takes no time here: overlapped it takes little, and how little depends on the network.
+Not modelled: MixedPrecisionPolicy and CPU offload, reshard_after_forward other than the default,
+groups of several modules, `set_requires_gradient_sync(False)`, shard placements other than dim 0,
+and what NCCL takes by itself, beside torch's allocator. What gloo allocates on the CPU is counted:
+a copy of what it gathers, and one of what it reduces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphs.fsdp.groups import ROOT, Group, groups_of, read_parameters
+from graphs.fsdp.spec import Sharding, ShardingError, sharding_of, sharding_words
+from graphs.graph import Graph, Node, Phase, Tensor
+
+GLOO_SCALARS_BYTES = 12
+"""gloo divides a sum by the number of ranks, which it makes a tensor of, in two types."""
+
+
+def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str], on_cpu: bool = False) -> Graph:
+    """The step as one rank sees it; `graph` is as `graphs.trace` made it, without an optimizer.
+
+    groups: paths of modules, in the model's order; the root is added. Those that have no
+        parameters of their own, or do not run, change nothing.
+    on_cpu: the step runs on the CPU, where gloo talks, and FSDP2 pads rows in a copy.
+
+    Raises ShardingError: a group that runs several times or not in one piece, a parameter that is
+    read outside of its group, a graph without the figures of its parameters.
+
+    Cost: linear in the graph, times the number of groups.
+    """
+    if any(node.phase == "optimizer" for node in graph.nodes):
+        raise ShardingError(
+            "the graph has an optimizer's step: shard first, then add the optimizer"
+        )
+    if sharding_of(graph.meta) is not None:
+        raise ShardingError(f"the graph is sharded already: {sharding_words(graph.meta)}")
+    sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups))
+    return _Transform(graph, sharding, on_cpu).run()
+
+
+@dataclass
+class _Transform:
+    """Walks through the step as FSDP2's hooks do, and writes down what they allocate.
+
+    _flat: group -> the buffer that it was gathered into, not copied out yet. _whole: group -> its
+    whole parameters. _gathered: the last buffer of the forward pass. _reduced: the last buffer that
+    gradients were copied into. _order: the groups in the order in which their forward ended.
+    """
+
+    graph: Graph
+    sharding: Sharding
+    on_cpu: bool
+    nodes: list[Node] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    _flat: dict[str, str] = field(default_factory=dict)
+    _whole: dict[str, str] = field(default_factory=dict)
+    _gathered: str | None = None
+    _reduced: str | None = None
+    _order: list[Group] = field(default_factory=list)
+    _done: set[str] = field(default_factory=set)
+
+    def run(self) -> Graph:
+        graph = self.graph
+        parameters = read_parameters(graph, self.sharding.n_ranks)
+        self._groups = groups_of(graph, parameters, self.sharding.groups or ())
+        self._accumulated = {t.name for t in graph.resident if t.kind == "gradient"}
+        self._forward()
+        self._backward()
+        whole_gradients = {p.gradient for p in parameters if p.gradient is not None}
+        shard_bytes = {p.tensor: p.shard_bytes for p in parameters}
+        reduced = [_gradient_name(g) for g in self._groups if g.reduced_bytes]
+        resized = tuple(
+            dataclasses.replace(t, size_bytes=shard_bytes.get(t.name, t.size_bytes))
+            for t in graph.tensors
+            if t.name not in self._accumulated
+        )
+        paths = [group.path for group in self._groups if group.path != ROOT]
+        described = {"n_ranks": self.sharding.n_ranks, "groups": paths}
+        environment = {**graph.meta.get("environment", {}), "sharding": described}
+        outputs = tuple(name for name in graph.outputs if name not in whole_gradients)
+        return Graph(
+            nodes=tuple(self.nodes),
+            tensors=(*resized, *self.tensors),
+            outputs=outputs if self._accumulated else (*outputs, *reduced),
+            meta={**graph.meta, "environment": environment},
+        )
+
+    def _forward(self) -> None:
+        for position, node in enumerate(self.graph.forward_nodes):
+            for group in self._groups:  # the outer ones come first
+                if group.first == position:
+                    self._pre_forward(group)
+            self.nodes.append(node)
+            for group in reversed(self._groups):
+                if group.last == position:
+                    self._post_forward(group)
+        if self._gathered is not None:
+            self._put("end of forward", ROOT, "forward", inputs=(self._gathered,))
+
+    def _pre_forward(self, group: Group) -> None:
+        before = () if self._gathered is None else (self._gathered,)
+        self._gathered = self._all_gather(group, "forward", before)
+        self._unshard(group, "forward", self._gathered)
+
+    def _post_forward(self, group: Group) -> None:
+        self._order.append(group)
+        if group.path != ROOT:
+            self._put("reshard", group.path, "forward", inputs=(self._whole.pop(group.path),))
+
+    def _backward(self) -> None:
+        for position, node in enumerate(self.graph.later_nodes):
+            for group in self._groups:
+                if group.begins == position:
+                    self._pre_backward(group)
+            if self._accumulated.isdisjoint(node.inputs) or node.outputs:
+                self.nodes.append(node)
+            for group in reversed(self._groups):
+                if group.ends == position and not group.late:
+                    self._post_backward(group)
+        for group in self._groups:
+            if group.begins is not None and group.path not in self._done:
+                self._post_backward(group)
+        if self._flat:  # gathered for a group that no gradient reached
+            self._put("end of backward", ROOT, "backward", inputs=tuple(self._flat.values()))
+
+    def _pre_backward(self, group: Group) -> None:
+        if group.path not in self._whole:
+            if group.path not in self._flat:
+                self._flat[group.path] = self._all_gather(group, "backward")
+            self._unshard(group, "backward", self._flat.pop(group.path))
+        index = self._order.index(group)
+        if index > 0:
+            before = self._order[index - 1]
+            if before.path not in self._whole and before.path not in self._flat:
+                self._flat[before.path] = self._all_gather(before, "backward")
+
+    def _post_backward(self, group: Group) -> None:
+        self._done.add(group.path)
+        dropped = (self._whole.pop(group.path), *([self._reduced] if self._reduced else []))
+        self._reduced = None
+        self._put("reshard", group.path, "backward", inputs=dropped)
+        trained = [p for p in group.parameters if p.gradient is not None]
+        if not trained:
+            return
+        n_ranks = self.sharding.n_ranks
+        size_bytes = group.reduced_bytes
+        padded_bytes = sum(p.shard_bytes * n_ranks for p in trained if not p.is_even)
+        copied = self._tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
+        self._put(
+            "copy in",
+            group.path,
+            "backward",
+            inputs=tuple(p.gradient for p in trained if p.gradient is not None),
+            outputs=(copied,),
+            workspace_bytes=padded_bytes if self.on_cpu else 0,
+        )
+        self._reduce_scatter(group, copied)
+        self._reduced = copied
+
+    def _reduce_scatter(self, group: Group, copied: str) -> None:
+        name = _gradient_name(group)
+        self.tensors.append(Tensor(name, group.reduced_bytes, "gradient"))
+        copy_bytes = self.sharding.n_ranks * group.reduced_bytes + GLOO_SCALARS_BYTES
+        self._put(
+            "reduce scatter",
+            group.path,
+            "backward",
+            inputs=(copied,),
+            outputs=(name,),
+            workspace_bytes=copy_bytes if self.on_cpu else 0,
+        )
+        if self._accumulated:
+            resident = f"{name}.accumulated"
+            self.tensors.append(Tensor(resident, group.reduced_bytes, "gradient"))
+            self._put("accumulate", group.path, "backward", inputs=(name, resident))
+
+    def _all_gather(self, group: Group, phase: Phase, before: tuple[str, ...] = ()) -> str:
+        n_bytes = self.sharding.n_ranks * group.shard_bytes
+        flat = self._tensor("gathered", group, phase, n_bytes, "buffer")
+        shards = tuple(parameter.tensor for parameter in group.parameters)
+        self._put(
+            "all gather",
+            group.path,
+            phase,
+            inputs=(*shards, *before),
+            outputs=(flat,),
+            workspace_bytes=n_bytes if self.on_cpu else 0,
+        )
+        return flat
+
+    def _unshard(self, group: Group, phase: Phase, flat: str) -> None:
+        n_bytes = self.sharding.n_ranks * group.shard_bytes
+        whole = self._tensor("whole parameters", group, phase, n_bytes, "parameter")
+        self._put("copy out", group.path, phase, inputs=(flat,), outputs=(whole,))
+        self._whole[group.path] = whole
+
+    def _tensor(self, what: str, group: Group, phase: Phase, size_bytes: int, kind: Any) -> str:
+        name = f"fsdp: {what}, {phase} ({group.path})"
+        self.tensors.append(Tensor(name, size_bytes, kind))
+        return name
+
+    def _put(
+        self,
+        what: str,
+        path: str,
+        phase: Phase,
+        *,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...] = (),
+        workspace_bytes: int = 0,
+    ) -> None:
+        self.nodes.append(
+            Node(
+                name=f"fsdp: {what}, {phase} ({path})",
+                op=f"fsdp.{what.replace(' ', '_')}",
+                inputs=inputs,
+                outputs=outputs,
+                time_s=0.0,
+                workspace_bytes=workspace_bytes,
+                phase=phase,
+                recomputable=False,
+                module=path.rpartition(".")[0],  # around the group's module, as its hooks are
+            )
+        )
+
+
+def _gradient_name(group: Group) -> str:
+    return f"fsdp: shards of gradients ({group.path})"

@@ -1,0 +1,1 @@
+"""Graphs made from numbers, for tests and benchmarks. Imports no torch."""

@@ -1,0 +1,24 @@
+"""The rest of a training step around a traced module: loss, accumulation, optimizer."""
+
+from graphs.training_step.around import (
+    with_accumulation,
+    with_optimizer,
+    with_resident,
+    with_unknown_loss,
+)
+from graphs.training_step.loss_only import LossOnly
+from graphs.training_step.optimizer import optimizer_costs, optimizer_figures, together
+from graphs.training_step.outside_loss import OutsideLoss, StandIns
+
+__all__ = [
+    "LossOnly",
+    "OutsideLoss",
+    "StandIns",
+    "optimizer_costs",
+    "optimizer_figures",
+    "together",
+    "with_accumulation",
+    "with_optimizer",
+    "with_resident",
+    "with_unknown_loss",
+]

@@ -1,0 +1,221 @@
+"""A loss that the caller computes: its operators between the forward and the backward pass.
+
+The loss function is captured by itself, on stand-ins of the model's outputs, and its nodes are put
+into the model's graph with phase "outside": they take time and memory, they run once, and no
+schedule touches them. The model's own nodes keep the names that they have when the model is traced
+alone, which is what `apply` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.calls import Call, TraceError, find_loss, nested, same_strides
+from graphs.capture import Capture, Layout, capture, fake_output
+from graphs.graph import Graph, Node
+
+PREFIX = "loss."
+
+
+class StandIns:
+    """What the model returns, with meta tensors in the places of its tensors.
+
+    positions: of the tensors among the model's flat outputs.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, *, device: torch.device) -> None:
+        flat, self._spec = nested.flatten(fake_output(model, call, device=device))
+        self._flat = flat
+        self.positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
+        self.tensors = [
+            torch.empty_strided(
+                flat[i].shape, flat[i].stride(), dtype=flat[i].dtype, device="meta"
+            ).requires_grad_(flat[i].requires_grad)
+            for i in self.positions
+        ]
+
+    def output(self) -> Any:
+        """The output, made anew: a loss function may take things out of it."""
+        return nested.unflatten(_filled(self._flat, self.tensors), self._spec)
+
+    def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
+        """Which flat output of the model the loss function hands on as it is; None: it computes.
+
+        `lambda output, batch: output.loss`: then the loss is inside, the model has computed it.
+        """
+        meta_batch = nested.map_tensors(lambda t: t.to("meta"), batch)
+        value = None
+        # What is wrong with it, capturing it says, and where.
+        with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
+            value = loss(self.output(), meta_batch)
+        for position, tensor in zip(self.positions, self.tensors, strict=True):
+            if value is tensor:
+                find_loss(value)  # raises TraceError where it is none
+                return position
+        return None
+
+
+class OutsideLoss:
+    """The captured loss function of one model and batch."""
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], torch.Tensor],
+        batch: Any,
+        stand_ins: StandIns,
+        call: Call,
+        *,
+        device: torch.device,
+        choose: Callable[[Any], tuple[int, ...]],
+    ) -> None:
+        self._positions = stand_ins.positions
+        # Of the batch, the loss may read what the model was not called with (the targets).
+        index = {id(tensor): i for i, tensor in enumerate(call.tensors)}
+        self._batch = [index.get(id(item)) for item in nested.tensors(batch)]
+        output_call = Call.of((stand_ins.output(), batch), {})
+        self.captured: Capture = capture(
+            LossFunction(loss), output_call, device=device, choose=choose
+        )
+
+    def gradient_outputs(self) -> tuple[int, ...]:
+        """Indices of the model's flat outputs to which the loss sends a gradient."""
+        reached = {
+            self.captured.sources[node].index
+            for node in self.captured.gradients
+            if self.captured.sources[node].kind == "input"
+        }
+        return tuple(p for i, p in enumerate(self._positions) if i in reached)
+
+    def insert(self, graph: Graph, captured: Capture, layout: Layout, loss_layout: Layout) -> Graph:
+        """The model's graph with the loss's nodes after its forward nodes."""
+        names = self._names(captured, layout, loss_layout)
+        outside = [_renamed(node, names) for node in loss_layout.nodes]
+        made = {name for node in outside for name in node.outputs}
+        tangents, copies = self._hand_back(captured, loss_layout, names, made, graph)
+        outside = [_renamed(node, tangents) for node in outside] + copies
+        known = {tensor.name for tensor in graph.tensors}
+        extra = []
+        for tensor in loss_layout.tensors:
+            name = names.get(tensor.name, tensor.name)
+            name = tangents.get(name, name)
+            if name not in known:
+                known.add(name)
+                extra.append(dataclasses.replace(tensor, name=name, alias_of=None))
+        loss_names = [tangents.get(n, n) for n in (names[o] for o in loss_layout.outputs)]
+        return Graph(
+            nodes=(*graph.forward_nodes, *outside, *graph.later_nodes),
+            tensors=(*graph.tensors, *extra),
+            outputs=tuple(dict.fromkeys((*graph.outputs, *loss_names))),
+            meta={
+                **graph.meta,
+                "environment": {**graph.meta.get("environment", {}), "loss": "outside"},
+            },
+        )
+
+    def _names(self, captured: Capture, layout: Layout, loss_layout: Layout) -> dict[str, str]:
+        """Loss tensor -> its name in the whole graph: model outputs, batch, or a new one."""
+        names = {t.name: PREFIX + t.name for t in loss_layout.tensors}
+        batch = {
+            source.index: layout.storage[node]
+            for node, source in captured.sources.items()
+            if source.kind == "input"
+        }
+        n_outputs = len(self._positions)
+        for node, source in self.captured.sources.items():
+            if source.kind != "input":
+                continue
+            if source.index < n_outputs:
+                value = captured.outputs[self._positions[source.index]]
+                names[loss_layout.storage[node]] = layout.storage[value]
+                continue
+            index = self._batch[source.index - n_outputs]
+            if index is not None:
+                names[loss_layout.storage[node]] = batch[index]
+        return names
+
+    def _hand_back(
+        self,
+        captured: Capture,
+        loss_layout: Layout,
+        names: dict[str, str],
+        made: set[str],
+        graph: Graph,
+    ) -> tuple[dict[str, str], list[Node]]:
+        """Let each tangent of the model be what the loss's backward pass makes for it.
+
+        One that is expanded or shared, or whose strides are not the output's, is copied first.
+        """
+        handed = {
+            self.captured.sources[node].index: gradient
+            for node, gradient in self.captured.gradients.items()
+            if self.captured.sources[node].kind == "input"
+        }
+        sizes = {names[t.name]: t.size_bytes for t in loss_layout.tensors}
+        positions = {p: i for i, p in enumerate(self._positions)}
+        renamed: dict[str, str] = {}
+        copies: list[Node] = []
+        for position, placeholder in captured.tangents.items():
+            node = handed[positions[position]]
+            gradient = names[loss_layout.storage[node]]
+            size_bytes = graph.tensor_by_name[placeholder.name].size_bytes
+            own, wanted = node.meta["val"], placeholder.meta["val"]
+            is_laid_out = same_strides(wanted.shape, own.stride(), wanted.stride())
+            is_whole = sizes[gradient] == size_bytes
+            if gradient in made and gradient not in renamed and is_laid_out and is_whole:
+                renamed[gradient] = placeholder.name
+                continue
+            copies.append(
+                Node(
+                    name=f"{PREFIX}contiguous_{placeholder.name}",
+                    op="aten.clone.default",
+                    inputs=(renamed.get(gradient, gradient),),
+                    outputs=(placeholder.name,),
+                    time_s=0.0,
+                    phase="outside",
+                    recomputable=False,
+                )
+            )
+        return renamed, copies
+
+
+class LossFunction(nn.Module):
+    """A module around the loss function, so that it can be captured like a model.
+
+    Errors show the class's name, so it has one that says what it is.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, batch: Any) -> torch.Tensor:
+        value = self.loss(output, batch)
+        if not isinstance(value, torch.Tensor):
+            raise TraceError(
+                f"the loss function of (output, batch) returned an object of type "
+                f"{type(value).__name__}; it must return the loss as a tensor"
+            )
+        return value
+
+
+def _filled(flat: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
+    values = iter(tensors)
+    return [next(values) if isinstance(item, torch.Tensor) else item for item in flat]
+
+
+def _renamed(node: Node, names: dict[str, str]) -> Node:
+    outside = node.phase == "outside"
+    return dataclasses.replace(
+        node,
+        name=node.name if outside else PREFIX + node.name,
+        inputs=tuple(dict.fromkeys(names.get(name, name) for name in node.inputs)),
+        outputs=tuple(names.get(name, name) for name in node.outputs),
+        phase="outside",
+        recomputable=False,
+    )

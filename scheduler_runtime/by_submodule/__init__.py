@@ -1,0 +1,6 @@
+"""Models that cannot be traced: submodules measured in real steps, planned as a chain."""
+
+from scheduler_runtime.by_submodule.planning import plan_chain, planned_for_command
+from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
+
+__all__ = ["SubmoduleSolution", "plan_chain", "planned_for_command", "put"]

@@ -1,0 +1,88 @@
+"""A plan of submodules, and how it is put into a model: as stock checkpoints of the chosen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from scheduler_runtime.by_submodule.coarse_graph import SCOPE
+from scheduler_runtime.execute import put_segments, runs_in_a_loop, torch_checkpoint
+from solver.common import counted
+from solver.module_checkpointing import Segment, described
+from solver.schedule import Solution
+
+
+@dataclass(frozen=True, repr=False)
+class SubmoduleSolution(Solution):
+    """A Solution for a coarse graph of submodules.
+
+    scope: what the figures are about. blocks: the submodules that were planned. checkpointed:
+    those of them that run again. segments: of an nn.Sequential at `container`, whose children are
+    the blocks: which neighbours are in a checkpoint together, by position; () where
+    each checkpoint is of one submodule. left_alone: sentences on what was not planned.
+    """
+
+    scope: str = SCOPE
+    blocks: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    container: str = ""
+    left_alone: tuple[str, ...] = ()
+    changed_buffers: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Lines that say which submodules are planned how; those nested further right."""
+        if self.schedule is None:
+            return ()
+        if self.segments:
+            together = described(self.segments, self.blocks)
+        else:
+            together = iter(self.checkpointed)
+        kept = ", ".join(path for path in self.blocks if path not in self.checkpointed)
+        return (*(f"checkpointed: {line}" for line in together), f"kept: {kept or 'none'}")
+
+    def __str__(self) -> str:
+        lines = [repr(self), f"{self.scope}: {counted(len(self.blocks), 'submodule')}"]
+        return "\n".join([*lines, *(f"  {part}" for part in self.parts), *self.left_alone])
+
+
+def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
+    """Checkpoint the planned submodules; `scheduler_runtime.remove` undoes it."""
+    if solution.schedule is None:
+        raise ValueError(f"the plan has no schedule to apply: its status is {solution.status}")
+    modules = dict(model.named_modules())
+    for path in solution.blocks:
+        if path not in modules:
+            raise ValueError(f"the plan is for a model with a submodule {path!r}; this has none")
+    if not solution.checkpointed:
+        model.forward = torch_checkpoint.ReplacedForward(model)
+        return model
+    if solution.segments:
+        container = modules.get(solution.container)
+        n_blocks = len(solution.blocks)
+        if (
+            not isinstance(container, nn.Sequential)
+            or not runs_in_a_loop(container)
+            or len(container) != n_blocks
+        ):
+            where = f"at {solution.container!r}" if solution.container else "as the model"
+            raise ValueError(
+                f"the plan is for an nn.Sequential {where} with {n_blocks} children without hooks; "
+                "this is another"
+            )
+        names = _inside(solution.changed_buffers, solution.container)
+        put_segments(container, segments=solution.segments, changed_buffers=names)
+        return model
+    for path in solution.checkpointed:
+        names = _inside(solution.changed_buffers, path)
+        torch_checkpoint.put(modules[path], changed_buffers=names)
+    return model
+
+
+def _inside(names: Sequence[str], path: str) -> tuple[str, ...]:
+    """Of these names of tensors those in the module at this path, as it calls them."""
+    prefix = f"{path}." if path else ""
+    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))

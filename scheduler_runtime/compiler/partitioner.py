@@ -1,0 +1,178 @@
+"""Where torch.compile asks what to save for the backward pass: our answer, in bytes.
+
+Inductor hands a partitioner the joint graph of a step as it will compile it: decomposed,
+functionalised, its joint passes done. PyTorch's own partitioner (min-cut) goes first; its choice is
+the baseline, which costs no extra time. Where that peaks above the budget, `solver` plans which of
+the saved values to drop and what to run again, and the simulator judges it. See
+`scheduler_runtime.compiler.compile_model` for the loop around it, which measures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from graphs import hardware
+from graphs.costs import Roofline, asked, measured
+from scheduler_runtime.compiler.fused_costs import FusedCosts
+from scheduler_runtime.compiler.joined import Joined, join
+from scheduler_runtime.compiler.split import split
+from solver.reporting import least_words
+from solver.schedule import Request, Solution
+from solver.solving import answer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What was decided for one compiled graph.
+
+    predicted_bytes: peak of the plan, by the simulator; baseline_bytes: of PyTorch's partition.
+    Both count every operator's output, which a compiler partly keeps in registers.
+    saved_bytes, baseline_saved_bytes: what is held from the forward to the backward pass and was
+    not there before. overhead: extra time as a share of the baseline, by the cost model.
+    lower_bound: of the overhead of any plan within the budget.
+    n_again: operators that run again beyond those of PyTorch's partition.
+    """
+
+    predicted_bytes: int
+    baseline_bytes: int
+    saved_bytes: int
+    baseline_saved_bytes: int
+    overhead: float
+    lower_bound: float
+    n_again: int
+    method: str
+    solution: Solution
+
+
+class NothingFitsError(ValueError):
+    """No plan of the compiled graph fits. reached_bytes: the least peak that was found."""
+
+    def __init__(self, message: str, *, reached_bytes: int | None) -> None:
+        super().__init__(message)
+        self.reached_bytes = reached_bytes
+
+
+class BudgetPartitioner(CustomPartitionerFn):
+    """Splits each joint graph so that its peak, by the simulator, fits `budget_bytes`.
+
+    budget_bytes: for the graph's own tensors: parameters, batch, activations, gradients (None: as
+    PyTorch partitions it; the peak is predicted all the same). method, time_limit_s, seed: of
+    `solver.solve`. costs: None: by the roofline, on CUDA measured. What was decided is added to
+    `partitions`, in the order of compilation.
+
+    Raises NothingFitsError, and TraceError for graphs whose sizes depend on data.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int | None,
+        method: str = "auto",
+        time_limit_s: float = 60.0,
+        seed: int = 0,
+        costs: FusedCosts | None = None,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.method = method
+        self.time_limit_s = time_limit_s
+        self.seed = seed
+        self.partitions: list[Partition] = []
+        self._costs = costs
+        self._is_sealed = False
+
+    def seal(self) -> None:
+        """From now on a compilation is one that nobody measured: it is warned of."""
+        self._is_sealed = True
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self._is_sealed:
+            logger.warning(
+                "torch.compile compiles the module anew for a call that differs in a way that was "
+                "not foreseen; it is planned for %s bytes again, but its peak is not measured",
+                self.budget_bytes,
+            )
+        static_inputs = options.get("static_lifetime_input_indices") or ()
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        costs = self._costs or default_costs(gm)
+        joined = join(
+            forward,
+            backward,
+            n_outputs=options["num_fwd_outputs"],
+            static_inputs=static_inputs,
+            costs=costs,
+        )
+        asked(costs.products)
+        solution = self._solve(joined)
+        saved_bytes = joined.saved_bytes
+        assert solution.trace is not None
+        assert solution.schedule is not None
+        if solution.trace.n_recomputed:
+            forward, backward, saved_bytes = split(joined, solution.schedule)
+        self.partitions.append(_partition(joined, solution, saved_bytes))
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """None: the plan is made anew, so that it can be told; compiled kernels have own caches."""
+        return None
+
+    def _solve(self, joined: Joined) -> Solution:
+        budget_bytes = 2**60 if self.budget_bytes is None else self.budget_bytes
+        request = Request(
+            budget_bytes=budget_bytes,
+            reserve_bytes=0,
+            method=self.method,
+            time_limit_s=self.time_limit_s,
+            seed=self.seed,
+        )
+        solution = answer(joined.graph, request)
+        if solution.schedule is None:
+            obstacle = solution.obstacle
+            raise NothingFitsError(
+                f"no plan of the compiled graph fits {budget_bytes} bytes ({solution.status})"
+                f"{least_words(solution)}",
+                reached_bytes=None if obstacle is None else obstacle.reached_bytes,
+            )
+        return solution
+
+
+def _partition(joined: Joined, solution: Solution, saved_bytes: int) -> Partition:
+    assert solution.trace is not None
+    plain_s = solution.baseline.time_s or 1.0
+    return Partition(
+        predicted_bytes=solution.trace.peak_bytes,
+        baseline_bytes=solution.baseline.peak_bytes,
+        saved_bytes=saved_bytes,
+        baseline_saved_bytes=joined.saved_bytes,
+        overhead=solution.trace.time_s / plain_s - 1.0,
+        lower_bound=max(0.0, solution.lower_bound_s / plain_s - 1.0),
+        n_again=solution.trace.n_recomputed,
+        method=solution.method,
+        solution=solution,
+    )
+
+
+def default_costs(gm: fx.GraphModule) -> FusedCosts:
+    """On CUDA products are measured on the card; elsewhere the roofline of a generic CPU."""
+    devices = {
+        value.device
+        for node in gm.graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+    }
+    cuda = [device for device in devices if device.type == "cuda"]
+    if not cuda:
+        cpu = hardware.named("cpu")
+        return FusedCosts(cpu, products=Roofline(cpu))
+    products = measured(cuda[0])
+    return FusedCosts(products.roofline.hardware, products=products)

@@ -1,0 +1,204 @@
+"""The program as part of autograd: a chain of functions, one for each piece of the backward pass.
+
+One autograd function returns all its gradients at once, so that they would all be held until its
+backward is over: with accumulation two copies of every gradient, and hooks that fire late. A chain
+of functions that pass an empty token hands each gradient out when it is made:
+
+    token -> Link(leaves of the last piece) -> ... -> Link(leaves of the first piece) -> loss
+
+The engine runs them from the right, and what accumulates into `.grad` comes before the next link.
+The last link in the order of the forward pass runs the whole forward piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.calls import same_strides
+from scheduler_runtime.execute.program import Program
+
+
+class Run:
+    """One step's values between forward and backward, and the versions of what it will read."""
+
+    def __init__(self, program: Program, tensors: Mapping[fx.Node, torch.Tensor]) -> None:
+        self.program = program
+        self.state: dict[fx.Node, Any] = {
+            program.sources[node]: tensor.detach() for node, tensor in tensors.items()
+        }
+        self.state.update(program.constants)
+        self._device = next((t.device for t in tensors.values()), torch.device("cpu"))
+        self.token = torch.empty(0, device=self._device, requires_grad=True)
+        self.passed_on = torch.empty(0, device=self._device)  # the token's gradient, for each link
+        self._started = False
+        self._watched: dict[fx.Node, int] = {}
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """Run the forward piece; the flat outputs that it makes."""
+        with _operators_alone():
+            self.program.forward.run(self.state)
+        outputs = tuple(self.state[value] for value in self.program.made_outputs)
+        self._watch()
+        for value in self.program.forward.handed_out:
+            self.state.pop(value, None)
+        return outputs
+
+    def _watch(self) -> None:
+        """Note the versions of tensors that others can reach and that the backward pass reads.
+
+        Views count: they share their base's storage and its version.
+        """
+        state, program = self.state, self.program
+        reachable = {
+            state[value].untyped_storage()._cdata for value in program.handed if value in state
+        }
+        self._watched = {
+            value: tensor._version
+            for value in program.read_backward
+            if isinstance(tensor := state.get(value), torch.Tensor)
+            and tensor.untyped_storage()._cdata in reachable
+        }
+
+    def start_backward(
+        self,
+        tangents: Sequence[fx.Node | None],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Take the gradients of the outputs; refuse a second backward pass and missing ones."""
+        if self._started:
+            raise RuntimeError(
+                "backward ran a second time through a planned step: what it kept is gone. "
+                "retain_graph and several backward calls need the plain model "
+                "(scheduler_runtime.remove(model))"
+            )
+        if torch.is_autocast_enabled(self._device.type):
+            raise RuntimeError(
+                "backward runs under autocast, where eager mode computes other gradients than "
+                "those that are planned: call loss.backward() after the `with torch.autocast` "
+                "block; only forward pass and loss belong into it"
+            )
+        self._started = True
+        for value, gradient in zip(tangents, gradients, strict=True):
+            if value is None:
+                if gradient is not None:
+                    raise RuntimeError(
+                        "a gradient arrives for an output that the plan expects none for: only the "
+                        "planned loss may be differentiated; add the other terms to it inside the "
+                        "model, plan with loss=function(output, batch), or name what the loss is "
+                        "computed from: fit(model, loss_outputs=lambda output: ...)"
+                    )
+                continue
+            if gradient is None:
+                raise RuntimeError(
+                    "no gradient arrives for an output that the plan expects one for; plan again "
+                    "with the loss that is used, or name what it is computed from: "
+                    "fit(model, loss_outputs=lambda output: ...)"
+                )
+            self.state[value] = _laid_out(gradient, self.program.tangent_strides[value])
+
+    def backward(self, position: int) -> dict[fx.Node, torch.Tensor]:
+        """Run one piece of the backward pass; the gradients that it finished."""
+        piece = self.program.backward[position]
+        for value in piece.inputs:
+            version = self._watched.get(value)
+            if version is not None and self.state[value]._version != version:
+                title = self.program.titles.get(value, f"{value.name}, made by the model,")
+                raise RuntimeError(
+                    f"{title} was changed in place after the forward pass whose backward pass "
+                    f"reads it (version {self.state[value]._version}, expected {version}): call "
+                    "backward before whatever changes it (an optimizer step, another forward "
+                    "pass, an in-place operator)"
+                )
+        with _operators_alone():
+            piece.run(self.state)
+        made = {node: self.state[value] for node, value in piece.gradients}
+        for value in piece.handed_out:
+            self.state.pop(value, None)
+        if position == len(self.program.backward) - 1:
+            self.state.clear()
+        return made
+
+
+def _laid_out(gradient: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The gradient, or a copy of it with these strides: views of it were traced with them."""
+    if same_strides(gradient.shape, gradient.stride(), strides):
+        return gradient
+    copy = torch.empty_strided(
+        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+    )
+    return copy.copy_(gradient)
+
+
+@contextlib.contextmanager
+def _operators_alone() -> Iterator[None]:
+    """Casts are in the program already, and autograd is the links' affair: neither is asked again
+    for each operator."""
+    with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+class Link(torch.autograd.Function):
+    """One piece of the backward pass, with the leaves whose gradients it finishes.
+
+    leaf_nodes: the placeholders of the leaves, in their order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Run,
+        position: int,
+        leaf_nodes: tuple[fx.Node, ...],
+        token: torch.Tensor,
+        *leaves: torch.Tensor,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.run, ctx.position, ctx.leaf_nodes = run, position, leaf_nodes
+        if position > 0:
+            return token.new_empty(0)
+        outputs = run.forward()
+        reached = dict(run.program.tangents)
+        ctx.tangents = [reached.get(index) for index in range(len(outputs))]
+        ctx.mark_non_differentiable(
+            *(t for i, t in enumerate(outputs) if i not in run.program.differentiable)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        run: Run = ctx.run
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a planned step can be differentiated once: create_graph=True needs the plain "
+                "model (scheduler_runtime.remove(model))"
+            )
+        if ctx.position == 0:
+            run.start_backward(ctx.tangents, gradients)
+        del gradients
+        made = run.backward(ctx.position)
+        return (
+            None,
+            None,
+            None,
+            None if ctx.position == len(run.program.backward) - 1 else run.passed_on,
+            *(made.pop(node, None) for node in ctx.leaf_nodes),
+        )
+
+
+def run_step(program: Program, tensors: Mapping[fx.Node, torch.Tensor]) -> tuple[Any, ...]:
+    """One forward pass of the program, wired into autograd.
+
+    tensors: placeholder of the traced graph -> parameter, buffer or batch tensor. Returns the flat
+    outputs that the program makes (see Program.made_outputs).
+    """
+    run = Run(program, tensors)
+    token: Any = run.token
+    for position in range(len(program.backward) - 1, -1, -1):
+        nodes = tuple(node for node, _ in program.backward[position].gradients)
+        token = Link.apply(run, position, nodes, token, *(tensors[node] for node in nodes))
+    return token if isinstance(token, tuple) else (token,)

@@ -1,0 +1,125 @@
+"""Neighbours of an nn.Sequential put into stock checkpoints together, and these into each other.
+
+The module stays what it is, with its children, hooks and state dict; its forward is replaced on the
+instance. An nn.Sequential's own forward is a loop over its children, so running a part of the loop
+inside of `torch.utils.checkpoint.checkpoint(use_reentrant=False)` is the same computation. Children
+with hooks of their own are no part of this: these would run again with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from graphs.calls import Call
+from scheduler_runtime.execute.torch_checkpoint import ReplacedForward, with_buffers_kept
+from solver.module_checkpointing import Segment
+
+
+def runs_in_a_loop(module: nn.Module) -> bool:
+    """Whether its forward is nn.Sequential's own, and no child has a hook on its call."""
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    if type(module).forward is not nn.Sequential.forward:
+        return False
+    return not any(_has_hooks(child) for child in module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+class SegmentedForward(ReplacedForward):
+    """Runs the children of an nn.Sequential, segment by segment.
+
+    segments: in positions of the children. changed_buffers: names, in the module, of what a step
+    changes. n_runs: how often each child ran with gradients, first and again.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        *,
+        segments: Sequence[Segment],
+        changed_buffers: Sequence[str],
+    ) -> None:
+        super().__init__(module)
+        self.segments = tuple(segments)
+        self.changed_buffers = tuple(changed_buffers)
+        self.n_runs = [0] * len(module)
+
+    @property
+    def children(self) -> list[nn.Module]:
+        """As they are now: one may be wrapped after the plan was put in."""
+        assert isinstance(self._module, nn.Sequential)
+        return list(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
+            return self.own_forward(*args, **kwargs)
+        return self._run(0, len(self.n_runs) - 1, self.segments, args[0])
+
+    def _run(self, first: int, last: int, segments: Sequence[Segment], value: Any) -> Any:
+        children = self.children
+        starts = {segment.first: segment for segment in segments}
+        position = first
+        while position <= last:
+            segment = starts.get(position)
+            if segment is None:
+                self.n_runs[position] += 1
+                value = children[position](value)
+                position += 1
+            else:
+                value = self._checkpointed(segment, value)
+                position = segment.last + 1
+        return value
+
+    def _checkpointed(self, segment: Segment, value: Any) -> Any:
+        call = Call.of((value,), {})
+        run = functools.partial(self._run_segment, segment, call.rest, call.spec)
+        if torch.compiler.is_compiling():  # the compiler functionalises buffers itself
+            return checkpoint(run, *call.tensors, use_reentrant=False)
+        return checkpoint(
+            run,
+            *call.tensors,
+            use_reentrant=False,
+            context_fn=functools.partial(self._contexts, segment),
+        )
+
+    def _run_segment(
+        self, segment: Segment, rest: list[Any], spec: Any, *tensors: torch.Tensor
+    ) -> Any:
+        (value,), _ = Call(list(tensors), rest, spec).arguments(tensors)
+        return self._run(segment.first, segment.last, segment.inner, value)
+
+    def _contexts(self, segment: Segment) -> tuple[Any, Any]:
+        names = tuple(self._changed_in(segment))
+        return contextlib.nullcontext(), with_buffers_kept(
+            contextlib.nullcontext(), self._module, names
+        )
+
+    def _changed_in(self, segment: Segment) -> Iterator[str]:
+        children = list(self._module._modules)[segment.first : segment.last + 1]
+        for name in self.changed_buffers:
+            if name.partition(".")[0] in children:
+                yield name
+
+
+def put_segments(
+    module: nn.Sequential, *, segments: Sequence[Segment], changed_buffers: Sequence[str] = ()
+) -> SegmentedForward:
+    """Replace the module's forward; `torch_checkpoint.take_out` undoes it."""
+    forward = SegmentedForward(module, segments=segments, changed_buffers=changed_buffers)
+    module.forward = forward  # type: ignore[method-assign]
+    return forward

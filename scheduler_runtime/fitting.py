@@ -1,0 +1,333 @@
+"""One line, no batch: the plan is made at the first forward pass of the training.
+
+    fit(model, budget="16GB", optimizer=optimizer)      # train as before
+    remove(model)                                       # as it was
+
+The module is traced with the batch that it is called with, planned and run; a call of another kind
+(another shape, autocast, gradients that are there already) is planned when it comes, within the
+same budget. What the plans are, `plans_of(model)` tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.calls import Call, TraceError, device_of, find_loss, nested
+from graphs.costs import CostModel, asked, default_costs
+from graphs.graph import Graph
+from graphs.trace import StepTrace
+from graphs.training_step import (
+    optimizer_figures,
+    together,
+    with_optimizer,
+    with_resident,
+    with_unknown_loss,
+)
+from scheduler_runtime.execute import compile_schedule
+from scheduler_runtime.planned import Compiled, StandIn, module_schedule, refuse_second
+from scheduler_runtime.surroundings import (
+    Buckets,
+    buckets_of,
+    memory_now,
+    no_auto,
+    no_checkpoints,
+    refuse_checkpointing,
+    step_bytes_now,
+    why_not_planned,
+)
+from solver.common import CUDA_RESERVE_BYTES, BudgetError, format_both, parse_size
+from solver.methods import METHODS
+from solver.reporting import least_words
+from solver.schedule import Request, Solution
+from solver.solving import answer
+
+logger = logging.getLogger(__name__)
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class FitError(ValueError):
+    """Nothing fits the budget, or the module cannot be fitted as it is; says why."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan that `fit` made. notes: whole sentences on what it counts and what it does not."""
+
+    solution: Solution
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join((repr(self.solution), *(f"note: {note}" for note in self.notes)))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `fit` was asked for; its docstring explains each."""
+
+    budget: int | str
+    reserve: int | str | None
+    loss_reserve: int | str | None
+    loss_outputs: Callable[[Any], Any] | None
+    method: str
+    time_limit_s: float
+    seed: int
+    costs: CostModel | None
+
+
+def fit(
+    model: nn.Module,
+    *,
+    budget: int | str = "auto",
+    optimizer: Optimizers = None,
+    reserve: int | str | None = None,
+    loss_reserve: int | str | None = None,
+    loss_outputs: Callable[[Any], Any] | None = None,
+    method: str = "auto",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    costs: CostModel | None = None,
+) -> nn.Module:
+    """Plan the training step of `model` when it first runs; returns the same module.
+
+    If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), that is what is
+    differentiated. Else all floating-point outputs that require a gradient get one from outside.
+
+    budget: bytes of the device for the whole step, "16GB"; "auto": what is free on the CUDA device
+        at the first forward pass, and what the step itself has there.
+    optimizer: the one that trains the model, or several; their state and their step are counted.
+    reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES on CUDA,
+        else 0).
+    loss_reserve: bytes that a loss outside takes beside its inputs and their gradients (default:
+        twice its inputs in 32 bits, three times if they have 16: what cross-entropy takes).
+    loss_outputs: a function of the output: those of its tensors that the loss outside is computed
+        from (`lambda output: output.logits`). None: all.
+    method, time_limit_s, seed: as in `solver.solve`, for each plan.
+    costs: seconds and workspace of each operator (default: as in `graphs.trace.trace`).
+
+    Raises ValueError for options that are none and for a module that has a plan; FitError for one
+    that is compiled; CheckpointedAlreadyError for one that recomputes by itself. The first forward
+    pass raises TraceError (it cannot be traced) and FitError (nothing fits).
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    options = Options(
+        budget, reserve, loss_reserve, loss_outputs, method, time_limit_s, seed, costs
+    )
+    if budget == "auto":
+        if not torch.cuda.is_available():
+            raise BudgetError(no_auto(device_of(model).type))
+    else:
+        _bytes(budget, device_of(model))
+    refuse_second(model)
+    _refuse_wrapped(model)
+    refuse_checkpointing(model)
+    model.forward = FittedForward(model, options, _as_tuple(optimizer))
+    return model
+
+
+def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
+    """The plans that were made until now, in their order. Raises ValueError if `fit` was not."""
+    fitted = model.__dict__.get("forward")
+    if not isinstance(fitted, FittedForward):
+        raise ValueError("fit was not called on this module")
+    return tuple(fitted.plans)
+
+
+class FittedForward(StandIn):
+    """Makes a plan for each kind of call, in training mode."""
+
+    def __init__(
+        self, model: nn.Module, options: Options, optimizers: tuple[torch.optim.Optimizer, ...]
+    ) -> None:
+        super().__init__(model)
+        self.options = options
+        self.plans: list[Fitted] = []
+        self._optimizers = optimizers
+        self._budget_bytes: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the module is another module: the optimizer is not its own."""
+        return {**super().__getstate__(), "_optimizers": (), "plans": []}
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="the module has a plan from fit, which runs operator by operator; "
+        "scheduler_runtime.remove(model) undoes it"
+    )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+    def covers(self) -> bool:
+        return self._model.training
+
+    def situation(self) -> Any:
+        buckets = buckets_of(self._model)
+        return self._accumulates(buckets), buckets
+
+    def compile_for(self, call: Call) -> Compiled:
+        refuse_checkpointing(self._model)
+        device, buckets = device_of(self._model), buckets_of(self._model)
+        request = self._request(call, device, buckets)
+        costs = self.options.costs or default_costs(device)
+        with no_checkpoints():
+            step = self.traced(
+                call,
+                choose=self._choose,
+                gradients="accumulate" if self._accumulates(buckets) else "fresh",
+                costs=costs,
+            )
+        whole, notes = self._whole_step(step, device, costs, buckets)
+        asked(costs)
+        solution = answer(whole, request)
+        if solution.schedule is None:
+            raise FitError(self._why_not(solution))
+        fitted = Fitted(solution, notes)
+        self.plans.append(fitted)
+        logger.info("planned in %.2f s: %s", solution.solve_time_s, fitted)
+        part = step.graph.module_part()
+        return Compiled(step, compile_schedule(step, module_schedule(solution.schedule, part)))
+
+    def _accumulates(self, buckets: Buckets | None) -> bool:
+        """Whether gradients are on the device before the step."""
+        if buckets is not None and buckets.are_gradients:
+            return True
+        return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
+
+    def _request(self, call: Call, device: torch.device, buckets: Buckets | None) -> Request:
+        """The budget is asked for once: later plans are for the same bytes."""
+        options = self.options
+        if self._budget_bytes is None and options.budget == "auto":
+            step_bytes = step_bytes_now(self._model, call, self._optimizers, device)
+            if buckets is not None and not buckets.are_gradients:
+                step_bytes += buckets.size_bytes
+            self._budget_bytes = memory_now(device, step_bytes).budget_bytes
+        elif self._budget_bytes is None:
+            self._budget_bytes = _bytes(options.budget, device)
+        reserve = options.reserve
+        if reserve is None:
+            reserve = CUDA_RESERVE_BYTES if device.type == "cuda" else 0
+        request = Request(
+            budget_bytes=self._budget_bytes,
+            reserve_bytes=_bytes(reserve, device, what="reserve"),
+            method=options.method,
+            time_limit_s=options.time_limit_s,
+            seed=options.seed,
+        )
+        if request.available_bytes <= 0:
+            raise BudgetError(
+                f"the reserve of {request.reserve_bytes} bytes takes all of the budget of "
+                f"{request.budget_bytes} bytes"
+            )
+        return request
+
+    def _choose(self, output: Any) -> tuple[int, ...]:
+        """Indices of the flat outputs that get a gradient."""
+        flat = nested.leaves(output)
+        if self.options.loss_outputs is None:
+            try:
+                chosen = [find_loss(output)]
+            except TraceError:
+                chosen = flat
+        else:
+            chosen = nested.leaves(self.options.loss_outputs(output))
+        named = {id(item) for item in chosen if isinstance(item, torch.Tensor)}
+        indices = tuple(
+            index
+            for index, item in enumerate(flat)
+            if id(item) in named and item.requires_grad and item.is_floating_point()
+        )
+        if not indices:
+            raise TraceError(
+                "nothing that the model returns depends on a parameter that requires a gradient; "
+                "is it frozen, or does loss_outputs name other tensors?"
+            )
+        return indices
+
+    def _whole_step(
+        self, step: StepTrace, device: torch.device, costs: CostModel, buckets: Buckets | None
+    ) -> tuple[Graph, tuple[str, ...]]:
+        """The module's graph with the loss, the optimizers and the buckets around it, and notes."""
+        graph, notes = step.graph, []
+        outputs = [step.captured.outputs[i].meta["val"] for i in step.captured.gradient_outputs]
+        inside = len(outputs) == 1 and outputs[0].numel() == 1
+        if not inside or self.options.loss_outputs is not None:
+            loss_bytes = self._loss_bytes(outputs, device)
+            graph = with_unknown_loss(graph, workspace_bytes=loss_bytes)
+            notes.append(
+                f"the loss is computed outside of the model; {format_both(loss_bytes)} are kept "
+                "for it beside its inputs and their gradients (loss_reserve= sets another size)"
+            )
+        figures = [
+            optimizer_figures(each, self._model, device=device, costs=costs)
+            for each in self._optimizers
+        ]
+        graph = with_optimizer(graph, together(figures))
+        if not self._optimizers:
+            notes.append("the optimizer's state is not counted: pass optimizer= to count it")
+            if not self.plans:
+                warnings.warn(f"fit: {notes[-1]}", stacklevel=2)
+        if buckets is not None and not buckets.are_gradients:
+            graph = with_resident(graph, "gradient_buckets", buckets.size_bytes)
+            notes.append(
+                f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; with "
+                "gradient_as_bucket_view=True they would be the gradients"
+            )
+        return graph, tuple(notes)
+
+    def _loss_bytes(self, outputs: Sequence[torch.Tensor], device: torch.device) -> int:
+        if self.options.loss_reserve is not None:
+            return _bytes(self.options.loss_reserve, device, what="loss_reserve")
+        return sum(t.numel() * 4 * (2 if t.element_size() >= 4 else 3) for t in outputs)
+
+    def _why_not(self, solution: Solution) -> str:
+        return (
+            f"no schedule of {type(self._model).__name__}'s step fits "
+            f"{format_both(solution.request.available_bytes)} ({solution.status})"
+            f"{least_words(solution)}"
+        )
+
+
+def _bytes(size: int | str, device: torch.device, *, what: str = "budget") -> int:
+    capacity_bytes = None
+    if device.type == "cuda":
+        capacity_bytes = torch.cuda.get_device_properties(device).total_memory
+    least_bytes = 1 if what == "budget" else 0
+    return parse_size(size, capacity_bytes=capacity_bytes, what=what, least_bytes=least_bytes)
+
+
+def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers themselves, out of the wrappers that other libraries put around them."""
+    given = () if optimizer is None else optimizer
+    several = given if isinstance(given, Sequence) else (given,)
+    return tuple(_unwrapped(each) for each in several)
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer is an object of type {type(optimizer).__name__}; give the "
+            "torch.optim.Optimizer that trains the model, or a list of several"
+        )
+    return optimizer
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Modules that run something else than their own `forward`."""
+    reason = why_not_planned(model)
+    if reason is not None:
+        raise FitError(reason)
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+    if inner is not None or model._compiled_call_impl is not None:
+        raise FitError(
+            f"{type(model).__name__} is compiled, and the compiler decides there what is kept: "
+            "call fit on the module before torch.compile, and leave torch.compile out"
+        )

@@ -1,0 +1,99 @@
+"""What `apply` needs of a Solution or a schedule file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from graphs.files import FormatError
+from graphs.fsdp import sharding_words
+from graphs.graph import Graph
+from solver.schedule import Request, SavedSchedule, Schedule, Solution
+
+AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
+
+
+def check_order(model: object, plan: object, *, call: str = "apply") -> None:
+    """Raises TypeError where these are not a module and a plan; says so where they are swapped."""
+    right = f"{call}(model, solution)"
+    if isinstance(model, AnyPlan) and isinstance(plan, nn.Module):
+        raise TypeError(
+            f"{call}() was given the plan first and the {type(plan).__name__} second; the other "
+            f"way round: {right}"
+        )
+    check_module(model, right)
+    plans = plan if isinstance(plan, list | tuple) else [plan]
+    for each in plans:
+        if not isinstance(each, AnyPlan):
+            raise TypeError(
+                f"{call}() was given {_title(each)} as the plan; give what solve(model, batch, "
+                f"...) returned: {right}"
+            )
+
+
+def check_module(model: object, right: str) -> None:
+    """Raises TypeError for what is no module. right: the call as it would be right."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {_title(model)}, and no torch.nn.Module: {right}")
+
+
+def _title(value: object) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, the request that it answers, and the graph it was made for.
+
+    module_graph_id: of the part of the step that the module runs. graph: the whole step, with a
+    loss outside and the optimizer (None: a schedule file does not hold it).
+    """
+
+    schedule: Schedule
+    request: Request
+    environment: Mapping[str, Any]
+    module_graph_id: str
+    graph: Graph | None
+
+    @classmethod
+    def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
+        if isinstance(plan, str | Path):
+            if not Path(plan).is_file():
+                raise FileNotFoundError(
+                    f"there is no schedule file {str(plan)!r}; `solve -o schedule.json model.py` "
+                    "and Solution.save write one"
+                )
+            plan = SavedSchedule.load(plan)
+        if plan.schedule is None:
+            why = plan if isinstance(plan, Solution) else f"its status is {plan.status}"
+            raise ValueError(f"the solution has no schedule to apply: {why}")
+        if isinstance(plan, Solution):
+            graph: Graph | None = plan.graph
+            environment = plan.environment
+            module_graph_id = plan.graph.module_part().graph_id
+        else:
+            graph, environment = None, plan.environment
+            module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
+        if words := sharding_words(environment):
+            raise ValueError(
+                f"the plan is for a sharded step ({words}), whose parameters hooks of submodules "
+                "gather, and a planned step would not run those: export it with "
+                "scheduler_runtime.export.to_torch_checkpoint(model, solution), then shard the "
+                "model with scheduler_runtime.fsdp.shard(model, solution)"
+            )
+        chosen = environment.get("gradient_outputs", [])
+        if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):
+            raise FormatError(
+                f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of "
+                "integers"
+            )
+        if not chosen:
+            raise ValueError(
+                "the plan was made for a graph file that no module was traced into; apply needs a "
+                "plan from solve(model, batch, ...) or `solve model.py`"
+            )
+        return cls(plan.schedule, plan.request, environment, module_graph_id, graph)

@@ -1,0 +1,49 @@
+"""Questions about plans: other budgets, largest batch, why an op is recomputed, advice."""
+
+from solver.analysis.advice import ABOUT, Advice, advise
+from solver.analysis.by_block import block_rows
+from solver.analysis.explain import (
+    Peak,
+    WhyAgain,
+    most_recomputed,
+    neighbours,
+    peak,
+    step_bytes_for,
+    why_again,
+)
+from solver.analysis.largest_batch import (
+    FIRST,
+    Candidate,
+    CannotBeMadeError,
+    SameStepError,
+    Size,
+    SizeSearch,
+    largest,
+)
+from solver.analysis.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
+
+__all__ = [
+    "ABOUT",
+    "FIRST",
+    "N_BUDGETS",
+    "Advice",
+    "Candidate",
+    "CannotBeMadeError",
+    "Curve",
+    "InterruptedSweepError",
+    "Peak",
+    "SameStepError",
+    "Size",
+    "SizeSearch",
+    "WhyAgain",
+    "advise",
+    "block_rows",
+    "default_budgets",
+    "largest",
+    "most_recomputed",
+    "neighbours",
+    "peak",
+    "step_bytes_for",
+    "sweep",
+    "why_again",
+]

@@ -1,0 +1,77 @@
+"""What each block of the model keeps, drops and makes again under a plan: a row for each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+
+from graphs.graph import Graph
+from solver.chain import cut
+from solver.schedule import Compute, Solution, baseline, held_at_turn
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block, numbered from 1 in forward order.
+
+    module: the path that its ops share, or from the first path to the last; "" where the graph
+    names none. forward_s: seconds of one forward run. kept_bytes: what its forward ops made and
+    the plan holds when the backward pass starts. dropped_bytes: what it would hold without a plan,
+    less that. n_again, again_s: ops of the block that run again, each time counted, and their time.
+    """
+
+    block: int
+    module: str
+    n_ops: int
+    forward_s: float
+    kept_bytes: int
+    dropped_bytes: int
+    n_again: int
+    again_s: float
+
+
+def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
+    """A row for each block of the chain (`blocks.cut`); empty without a schedule."""
+    graph, schedule = solution.graph, solution.schedule
+    if schedule is None:
+        return ()
+    kept = held_at_turn(graph, schedule)
+    plain = held_at_turn(graph, baseline(graph))
+    runs = Counter(op.node for op in schedule.ops if isinstance(op, Compute))
+    rows = []
+    for block, names in enumerate(cut(graph).forward, start=1):
+        nodes = [graph.node_by_name[name] for name in names]
+        made = {graph.root(name) for node in nodes for name in node.outputs}
+        kept_bytes = _bytes(graph, made & kept)
+        again = [(runs[node.name] - 1, node.time_s) for node in nodes]
+        rows.append(
+            BlockRow(
+                block=block,
+                module=_common([node.module for node in nodes]),
+                n_ops=len(nodes),
+                forward_s=math.fsum(node.time_s for node in nodes),
+                kept_bytes=kept_bytes,
+                dropped_bytes=max(0, _bytes(graph, made & plain) - kept_bytes),
+                n_again=sum(n for n, _ in again),
+                again_s=math.fsum(n * time_s for n, time_s in again),
+            )
+        )
+    return tuple(rows)
+
+
+def _bytes(graph: Graph, names: Iterable[str]) -> int:
+    return sum(graph.tensor_by_name[name].size_bytes for name in names)
+
+
+def _common(paths: Iterable[str]) -> str:
+    """ "blocks.0" of blocks.0.attention and blocks.0; "norm … head" of paths that share nothing."""
+    paths = [path for path in dict.fromkeys(paths) if path]
+    if not paths:
+        return ""
+    parts = [path.split(".") for path in paths]
+    same = takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
+    shared = ".".join(column[0] for column in same)
+    return shared or f"{paths[0]} … {paths[-1]}"

@@ -1,0 +1,192 @@
+"""Overhead against budget: the same graph planned for many budgets.
+
+A schedule that fits a budget fits every larger one, and a bound for a budget holds for every
+smaller one. The sweep uses both: a cheaper schedule is carried up, a better bound is carried down.
+Each search begins from the schedule of the budget below, where its method can.
+So along a method's curve the overhead never rises with the budget, and neither does the bound,
+whatever a method happens to find at one budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from solver.bound import Step, proven_least_budget_bytes
+from solver.common import Deadline, check_time_limit
+from solver.methods import METHODS, find_obstacle, least_by_method
+from solver.schedule import Request, Schedule, Solution, baseline, simulate
+from solver.solving import InterruptedSolveError, attempt
+
+N_BUDGETS = 20
+
+
+@dataclass(frozen=True)
+class Curve:
+    """points: a Solution for each method and budget, in the order of budgets, method by method.
+
+    Where nothing was found a point has no schedule.
+    """
+
+    graph: Graph
+    points: tuple[Solution, ...]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(point.method for point in self.points))
+
+    def of(self, method: str) -> tuple[Solution, ...]:
+        """The points of one method, smallest budget first."""
+        return tuple(point for point in self.points if point.method == method)
+
+
+class InterruptedSweepError(KeyboardInterrupt):
+    """Ctrl-C ended the sweep; `curve` has the points that were there by then, at least one."""
+
+    def __init__(self, curve: Curve) -> None:
+        super().__init__("the sweep was interrupted")
+        self.curve = curve
+
+
+def sweep(
+    graph: Graph,
+    *,
+    budgets: Iterable[int] | None = None,
+    methods: Sequence[str] = ("auto",),
+    reserve_bytes: int = 0,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    known: Sequence[Solution] = (),
+    on_point: Callable[[int, int], None] | None = None,
+) -> Curve:
+    """Plan for every budget with every method.
+
+    budgets: bytes for the whole step, reserve included (None: `default_budgets`).
+    time_limit_s: of each search, that for the least budget included, so the sweep takes at most
+    budgets times methods times this, and once more without `budgets`.
+    known: answers for this graph that are there already; their budgets become points as well.
+    on_point: told after each search how many plans there are by now, and of how many.
+
+    Raises ValueError for a budget that the reserve takes all of, or when there is none;
+    InterruptedSweepError on Ctrl-C, with the points until then (KeyboardInterrupt without any).
+    """
+    if budgets is None:
+        budgets = default_budgets(
+            graph, method=methods[0], reserve_bytes=reserve_bytes, time_limit_s=time_limit_s
+        )
+    asked = {*budgets, *(solution.request.budget_bytes for solution in known)}
+    if not asked or min(asked) <= reserve_bytes:
+        raise ValueError(
+            f"the smallest budget is {min(asked, default=0)} bytes; it must be above the reserve "
+            f"of {reserve_bytes} bytes"
+        )
+    answers = {(s.method, s.request.budget_bytes): s for s in known}
+    requests = [
+        Request(
+            budget_bytes=budget_bytes,
+            reserve_bytes=reserve_bytes,
+            method=method,
+            time_limit_s=time_limit_s,
+            seed=seed,
+        )
+        for method in methods
+        for budget_bytes in sorted(asked)
+    ]
+    points: list[Solution] = []
+    try:
+        for request in requests:
+            found = answers.get((request.method, request.budget_bytes))
+            if found is None:
+                line = [point for point in points if point.method == request.method]
+                found = attempt(graph, request, starts=_last_schedule(line))
+            points.append(found)
+            if on_point is not None:
+                on_point(len(points), len(requests))
+    except InterruptedSolveError as interrupt:
+        raise InterruptedSweepError(_curve(graph, [*points, interrupt.solution])) from interrupt
+    except KeyboardInterrupt as interrupt:
+        if not points:
+            raise
+        raise InterruptedSweepError(_curve(graph, points)) from interrupt
+    return _curve(graph, points)
+
+
+def _curve(graph: Graph, points: Sequence[Solution]) -> Curve:
+    """points: method by method, each smallest budget first."""
+    carried: list[Solution] = []
+    for method in dict.fromkeys(point.method for point in points):
+        carried += _schedules_carried_up([point for point in points if point.method == method])
+    return Curve(graph=graph, points=tuple(_bounds_carried_down(carried)))
+
+
+def default_budgets(
+    graph: Graph,
+    *,
+    method: str = "auto",
+    reserve_bytes: int = 0,
+    time_limit_s: float = 10.0,
+    n_budgets: int = N_BUDGETS,
+    quick: bool = False,
+) -> tuple[int, ...]:
+    """Evenly spaced budgets from the least feasible one found to the peak without checkpointing.
+
+    method: the one that searches for the least budget, for at most time_limit_s in all; the least
+    that was found by then counts. quick: from the least that is not proven to be too small, so that
+    perhaps nothing is found for the first ones.
+    """
+    check_time_limit(time_limit_s)
+    deadline = Deadline.after(time_limit_s)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    if quick:
+        least_bytes = proven_least_budget_bytes(Step.of(graph), deadline=deadline)[0]
+    elif method == "auto":
+        least_bytes = find_obstacle(graph, deadline=deadline).reached_bytes
+    else:
+        least_bytes = least_by_method(
+            graph,
+            proven_bytes=proven_least_budget_bytes(Step.of(graph), deadline=deadline)[0],
+            method=METHODS[method],
+            time_limit_s=max(0.0, deadline.left_s),
+            seed=0,
+        )
+    steps = max(1, n_budgets - 1)
+    span_bytes = peak_bytes - least_bytes
+    sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}
+    return tuple(reserve_bytes + size for size in sorted(sizes))
+
+
+def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
+    """line: the answers of one method, smallest budget first."""
+    carried: list[Solution] = []
+    best: Solution | None = None
+    for point in line:
+        if best is not None and _time_s(best) < _time_s(point):
+            point = dataclasses.replace(
+                point, schedule=best.schedule, trace=best.trace, status=best.status, obstacle=None
+            )
+        if point.trace is not None:
+            best = point
+        carried.append(point)
+    return carried
+
+
+def _last_schedule(line: Sequence[Solution]) -> list[Schedule]:
+    """The schedule of the largest budget so far: it fits the next one too."""
+    return [point.schedule for point in line if point.schedule is not None][-1:]
+
+
+def _time_s(point: Solution) -> float:
+    return math.inf if point.trace is None else point.trace.time_s
+
+
+def _bounds_carried_down(points: Sequence[Solution]) -> list[Solution]:
+    """A bound is of the graph and the budget, not of the method: the best at or above counts."""
+    best_s: dict[int, float] = {}
+    running_s = 0.0
+    for point in sorted(points, key=lambda p: p.request.budget_bytes, reverse=True):
+        running_s = max(running_s, point.lower_bound_s)
+        best_s[point.request.budget_bytes] = running_s
+    return [point.with_bound(best_s[point.request.budget_bytes]) for point in points]

@@ -1,0 +1,152 @@
+"""What no schedule can do: the least time within a budget, and the least budget at all.
+
+The bound is the largest over moments of the cut bound (`solver.bound.cut` states and proves it, for
+every schedule that the judge accepts: order of first runs kept, later nodes once, recomputation
+anywhere and in any order). Every moment bounds by itself, so looking at a few is as valid as
+looking at all and only less sharp. The moments where the baseline holds most are tried first, by
+the LP relaxation (milliseconds); on no graph of the benchmark did one of their neighbours bound
+better. The best ones are then solved as MILPs, stopped when their dual bound is within GAP of the
+baseline's time, and the dual bound counts, not the solution. Moments at which the baseline fits
+have the bound zero.
+
+What falls short: the memory that the recomputation itself takes is only seen where a moment stands
+in it, and never its order. For deep budgets the bound is therefore weak;
+`solver.methods.auto.stages` sharpens it with several cuts at once.
+
+The least budget, from below: the most that any one op must have on the device (its inputs,
+outputs, workspace, and what later ops need and cannot be made again), or, where that is more, the
+least budget at which no cut's LP is infeasible. From above: `solver.methods.least_budget`, by
+greedy eviction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphs.graph import Graph
+from solver.bound.cut import Cuts, solve_cuts
+from solver.bound.folded import Step
+from solver.common import NEVER, Deadline
+
+GAP = 1e-4
+"""A MILP stops when its bound is within this share of the baseline's time of its solution."""
+WHOLE_SHARE = 0.2
+"""Of the time limit, for one MILP at most: the search for a schedule needs time too."""
+PROOF_TOLERANCE = 1e-5
+"""The least budget that is proven is within this share of the least that could be, by these LPs."""
+N_MOMENTS = 12
+"""Moments at which the LP is tried."""
+
+
+def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0) -> float:
+    """Seconds of the whole step below which no schedule within the budget can come.
+
+    math.inf when nothing fits. The time limit stops the sharpening; what is proven by then counts.
+    """
+    found = binding_cut(Step.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    return graph.baseline_time_s * (1.0 + found.lost_share)
+
+
+def proven_least_budget_bytes(step: Step, *, deadline: Deadline = NEVER) -> tuple[int, int]:
+    """Bytes below which nothing fits, proven, and the moment that proves it."""
+    p = int(np.argmax(step.least_bytes))
+    proven_bytes = int(step.least_bytes[p])
+    fixed = [u for u in range(step.n_units) if not step.again[step.maker[u]] and step.uses[u]]
+    if not any(step.maker[u] < step.n_forward for u in fixed):
+        return proven_bytes, p
+    # What may not be made again may have to stay for the sake of what is made from it: a cut says.
+    lost = _first_infeasible(step, budget_bytes=proven_bytes, deadline=deadline)
+    if lost is None:
+        return proven_bytes, p
+    low, high, p = proven_bytes + 1, int(np.max(step.baseline_bytes)), lost
+    while high - low > PROOF_TOLERANCE * high and not deadline.passed:
+        middle = (low + high) // 2
+        lost = _first_infeasible(step, budget_bytes=middle, deadline=deadline)
+        if lost is None:
+            high = middle
+        else:
+            low, p = middle + 1, lost
+    return low, p
+
+
+def _first_infeasible(step: Step, *, budget_bytes: int, deadline: Deadline) -> int | None:
+    """A moment among the fullest at which the cut's LP has no solution; None: none is known."""
+    for p in _fullest(step, budget_bytes=budget_bytes):
+        cuts = solve_cuts(
+            step, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
+        )
+        if math.isinf(cuts.lost_share):
+            return p
+    return None
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The strongest single cut found. lost_share: proven (inf: nothing fits). ranked: moments by
+    their LP bound, the best first, with it. cuts: the MILP's answer at the best (None: not solved).
+    """
+
+    lost_share: float
+    ranked: tuple[tuple[int, float], ...]
+    cuts: Cuts | None
+    timed_out: bool = False
+
+
+def binding_cut(
+    step: Step, *, budget_bytes: int, time_limit_s: float = math.inf, gap: float = GAP
+) -> Binding:
+    """Search the moment whose cut loses the most time; see the module."""
+    deadline = Deadline.after(time_limit_s)
+    if int(np.max(step.least_bytes)) > budget_bytes:
+        return Binding(math.inf, (), None)
+    bound: dict[int, float] = {}
+    for p in _fullest(step, budget_bytes=budget_bytes):
+        if deadline.passed:
+            break
+        cuts = solve_cuts(
+            step, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
+        )
+        bound[p] = cuts.lost_share
+    ranked = tuple(sorted(bound.items(), key=lambda item: (-item[1], item[0])))
+    if not ranked or math.isinf(ranked[0][1]):
+        lost_share = ranked[0][1] if ranked else 0.0
+        return Binding(lost_share, ranked, None, timed_out=not ranked and deadline.passed)
+    lost_share, first, timed_out = ranked[0][1], None, False
+    for p, lp_share in ranked[:2]:
+        if lp_share < 0.98 * ranked[0][1] or deadline.passed:
+            break
+        cuts = solve_cuts(
+            step,
+            positions=[p],
+            budget_bytes=budget_bytes,
+            whole=True,
+            gap=gap,
+            time_limit_s=WHOLE_SHARE * time_limit_s,
+            deadline=deadline,
+        )
+        timed_out = timed_out or cuts.timed_out
+        if first is None or cuts.lost_share > lost_share:
+            first = cuts
+        lost_share = max(lost_share, cuts.lost_share)
+    timed_out = timed_out or deadline.passed
+    return Binding(lost_share, ranked, first, timed_out=timed_out)
+
+
+def _fullest(step: Step, *, budget_bytes: int) -> list[int]:
+    """Moments to try: those where the baseline is furthest above the budget, each a local peak.
+
+    Half of them the highest peaks, half spread over the step; none where the baseline fits.
+    """
+    live = step.baseline_bytes
+    over = live > budget_bytes
+    around = np.maximum(np.r_[0, live[:-1]], np.r_[live[1:], 0])
+    peaks = np.flatnonzero(over & (live >= around))
+    if not len(peaks):
+        return []
+    highest = peaks[np.argsort(-live[peaks], kind="stable")][: N_MOMENTS // 2]
+    spread = peaks[np.linspace(0, len(peaks) - 1, N_MOMENTS // 2).astype(int)]
+    tightest = np.argmax(np.where(over, step.least_bytes, -1))
+    return [int(p) for p in dict.fromkeys([*highest, tightest, *spread])]

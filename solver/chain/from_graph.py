@@ -1,0 +1,150 @@
+"""A graph's blocks as a chain of numbers, for the methods that know chains only.
+
+A model: where blocks share tensors, where gradients pile up, where a block's last ops need not run
+again, it errs on the large side. The judge, not the chain, says what a schedule takes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+
+from graphs.graph import Graph
+from solver.chain.blocks import Blocks, Storage, forward_storages
+from solver.chain.problem import Chain
+
+
+def to_chain(graph: Graph, blocks: Blocks) -> Chain:
+    """Seconds and bytes of each block, in the conventions of `chain.Chain`.
+
+    Not in it: what is resident, companions and outputs of the graph (`constant_bytes`). Gradients
+    of parameters, and whatever else stays on the device from one backward segment to the next,
+    count as workspace of the segments during which they are there.
+    """
+    model = _Model(graph, blocks)
+    n_blocks = blocks.n_blocks
+    return Chain(
+        forward_s=tuple(map(model.seconds, blocks.forward)),
+        backward_s=tuple(map(model.seconds, blocks.backward)),
+        input_bytes=tuple(map(model.bytes_of, model.crossing)),
+        saved_bytes=tuple(map(model.bytes_of, model.saved)),
+        forward_workspace_bytes=tuple(
+            model.forward_workspace_bytes(block) for block in range(1, n_blocks + 1)
+        ),
+        backward_workspace_bytes=tuple(
+            model.backward_workspace_bytes(block) for block in range(1, n_blocks + 2)
+        ),
+    )
+
+
+def constant_bytes(graph: Graph, blocks: Blocks) -> int:
+    """What is on the device beside the chain: resident, companions, forward-made outputs."""
+    return graph.resident_bytes + sum(
+        s.size_bytes for s in forward_storages(graph) if s.held or s.name in blocks.companions
+    )
+
+
+class _Model:
+    """The sums behind `to_chain`."""
+
+    def __init__(self, graph: Graph, blocks: Blocks) -> None:
+        self._graph = graph
+        self._blocks = blocks
+        self._storages = {
+            s.name: s
+            for s in forward_storages(graph)
+            if not s.held and s.name not in blocks.companions
+        }
+        self._starts = [0, *accumulate(len(names) for names in blocks.forward)]
+        self._made: list[list[Storage]] = [[] for _ in range(blocks.n_blocks + 1)]
+        for storage in self._storages.values():
+            self._made[bisect_right(self._starts, storage.born)].append(storage)
+        self.crossing = [
+            frozenset(name for name in names if name in self._storages) for names in blocks.crossing
+        ]
+        self.saved = [
+            crossing.union(s.name for s in made if s.read_later)
+            for crossing, made in zip(self.crossing, self._made, strict=True)
+        ]
+        self._later_bytes = _later_live_bytes(graph)
+
+    def seconds(self, nodes: Iterable[str]) -> float:
+        return math.fsum(self._graph.node_by_name[name].time_s for name in nodes)
+
+    def bytes_of(self, storages: Iterable[str]) -> int:
+        return sum(self._storages[name].size_bytes for name in storages)
+
+    def forward_workspace_bytes(self, block: int) -> int:
+        """What a run takes beside input and output, or beside input and all that is saved."""
+        beside = self.bytes_of(self.crossing[block - 1])
+        return max(
+            0,
+            *(
+                self._forward_peak_bytes(block, stays=stays) - beside - self.bytes_of(stays)
+                for stays in (self.crossing[block], self.saved[block])
+            ),
+        )
+
+    def _forward_peak_bytes(self, block: int, *, stays: frozenset[str]) -> int:
+        arriving: defaultdict[int, int] = defaultdict(int)
+        leaving: defaultdict[int, int] = defaultdict(int)
+        for storage in self._made[block]:
+            arriving[storage.born] += storage.size_bytes
+            if storage.name not in stays:
+                leaving[storage.last_read] += storage.size_bytes
+        live = self.bytes_of(self.crossing[block - 1])
+        peak = live
+        for position, name in enumerate(self._blocks.forward[block - 1], self._starts[block - 1]):
+            live += arriving[position]
+            peak = max(peak, live + self._graph.node_by_name[name].workspace_bytes)
+            live -= leaving[position]
+        return peak
+
+    def backward_workspace_bytes(self, block: int) -> int:
+        """What the segment takes beside the input, all that is saved, and their gradients.
+
+        For the caller's loss (block L + 1), whose forward pass is none: beside its input and that
+        one's gradient.
+        """
+        segment = self._blocks.backward[block - 1]
+        is_loss = block > self._blocks.n_blocks
+        there = self.crossing[block - 1] | (frozenset() if is_loss else self.saved[block])
+        unread = set(there)  # from the end: what is read no further on is not there any more
+        live = peak = 0
+        for name in reversed(segment):
+            for storage in map(self._graph.root, self._graph.node_by_name[name].inputs):
+                if storage in unread:
+                    unread.discard(storage)
+                    live += self._storages[storage].size_bytes
+            peak = max(peak, live + self._later_bytes[name])
+        beside = 2 * self.bytes_of(self.crossing[block - 1])
+        if not is_loss:
+            beside += self.bytes_of(self.saved[block]) + self.bytes_of(self.crossing[block])
+        return max(0, peak - beside)
+
+
+def _later_live_bytes(graph: Graph) -> dict[str, int]:
+    """What the later nodes made, and their workspace, while each of them runs.
+
+    Each runs once, so this is exact whatever the forward tensors do.
+    """
+    last_read: dict[str, str] = {}
+    for node in graph.later_nodes:
+        last_read.update((graph.root(name), node.name) for name in (*node.inputs, *node.outputs))
+    stays = {graph.root(name) for name in graph.outputs}
+    leaving: defaultdict[str, int] = defaultdict(int)
+    live = 0
+    during: dict[str, int] = {}
+    for node in graph.later_nodes:
+        for name in node.outputs:
+            tensor = graph.tensor_by_name[name]
+            if tensor.alias_of is None:
+                live += tensor.size_bytes
+                if name not in stays:
+                    leaving[last_read[name]] += tensor.size_bytes
+        during[node.name] = live + node.workspace_bytes
+        live -= leaving[node.name]
+    return during

@@ -1,0 +1,80 @@
+"""`--max-batch` and `--max-seq`: trace and plan one size after another of a model file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from solver.analysis import FIRST, Candidate, CannotBeMadeError, SameStepError, SizeSearch, largest
+from solver.cli.arguments import Arguments
+from solver.cli.model_file import LoadError
+from solver.cli.problem import Problem
+from solver.cli.progress import Progress
+from solver.common import UsageError
+from solver.methods import MissingSolverError, TooLargeError
+from solver.schedule import Request, Solution
+from solver.solving import attempt
+
+OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
+SHARE_OF_LIMIT = 1 / 6
+"""Of --time-limit, for each candidate: ten seconds of the default."""
+
+
+def maximised(
+    arguments: Arguments, problem: Problem, progress: Progress
+) -> tuple[Problem, SizeSearch]:
+    """The problem at the largest size that has a plan (at the smallest tried, if none has).
+
+    problem: traced at the first size. Raises UsageError, LoadError; KeyboardInterrupt before
+    anything was found to fit.
+    """
+    name = arguments.largest
+    assert name is not None
+    assert problem.resized is not None
+    resized = problem.resized
+    asked = arguments.batch_size if name == "batch_size" else arguments.seq_length
+    first = FIRST[name] if asked is None else asked
+    problems = {first: problem}
+
+    def plan(size: int) -> Solution:
+        if size not in problems:
+            try:
+                problems[size] = resized(size)
+            except LoadError as error:
+                raise CannotBeMadeError(str(error)) from error
+        request = Request(
+            budget_bytes=problem.budget_bytes,
+            reserve_bytes=problem.reserve_bytes,
+            method=arguments.methods[0],
+            time_limit_s=arguments.time_limit_s * SHARE_OF_LIMIT,
+            seed=arguments.seed,
+        )
+        return attempt(problems[size].graph, request)
+
+    what = "batch" if name == "batch_size" else "sequence"
+    try:
+        with progress.says(f"looking for the largest {what}") as say:
+            search = largest(
+                plan, size=name, first=first, on_candidate=lambda found: say(_words(found))
+            )
+    except SameStepError as error:
+        raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
+    except (TooLargeError, MissingSolverError) as error:
+        raise UsageError(f"--method {arguments.methods[0]}: {error}") from error
+    chosen = search.largest or search.candidates[0]
+    return problems[chosen.size], search
+
+
+def size_notes(search: SizeSearch) -> Iterator[str]:
+    """What a reader of the answer should know, in whole sentences."""
+    if search.refused:
+        size, reason = search.refused[0]
+        yield f"No step of size {size} could be made: {reason}."
+    if search.size == "seq_length" and search.largest is not None:
+        yield (
+            "Whether the model takes sequences of this length is its own affair: a table of "
+            "positions may be shorter, and tracing does not look into it."
+        )
+
+
+def _words(found: Candidate) -> str:
+    return f"{found.size} {'fits' if found.solution.schedule is not None else 'does not fit'}"

@@ -1,0 +1,7 @@
+"""The closest activation-checkpointing setting of another training system."""
+
+from solver.emit.closest_setting import Emitted, nearest
+from solver.emit.model_layers import NoLayersError, layers
+from solver.emit.systems import SYSTEMS
+
+__all__ = ["SYSTEMS", "Emitted", "NoLayersError", "layers", "nearest"]

@@ -1,0 +1,22 @@
+"""The methods by name. Each proposes a schedule; none reports a cost of its own."""
+
+from solver.methods.dp import play_chain
+from solver.methods.ilp_stages import MissingSolverError, TooLargeError
+from solver.methods.least_budget import find_obstacle, least_by_method
+from solver.methods.proposal import InterruptedSearchError, Method, Proposal
+from solver.methods.registry import METHODS, WARM_METHODS
+from solver.methods.sqrt import segment_counts
+
+__all__ = [
+    "METHODS",
+    "WARM_METHODS",
+    "InterruptedSearchError",
+    "Method",
+    "MissingSolverError",
+    "Proposal",
+    "TooLargeError",
+    "find_obstacle",
+    "least_by_method",
+    "play_chain",
+    "segment_counts",
+]

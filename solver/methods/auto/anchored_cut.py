@@ -1,0 +1,89 @@
+"""The single cut with anchors: what its replay lacks is memory for long runs of recomputation.
+
+A single cut counts each rerun once and knows nothing of the bytes that reruns take. Where it drops
+the narrow tensors of many blocks in a row (the states of a recurrent net, which cost little to make
+again, each from the one before), the replay makes them all again at once and overflows. So the
+chain of blocks (`solver.chain.blocks`) is cut into segments of a few blocks, the tensors between
+segments are held at the moment of the cut by decree, and the cut decides the rest. What runs again
+at a time is then of one segment, as in Chen et al. 2016, but within and between segments the
+operators are chosen by the cut. Where the replay still overflows, the cut gets that many bytes
+less.
+
+Optimal for nothing, and proves nothing: its answers are replayed and judged. Close to the bound on
+deep chains of many small blocks; of no use where blocks are few or long skips cross them.
+
+Cost: one LP, one replay and one judgement for each length of segment and round, linear in the graph
+but for the LP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from solver.bound import CutProgram
+from solver.chain import Blocks, cut
+from solver.methods.auto.drop_reruns import improve
+from solver.methods.auto.from_cuts import replay
+from solver.methods.auto.search import Search
+
+SEGMENT_BLOCKS = (None, 64, 32, 16, 8, 4, 2, 1)
+"""Blocks from anchor to anchor (None: no anchors, the cut itself)."""
+MAX_ROUNDS = 4
+"""Times that the cut is solved with fewer bytes."""
+
+
+def offer_anchored(search: Search, *, base: int) -> None:
+    """Offer the replays of the cut at moment `base`, with anchors further and less far apart."""
+    blocks = cut(search.step.graph)
+    for n_blocks in SEGMENT_BLOCKS:
+        if n_blocks is not None and n_blocks >= blocks.n_blocks:
+            continue
+        units = _anchors(search, blocks, n_blocks)
+        for schedule_bytes in _rounds(search, base, units):
+            if schedule_bytes <= search.budget_bytes or search.close:
+                break
+        if search.close:
+            return
+
+
+def _anchors(search: Search, blocks: Blocks, n_blocks: int | None) -> frozenset[int]:
+    """Units that cross from one segment to the next, or accompany all."""
+    if n_blocks is None:
+        return frozenset()
+    names = {name for crossing in blocks.crossing[::n_blocks] for name in crossing}
+    names |= blocks.companions
+    return frozenset(u for u, name in enumerate(search.step.unit_names) if name in names)
+
+
+def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]:
+    """The peaks of replays with less and less room for the cut; each is offered."""
+    step, less_bytes = search.step, 0
+    for _ in range(MAX_ROUNDS):
+        if search.done:
+            return
+        program = CutProgram(
+            step,
+            positions=[base],
+            budget_bytes=search.budget_bytes,
+            allowance_bytes={base: less_bytes},
+            deadline=search.deadline,
+        )
+        program.hold(anchors)
+        cuts = program.rounded(program.program.solve(whole=False, time_limit_s=search.left_s))
+        if cuts.kept is None:
+            return
+        played = search.offer(replay(step, {base: cuts.kept[0]}, deadline=search.deadline))
+        if played is None:
+            return
+        over_bytes = played.trace.peak_bytes - search.budget_bytes
+        if over_bytes <= 0 and not search.close:
+            search.offer(
+                improve(
+                    step,
+                    played.schedule,
+                    budget_bytes=search.budget_bytes,
+                    deadline=search.deadline,
+                )
+            )
+        less_bytes += max(0, over_bytes)
+        yield played.trace.peak_bytes

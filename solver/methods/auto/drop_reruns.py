@@ -1,0 +1,163 @@
+"""Take out recomputation for which there is room after all.
+
+A schedule found by a cut or by greedy eviction runs some nodes again although the bytes would have
+sufficed to hold what they made. Taking out the run at position i of an order means holding each
+output that is read from there on since its last use before i. The bytes on the device between those
+two positions say whether that fits; the dearest runs are tried first, and what only fed a run that
+was taken out goes too. Ends when nothing more comes out: a local optimum, nothing proven.
+
+Cost: linear in the order for each pass, and a few passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from solver.bound import Step
+from solver.common import NEVER, Deadline
+from solver.schedule import (
+    Compute,
+    IllegalScheduleError,
+    Schedule,
+    Trace,
+    free_after_last_use,
+    simulate,
+    without_dead_computes,
+)
+
+MAX_PASSES = 20
+
+
+def improve(
+    step: Step, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
+) -> Schedule:
+    """A schedule at most as slow, within the budget if the given one is.
+
+    At the deadline it is what was reached by then.
+    """
+    for _ in range(MAX_PASSES):
+        if deadline.passed:
+            return schedule
+        shorter = _one_pass(step, schedule, budget_bytes, deadline)
+        if shorter is None:
+            return schedule
+        schedule = shorter
+    return schedule
+
+
+def _one_pass(
+    step: Step, schedule: Schedule, budget_bytes: int, deadline: Deadline
+) -> Schedule | None:
+    """Take out all runs that fit, by the bytes there at the start and what was added since."""
+    graph = step.graph
+    trace = simulate(graph, schedule)
+    order = schedule.order
+    live = _live_by_run(schedule, trace)
+    runs = _Runs.of(step, order)
+    gone: set[int] = set()
+    for i in sorted(runs.repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
+        if deadline.passed:
+            return None
+        held = runs.held_instead(i)
+        if held is None:
+            continue
+        first = min((start for _, start, _ in held), default=i)
+        more = np.zeros(i - first, dtype=np.int64)
+        for u, start, _ in held:
+            more[start - first :] += step.unit_bytes[u]
+        if len(more) and int((live[first:i] + more).max()) > budget_bytes:
+            continue
+        live[first:i] += more
+        gone.add(i)
+        runs.take_out(i, held)
+    if not gone or deadline.passed:
+        return None
+    left = [name for i, name in enumerate(order) if i not in gone]
+    shorter = free_after_last_use(graph, without_dead_computes(graph, left))
+    try:
+        fits = simulate(graph, shorter).peak_bytes <= budget_bytes
+    except IllegalScheduleError:
+        return None
+    return shorter if fits else None
+
+
+def _live_by_run(schedule: Schedule, trace: Trace) -> npt.NDArray[np.int64]:
+    return np.array(
+        [
+            live_bytes
+            for op, live_bytes in zip(schedule.ops, trace.live_bytes, strict=True)
+            if isinstance(op, Compute)
+        ],
+        dtype=np.int64,
+    )
+
+
+@dataclass
+class _Runs:
+    """The runs of an order as lives of units: from a making to the last read before the next.
+
+    made: by unit, positions of its makings. last: by unit and making, the last read (or the
+    making itself). repeats: positions of runs that are not a node's first.
+    """
+
+    step: Step
+    made: list[list[int]]
+    last: list[list[int]]
+    repeats: list[int]
+    node_at: list[int]
+
+    @classmethod
+    def of(cls, step: Step, order: Sequence[str]) -> _Runs:
+        index = {node.name: p for p, node in enumerate(step.graph.nodes)}
+        made: list[list[int]] = [[] for _ in range(step.n_units)]
+        last: list[list[int]] = [[] for _ in range(step.n_units)]
+        ran: set[int] = set()
+        repeats = []
+        node_at = []
+        for i, name in enumerate(order):
+            n = index[name]
+            node_at.append(n)
+            for u in step.reads[n]:
+                if last[u]:
+                    last[u][-1] = i
+            for u in step.makes[n]:
+                made[u].append(i)
+                last[u].append(i)
+            if n in ran:
+                repeats.append(i)
+            ran.add(n)
+        for u, uses in enumerate(step.uses):
+            if uses and uses[-1] == step.n_nodes:
+                last[u][-1] = len(order)
+        return cls(step, made, last, repeats, node_at)
+
+    def held_instead(self, i: int) -> list[tuple[int, int, int]] | None:
+        """(unit, first position after its last use, index of the life that i began) for what the
+        run at i makes and something reads; None if it makes nothing of its own (a view).
+        """
+        makes = self.step.makes[self.node_at[i]]
+        if not makes:
+            return None
+        held = []
+        for u in makes:
+            k = self.made[u].index(i)
+            if k == 0:
+                return None
+            if self.last[u][k] > i:
+                held.append((u, self.last[u][k - 1] + 1, k))
+        return held
+
+    def take_out(self, i: int, held: Sequence[tuple[int, int, int]]) -> None:
+        """The life before i lasts as long as the one that i began."""
+        for u in self.step.makes[self.node_at[i]]:
+            k = self.made[u].index(i)
+            self.last[u][k - 1] = max(
+                self.last[u][k - 1],
+                self.last[u][k] if (u, k) in {(v, j) for v, _, j in held} else 0,
+            )
+            del self.made[u][k]
+            del self.last[u][k]

@@ -1,0 +1,90 @@
+"""From what is kept at certain moments to a schedule: recompute just in time, drop at the moments.
+
+The cuts say what the device holds at each moment. The replay runs the step in order; at a moment it
+forgets the forward units that the cut does not hold; before each op it runs again what is missing,
+with whatever that needs in turn. It loses at most the recompute time that the cuts counted. Whether
+it fits between the moments is for the judge to say: `StageBytes` folds the judge's trace back onto
+the moments, so that the next cuts can be told where it overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from solver.bound import Step
+from solver.common import NEVER, Deadline
+from solver.schedule import (
+    Compute,
+    Schedule,
+    Trace,
+    free_after_last_use,
+    missing_computes,
+    simulate,
+    without_dead_computes,
+)
+
+
+def replay(
+    step: Step, kept: Mapping[int, Collection[int]], *, deadline: Deadline = NEVER
+) -> Schedule:
+    """The schedule that holds these units at these moments; see the module.
+
+    Raises OutOfTimeError.
+    """
+    graph = step.graph
+    members: dict[str, list[str]] = {}
+    for name in graph.producer:
+        members.setdefault(graph.root(name), []).append(name)
+    available = {tensor.name for tensor in graph.resident}
+    order: list[str] = []
+    for p, node in enumerate(graph.nodes):
+        deadline.check()
+        if p in kept:
+            # What the next moment holds was made before it: its inputs may be gone afterwards.
+            held = [step.unit_names[u] for u in sorted(kept[p])]
+            order.extend(missing_computes(graph, held, available))
+            for u, maker in enumerate(step.maker):
+                if maker >= min(p, step.n_forward):
+                    break
+                if u not in kept[p] and not step.is_pinned(u, p) and step.again[maker]:
+                    available.difference_update(members[step.unit_names[u]])
+        order.extend(missing_computes(graph, node.inputs, available))
+        order.append(node.name)
+        available.update(node.outputs)
+    order.extend(missing_computes(graph, graph.outputs, available))
+    return free_after_last_use(graph, without_dead_computes(graph, order))
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule with the judge's trace, and the most bytes by moment.
+
+    stage_bytes: by moment p, the most on the device from the end of node p - 1's first run to the
+    end of node p's: p itself and the recomputation before it. reruns: (node, p) for every node
+    that runs again between the two.
+    """
+
+    schedule: Schedule
+    trace: Trace
+    stage_bytes: tuple[int, ...]
+    reruns: frozenset[tuple[int, int]]
+
+
+def play(step: Step, schedule: Schedule) -> Played:
+    """Judge the schedule and fold the trace onto the moments; the last one is the end."""
+    trace = simulate(step.graph, schedule)
+    index = {node.name: n for n, node in enumerate(step.graph.nodes)}
+    stage = [0] * (step.n_nodes + 1)
+    reruns: set[tuple[int, int]] = set()
+    ran: set[str] = set()
+    for op, live_bytes in zip(schedule.ops, trace.live_bytes, strict=True):
+        p = len(ran)
+        stage[p] = max(stage[p], live_bytes)
+        if isinstance(op, Compute):
+            if op.node in ran:
+                reruns.add((index[op.node], p))
+            ran.add(op.node)
+    return Played(
+        schedule=schedule, trace=trace, stage_bytes=tuple(stage), reruns=frozenset(reruns)
+    )

@@ -1,0 +1,93 @@
+"""Cut where the schedule overflows: from one cut to several, each round judged.
+
+The cuts' sets are replayed; the moments at which the judge sees the budget overrun join the
+program, and it is solved again. Without allowances its dual bound is a proof for the budget. A
+moment that is a cut already and still overflows does so because of what the recomputation right
+before it takes, of which the rows know nothing: it gets that many bytes as an allowance, and from
+then on the program proves nothing and serves as a guide only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from solver.bound import CutProgram, Cuts
+from solver.methods.auto.from_cuts import Played, replay
+from solver.methods.auto.search import Search
+
+MAX_ROUNDS = 6
+"""Times that the overflowing moments are added to the cuts."""
+N_NEW_MOMENTS = 3
+"""Moments that one round adds at most."""
+LEAST_DISTANCE = 5
+"""Between the moments of one round: neighbours mostly say the same."""
+MAX_MOMENTS = 7
+MAX_COLUMNS = 2_000
+"""Of the program: beyond these one solve takes ten seconds and more."""
+NODES_TIMES_COLUMNS = 30_000
+"""Branch-and-bound nodes times columns of one solve."""
+LEAST_GAIN = 1e-3
+"""Of the baseline's time: cuts that raise the bound by less are not worth a larger program."""
+GAP = 3e-4
+"""A program is solved to within this share of the baseline's time."""
+
+
+def refine(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
+    """Offer what the cuts give, round by round; the last guide whose bytes no allowance cut."""
+    allowance_bytes = dict.fromkeys(cuts.positions, 0)
+    proven_guide: dict[int, frozenset[int]] = {}
+    for _ in range(MAX_ROUNDS):
+        if cuts.kept is None:
+            break
+        guide = dict(zip(cuts.positions, cuts.kept, strict=True))
+        if not any(allowance_bytes.values()):
+            proven_guide = guide
+        played = search.offer(replay(search.step, guide, deadline=search.deadline))
+        if played is None or search.close:
+            break
+        over = _overflowing(played, search.budget_bytes)
+        for p in over:
+            if p in allowance_bytes:
+                allowance_bytes[p] += played.stage_bytes[p] - search.budget_bytes
+            else:
+                allowance_bytes[p] = 0
+        program = CutProgram(
+            search.step,
+            positions=sorted(allowance_bytes),
+            budget_bytes=search.budget_bytes,
+            allowance_bytes=allowance_bytes,
+            deadline=search.deadline,
+        )
+        too_large = len(allowance_bytes) > MAX_MOMENTS or program.n_columns > MAX_COLUMNS
+        if not over or too_large:
+            break
+        before = search.lost_share
+        cuts = _solve(search, program, allowance_bytes)
+        if not any(allowance_bytes.values()) and cuts.lost_share < before + LEAST_GAIN:
+            break
+    return proven_guide
+
+
+def _solve(search: Search, program: CutProgram, allowance_bytes: Mapping[int, int]) -> Cuts:
+    answer = program.program.solve(
+        whole=True,
+        gap=GAP,
+        node_limit=max(1, NODES_TIMES_COLUMNS // max(1, program.n_columns)),
+        time_limit_s=search.left_s,
+    )
+    cuts = program.read(answer)
+    if not any(allowance_bytes.values()):
+        search.lost_share = max(search.lost_share, cuts.lost_share)
+    search.timed_out = search.timed_out or cuts.timed_out
+    return cuts
+
+
+def _overflowing(played: Played, budget_bytes: int) -> list[int]:
+    """The moments furthest above the budget, not too close to each other."""
+    stage = played.stage_bytes
+    over = [p for p, live_bytes in enumerate(stage) if live_bytes > budget_bytes]
+    chosen: list[int] = []
+    for p in sorted(over, key=lambda p: (-stage[p], p)):
+        if len(chosen) < N_NEW_MOMENTS and all(abs(p - q) > LEAST_DISTANCE for q in chosen):
+            chosen.append(p)
+    return chosen

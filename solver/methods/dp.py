@@ -1,0 +1,137 @@
+"""`dp` on a graph: solve the chain of its blocks, turn the answer into a schedule, simulate it.
+
+The chain is a model of the graph (`solver.chain.from_graph`), so its budget is not the graph's: the
+method bisects for the most generous chain problem whose answer fits when simulated.
+
+Olivier Beaumont, Lionel Eyraud-Dubois, Julien Herrmann, Alexis Joly, Alena Shilova: Optimal
+checkpointing for heterogeneous chains: how to train deep neural networks with limited memory,
+arXiv:1911.13214 (2019), known as rotor. Optimal for a chain of unequal blocks among persistent
+schedules, where a block is kept whole, by its input, or not at all. On a graph it falls short where
+blocks are coarse, since it cannot keep the expensive half of one, and where the model is off: it
+charges a recomputed block for ops at its end that do not run. Therefore each of its answers is also
+tried keeping every input that the forward pass goes through, and the schedule of `sqrt` is
+simulated as well; so it is never worse than that or `every_block`.
+
+Cost: some dozen chain problems of at most DP_MAX_BLOCKS blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median_low
+
+from graphs.graph import Graph
+from solver.chain import (
+    Backward,
+    Blocks,
+    Chain,
+    ChainOp,
+    ForwardKeepingAll,
+    ForwardKeepingInput,
+    ForwardKeepingOutput,
+    Playback,
+    constant_bytes,
+    cut,
+    solve_chain,
+    to_chain,
+)
+from solver.common import NEVER, Deadline
+from solver.methods.best_so_far import Fastest
+from solver.methods.proposal import Proposal
+from solver.methods.sqrt import sqrt
+from solver.schedule import Schedule, baseline
+
+DP_MAX_BLOCKS = 64
+N_BISECTIONS = 8
+N_SLOTS = 500
+
+
+def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+    """The optimal persistent schedule of the chain, for the best chain budget. No randomness."""
+    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+        if search.fits(baseline(graph)):
+            return search.proposal()
+        search.deadline.check()
+        plain = sqrt(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s / 4, seed=seed)
+        if plain.schedule:
+            search.fits(plain.schedule)
+        blocks = cut(graph, max_blocks=DP_MAX_BLOCKS)
+        guess_bytes = budget_bytes - constant_bytes(graph, blocks)
+        if blocks.n_blocks and guess_bytes > 0:
+            chains = _Chains(graph, blocks, search)
+            most_bytes = chains.raise_budget(0, 2 * guess_bytes, keep_inputs=False)
+            chains.raise_budget(most_bytes // 2, most_bytes, keep_inputs=True)
+    return search.proposal()
+
+
+class _Chains:
+    """The chain of a graph's blocks under one budget after another."""
+
+    def __init__(self, graph: Graph, blocks: Blocks, search: Fastest) -> None:
+        self._graph = graph
+        self._blocks = blocks
+        self._search = search
+        self._chain = to_chain(graph, blocks)
+
+    def raise_budget(self, low: int, high: int, *, keep_inputs: bool) -> int:
+        """By bisection, the largest chain budget up to `high` whose answer fits the graph."""
+        tolerance = max(1, high // 2**N_BISECTIONS)
+        while high - low > tolerance and not self._search.time_is_up():
+            middle = (low + high) // 2
+            solution = solve_chain(
+                self._chain, budget_bytes=middle, n_slots=_n_slots(self._chain, middle)
+            )
+            if solution is None or self._fits(solution.ops, keep_inputs=keep_inputs):
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _fits(self, ops: Iterable[ChainOp], *, keep_inputs: bool) -> bool:
+        return self._search.fits(
+            play_chain(
+                self._graph,
+                self._blocks,
+                ops,
+                keep_inputs=keep_inputs,
+                deadline=self._search.deadline,
+            )
+        )
+
+
+def _n_slots(chain: Chain, budget_bytes: int) -> int:
+    """About 500 slots, such that the usual input is a whole number of them: rounding costs less."""
+    sizes = [size for size in chain.input_bytes if size]
+    if not sizes:
+        return N_SLOTS
+    usual = median_low(sizes)
+    n_slots = budget_bytes * (N_SLOTS * usual // budget_bytes) // usual
+    return n_slots or N_SLOTS
+
+
+def play_chain(
+    graph: Graph,
+    blocks: Blocks,
+    ops: Iterable[ChainOp],
+    *,
+    keep_inputs: bool,
+    deadline: Deadline = NEVER,
+) -> Schedule:
+    """Play the operations of a chain's solution; `keep_inputs`: let go of no block's input.
+
+    Raises OutOfTimeError.
+    """
+    playback = Playback(graph, blocks)
+    for op in ops:
+        deadline.check()
+        match op:
+            case ForwardKeepingOutput(block):
+                playback.forward_keeping_output(block, drop_input=not keep_inputs)
+            case ForwardKeepingInput(block):
+                playback.forward_keeping_output(block, drop_input=False)
+            case ForwardKeepingAll(block):
+                playback.forward_keeping_all(block)
+            case Backward(block):
+                playback.backward(block)
+    deadline.check()
+    return playback.schedule()

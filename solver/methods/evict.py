@@ -1,0 +1,250 @@
+"""Greedy eviction: run the step within the budget, dropping what is cheapest to lose.
+
+In the manner of Kirisame et al. 2021, "Dynamic Tensor Rematerialization", but with the future
+known. Ops run in order; what one lacks is run again, with whatever that needs in turn. When bytes
+are short, the forward unit with the least score is dropped:
+
+    score(u) = time to make it again / (bytes * distance to its next use)
+
+where the time counts what is missing above it, so that long runs of missing tensors are not made
+longer. What a guide (the set that a cut keeps) does not hold goes first. Nothing is proven; it
+finds a schedule where the cuts' replay overflows, down to budgets near the least, and never
+overruns: its count of bytes is at least the judge's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from solver.bound import Step
+from solver.common import NEVER, Deadline
+from solver.schedule import Schedule, free_after_last_use, without_dead_computes
+
+REFRESH = 500
+"""Per so many forward nodes one eviction goes by before scores are counted anew."""
+MAX_RUNS = 3
+"""Runs per node of the graph after which a search that thrashes is given up."""
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """schedule: within the budget, or None when the greedy rule got stuck.
+
+    work: what it took, the same on every machine: ten for a run, one for a unit or node looked at.
+    """
+
+    schedule: Schedule | None
+    work: int
+
+
+def evict(
+    step: Step,
+    *,
+    budget_bytes: int,
+    guide: Mapping[int, Collection[int]] | None = None,
+    patience: float = 1.0,
+    weights: Sequence[float] | None = None,
+    deadline: Deadline = NEVER,
+) -> Evicted:
+    """Run the step greedily within the budget.
+
+    guide: by moment, units that should be there then: they are dropped last. patience: the exponent
+    of the distance to the next use. weights: by unit, factors on the score, for a search over them.
+    The run is given up at the deadline.
+    """
+    run = _Run(step, budget_bytes, dict(guide or {}), patience, weights, deadline)
+    if not run.all():
+        return Evicted(None, run.work)
+    order = without_dead_computes(step.graph, run.order)
+    return Evicted(free_after_last_use(step.graph, order), run.work)
+
+
+@dataclass
+class _Run:
+    step: Step
+    budget_bytes: int
+    guide: dict[int, Collection[int]]
+    patience: float
+    weights: Sequence[float] | None
+    deadline: Deadline
+    order: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        step = self.step
+        graph = step.graph
+        unit = {name: u for u, name in enumerate(step.unit_names)}
+        self.unit_of = {
+            name: unit[graph.root(name)] for name in graph.producer if graph.root(name) in unit
+        }
+        self.members: list[list[str]] = [[] for _ in range(step.n_units)]
+        for name, u in self.unit_of.items():
+            self.members[u].append(name)
+        self.index = {node.name: p for p, node in enumerate(graph.nodes)}
+        self.available = {tensor.name for tensor in graph.resident}
+        self.live: set[int] = set()
+        self.bytes = graph.resident_bytes
+        self.now = 0
+        self._next = [0] * step.n_units
+        self._moments = sorted(self.guide)
+        self._age = 0
+        self._costs_then: list[float] = []
+        self._ranked: list[int] = []
+        self.work = 0
+
+    def all(self) -> bool:
+        """Run the whole step; False when stuck."""
+        step = self.step
+        for p, node in enumerate(step.graph.nodes):
+            self.now = p
+            if not self._bring(node.inputs) or not self._compute(p, frozenset(), ()):
+                return False
+            self._drop_dead(p)
+        self.now = step.n_nodes
+        return self._bring(step.graph.outputs)
+
+    def _drop_dead(self, p: int) -> None:
+        """What later nodes made goes after its last use; forward units stay while bytes last."""
+        step = self.step
+        for u in (*step.reads[p], *step.makes[p]):
+            if step.maker[u] >= step.n_forward and not any(q > p for q in step.uses[u]):
+                self._drop(u)
+
+    def _drop(self, u: int) -> None:
+        if u in self.live:
+            self.live.discard(u)
+            self.bytes -= self.step.unit_bytes[u]
+            self.available.difference_update(self.members[u])
+
+    def _bring(self, names: Collection[str]) -> bool:
+        """Make everything named available at once."""
+        wanted = frozenset(self.unit_of[name] for name in names if name in self.unit_of)
+        while True:
+            missing = [name for name in names if name not in self.available]
+            if not missing:
+                return True
+            stack = [missing[0]]
+            while stack:
+                if self._too_long():
+                    return False
+                name = stack[-1]
+                if name in self.available:
+                    stack.pop()
+                    continue
+                n = self._maker(name)
+                if not self.step.again[n]:
+                    return False
+                lacking = list(self._lacking(name, n))
+                if lacking:
+                    stack.extend(lacking)
+                    continue
+                if not self._compute(n, wanted, stack):
+                    return False
+                stack.pop()
+
+    def _too_long(self) -> bool:
+        if len(self.order) > MAX_RUNS * self.step.n_nodes + 1000:
+            return True
+        return self.deadline.passed
+
+    def _maker(self, name: str) -> int:
+        return self.index[self.step.graph.producer[name].name]
+
+    def _lacking(self, name: str, n: int) -> Iterator[str]:
+        graph = self.step.graph
+        yield from (x for x in reversed(graph.nodes[n].inputs) if x not in self.available)
+        root = graph.root(name)
+        if root != name and root in graph.producer and root not in self.available:
+            yield root
+
+    def _compute(self, n: int, wanted: frozenset[int], stack: Sequence[str]) -> bool:
+        """Run node n, after making room; False when no room can be made.
+
+        wanted: units that the op in hand reads. stack: tensors on the way to it; what their
+        makers read goes only if nothing else does.
+        """
+        step = self.step
+        need_bytes = int(step.own_bytes[n])
+        if self.bytes + need_bytes > self.budget_bytes:
+            locked = {*step.reads[n], *step.makes[n]}
+            pending = {u for name in stack for u in step.reads[self._maker(name)]}
+            for spared in (locked | wanted | pending, locked | wanted, locked):
+                self._make_room(need_bytes, spared)
+            if self.bytes + need_bytes > self.budget_bytes:
+                return False
+        node = step.graph.nodes[n]
+        for u in step.makes[n]:
+            if u not in self.live:
+                self.live.add(u)
+                self.bytes += step.unit_bytes[u]
+        self.available.update(node.outputs)
+        self.order.append(node.name)
+        self.work += 10
+        return True
+
+    def _make_room(self, need_bytes: int, locked: set[int]) -> None:
+        if self.bytes + need_bytes <= self.budget_bytes:
+            return
+        fresh = self._age % (1 + self.step.n_forward // REFRESH) == 0
+        self._age += 1
+        if fresh:
+            self._costs_then = self._costs()
+            self._rank()
+        if not self._drop_ranked(need_bytes, locked) and not fresh:
+            self._rank()
+            self._drop_ranked(need_bytes, locked)
+
+    def _rank(self) -> None:
+        """What could be dropped, the cheapest to lose first."""
+        step = self.step
+        candidates = [
+            u
+            for u in self.live
+            if step.maker[u] < step.n_forward and step.unit_bytes[u] and step.again[step.maker[u]]
+        ]
+        self.work += len(self.live) + len(candidates)
+        ahead = [p for p in self._moments if p >= self.now] or self._moments[-1:]
+        guide = self.guide[ahead[0]] if ahead else ()
+        scored = sorted((*self._score(u, self._costs_then, guide), u) for u in candidates)
+        self._ranked = [u for *_, u in scored]
+
+    def _drop_ranked(self, need_bytes: int, locked: set[int]) -> bool:
+        """Drop from the ranking until the bytes suffice; whether they do."""
+        step, left = self.step, []
+        for i, u in enumerate(self._ranked):
+            if self.bytes + need_bytes <= self.budget_bytes:
+                left += self._ranked[i:]
+                break
+            pinned = step.pinned[u] and step.is_pinned(u, self.now)
+            if u in self.live and u not in locked and not pinned:
+                self._drop(u)
+            else:
+                left.append(u)
+        self.work += len(self._ranked) - len(left)
+        self._ranked = left
+        return self.bytes + need_bytes <= self.budget_bytes
+
+    def _score(self, u: int, costs: list[float], guide: Collection[int]) -> tuple[bool, float]:
+        step = self.step
+        uses = step.uses[u]
+        i = self._next[u]
+        while i < len(uses) and uses[i] < self.now:
+            i += 1
+        self._next[u] = i
+        distance = (uses[i] if i < len(uses) else 2 * step.n_nodes) - self.now + 1
+        score = costs[step.maker[u]] / (step.unit_bytes[u] * distance**self.patience)
+        if self.weights is not None:
+            score *= self.weights[u]
+        return u in guide and i < len(uses), score
+
+    def _costs(self) -> list[float]:
+        """By forward node: seconds to run it again, with what is missing above it."""
+        step = self.step
+        self.work += step.n_forward
+        costs = list(step.time_s[: step.n_forward])
+        for n in range(step.n_forward):
+            missing = [step.maker[u] for u in step.reads[n] if u not in self.live]
+            missing = [m for m in missing if m < n]
+            if missing:
+                costs[n] += max(costs[m] for m in missing)
+        return costs

@@ -1,0 +1,339 @@
+"""`ilp`: the step as one integer program, for small graphs; through PuLP.
+
+Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization"
+(sections 4.2-4.8), in the partitioned form: stage p ends with the first run of node p, before which
+any forward node may run again. Variables of a stage: S[x], tensor x is on the device when the stage
+begins; R[n], node n runs again in it; F[x,n], the storage of x is freed right after n; and U, the
+bytes on the device from run to run. What differs from the paper, so that the rules are the judge's:
+
+- Forward and backward nodes: later nodes run once, so what they make is a constant of each stage.
+- Nodes with several outputs: while one runs again, outputs that are still there count twice.
+- Views: an alias has no bytes; its root is there as long as it is. A view has to be taken again
+  after its root was made again.
+- Workspace, tensors of size zero (never dropped), ops that may not run again, outputs made in the
+  forward pass (they may be dropped and made again), a last stage for what the end still lacks.
+- A stage has `n_sweeps` sweeps, each a Checkmate stage of its own. In Checkmate's stage a node runs
+  at most once and in graph order; the judge allows any order and any number. Every sequence of
+  reruns is a chain of ascending ones, so with enough sweeps nothing is lost.
+
+**What it is optimal for.** Every schedule with at most `n_sweeps` ascending sequences of reruns
+between two first runs. `ilp` takes up to N_SWEEPS where the program stays small, one beyond
+that. It claims no more: its lower bound on every schedule is that of the cuts (all moments at once
+where that is small). On random graphs of up to ten nodes it equals the truth by brute force.
+
+**Tightenings**, none of which loses a schedule: the stages up to the first at which keeping
+everything could overflow are folded into one; tensors and reruns that can no longer serve, and
+reruns that fit beside nothing, get no variables; the cut bound is a row.
+
+Cost: about n_later * n_forward * n_sweeps binaries; above MAX_VARIABLES it refuses, saying the
+size, since the search then takes hours. The time limit returns the best found so far.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+try:
+    import pulp
+except ImportError:  # the other methods do without
+    pulp = None
+
+from graphs.graph import Graph
+from solver.bound import TIME_ERROR, Step, binding_cut, solve_cuts
+from solver.common import NEVER, Deadline, OutOfTimeError
+from solver.methods.ilp_stages import MissingSolverError, Stage, Stages, TooLargeError
+from solver.methods.proposal import Proposal
+from solver.schedule import Schedule, free_after_last_use, simulate, without_dead_computes
+
+__all__ = ["IlpSolution", "TooLargeError", "ilp", "solve_ilp"]
+
+N_SWEEPS = 3
+"""Sweeps of a stage in a small program; three were enough on every random graph tried."""
+SMALL_VARIABLES = 2_500
+"""Up to here a program may have more than one sweep, and a bound from all moments at once."""
+GAP = 1e-6
+"""Relative gap at which the solver stops."""
+
+
+def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+    """The fastest schedule of the class that the module names, and a bound on every schedule.
+
+    Raises TooLargeError, and MissingSolverError where PuLP is not installed.
+    """
+    if pulp is None:
+        raise MissingSolverError(
+            "method 'ilp' needs PuLP, which is not installed: pip install pulp, or choose 'auto'"
+        )
+    deadline = Deadline.after(time_limit_s)
+    step = Step.of(graph)
+    binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    lost_share, timed_out = binding.lost_share, binding.timed_out
+    if math.isinf(lost_share):
+        return Proposal(None, math.inf)
+    found: IlpSolution | None = None
+    for n_sweeps in range(1, N_SWEEPS + 1):
+        try:
+            stages = Stages.of(
+                step, budget_bytes=budget_bytes, n_sweeps=n_sweeps, deadline=deadline
+            )
+        except OutOfTimeError:
+            timed_out = True
+            break
+        if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
+            break
+        if n_sweeps == 1 and stages.n_variables <= SMALL_VARIABLES:
+            lost_share = max(lost_share, _bound_at_all_moments(step, budget_bytes, deadline))
+            if math.isinf(lost_share):
+                return Proposal(None, math.inf)
+        solution = _solve(stages, lost_share=lost_share, deadline=deadline)
+        timed_out = timed_out or solution.timed_out
+        if found is None or solution.time_s < found.time_s:
+            found = solution
+        if found.time_s <= graph.baseline_time_s * (1.0 + lost_share + 10 * TIME_ERROR):
+            break
+    return Proposal(
+        schedule=found.schedule if found else None,
+        lower_bound_s=graph.baseline_time_s * (1.0 + lost_share),
+        timed_out=timed_out,
+    )
+
+
+def solve_ilp(
+    graph: Graph, *, budget_bytes: int, n_sweeps: int = 1, time_limit_s: float = 60.0
+) -> IlpSolution:
+    """Solve the program once, with this many sweeps in a stage. Raises TooLargeError."""
+    stages = Stages.of(Step.of(graph), budget_bytes=budget_bytes, n_sweeps=n_sweeps)
+    return _solve(stages, lost_share=0.0, deadline=Deadline.after(time_limit_s))
+
+
+@dataclass(frozen=True)
+class IlpSolution:
+    """schedule: None when none was found, and time_s is then inf. bound_s: no schedule with at most
+    n_sweeps ascending sequences of reruns in a stage is faster (inf: none fits).
+    """
+
+    schedule: Schedule | None
+    time_s: float
+    bound_s: float
+    timed_out: bool
+
+
+def _bound_at_all_moments(step: Step, budget_bytes: int, deadline: Deadline) -> float:
+    cuts = solve_cuts(
+        step,
+        positions=range(1, step.n_nodes + 1),
+        budget_bytes=budget_bytes,
+        whole=True,
+        gap=GAP,
+        time_limit_s=deadline.left_s / 2,
+        deadline=deadline,
+    )
+    return cuts.lost_share
+
+
+@dataclass
+class _Sweep:
+    """One sweep's variables. last: it ends with the first run of p."""
+
+    stage: Stage
+    last: bool
+    there: dict[int, pulp.LpVariable] = field(default_factory=dict)
+    rerun: dict[int, pulp.LpVariable] = field(default_factory=dict)
+
+
+class _Model:
+    """The PuLP problem; sizes in units of the largest tensor, times in units of the baseline."""
+
+    def __init__(self, stages: Stages, *, lost_share: float, deadline: Deadline = NEVER) -> None:
+        self.stages = stages
+        self.step = stages.step
+        self.items = stages.items
+        self.scale = float(max((item.size_bytes for item in self.items), default=0) or 1)
+        self.problem = pulp.LpProblem("rematerialise", pulp.LpMinimize)
+        self._n_names = 0
+        self.sweeps = [
+            _Sweep(stage, last=w == n - 1)
+            for stage in stages.stages
+            for n in [stages.n_sweeps if stage.reruns else 1]
+            for w in range(n)
+        ]
+        for sweep in self.sweeps:
+            sweep.there = {i: self._binary() for i in sweep.stage.needed}
+            sweep.rerun = {n: self._binary() for n in sweep.stage.reruns}
+        baseline_s = self.step.graph.baseline_time_s or 1.0
+        self.lost = pulp.lpSum(
+            column * (self.step.time_s[n] / baseline_s)
+            for sweep in self.sweeps
+            for n, column in sweep.rerun.items()
+        )
+        self.problem += self.lost
+        if lost_share > 0:
+            self.problem += self.lost >= lost_share
+        for k, sweep in enumerate(self.sweeps):
+            deadline.check()
+            following = self.sweeps[k + 1] if k + 1 < len(self.sweeps) else None
+            self._presence(sweep, following)
+            self._memory(sweep, following)
+
+    def _binary(self) -> pulp.LpVariable:
+        return self._variable(cat=pulp.LpBinary)
+
+    def _variable(self, *, most: float | None = None, cat: str | None = None) -> pulp.LpVariable:
+        self._n_names += 1
+        return pulp.LpVariable(
+            f"v{self._n_names}", lowBound=0, upBound=most, cat=cat or pulp.LpContinuous
+        )
+
+    def _cover(self, sweep: _Sweep, i: int, by: pulp.LpVariable | int) -> None:
+        """Item i is there in this sweep, or is made again in it, if `by` is one."""
+        supply = sweep.there[i] + sweep.rerun.get(self.items[i].maker, 0)
+        self.problem += supply >= by
+
+    def _presence(self, sweep: _Sweep, following: _Sweep | None) -> None:
+        p = sweep.stage.p
+        for i, column in sweep.there.items():
+            root = self.items[i].root
+            if root != i:
+                self.problem += column <= sweep.there[root]
+            if (p, i) in self.stages.pinned:
+                self.problem += column == 1
+        for n, column in sweep.rerun.items():
+            for i in self.stages.reads[n]:
+                self._cover(sweep, i, column)
+        if sweep.last:
+            due = self.stages.reads[p] if p < self.step.n_nodes else self._due_at_end()
+            for i in due:
+                self._cover(sweep, i, 1)
+        if following is not None:
+            for i, column in following.there.items():
+                if i in sweep.there:
+                    self._cover(sweep, i, column)
+
+    def _due_at_end(self) -> list[int]:
+        return [i for i, item in enumerate(self.items) if item.uses[-1:] == (self.step.n_nodes,)]
+
+    def _memory(self, sweep: _Sweep, following: _Sweep | None) -> None:
+        """The bytes on the device, from run to run; every run within the budget."""
+        room = (self.stages.budget_bytes - sweep.stage.constant_bytes) / self.scale
+        size = {i: self.items[i].size_bytes / self.scale for i in sweep.there}
+        now = self._variable()
+        self.problem += now == pulp.lpSum(size[i] * column for i, column in sweep.there.items())
+        for n, column in sweep.rerun.items():
+            self.problem += now + column * (int(self.step.own_bytes[n]) / self.scale) <= room
+            after = self._variable()
+            change = [
+                -size[i] * self._freed(sweep, following, i, n) for i in self._touched(sweep, n)
+            ]
+            for i in self.stages.made[n]:
+                if size.get(i):
+                    twice = self._variable(most=1)
+                    self.problem += twice <= sweep.there[i]
+                    self.problem += twice <= column
+                    change.append(size[i] * (column - twice))
+            self.problem += after == now + pulp.lpSum(change)
+            now = after
+        if sweep.last and sweep.stage.p < self.step.n_nodes:
+            own_bytes = int(self.step.own_bytes[sweep.stage.p])
+            self.problem += now <= room - own_bytes / self.scale
+        else:
+            self.problem += now <= room
+
+    def _touched(self, sweep: _Sweep, n: int) -> list[int]:
+        """Items with bytes that node n reads (through any alias) or makes."""
+        names = [*self.stages.reads[n], *self.stages.made[n]]
+        roots = dict.fromkeys(self.items[i].root for i in names)
+        return [i for i in roots if i in sweep.there]
+
+    def _freed(
+        self, sweep: _Sweep, following: _Sweep | None, i: int, n: int
+    ) -> pulp.LpVariable | int:
+        """F[i,n]: the storage is freed right after n, its last use in this sweep."""
+        p = sweep.stage.p
+        if sweep.last and p < self.step.n_nodes and self._reads_storage(p, i):
+            return 0
+        if (
+            sweep.last
+            and p == self.step.n_nodes
+            and i in {self.items[j].root for j in self._due_at_end()}
+        ):
+            return 0
+        freed = self._variable(most=1)
+        self.problem += freed <= sweep.rerun[n]
+        if following is not None and i in following.there:
+            self.problem += freed + following.there[i] <= 1
+        for m, column in sweep.rerun.items():
+            if m > n and self._reads_storage(m, i):
+                self.problem += freed + column <= 1
+        return freed
+
+    def _reads_storage(self, n: int, i: int) -> bool:
+        return any(self.items[j].root == i for j in self.stages.reads[n])
+
+    def order(self) -> list[str]:
+        """The nodes in the order of the solution."""
+        nodes = self.step.graph.nodes
+        order = [node.name for node in nodes[: self.sweeps[0].stage.p]]
+        for sweep in self.sweeps:
+            order += [nodes[n].name for n, column in sweep.rerun.items() if column.value() > 0.5]
+            if sweep.last and sweep.stage.p < len(nodes):
+                order.append(nodes[sweep.stage.p].name)
+        return order
+
+
+def _solve(stages: Stages, *, lost_share: float, deadline: Deadline) -> IlpSolution:
+    graph = stages.step.graph
+    nothing = IlpSolution(None, math.inf, graph.baseline_time_s, timed_out=True)
+    with warnings.catch_warnings():
+        # PuLP 3 announces the names of PuLP 4, which PuLP 2 does not know.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            model = _Model(stages, lost_share=lost_share, deadline=deadline)
+        except OutOfTimeError:
+            return nothing
+        time_limit_s = deadline.left_s
+        if time_limit_s <= 0:
+            return nothing
+        model.problem.solve(_solver(time_limit_s))
+    late = deadline.left_s <= 0.05 * time_limit_s
+    status = pulp.LpStatus[model.problem.status]
+    if status == "Infeasible":
+        return IlpSolution(None, math.inf, math.inf, timed_out=False)
+    values = [column.value() for sweep in model.sweeps for column in sweep.rerun.values()]
+    if model.problem.sol_status not in (
+        pulp.LpSolutionOptimal,
+        pulp.LpSolutionIntegerFeasible,
+    ) or any(value is None for value in values):
+        return IlpSolution(None, math.inf, graph.baseline_time_s, timed_out=late)
+    schedule = free_after_last_use(graph, without_dead_computes(graph, model.order()))
+    trace = simulate(graph, schedule)
+    lost = _dual_bound(
+        model, optimal=model.problem.sol_status == pulp.LpSolutionOptimal and not late
+    )
+    bound_s = graph.baseline_time_s * (1.0 + max(0.0, lost - TIME_ERROR))
+    if trace.peak_bytes > stages.budget_bytes:  # by the solver's tolerance
+        return IlpSolution(None, math.inf, bound_s, timed_out=late)
+    return IlpSolution(schedule, trace.time_s, bound_s, timed_out=late)
+
+
+def _solver(time_limit_s: float) -> pulp.LpSolver:
+    """HiGHS where highspy is there, else the CBC that PuLP brings; one thread."""
+    if _has_highs():
+        return pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
+    return pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
+
+
+def _has_highs() -> bool:
+    return importlib.util.find_spec("highspy") is not None
+
+
+def _dual_bound(model: _Model, *, optimal: bool) -> float:
+    """The solver's bound on the objective; CBC's is only known when it finished."""
+    highs: Any = getattr(model.problem, "solverModel", None)
+    if hasattr(highs, "getInfo"):
+        return float(highs.getInfo().mip_dual_bound)
+    lost = pulp.value(model.lost)  # None: there was nothing to decide
+    return float(lost) * (1.0 - GAP) if optimal and lost is not None else 0.0

@@ -1,0 +1,161 @@
+"""The least budget for which a schedule is found, between what is proven and no checkpointing.
+
+Reversals of the chain of blocks with few snapshots (`solver.methods.dp`) reach it on deep
+chains. Elsewhere greedy eviction goes further down, by bisection; a schedule that is found lowers
+the upper end to its own peak, often far below the budget that was tried. A method need not find a
+schedule for every budget above the least one for which it does, so this is what was found, not a
+proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from graphs.graph import Graph
+from solver.bound import Step, proven_least_budget_bytes
+from solver.common import NEVER, Deadline, OutOfTimeError
+from solver.methods.evict import evict
+from solver.methods.proposal import Method
+from solver.methods.revolve import reversals
+from solver.schedule import Obstacle, Schedule, baseline, simulate
+
+TOLERANCE = 0.002
+"""The search stops when the two ends are within this share of the peak without checkpointing."""
+RETRIES = (0.0, 0.9, 0.75, 0.5, 0.9, 0.75, 0.5, 0.25)
+"""Between what is proven and what is reached, after the bisection."""
+PATIENCE = (1.0, 0.5, 2.0)
+"""Exponents of the distance to the next use that the eviction tries."""
+BASE_WORK, WORK_PER_NODE = 5_000_000, 1_000
+"""Of all evictions together, as `Evicted` counts it: five seconds, and 1.5 ms for a node."""
+
+
+def min_budget_bytes(graph: Graph) -> int:
+    """The least budget for which a schedule is known."""
+    return find_obstacle(graph).reached_bytes
+
+
+def find_obstacle(graph: Graph, *, deadline: Deadline = NEVER) -> Obstacle:
+    """The least budget, proven and reached, with the schedule and the op that asks for it.
+
+    At the deadline it is what was proven and found by then, and says that it was cut short.
+    """
+    step = Step.of(graph)
+    proven_bytes, p = proven_least_budget_bytes(step, deadline=deadline)
+    schedule, reached_bytes = least_schedule(step, proven_bytes=proven_bytes, deadline=deadline)
+    here = [
+        (step.unit_names[u], step.unit_bytes[u])
+        for u in range(step.n_units)
+        if step.must_be_there(u, p) or (p < step.n_nodes and u in step.makes[p])
+    ]
+    here += [(t.name, t.size_bytes) for t in graph.resident if t.alias_of is None]
+    return Obstacle(
+        proven_bytes=proven_bytes,
+        reached_bytes=reached_bytes,
+        schedule=schedule,
+        op=graph.nodes[p].name if p < step.n_nodes else "",
+        on_device=tuple(sorted(here, key=lambda item: (-item[1], item[0]))),
+        cut_short=deadline.passed,
+    )
+
+
+def least_schedule(
+    step: Step, *, proven_bytes: int, deadline: Deadline = NEVER
+) -> tuple[Schedule, int]:
+    """The schedule of the smallest peak that reversals and greedy eviction find, and that peak.
+
+    Reversals of the chain of blocks reach the least on deep chains, eviction where skips cross.
+    proven_bytes: known not to be beaten. deadline: what was found by then counts; without it the
+    answer is the same whatever the machine's load.
+    """
+    graph = step.graph
+    best = baseline(graph)
+    most_bytes = least_bytes = simulate(graph, best).peak_bytes
+    with contextlib.suppress(OutOfTimeError):
+        for schedule in reversals(graph, deadline=deadline):
+            deadline.check()
+            peak_bytes = simulate(graph, schedule).peak_bytes
+            if peak_bytes < least_bytes:
+                best, least_bytes = schedule, peak_bytes
+    if least_bytes - proven_bytes <= TOLERANCE * most_bytes or deadline.passed:
+        return best, least_bytes
+    work, max_work = 0, BASE_WORK + WORK_PER_NODE * step.n_nodes
+
+    def attempt(budget_bytes: int) -> Schedule | None:
+        nonlocal work
+        for patience in PATIENCE:
+            if more():
+                found = evict(step, budget_bytes=budget_bytes, patience=patience, deadline=deadline)
+                work += found.work
+                if found.schedule is not None:
+                    return found.schedule
+        return None
+
+    def more() -> bool:
+        return work < max_work and not deadline.passed
+
+    evicted, peak_bytes = _bisected(graph, attempt, proven_bytes=proven_bytes, more=more)
+    if peak_bytes < least_bytes:
+        best, least_bytes = evicted, peak_bytes
+    return _retried(graph, attempt, best, least_bytes, proven_bytes=proven_bytes, more=more)
+
+
+def least_by_method(
+    graph: Graph, *, proven_bytes: int, method: Method, time_limit_s: float, seed: int
+) -> int:
+    """The smallest peak of a schedule that the method finds within the time limit.
+
+    proven_bytes: known not to be beaten, or not to be of interest.
+    """
+    deadline = Deadline.after(time_limit_s)
+
+    def attempt(budget_bytes: int) -> Schedule | None:
+        found = method(
+            graph, budget_bytes=budget_bytes, time_limit_s=max(0.0, deadline.left_s), seed=seed
+        )
+        return found.schedule
+
+    def more() -> bool:
+        return not deadline.passed
+
+    best, high = _bisected(graph, attempt, proven_bytes=proven_bytes, more=more)
+    return _retried(graph, attempt, best, high, proven_bytes=proven_bytes, more=more)[1]
+
+
+def _bisected(
+    graph: Graph,
+    attempt: Callable[[int], Schedule | None],
+    *,
+    proven_bytes: int,
+    more: Callable[[], bool],
+) -> tuple[Schedule, int]:
+    """The schedule of the smallest peak that bisection meets, and that peak."""
+    best = baseline(graph)
+    peak_bytes = simulate(graph, best).peak_bytes
+    low, high = proven_bytes, peak_bytes  # nothing is found below low, `best` reaches high
+    while high - low > TOLERANCE * peak_bytes and more():
+        tried = (low + high) // 2
+        schedule = attempt(tried)
+        if schedule is None:
+            low = tried + 1
+        else:
+            best, high = schedule, simulate(graph, schedule).peak_bytes
+    return best, high
+
+
+def _retried(
+    graph: Graph,
+    attempt: Callable[[int], Schedule | None],
+    best: Schedule,
+    high: int,
+    *,
+    proven_bytes: int,
+    more: Callable[[], bool],
+) -> tuple[Schedule, int]:
+    """Below a budget without a schedule there may be one with: try further down once more."""
+    for share in RETRIES:
+        tried = proven_bytes + int(share * (high - proven_bytes))
+        schedule = attempt(tried) if tried < high and more() else None
+        if schedule is not None:
+            best, high = schedule, simulate(graph, schedule).peak_bytes
+    return best, high

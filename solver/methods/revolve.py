@@ -1,0 +1,91 @@
+"""`revolve` on a graph: reverse the chain of its blocks with the most snapshots that fit.
+
+Andreas Griewank, Andrea Walther: Algorithm 799: revolve, ACM TOMS 26 (2000). Fewest forward steps
+for a chain of equal steps and a number of snapshots. On a graph it falls short where steps are
+unequal, and where memory would allow more than inputs to be kept: it recomputes every block but the
+last. It reaches the smallest budgets on deep chains, where all blocks are stepped over one by one;
+both these and at most REVOLVE_MAX_BLOCKS coarser ones are tried.
+
+Cost: log L reversals, each turned into a schedule of the graph and simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphs.graph import Graph
+from solver.chain import Blocks, Playback, cut, n_extra_steps
+from solver.chain import schedule as reversal
+from solver.common import NEVER, Deadline
+from solver.methods.best_so_far import Fastest
+from solver.methods.proposal import Proposal
+from solver.schedule import Schedule, baseline
+
+REVOLVE_MAX_BLOCKS = 128
+MAX_RUNS = 20
+"""Of a block in a reversal: with few snapshots a long chain would run the first ones endlessly."""
+
+
+def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+    """The reversal with the most snapshots that fit. No randomness."""
+    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+        if search.fits(baseline(graph)):
+            return search.proposal()
+        coarse, fine = cut(graph, max_blocks=REVOLVE_MAX_BLOCKS), cut(graph)
+        for blocks in (coarse, fine) if fine.n_blocks > coarse.n_blocks else (coarse,):
+            fits, overflows = 0, blocks.n_blocks + 1
+            while overflows - fits > 1 and not search.time_is_up():
+                n_snapshots = (fits + overflows) // 2
+                if _is_long(blocks, n_snapshots) or search.fits(
+                    play_reversal(graph, blocks, n_snapshots=n_snapshots, deadline=search.deadline)
+                ):
+                    fits = n_snapshots
+                else:
+                    overflows = n_snapshots
+    return search.proposal()
+
+
+def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]:
+    """Reversals of all blocks with more and more snapshots: small peaks, the smallest ones first.
+
+    Without those that run a block MAX_RUNS times and more on the average. Raises OutOfTimeError.
+    """
+    deadline.check()
+    blocks = cut(graph)
+    n_snapshots = 1
+    while n_snapshots < blocks.n_blocks:
+        if not _is_long(blocks, n_snapshots):
+            yield play_reversal(graph, blocks, n_snapshots=n_snapshots, deadline=deadline)
+        n_snapshots += 1 + n_snapshots // 2
+
+
+def _is_long(blocks: Blocks, n_snapshots: int) -> bool:
+    n_steps = blocks.n_blocks
+    return n_extra_steps(n_steps=n_steps, n_snapshots=n_snapshots) > MAX_RUNS * n_steps
+
+
+def play_reversal(
+    graph: Graph, blocks: Blocks, *, n_snapshots: int, deadline: Deadline = NEVER
+) -> Schedule:
+    """Play the reversal of the blocks: step i of the chain problem is block i + 1.
+
+    Raises OutOfTimeError.
+    """
+    playback = Playback(graph, blocks)
+    snapshots: set[int] = set()
+    for kind, start, stop in reversal(n_steps=blocks.n_blocks, n_snapshots=n_snapshots):
+        deadline.check()
+        if kind == "store":
+            snapshots.add(start)
+        elif kind == "drop":
+            snapshots.remove(start)
+        elif kind == "advance":
+            for step in range(start, stop):
+                playback.forward_keeping_output(step + 1, drop_input=step not in snapshots)
+        elif kind == "reverse":
+            playback.forward_keeping_all(start)
+            if start == blocks.n_blocks:  # the caller's loss, between forward and backward pass
+                playback.backward(start + 1)
+            playback.backward(start)
+    deadline.check()
+    return playback.schedule()

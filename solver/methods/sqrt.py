@@ -1,0 +1,63 @@
+"""Checkpoint the ends of k segments, recompute each segment once: sublinear memory.
+
+Tianqi Chen, Bing Xu, Chiyuan Zhang, Carlos Guestrin: Training Deep Nets with Sublinear Memory Cost,
+arXiv:1604.06174 (2016). With k near the square root of the number of blocks, the kept ends and the
+one segment that is being recomputed take about equally much: O(√L) memory for at most one more
+forward pass.
+
+Here the budget is the dial, in both directions that people turn it by hand: k is not √L but every
+small count and a geometric choice of larger ones, and for each the last segments stay whole, as
+many as fit. The fastest schedule that fits is taken. One segment, whole, is the step without
+checkpointing; as many segments as blocks, one whole, is `every_block`.
+
+Optimal for nothing. Segments are equal in the bytes that they save, whatever they cost to
+recompute; each is kept whole or not at all, however cheap a part of it is; nothing is recomputed
+twice, so budgets below about 2√L blocks are out of reach.
+
+Cost: some 15 counts times log L schedules, each linear in the graph.
+"""
+
+from __future__ import annotations
+
+from graphs.graph import Graph
+from solver.chain import Blocks, checkpoints, cut
+from solver.methods.best_so_far import Fastest
+from solver.methods.proposal import Proposal
+from solver.schedule import free_after_last_use, keep_order
+
+N_SEGMENTS_ALL_UP_TO = 6
+N_SEGMENTS_GROWTH = 1.5
+
+
+def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+    """The fastest of the segment counts whose schedule fits. No randomness."""
+    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+        for n_segments in reversed(segment_counts(cut(graph).n_blocks)):  # the best come early
+            if search.time_is_up():
+                break
+            _keep_last_segments(graph, cut(graph, max_blocks=n_segments), search)
+    return search.proposal()
+
+
+def _keep_last_segments(graph: Graph, segments: Blocks, search: Fastest) -> None:
+    """By bisection, as many of the last segments whole as fit.
+
+    More whole segments are faster, so a number that would not beat the best is raised unjudged.
+    """
+    low, high = -1, segments.n_blocks + 1
+    n_whole = min(1, segments.n_blocks)
+    while low < n_whole < high and not search.time_is_up():
+        order = keep_order(graph, checkpoints(graph, segments, n_whole=n_whole))
+        if not search.is_faster(order) or search.fits(free_after_last_use(graph, order)):
+            low = n_whole
+        else:
+            high = n_whole
+        n_whole = (low + high) // 2
+
+
+def segment_counts(n_blocks: int) -> list[int]:
+    """All counts up to 6, then growing by half, and at last the number of blocks itself."""
+    counts = list(range(1, max(1, min(n_blocks, N_SEGMENTS_ALL_UP_TO)) + 1))
+    while counts[-1] < n_blocks:
+        counts.append(min(n_blocks, int(counts[-1] * N_SEGMENTS_GROWTH)))
+    return counts

@@ -1,0 +1,156 @@
+"""The command's outputs in Python: print the report, draw, sweep budgets, verify.
+
+Each imports what it needs when it is called: torch to verify, Matplotlib to draw.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from graphs.graph import Graph
+from solver.analysis import Curve, advise, pareto
+from solver.common import parse_size
+from solver.device import cost_words
+from solver.reporting.rows import Report, optimizer_note, step_notes
+from solver.runtime_hooks import Verification, Verifier, load_verifier
+from solver.schedule import Solution
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn, optim
+
+PICTURES = (".png", ".svg")
+
+
+def report(solution: Solution, *, file: TextIO | None = None) -> None:
+    """Print what was asked, where the memory goes, the answer, its proof and advice.
+
+    file: a text stream (default: stdout), in colour where it is a terminal. Raises TypeError for
+    what is no Solution.
+    """
+    if not isinstance(solution, Solution):
+        given = "None" if solution is None else f"an object of type {type(solution).__name__}"
+        raise TypeError(
+            f"report() was given {given}; give the Solution that solve(model, batch, ...) "
+            "returned: report(solution), and file= for another place than stdout"
+        )
+    from rich.console import Console
+
+    from solver.reporting import terminal
+
+    graph = solution.graph
+    environment = graph.meta.get("environment", {})
+    device = environment.get("device") if isinstance(environment, dict) else None
+    shown = Report(
+        problem=str(graph.meta.get("model", "graph")),
+        device=str(device or "not named"),
+        costs=cost_words(graph.meta.get("costs", graph.meta.get("cost"))),
+        solutions=(solution,),
+        notes=(*step_notes(graph), *optimizer_note(graph)),
+        advice=advise(solution),
+        how_to_save='solution.save("schedule.json")',
+    )
+    console = Console(
+        file=sys.stdout if file is None else file, highlight=False, emoji=False, markup=False
+    )
+    terminal.show(shown, console)
+
+
+def draw(shown: Solution | Curve, path: str | Path, *, chosen: Solution | None = None) -> None:
+    """Draw into a file (.png, .svg): a Solution's memory over the step, or a Curve over budgets.
+
+    chosen: an answer to mark on the curve. Raises ValueError: another kind of file, or a Solution
+    without a schedule; TypeError: neither of the two.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{path}: the name must end in .png or .svg")
+    from solver.reporting import plot
+
+    if isinstance(shown, Curve):
+        plot.save(plot.pareto(shown, chosen=chosen), path)
+        return
+    if not isinstance(shown, Solution):
+        raise TypeError(f"draw() takes a Solution or a Curve, not {type(shown).__name__}")
+    if shown.schedule is None:
+        raise ValueError(f"no schedule to draw: the status is {shown.status}")
+    plot.save(plot.before_and_after(shown)[0], path)
+
+
+def sweep(
+    problem: Solution | Graph,
+    *,
+    budgets: Iterable[int | str] | None = None,
+    methods: Sequence[str] = ("auto",),
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    capacity_bytes: int | None = None,
+) -> Curve:
+    """What smaller and larger budgets cost: a plan for each budget and method.
+
+    problem: a Graph, or a Solution, whose graph and reserve are taken and which becomes a point.
+    budgets: sizes as `solve` takes them (None: 20 from the least feasible one to the peak without
+    checkpointing). time_limit_s: of each search. capacity_bytes: what percentages are of.
+    """
+    solution = problem if isinstance(problem, Solution) else None
+    graph = problem.graph if isinstance(problem, Solution) else problem
+    sizes = (
+        None if budgets is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in budgets]
+    )
+    return pareto.sweep(
+        graph,
+        budgets=sizes,
+        methods=methods,
+        reserve_bytes=solution.request.reserve_bytes if solution else 0,
+        time_limit_s=time_limit_s,
+        seed=seed,
+        known=[solution] if solution and solution.method in methods else [],
+    )
+
+
+def verify(
+    solution: Solution,
+    *,
+    model: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[nn.Module], optim.Optimizer] | None = None,
+    device: str = "cpu",
+    autocast: str | None = None,
+) -> Verification:
+    """Run the step with and without the plan on this machine: peaks, times, and every bit.
+
+    model, batch, optimizer: functions that make them, for real (optimizer: of the model; None:
+    AdamW). loss, inputs: as for `solve`. autocast: "bf16", "fp16" or None. Takes the memory of the
+    step without the plan. `.passed` of what comes back is the answer.
+
+    Raises ValueError: no plan, or one of another model; RuntimeError, MemoryError: the step cannot
+    be run here.
+    """
+    for name, value in (("model", model), ("batch", batch)):
+        is_module = hasattr(value, "parameters") and not isinstance(value, type)
+        if not callable(value) or is_module:
+            raise TypeError(
+                f"{name} is an object of type {type(value).__name__}; give a function that makes "
+                f"it ({name}=lambda: ...), since both ways begin from the same state"
+            )
+    verifier: Verifier = load_verifier()
+    return verifier(
+        solution,
+        model=model,
+        batch=batch,
+        loss=loss,
+        inputs=inputs,
+        optimizer=_adamw if optimizer is None else optimizer,
+        device=device,
+        autocast=autocast,
+    )
+
+
+def _adamw(model: nn.Module) -> optim.Optimizer:
+    import torch
+
+    return torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)

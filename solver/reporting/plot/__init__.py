@@ -1,0 +1,13 @@
+"""Pictures: memory over the step, overhead against budget, throughput against size, a schedule.
+
+Each function draws into `ax`, or into a figure of its own that belongs to nobody (no pyplot state),
+and returns the axes. `save` writes the figure, whole or not at all. Imports Matplotlib.
+"""
+
+from solver.reporting.plot.of_budgets import pareto
+from solver.reporting.plot.of_memory import before_and_after, memory
+from solver.reporting.plot.of_schedule import schedule
+from solver.reporting.plot.of_sizes import throughput
+from solver.reporting.plot.style import inline_svg, save
+
+__all__ = ["before_and_after", "inline_svg", "memory", "pareto", "save", "schedule", "throughput"]

@@ -1,0 +1,96 @@
+"""Overhead against budget: the Pareto curve."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from solver.analysis import Curve
+from solver.common import format_size
+from solver.reporting.plot.of_memory import overhead_words
+from solver.reporting.plot.style import (
+    GREY,
+    LIGHT,
+    LINE_COLOURS,
+    MARKERS,
+    RED,
+    finish,
+    legend_below,
+    new_axes,
+    size_unit,
+)
+from solver.schedule import Solution
+
+
+def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = None) -> Axes:
+    """Overhead against budget, a line for each method, above the proven bound.
+
+    chosen: an answer to mark, on the curve or off it.
+    """
+    axes = new_axes() if ax is None else ax
+    budgets = [point.request.budget_bytes for point in curve.points]
+    unit, bytes_per_unit = size_unit(max(budgets))
+    _draw_bound(curve, axes, bytes_per_unit)
+    for index, method in enumerate(curve.methods):
+        found = [point for point in curve.of(method) if point.overhead is not None]
+        axes.plot(
+            [point.request.budget_bytes / bytes_per_unit for point in found],
+            [100 * (point.overhead or 0.0) for point in found],
+            drawstyle="steps-post",
+            color=LINE_COLOURS[index % len(LINE_COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
+            ms=4,
+            lw=1.3,
+            label=method,
+            clip_on=False,  # a marker on the axis is whole
+            zorder=4,
+        )
+    if chosen is not None and chosen.overhead is not None:
+        axes.plot(
+            chosen.request.budget_bytes / bytes_per_unit,
+            100 * chosen.overhead,
+            marker="*",
+            ms=14,
+            color=RED,
+            ls="",
+            label=f"this plan: {overhead_words(chosen)} in "
+            f"{format_size(chosen.request.budget_bytes)}",
+            zorder=5,
+        )
+    if curve.points:
+        first = curve.points[0]
+        enough = first.baseline.peak_bytes + first.request.reserve_bytes
+        label = f"fits without checkpointing: {format_size(enough)}"
+        axes.axvline(enough / bytes_per_unit, color=GREY, lw=1.0, ls=":", label=label, zorder=2)
+    axes.set(xlabel=f"budget ({unit})", ylabel="overhead (% of the step's time)")
+    axes.set_ylim(0, None)
+    finish(axes, "What a smaller budget costs")
+    legend_below(axes)
+    return axes
+
+
+def _draw_bound(curve: Curve, axes: Axes, bytes_per_unit: float) -> None:
+    """What is proven to be out of reach: less overhead than the bound, budgets that fit nothing.
+
+    Between two budgets the bound of the larger one holds, so the line is stairs as well.
+    """
+    bound = {point.request.budget_bytes: point.lower_bound_overhead for point in curve.points}
+    possible = [(size, share) for size, share in sorted(bound.items()) if not math.isinf(share)]
+    nothing = [size for size, share in bound.items() if math.isinf(share)]
+    sizes = [size / bytes_per_unit for size, _ in possible]
+    shares = [100 * share for _, share in possible]
+    style: dict[str, Any] = {"color": GREY, "lw": 1.0, "ls": "--"}
+    axes.plot(sizes, shares, drawstyle="steps-pre", label="proven lower bound", zorder=3, **style)
+    axes.fill_between(sizes, shares, step="pre", color=LIGHT, alpha=0.7, lw=0, zorder=1)
+    if nothing:
+        axes.axvspan(
+            min(nothing) / bytes_per_unit,
+            max(nothing) / bytes_per_unit,
+            color=RED,
+            alpha=0.08,
+            lw=0,
+            label="proven: nothing fits",
+            zorder=1,
+        )

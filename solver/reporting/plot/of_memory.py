@@ -1,0 +1,326 @@
+"""Memory over the step as stacked layers: what is resident, kept, made again, gradients, workspace.
+
+The budget is a line, the op at which the peak stands is named, and the time axis shows where the
+backward pass starts and where each block does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from graphs.graph import Graph
+from solver.chain import cut
+from solver.common import format_share, format_size
+from solver.reporting.plot.style import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PAPER,
+    PINK,
+    RED,
+    STONE,
+    finish,
+    legend_below,
+    new_axes,
+    size_unit,
+)
+from solver.schedule import (
+    LAYERS,
+    Occupancy,
+    Schedule,
+    Solution,
+    Trace,
+    baseline,
+    node_at,
+    occupancy,
+)
+
+COLOUR_OF_LAYER: Mapping[str, str] = {
+    "resident": STONE,
+    "kept": BLUE,
+    "recomputed": ORANGE,
+    "gradients": GREEN,
+    "workspace": PINK,
+}
+LABEL_OF_LAYER: Mapping[str, str] = {
+    "resident": "resident",
+    "kept": "kept activations",
+    "recomputed": "recomputed",
+    "gradients": "gradients",
+    "workspace": "workspace",
+}
+N_COLUMNS = 1200
+"""Steps that are drawn at most: more than the picture has pixels only make its file large."""
+N_NAMED_BLOCKS = 12
+"""Blocks whose numbers stand on the axis; of more blocks every second, third, ... has its own."""
+LONGEST_NAME = 60
+LEAST_ROOM = 0.018
+"""Between two such numbers, as a share of the step."""
+
+
+def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = False) -> Axes:
+    """Bytes on the device over one step with the plan, in layers; a grey line without it.
+
+    without_plan: the layers of the step as it is (so, too, where there is no plan). The horizontal
+    axis is the schedule's time, so the plan's longer step is seen as longer.
+    """
+    axes = new_axes() if ax is None else ax
+    request = solution.request
+    unit, bytes_per_unit = size_unit(max(solution.baseline.peak_bytes, request.budget_bytes))
+    scale = _TimeScale(solution)
+    shown = _shown(solution, without_plan=without_plan)
+    layers = occupancy(solution.graph, shown[0])
+    columns = _columns(layers)
+    _draw_layers(axes, layers, columns, scale, bytes_per_unit)
+    plain = solution.baseline
+    if shown[1] is plain:
+        words = f"without checkpointing: {format_size(plain.peak_bytes)}"
+    else:
+        _draw_outline(axes, solution, scale, bytes_per_unit)
+        words = f"with the plan: {format_size(shown[1].peak_bytes)}, {overhead_words(solution)}"
+    if solution.trace is None:
+        words += f"; {overhead_words(solution)}"
+    available = request.available_bytes / bytes_per_unit
+    name = "budget" if not request.reserve_bytes else "budget less reserve"
+    label = f"{name}: {format_size(request.available_bytes)}"
+    axes.axhline(available, color=RED, lw=1.2, ls="--", label=label, zorder=5)
+    _mark_times(axes, solution.graph, layers, scale)
+    _mark_peak(axes, solution.graph, *shown, layers, scale, bytes_per_unit)
+    axes.set(xlabel=f"time in the step ({scale.unit})", ylabel=f"on the device ({unit})")
+    axes.set_xlim(0, scale.longest or None)
+    axes.set_ylim(0, 1.18 * max(available, plain.peak_bytes / bytes_per_unit))
+    finish(axes, f"Memory over one training step, {words}")
+    axes.grid(visible=False)
+    legend_below(axes)
+    return axes
+
+
+def before_and_after(solution: Solution) -> tuple[Axes, ...]:
+    """The step as it is above the step with the plan, on the same scales; one picture without one.
+
+    The figure is that of any of the axes.
+    """
+    if solution.trace is None:
+        return (memory(solution),)
+    figure = Figure(figsize=(8.0, 7.4), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, sharey=True)
+    memory(solution, above, without_plan=True)
+    above.get_legend().remove()
+    above.set_xlabel("")
+    memory(solution, below)
+    return above, below
+
+
+def overhead_words(solution: Solution) -> str:
+    if solution.overhead is None:
+        return "no plan fits"
+    share = format_share(solution.overhead)
+    return share if share.endswith("long") else f"{share} time"
+
+
+def _shown(solution: Solution, *, without_plan: bool) -> tuple[Schedule, Trace]:
+    if without_plan or solution.schedule is None or solution.trace is None:
+        return baseline(solution.graph), solution.baseline
+    return solution.schedule, solution.trace
+
+
+class _TimeScale:
+    """Seconds in a unit that suits the longest of the lines."""
+
+    def __init__(self, solution: Solution) -> None:
+        longest_s = max(solution.baseline.time_s, solution.trace.time_s if solution.trace else 0.0)
+        self.unit, self.s_per_unit = next(
+            ((unit, s) for unit, s in (("s", 1.0), ("ms", 1e-3)) if longest_s >= s), ("us", 1e-6)
+        )
+        self.longest = longest_s / self.s_per_unit
+
+    def __call__(self, time_s: float) -> float:
+        return time_s / self.s_per_unit
+
+
+def _columns(layers: Occupancy) -> list[int]:
+    """The computes to draw: all, or of each of N_COLUMNS stretches of time the fullest."""
+    totals = layers.total_bytes
+    n = len(totals)
+    if n <= N_COLUMNS:
+        return list(range(n))
+    end_s = layers.edges_s[-1] or 1.0
+    fullest: dict[int, int] = {}
+    for index, total_bytes in enumerate(totals):
+        stretch = min(N_COLUMNS - 1, int(N_COLUMNS * layers.edges_s[index] / end_s))
+        if stretch not in fullest or total_bytes > totals[fullest[stretch]]:
+            fullest[stretch] = index
+    return list(fullest.values())
+
+
+def _stairs(layers: Occupancy, columns: Sequence[int], scale: _TimeScale) -> list[float]:
+    """The edges of the steps that are drawn: each lasts until the next one starts."""
+    starts = [layers.edges_s[index] for index in columns]
+    if columns and len(columns) < len(layers.nodes):  # the first stretch starts with the step
+        starts[0] = 0.0
+    return [scale(time_s) for time_s in (*starts, layers.edges_s[-1])]
+
+
+def _draw_layers(
+    axes: Axes,
+    layers: Occupancy,
+    columns: Sequence[int],
+    scale: _TimeScale,
+    bytes_per_unit: float,
+) -> None:
+    if not columns:
+        return
+    edges = _stairs(layers, columns, scale)
+    below = np.zeros(len(columns))
+    for name in LAYERS:
+        sizes = np.array([layers.layer_bytes[name][index] for index in columns])
+        above = below + sizes / bytes_per_unit
+        if sizes.any():
+            axes.stairs(
+                above,
+                edges,
+                baseline=below,
+                fill=True,
+                color=COLOUR_OF_LAYER[name],
+                alpha=0.85,
+                lw=0,
+                label=LABEL_OF_LAYER[name],
+                zorder=2,
+            )
+        below = above
+
+
+def _draw_outline(axes: Axes, solution: Solution, scale: _TimeScale, bytes_per_unit: float) -> None:
+    """The step without checkpointing as a line."""
+    layers = occupancy(solution.graph, baseline(solution.graph))
+    columns = _columns(layers)
+    totals = layers.total_bytes
+    axes.stairs(
+        [totals[index] / bytes_per_unit for index in columns],
+        _stairs(layers, columns, scale),
+        color=INK,
+        lw=0.9,
+        label=f"without checkpointing: {format_size(solution.baseline.peak_bytes)}",
+        zorder=3,
+    )
+
+
+def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, scale: _TimeScale) -> None:
+    """Where the backward pass starts, and along the axis where each block does."""
+    forward, backward = block_starts(graph, layers)
+    turn = _turn(layers)
+    for starts in (forward, backward):
+        times = [scale(time_s) for time_s, _ in starts]
+        axes.vlines(
+            times, 0, 0.025, transform=axes.get_xaxis_transform(), color=INK, lw=0.6, zorder=4
+        )
+    every = -(-len(forward) // N_NAMED_BLOCKS) if forward else 1
+    room_s = LEAST_ROOM * layers.edges_s[-1]
+    last_s = -room_s
+    for time_s, block in (*forward, *backward):
+        if len(forward) > 1 and (block - 1) % every == 0 and time_s - last_s >= room_s:
+            _write(axes, scale(time_s), 0.03, str(block), va="bottom", size=6)
+            last_s = time_s
+    if turn is None:
+        return
+    axes.axvline(scale(turn), color=INK, lw=0.8, ls=":", zorder=4)
+    _write(axes, scale(turn), 0.995, "backward", va="top", size=8)
+    if turn > 0:
+        blocks = f", {len(forward)} blocks" if len(forward) > 1 else ""
+        _write(axes, 0.0, 0.995, f"forward{blocks}", va="top", size=8)
+
+
+def _write(axes: Axes, x: float, y: float, text: str, *, va: str, size: float) -> None:
+    """At a time, and at a share of the height."""
+    axes.annotate(
+        text,
+        (x, y),
+        xycoords=("data", "axes fraction"),
+        xytext=(2, 0),
+        textcoords="offset points",
+        color=INK,
+        fontsize=size,
+        va=va,
+        zorder=6,
+    )
+
+
+def block_starts(
+    graph: Graph, layers: Occupancy
+) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    """When each block's forward ops start, and its backward ops: (seconds, block), blocks from 1.
+
+    Recomputation belongs to the backward segment that it is for.
+    """
+    blocks = cut(graph)
+    first_s: dict[str, float] = {}
+    for node, start_s in zip(layers.nodes, layers.edges_s, strict=False):
+        first_s.setdefault(node.name, start_s)
+
+    def starts(segments: Iterable[Sequence[str]]) -> list[tuple[float, int]]:
+        found = (
+            (min(first_s[name] for name in names), block)
+            for block, names in enumerate(segments, start=1)
+            if names
+        )
+        return sorted(found)
+
+    return starts(blocks.forward), starts(blocks.backward[: blocks.n_blocks])
+
+
+def _turn(layers: Occupancy) -> float | None:
+    """When the forward pass has ended, in seconds: at the end of the last first forward run."""
+    seen: set[str] = set()
+    turn = None
+    ends_s = accumulate(node.time_s for node in layers.nodes)
+    for node, end_s in zip(layers.nodes, ends_s, strict=True):
+        if node.phase == "forward" and node.name not in seen:
+            seen.add(node.name)
+            turn = end_s
+    return turn
+
+
+def _mark_peak(
+    axes: Axes,
+    graph: Graph,
+    schedule: Schedule,
+    trace: Trace,
+    layers: Occupancy,
+    scale: _TimeScale,
+    bytes_per_unit: float,
+) -> None:
+    """A point at the peak, with the op's name."""
+    node = node_at(graph, schedule, trace)
+    totals = layers.total_bytes
+    if node is None or trace.peak_bytes not in totals:
+        return
+    index = totals.index(trace.peak_bytes)
+    x = scale((layers.edges_s[index] + layers.edges_s[index + 1]) / 2)
+    y = trace.peak_bytes / bytes_per_unit
+    right = x > 0.6 * scale.longest
+    axes.plot([x], [y], marker="o", ms=4, color=INK, ls="", zorder=7)
+    axes.annotate(
+        f"peak {format_size(trace.peak_bytes)} at {_drawable(node.name)}",
+        (x, y),
+        xytext=(-5 if right else 5, 7),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="bottom",
+        color=INK,
+        fontsize=8,
+        parse_math=False,
+        bbox={"boxstyle": "square,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.8},
+        zorder=7,
+    )
+
+
+def _drawable(name: str) -> str:
+    """A name as a picture can show it: graph files come from strangers."""
+    shown = "".join(c if c.isprintable() else "?" for c in name)
+    return shown if len(shown) <= LONGEST_NAME else shown[: LONGEST_NAME - 1] + "…"

@@ -1,0 +1,132 @@
+"""A schedule as a picture: which block runs when, and what is held of it meanwhile.
+
+Time runs to the right, blocks upwards. The forward pass climbs, the backward pass descends; where a
+block runs again the picture has a second step up. Behind each row stands what the device holds of
+what the block's forward ops made, as a share of all that they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+
+from graphs.graph import Graph, Node
+from solver.chain import Blocks, cut
+from solver.reporting.plot.of_memory import overhead_words
+from solver.reporting.plot.style import (
+    BLUE,
+    GREEN,
+    INK,
+    LIGHT,
+    ORANGE,
+    finish,
+    legend_below,
+    new_axes,
+)
+from solver.schedule import Compute, Schedule, Solution, baseline
+
+HALF = 0.42
+"""Of the height of a row that is drawn, up and down."""
+RUNS = (("forward", BLUE), ("forward again", ORANGE), ("backward", GREEN))
+
+
+def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
+    """The plan's runs by block and time; those of the step as it is where there is no plan."""
+    axes = new_axes() if ax is None else ax
+    graph = solution.graph
+    shown = baseline(graph) if solution.schedule is None else solution.schedule
+    blocks = cut(graph)
+    rows = _rows(blocks)
+    runs = _runs(graph, shown)
+    for row, held in _held(graph, shown, blocks).items():
+        axes.stairs(
+            [row - HALF + 2 * HALF * share for share in held],
+            [*(start_s for start_s, _, _ in runs), runs[-1][0] + runs[-1][1].time_s],
+            baseline=row - HALF,
+            fill=True,
+            color=LIGHT,
+            lw=0,
+            label="held" if row == 1 else None,
+            zorder=1,
+        )
+    for kind, (label, colour) in enumerate(RUNS):
+        spans = [(s, n.time_s, rows[n.name]) for s, n, k in runs if k == kind and n.name in rows]
+        for row in sorted({row for _, _, row in spans}):
+            axes.broken_barh(
+                [(start_s, time_s) for start_s, time_s, other in spans if other == row],
+                (row - HALF, 2 * HALF),
+                color=colour,
+                lw=0,
+                zorder=2,
+            )
+        axes.bar(0, 0, color=colour, label=label)
+    axes.set(xlabel="time in the step (s)", ylabel="block")
+    axes.set_xlim(0, None)
+    axes.set_ylim(0.4, blocks.n_blocks + 0.6)
+    axes.tick_params(colors=INK)
+    words = "no plan fits" if solution.schedule is None else overhead_words(solution)
+    finish(axes, f"{solution.method}: {words}")
+    axes.grid(visible=False)
+    legend_below(axes)
+    return axes
+
+
+def _rows(blocks: Blocks) -> dict[str, int]:
+    """The block of each node, from 1; the optimizer's have none."""
+    rows = {}
+    for segments in (blocks.forward, blocks.backward[: blocks.n_blocks]):
+        for block, names in enumerate(segments, start=1):
+            rows.update(dict.fromkeys(names, block))
+    return rows
+
+
+def _runs(graph: Graph, shown: Schedule) -> list[tuple[float, Node, int]]:
+    """(start in seconds, node, index into RUNS) of each compute."""
+    runs = []
+    seen: set[str] = set()
+    start_s = 0.0
+    for op in shown.ops:
+        if isinstance(op, Compute):
+            node = graph.node_by_name[op.node]
+            kind = 2 if node.phase != "forward" else 1 if op.node in seen else 0
+            runs.append((start_s, node, kind))
+            seen.add(op.node)
+            start_s += node.time_s
+    return runs
+
+
+def _held(graph: Graph, shown: Schedule, blocks: Blocks) -> dict[int, Sequence[float]]:
+    """By block: the share of its forward storages' bytes that is there while each compute runs."""
+    block_of = {
+        root: block
+        for block, names in enumerate(blocks.forward, start=1)
+        for name in names
+        for root in graph.node_by_name[name].outputs
+        if graph.root(root) == root
+    }
+    all_bytes = dict.fromkeys(range(1, blocks.n_blocks + 1), 0)
+    for root, block in block_of.items():
+        all_bytes[block] += graph.tensor_by_name[root].size_bytes
+    holders: dict[str, set[str]] = {root: set() for root in block_of}
+    now = dict.fromkeys(all_bytes, 0)
+    held: dict[int, list[float]] = {block: [] for block in all_bytes}
+
+    def change(name: str, *, there: bool) -> None:
+        root = graph.root(name)
+        if root not in block_of:
+            return
+        before = bool(holders[root])
+        (holders[root].add if there else holders[root].discard)(name)
+        sign = bool(holders[root]) - before
+        now[block_of[root]] += sign * graph.tensor_by_name[root].size_bytes
+
+    for op in shown.ops:
+        if isinstance(op, Compute):
+            for name in graph.node_by_name[op.node].outputs:
+                change(name, there=True)
+            for block, shares in held.items():
+                shares.append(now[block] / (all_bytes[block] or 1))
+        else:
+            change(op.tensor, there=False)
+    return dict(held)

@@ -1,0 +1,67 @@
+"""The schedule, the simulator that judges it, memory accounting, and the Solution."""
+
+from solver.schedule.memory import (
+    CATEGORIES,
+    LAYERS,
+    Occupancy,
+    held_at_turn,
+    held_before,
+    memory_at,
+    node_at,
+    occupancy,
+)
+from solver.schedule.ops import Compute, Free, Schedule, free_after_last_use, needs
+from solver.schedule.recompute import (
+    after_forward,
+    baseline,
+    keep,
+    keep_order,
+    lost_views,
+    may_run_again,
+    missing_computes,
+    without_dead_computes,
+)
+from solver.schedule.simulator import IllegalScheduleError, Trace, simulate
+from solver.schedule.solution import (
+    OPTIMAL_GAP,
+    STATUSES,
+    Obstacle,
+    Request,
+    SavedSchedule,
+    Solution,
+    Status,
+)
+
+__all__ = [
+    "CATEGORIES",
+    "LAYERS",
+    "OPTIMAL_GAP",
+    "STATUSES",
+    "Compute",
+    "Free",
+    "IllegalScheduleError",
+    "Obstacle",
+    "Occupancy",
+    "Request",
+    "SavedSchedule",
+    "Schedule",
+    "Solution",
+    "Status",
+    "Trace",
+    "after_forward",
+    "baseline",
+    "free_after_last_use",
+    "held_at_turn",
+    "held_before",
+    "keep",
+    "keep_order",
+    "lost_views",
+    "may_run_again",
+    "memory_at",
+    "missing_computes",
+    "needs",
+    "node_at",
+    "occupancy",
+    "simulate",
+    "without_dead_computes",
+]

@@ -1,0 +1,123 @@
+"""The answer: the straight-line list of compute and free operations of one training step.
+
+A schedule names nodes and tensors of one graph (its `graph_id`) and nothing else: no times, no
+sizes, no closures. What it costs and whether it is legal is for `solver.simulate` to say. Offload
+and prefetch would be further op classes here; until they exist a file that uses them is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from graphs.files import MAX_ENTRIES, FormatError
+from graphs.graph import Graph, Node
+from solver.common import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run this node, now."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop this tensor from the device, now."""
+
+    tensor: str
+
+
+Op = Compute | Free
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training step, operation by operation, for the graph with this id."""
+
+    ops: tuple[Op, ...]
+    graph_id: str
+
+    def __repr__(self) -> str:
+        """One line: all of it would fill pages."""
+        return f"Schedule({counted(len(self.ops), 'op')} of graph {self.graph_id[:19]})"
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The nodes in the order in which they run, repeats included."""
+        return tuple(op.node for op in self.ops if isinstance(op, Compute))
+
+    def ops_to_json(self) -> list[list[str]]:
+        return [
+            ["compute", op.node] if isinstance(op, Compute) else ["free", op.tensor]
+            for op in self.ops
+        ]
+
+
+def ops_from_json(items: Sequence[object], *, source: str) -> tuple[Op, ...]:
+    """Read the `ops` of format schedule/1; raises FormatError naming the entry."""
+    if len(items) > MAX_ENTRIES:
+        raise FormatError(f"{source}: ops has {len(items)} entries; at most {MAX_ENTRIES}")
+    return tuple(_op(item, where=f"{source}: ops[{index}]") for index, item in enumerate(items))
+
+
+def _op(item: object, *, where: str) -> Op:
+    if isinstance(item, list) and len(item) == 2 and all(isinstance(part, str) for part in item):
+        if item[0] == "compute":
+            return Compute(item[1])
+        if item[0] == "free":
+            return Free(item[1])
+    raise FormatError(
+        f'{where} is {item!r:.60}; expected ["compute", node name] or ["free", tensor name]'
+    )
+
+
+def free_after_last_use(
+    graph: Graph, order: Iterable[str], *, held: Mapping[int, Iterable[str]] | None = None
+) -> Schedule:
+    """The schedule that runs these nodes and frees every tensor as early as it can.
+
+    A tensor made by one run of its node is held until the last op that reads it before the next
+    run of that node; outputs of the graph, once made for the last time, to the end. No choice of
+    frees for the same order holds less at any moment.
+
+    held: position in the order -> tensors that someone beside the graph still holds while that op
+        runs, as if it read them; they must have been made before.
+
+    Cost: linear in the length of the order.
+    """
+    order = tuple(order)
+    frees_after: list[list[str]] = [[] for _ in order]
+    awaited = set(graph.outputs)
+    read_later: set[str] = set()  # what an op further on reads before it is made again
+    for position in range(len(order) - 1, -1, -1):
+        node = graph.node_by_name[order[position]]
+        others = () if held is None else held.get(position, ())
+        for name in dict.fromkeys((*needs(graph, node), *node.outputs, *others)):
+            if name in graph.producer and name not in read_later and name not in awaited:
+                frees_after[position].append(name)
+            read_later.add(name)
+        read_later.difference_update(node.outputs)
+        awaited.difference_update(node.outputs)
+    ops: list[Op] = []
+    for name, freed in zip(order, frees_after, strict=True):
+        ops.append(Compute(name))
+        ops.extend(map(Free, freed))
+    return Schedule(ops=tuple(ops), graph_id=graph.graph_id)
+
+
+def needs(graph: Graph, node: Node) -> tuple[str, ...]:
+    """What must be on the device for the node to run: its inputs, and what it makes a view of.
+
+    A view node normally reads a tensor on the storage; where the graph does not say so, the root of
+    the storage is needed all the same.
+    """
+    if not graph.views:
+        return node.inputs
+    on_hand = {graph.root(name) for name in node.inputs} | set(node.outputs)
+    roots = (graph.root(name) for name in node.outputs)
+    return (
+        *node.inputs,
+        *dict.fromkeys(root for root in roots if root not in on_hand and root in graph.producer),
+    )

@@ -1,0 +1,127 @@
+"""From a decision to an order: run the forward pass, then recompute what is missing just in time.
+
+Methods decide in different words: which tensors to keep (`sqrt`, `every_block`, the cut bound), or
+which block to run when (`revolve`, `dp`). Both become an order of node names here, and
+`free_after_last_use` turns an order into a schedule. No method frees anything by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from graphs.graph import Graph, Node
+from solver.schedule.ops import Schedule, free_after_last_use, needs
+
+
+def baseline(graph: Graph) -> Schedule:
+    """Each node once, in the framework's order, each tensor freed after its last use."""
+    return free_after_last_use(graph, (node.name for node in graph.nodes))
+
+
+def keep(graph: Graph, kept: Collection[str]) -> Schedule:
+    """The schedule that keeps these storages from the forward pass and recomputes the others.
+
+    Every other tensor of the forward pass is dropped after the forward pass's last use; when a
+    later op needs it, it is made again right before that op, with whatever it needs in turn, and
+    then held to its last use.
+    """
+    return free_after_last_use(graph, keep_order(graph, kept))
+
+
+def keep_order(graph: Graph, kept: Collection[str]) -> list[str]:
+    """The order of nodes behind `keep`. What may not be made again is kept in any case."""
+    order = [node.name for node in graph.forward_nodes]
+    available = after_forward(graph, kept)
+    for node in graph.later_nodes:
+        order.extend(missing_computes(graph, needs(graph, node), available))
+        order.append(node.name)
+        available.update(node.outputs)
+    order.extend(missing_computes(graph, lost_views(graph, order), available))
+    return order
+
+
+def after_forward(graph: Graph, kept: Collection[str]) -> set[str]:
+    """The tensors that are there when all of the forward pass has run once."""
+    available = {tensor.name for tensor in graph.resident}
+    for node in graph.forward_nodes:
+        again = may_run_again(graph, node)
+        available.update(n for n in node.outputs if not again or graph.root(n) in kept)
+    return available
+
+
+def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:
+    """Outputs of the graph that are views of a storage which was made again after them."""
+    last = {name: position for position, name in enumerate(order)}
+    lost = []
+    for name in graph.outputs:
+        maker = graph.producer.get(name)
+        owner = graph.producer.get(graph.root(name))
+        if maker and owner and last[maker.name] < last[owner.name]:
+            lost.append(name)
+    return lost
+
+
+def may_run_again(graph: Graph, node: Node) -> bool:
+    """Whether a schedule may run the node a second time.
+
+    Not where another node makes a view of its output that cannot be made again: that view would
+    stay on the old storage.
+    """
+    views = (view for name in node.outputs for view in graph.views.get(name, ()))
+    makers = (node, *(graph.producer[view] for view in views))
+    return all(maker.recomputable and maker.phase == "forward" for maker in makers)
+
+
+def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -> list[str]:
+    """Forward nodes to run, in an order in which they can run, so that all `needed` are there.
+
+    Updates `available`: what the nodes make is added; views of what they make again are removed,
+    since they show the old storage. Depth first, without recursion: a chain of a thousand blocks
+    may have to be made again.
+    """
+    needed = tuple(needed)
+    order: list[str] = []
+    stack = [name for name in reversed(needed) if name not in available]
+    while stack:
+        name = stack[-1]
+        if name in available:
+            stack.pop()
+        else:
+            node = graph.producer[name]
+            wanted = [other for other in needs(graph, node) if other not in available]
+            if wanted:
+                stack.extend(reversed(wanted))
+                continue
+            order.append(node.name)
+            _make(graph, node, available)
+            stack.pop()
+        if not stack:  # a view among the needed may have been lost on the way
+            stack = [other for other in reversed(needed) if other not in available]
+    return order
+
+
+def _make(graph: Graph, node: Node, available: set[str]) -> None:
+    for name in node.outputs:
+        available.difference_update(graph.views.get(name, ()))
+    available.update(node.outputs)
+
+
+def without_dead_computes(graph: Graph, order: Sequence[str]) -> list[str]:
+    """The order without recomputations whose results nobody reads before they are made again.
+
+    First runs stay, read or not: the step is only whole with them.
+    """
+    first: dict[str, int] = {}
+    for position, name in enumerate(order):
+        first.setdefault(name, position)
+    wanted = set(graph.outputs)
+    alive: list[str] = []
+    for position in range(len(order) - 1, -1, -1):
+        node = graph.node_by_name[order[position]]
+        if first[node.name] < position and not wanted.intersection(node.outputs):
+            continue
+        wanted.difference_update(node.outputs)
+        wanted.update(needs(graph, node))
+        alive.append(node.name)
+    alive.reverse()
+    return alive

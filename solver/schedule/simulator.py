@@ -1,0 +1,226 @@
+"""The judge: is a schedule legal, what is its peak, how long does it take.
+
+One executor checks every method, and it is the only code that says what a schedule costs. It knows
+the two file formats and nothing of how a schedule was found. The rules:
+
+1. Tensors that no node outputs are resident: there from before the first op to the end.
+2. A storage's bytes are held as long as any tensor on it is on the device.
+3. `Compute` needs all inputs on the device, and the storages of which it makes aliases. It
+   allocates all its outputs: those still there from before are counted a second time while it
+   runs. It is illegal when all of them are there, or when an alias that another node made, or one
+   left over without its root, still holds the old storage. The workspace counts while it runs.
+4. Each forward node runs at least once, first runs in graph order; a node that is not recomputable
+   and each node of a later phase runs exactly once, in graph order. All forward nodes have run
+   before the first later one.
+5. `Free` drops a tensor that a node made and that is there; an output of the graph is not freed
+   after its last computation.
+6. At the end every output of the graph is on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from graphs.graph import Graph, Node
+from solver.schedule.ops import Compute, Free, Op, Schedule
+
+
+class IllegalScheduleError(ValueError):
+    """The schedule breaks a rule; `position` is the index of the op (None: at the end)."""
+
+    def __init__(self, position: int | None, reason: str) -> None:
+        self.position = position
+        self.reason = reason
+        where = "at the end" if position is None else f"op {position}"
+        super().__init__(f"illegal schedule, {where}: {reason}")
+
+
+class OtherGraphError(IllegalScheduleError):
+    """The schedule is of another graph; none of its ops was looked at."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(None, reason)
+        self.args = (reason,)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the judge saw.
+
+    time_s: seconds of all computes. peak_bytes: the most on the device at once, resident included.
+    peak_op: index of the op at which the peak stands first (None: no ops, only the resident).
+    live_bytes: bytes on the device during each op (outputs and workspace included for a compute,
+    after the drop for a free). n_recomputed: computes beyond each node's first.
+    """
+
+    time_s: float
+    peak_bytes: int
+    peak_op: int | None
+    live_bytes: tuple[int, ...] = field(repr=False)
+    n_recomputed: int
+
+
+def simulate(graph: Graph, schedule: Schedule) -> Trace:
+    """Run the schedule on paper. Raises IllegalScheduleError; never changes what it judges."""
+    if schedule.graph_id != graph.graph_id:
+        raise IllegalScheduleError(
+            None,
+            f"it was made for another graph (its graph_id is {schedule.graph_id[:19]}…, "
+            f"this graph's is {graph.graph_id[:19]}…)",
+        )
+    device = _Device(graph)
+    live_bytes = []
+    for position, op in enumerate(schedule.ops):
+        try:
+            live_bytes.append(device.run(op))
+        except _BrokenRuleError as broken:
+            raise IllegalScheduleError(position, str(broken)) from None
+    try:
+        device.check_end()
+    except _BrokenRuleError as broken:
+        raise IllegalScheduleError(None, str(broken)) from None
+    peak_bytes = max(live_bytes, default=graph.resident_bytes)
+    return Trace(
+        time_s=math.fsum(device.times_s),
+        peak_bytes=max(peak_bytes, graph.resident_bytes),
+        peak_op=live_bytes.index(peak_bytes) if live_bytes else None,
+        live_bytes=tuple(live_bytes),
+        n_recomputed=device.n_recomputed,
+    )
+
+
+class _BrokenRuleError(Exception):
+    """A rule is broken (the op's position is added by the caller)."""
+
+
+class _Device:
+    """What is on the device, and which nodes have run."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.bytes = graph.resident_bytes
+        self.times_s: list[float] = []
+        self.n_recomputed = 0
+        self._live = {tensor.name for tensor in graph.resident}
+        self._holders: dict[str, int] = {}  # storage -> number of tensors on it that are there
+        self._ran: set[str] = set()
+        self._forward = [node.name for node in graph.forward_nodes]
+        self._later = [node.name for node in graph.later_nodes]
+        self._next_forward = 0
+        self._next_later = 0
+
+    def run(self, op: Op) -> int:
+        """Apply one op; return the bytes on the device during it."""
+        if isinstance(op, Free):
+            return self._free(op.tensor)
+        if not isinstance(op, Compute):
+            raise _BrokenRuleError(f"{op!r} is neither Compute nor Free")
+        node = self.graph.node_by_name.get(op.node)
+        if node is None:
+            raise _BrokenRuleError(f"compute names {op.node!r}, which is no node of the graph")
+        self._check_turn(node)
+        self._check_tensors(node)
+        return self._compute(node)
+
+    def _check_turn(self, node: Node) -> None:
+        if node.name in self._ran:
+            if node.phase != "forward":
+                raise _BrokenRuleError(f"{node.phase} node {node.name!r} runs a second time")
+            if not node.recomputable:
+                raise _BrokenRuleError(f"{node.name!r} runs a second time, but is not recomputable")
+            return
+        if node.phase == "forward":
+            expected = self._forward[self._next_forward]
+            if node.name != expected:
+                raise _BrokenRuleError(
+                    f"{node.name!r} runs for the first time before {expected!r} has"
+                )
+            self._next_forward += 1
+            return
+        if self._next_forward < len(self._forward):
+            missing = self._forward[self._next_forward]
+            raise _BrokenRuleError(
+                f"{node.phase} node {node.name!r} runs before forward node {missing!r}"
+            )
+        expected = self._later[self._next_later]
+        if node.name != expected:
+            raise _BrokenRuleError(f"{node.name!r} runs before {expected!r} has")
+        self._next_later += 1
+
+    def _check_tensors(self, node: Node) -> None:
+        for name in node.inputs:
+            if name not in self._live:
+                raise _BrokenRuleError(f"{node.name!r} reads {name!r}, which is not on the device")
+        for name in node.outputs:
+            root = self.graph.root(name)
+            made_elsewhere = root in self.graph.producer and root not in node.outputs
+            if made_elsewhere and not self._holders.get(root, 0):
+                raise _BrokenRuleError(
+                    f"{node.name!r} makes {name!r}, an alias of {root!r}, whose storage is not on "
+                    "the device"
+                )
+        if node.name in self._ran:
+            self._check_again(node)
+
+    def _check_again(self, node: Node) -> None:
+        there = [name for name in node.outputs if name in self._live]
+        if len(there) == len(node.outputs):
+            raise _BrokenRuleError(
+                f"{node.name!r} runs again while all its outputs are on the device"
+            )
+        for name in node.outputs:
+            if self.graph.root(name) != name:
+                continue
+            holders = self._holders.get(name, 0)
+            replaced = [other for other in there if self.graph.root(other) == name]
+            if holders and (name not in there or holders > len(replaced)):
+                raise _BrokenRuleError(
+                    f"{node.name!r} makes {name!r} again while an alias holds its old storage"
+                )
+
+    def _compute(self, node: Node) -> int:
+        allocated = 0
+        again = 0
+        for name in node.outputs:
+            tensor = self.graph.tensor_by_name[name]
+            if tensor.alias_of is None:
+                allocated += tensor.size_bytes
+                again += tensor.size_bytes if name in self._live else 0
+        during = self.bytes + allocated + node.workspace_bytes
+        self.bytes += allocated - again
+        for name in node.outputs:
+            if name not in self._live:
+                self._live.add(name)
+                root = self.graph.root(name)
+                self._holders[root] = self._holders.get(root, 0) + 1
+        if node.name in self._ran:
+            self.n_recomputed += 1
+        self._ran.add(node.name)
+        self.times_s.append(node.time_s)
+        return during
+
+    def _free(self, name: str) -> int:
+        producer = self.graph.producer.get(name)
+        if producer is None:
+            known = name in self.graph.tensor_by_name
+            raise _BrokenRuleError(
+                f"free names {name!r}, which "
+                + ("is resident and stays to the end" if known else "is no tensor of the graph")
+            )
+        if name not in self._live:
+            raise _BrokenRuleError(f"free names {name!r}, which is not on the device")
+        self._live.discard(name)
+        root = self.graph.root(name)
+        self._holders[root] -= 1
+        if self._holders[root] == 0 and root in self.graph.producer:
+            self.bytes -= self.graph.tensor_by_name[root].size_bytes
+        return self.bytes
+
+    def check_end(self) -> None:
+        left = self._forward[self._next_forward :] + self._later[self._next_later :]
+        if left:
+            raise _BrokenRuleError(f"{left[0]!r} has never run")
+        for name in self.graph.outputs:
+            if name not in self._live:
+                raise _BrokenRuleError(f"output {name!r} is not on the device")

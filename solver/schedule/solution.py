@@ -1,0 +1,279 @@
+"""A judged answer: what was asked, the schedule, what it costs, and the proof beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from graphs.files import FormatError, Record, read_json, write_json
+from graphs.fsdp import sharding_words
+from graphs.graph import Graph
+from solver.common import check_time_limit, counted, format_share, format_size
+from solver.schedule.ops import Schedule, ops_from_json
+from solver.schedule.recompute import baseline as baseline_schedule
+from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Trace, simulate
+
+Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
+STATUSES: tuple[str, ...] = get_args(Status)
+FORMAT = "schedule/1"
+OPTIMAL_GAP = 1e-3
+"""A schedule within this share of the baseline's time of its proven bound is called optimal."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked. A schedule file carries it so that `apply` can plan anew.
+
+    budget_bytes: all of the device's bytes that the step may take. reserve_bytes: the part of them
+    that is not ours to plan (CUDA context, allocator rounding). time_limit_s: of the search, with
+    the proof and, where nothing is found, the reason; tracing comes before it.
+
+    Raises ValueError for a time limit that is no positive number.
+    """
+
+    budget_bytes: int
+    reserve_bytes: int = 0
+    method: str = "auto"
+    time_limit_s: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_time_limit(self.time_limit_s)
+
+    @property
+    def available_bytes(self) -> int:
+        """What the peak must not exceed."""
+        return self.budget_bytes - self.reserve_bytes
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why nothing smaller fits: the op that stands in the way and what it must have beside it.
+
+    proven_bytes: no schedule whatever has a smaller peak. reached_bytes: the smallest peak of a
+    schedule that was found. schedule: that one (None: it is a method's that was asked to find it
+    anew). op: the node at which `proven_bytes` are needed. on_device: tensors there at that moment
+    with their bytes, largest first. cut_short: the time limit ended the search, so that less may be
+    reached, and more proven.
+    """
+
+    proven_bytes: int
+    reached_bytes: int
+    schedule: Schedule | None = field(repr=False)
+    op: str
+    on_device: tuple[tuple[str, int], ...]
+    cut_short: bool = False
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What `solve` returns; `apply` runs it, `solver.report` prints it, `save` writes it.
+
+    status: optimal (gap below OPTIMAL_GAP), feasible, infeasible, time_limit.
+    schedule, trace: None when nothing was found. baseline: the trace of the step without
+    recomputation. lower_bound_s: no schedule that keeps the order of first computation and fits
+    the budget is faster. obstacle: told when nothing was found. timed_out: the clock ended the
+    search: more time might find more, and another machine might find something else.
+    """
+
+    status: Status
+    graph: Graph
+    schedule: Schedule | None
+    trace: Trace | None
+    request: Request
+    baseline: Trace
+    lower_bound_s: float
+    method: str
+    solve_time_s: float
+    obstacle: Obstacle | None = None
+    timed_out: bool = False
+
+    def __repr__(self) -> str:
+        """One line: what was asked, what was found, what is proven."""
+        asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
+        if words := sharding_words(self.graph.meta):
+            asked += f" {words}"
+        if self.trace is None or self.overhead is None:
+            return f"Solution({asked}: no schedule{self._obstacle_words})"
+        return (
+            f"Solution({asked}: peak {format_size(self.trace.peak_bytes)}, without checkpointing "
+            f"{format_size(self.baseline.peak_bytes)}; overhead {_plain(self.overhead)}, "
+            f"proven at least {_plain(self.lower_bound_overhead)}; "
+            f"{counted(self.trace.n_recomputed, 'op')} run again)"
+        )
+
+    @property
+    def _obstacle_words(self) -> str:
+        """The least budget and the op in the way, where they are known."""
+        if self.obstacle is None:
+            return ""
+        reserve_bytes = self.request.reserve_bytes
+        words = f"; the least budget found is {format_size(self.obstacle.reached_bytes)}"
+        if reserve_bytes:
+            words = (
+                "; the least budget found is "
+                f"{format_size(self.obstacle.reached_bytes + reserve_bytes)}, reserve included"
+            )
+        node = self.graph.node_by_name.get(self.obstacle.op)
+        if node is None:
+            return words
+        where = f" in module {node.module}" if node.module else ""
+        return f"{words}; in the way is {node.op} ({node.phase}){where}"
+
+    @property
+    def overhead(self) -> float | None:
+        """Extra time as a share of the baseline's; None without a schedule."""
+        return None if self.trace is None else _share(self.trace.time_s, self.baseline.time_s)
+
+    @property
+    def lower_bound_overhead(self) -> float:
+        """The overhead that no schedule within the budget can beat (inf: nothing fits)."""
+        return max(0.0, _share(self.lower_bound_s, self.baseline.time_s))
+
+    @property
+    def gap(self) -> float | None:
+        """Overhead minus its lower bound, in shares of the baseline; None without a schedule."""
+        if self.trace is None:
+            return None
+        return max(0.0, (self.trace.time_s - self.lower_bound_s) / (self.baseline.time_s or 1.0))
+
+    def with_bound(self, lower_bound_s: float) -> Solution:
+        """The same answer with a bound proven elsewhere for this graph and budget, if it is better.
+
+        What is optimal by it is called so.
+        """
+        lower_bound_s = max(lower_bound_s, self.lower_bound_s)
+        status = self.status
+        if self.trace is not None:
+            proven = self.trace.time_s - lower_bound_s <= OPTIMAL_GAP * self.baseline.time_s
+            status = "optimal" if proven else "feasible"
+        return dataclasses.replace(self, lower_bound_s=lower_bound_s, status=status)
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Where the graph was traced: torch, device, shapes, dtypes, train, autocast, costs."""
+        value = self.graph.meta.get("environment", {})
+        if not isinstance(value, Mapping):
+            return {}
+        return {**value, "costs": self.graph.meta.get("costs", {})}
+
+    def save(self, path: str | Path) -> None:
+        """Write schedule.json (format schedule/1), whole or not at all."""
+        if self.schedule is None or self.trace is None:
+            raise ValueError(f"no schedule to save: the status is {self.status}")
+        value = {
+            "format": FORMAT,
+            "graph_id": self.schedule.graph_id,
+            "method": self.method,
+            "status": self.status,
+            "budget_bytes": self.request.budget_bytes,
+            "peak_bytes": self.trace.peak_bytes,
+            "time_s": self.trace.time_s,
+            "baseline_time_s": self.baseline.time_s,
+            "lower_bound_s": self.lower_bound_s,
+            "request": asdict(self.request),
+            "environment": {
+                **self.environment,
+                "module_graph_id": self.graph.module_part().graph_id,
+            },
+            "ops": self.schedule.ops_to_json(),
+        }
+        write_json(path, value)
+
+    @classmethod
+    def load(cls, path: str | Path, *, graph: Graph | str | Path) -> Solution:
+        """Read schedule.json against its graph and judge the schedule again.
+
+        Its bound and status are the file's word: proving them anew takes a search.
+
+        Raises FormatError (the file), IllegalScheduleError (the schedule on this graph), OSError.
+        """
+        graph = graph if isinstance(graph, Graph) else Graph.load(graph)
+        saved = SavedSchedule.load(path)
+        if saved.schedule.graph_id != graph.graph_id:
+            raise OtherGraphError(
+                f"{path}: the schedule was made for another graph "
+                f"({saved.schedule.graph_id[:19]}…) than the one given "
+                f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
+            )
+        trace = simulate(graph, saved.schedule)
+        if trace.peak_bytes > saved.request.available_bytes:
+            raise IllegalScheduleError(
+                trace.peak_op,
+                f"{path}: the peak is {trace.peak_bytes} bytes, above the "
+                f"{saved.request.available_bytes} that the file's budget leaves",
+            )
+        return cls(
+            status=saved.status,
+            graph=graph,
+            schedule=saved.schedule,
+            trace=trace,
+            request=saved.request,
+            baseline=simulate(graph, baseline_schedule(graph)),
+            lower_bound_s=saved.lower_bound_s,
+            method=saved.method,
+            solve_time_s=0.0,
+        )
+
+
+@dataclass(frozen=True)
+class SavedSchedule:
+    """The contents of schedule.json: a schedule and its request, without the graph."""
+
+    schedule: Schedule
+    method: str
+    status: Status
+    peak_bytes: int
+    time_s: float
+    lower_bound_s: float
+    request: Request
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SavedSchedule:
+        """Read and check the file; raises FormatError naming the field, OSError."""
+        record = Record(read_json(path), where=str(path))
+        record.expect_format(FORMAT)
+        budget_bytes = record.integer("budget_bytes")
+        method = record.string("method")
+        asked = Record(record.mapping("request", default={}), where=f"{path}: request")
+        time_limit_s = asked.number("time_limit_s", default=60.0)
+        if time_limit_s == 0:
+            raise FormatError(f"{path}: request: field 'time_limit_s' is 0; it must be above zero")
+        request = Request(
+            budget_bytes=budget_bytes,
+            reserve_bytes=asked.integer("reserve_bytes", default=0),
+            method=asked.string("method", default=method),
+            time_limit_s=time_limit_s,
+            seed=asked.integer("seed", default=0),
+        )
+        if request.reserve_bytes > budget_bytes:
+            raise FormatError(f"{path}: request: reserve_bytes is above budget_bytes")
+        schedule = Schedule(
+            ops=ops_from_json(record.items("ops"), source=str(path)),
+            graph_id=record.string("graph_id"),
+        )
+        return cls(
+            schedule=schedule,
+            method=method,
+            status=record.choice("status", STATUSES),  # type: ignore[arg-type]
+            peak_bytes=record.integer("peak_bytes"),
+            time_s=record.number("time_s"),
+            lower_bound_s=record.number("lower_bound_s"),
+            request=request,
+            environment=record.mapping("environment", default={}),
+        )
+
+
+def _share(time_s: float, baseline_time_s: float) -> float:
+    if math.isinf(time_s):
+        return math.inf
+    return (time_s - baseline_time_s) / baseline_time_s if baseline_time_s else 0.0
+
+
+def _plain(overhead: float) -> str:
+    return format_share(overhead).removeprefix("+")

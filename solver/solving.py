@@ -1,0 +1,330 @@
+"""The front door: a model or a graph and a budget in bytes, and back comes a judged Solution.
+
+Methods propose a schedule, `solver.simulate` decides what it costs and whether it fits, and
+`solver.bound.lower_bound` proves how far from the best it can be. A new method is a function with
+the signature of `proposal.Method` and a line in `methods.METHODS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphs.files import FormatError
+from graphs.graph import Graph
+from solver.bound import lower_bound_s
+from solver.common import (
+    CUDA_RESERVE_BYTES,
+    KEPT_SHARE,
+    BudgetError,
+    Deadline,
+    check_time_limit,
+    now_s,
+    parse_size,
+    refuse_bare,
+)
+from solver.methods import (
+    METHODS,
+    WARM_METHODS,
+    InterruptedSearchError,
+    Method,
+    Proposal,
+    find_obstacle,
+    least_by_method,
+)
+from solver.schedule import OPTIMAL_GAP, Request, Schedule, Solution, Status, Trace, simulate
+from solver.schedule import baseline as baseline_schedule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from graphs.hardware import Hardware
+
+
+N_JUDGEMENTS = 5
+"""Times that judging the baseline took: kept for judging the answer, and for what cannot be stopped
+half-way."""
+
+
+class InterruptedSolveError(KeyboardInterrupt):
+    """Ctrl-C ended the search; `solution` is what was best by then (perhaps without a schedule)."""
+
+    def __init__(self, solution: Solution) -> None:
+        super().__init__("the search was interrupted")
+        self.solution = solution
+
+
+def solve(
+    problem: nn.Module | Graph | str | Path,
+    batch: Any = None,
+    *,
+    budget: int | float | str,
+    reserve: int | float | str | None = None,
+    method: str = "auto",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    capacity_bytes: int | None = None,
+    **trace_options: Any,
+) -> Solution:
+    """Find the schedule that fits the training step into `budget` at the least extra time.
+
+    problem: a module (traced with `batch` and the keyword arguments of `graphs.trace.trace`: loss,
+    optimizer, gradients), a Graph, or the path of a graph file.
+    device, costs: as on the command line: "cpu", "cuda", "cuda:1" or a named card such as "h100";
+    "roofline", "measured" or a cost model (`solver.device`).
+    budget: bytes of the device for the whole step (16e9), "16GB", "60%" of `capacity_bytes`.
+    reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
+    module on CUDA or planned for a named card, else 0).
+
+    time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
+    reason. What is best by then is the answer; it says that the clock ended the search.
+
+    Raises ValueError for a budget, reserve, method or time limit that is none; TraceError (a module
+    that cannot be traced), FormatError (a file). That nothing fits is no error but the Solution's
+    status.
+    """
+    started_s = now_s()
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    check_time_limit(time_limit_s)
+    graph, hardware = _as_graph(problem, batch, trace_options)
+    if capacity_bytes is None and hardware is not None:
+        capacity_bytes = hardware.capacity_bytes
+    if reserve is None:
+        on_cuda = graph.meta.get("environment", {}).get("device") == "cuda"
+        on_cuda = on_cuda or (hardware is not None and hardware.kind == "cuda")
+        is_module = not isinstance(problem, Graph | str | Path)
+        reserve = CUDA_RESERVE_BYTES if on_cuda and is_module else 0
+    request = Request(
+        budget_bytes=parse_size(budget, capacity_bytes=capacity_bytes),
+        reserve_bytes=parse_size(
+            reserve, capacity_bytes=capacity_bytes, what="reserve", least_bytes=0
+        ),
+        method=method,
+        time_limit_s=time_limit_s,
+        seed=seed,
+    )
+    refuse_bare(budget, resident_bytes=graph.resident_bytes)
+    if request.available_bytes <= 0:
+        raise BudgetError(
+            f"the reserve of {request.reserve_bytes} bytes takes all of the budget of "
+            f"{request.budget_bytes} bytes"
+        )
+    return answer(graph, request, started_s=started_s)
+
+
+def answer(graph: Graph, request: Request, *, started_s: float | None = None) -> Solution:
+    """`attempt`, and where nothing was found `explained`. Raises InterruptedSolveError."""
+    deadline = Deadline.after(request.time_limit_s)
+    found = attempt(graph, request, started_s=started_s, deadline=deadline)
+    return explained(found, deadline=deadline)
+
+
+def attempt(
+    graph: Graph,
+    request: Request,
+    *,
+    started_s: float | None = None,
+    starts: Sequence[Schedule] = (),
+    deadline: Deadline | None = None,
+) -> Solution:
+    """Run the requested method on a graph and have its proposal judged.
+
+    starts: schedules known for this graph, for a method that can begin from them. started_s: what
+    the solution's time counts from. deadline: when the answer is due (None: the request's time
+    limit from now on).
+
+    Raises InterruptedSolveError on Ctrl-C, with the best so far.
+    """
+    started_s = now_s() if started_s is None else started_s
+    deadline = deadline or Deadline.after(request.time_limit_s)
+    plain, baseline, judging_s = _judged_baseline(graph)
+    proposal, lower_bound_s, interrupted = _propose(
+        graph, request, Proposal(plain), baseline, starts, deadline.earlier(judging_s)
+    )
+    trace = None
+    if proposal.schedule is not None:
+        trace = simulate(graph, proposal.schedule)
+        if trace.peak_bytes > request.available_bytes:
+            raise AssertionError(
+                f"method {request.method} proposed a schedule whose peak is {trace.peak_bytes} "
+                f"bytes, above {request.available_bytes}; please report this as a bug"
+            )
+    solution = Solution(
+        status=_status(proposal.timed_out, trace, baseline, lower_bound_s),
+        graph=graph,
+        schedule=proposal.schedule,
+        trace=trace,
+        request=request,
+        baseline=baseline,
+        lower_bound_s=lower_bound_s,
+        method=request.method,
+        solve_time_s=now_s() - started_s,
+        timed_out=proposal.timed_out,
+    )
+    if interrupted is not None:
+        raise InterruptedSolveError(solution) from interrupted
+    return solution
+
+
+def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
+    """With the obstacle told if there is no schedule: the least budget, and the op in the way.
+
+    deadline: when the answer is due (None: what the request's time limit leaves, KEPT_SHARE of it
+    at least). A search that finds nothing ends that much sooner, so there is always some time; the
+    obstacle says where it was not enough.
+
+    Where the schedule of the least budget fits after all, because the time limit ended the search
+    before one was found, it is the answer.
+    `auto` reaches the least budget of `find_obstacle`; another method is asked to find its own,
+    in what is left of the time limit. The time that this takes counts as the solution's.
+    """
+    if solution.schedule is not None or solution.obstacle is not None:
+        return solution
+    started_s, limit_s = now_s(), solution.request.time_limit_s
+    if deadline is None:
+        left_s = limit_s - solution.solve_time_s
+        deadline = Deadline.after(max(KEPT_SHARE * limit_s, left_s))
+    *_, judging_s = _judged_baseline(solution.graph)
+    is_auto = solution.method == "auto"
+    here = deadline.earlier(judging_s if is_auto else deadline.left_s / 2)
+    obstacle = find_obstacle(solution.graph, deadline=here)
+    if not is_auto:
+        reached_bytes = least_by_method(
+            solution.graph,
+            proven_bytes=max(obstacle.proven_bytes, solution.request.available_bytes + 1),
+            method=METHODS[solution.method],
+            time_limit_s=max(0.0, deadline.earlier(judging_s).left_s),
+            seed=solution.request.seed,
+        )
+        obstacle = dataclasses.replace(
+            obstacle, reached_bytes=reached_bytes, schedule=None, cut_short=deadline.passed
+        )
+    solution = dataclasses.replace(
+        solution, solve_time_s=solution.solve_time_s + now_s() - started_s
+    )
+    if obstacle.schedule is None or obstacle.reached_bytes > solution.request.available_bytes:
+        return dataclasses.replace(solution, obstacle=obstacle)
+    trace = simulate(solution.graph, obstacle.schedule)
+    return dataclasses.replace(
+        solution,
+        status=_status(True, trace, solution.baseline, solution.lower_bound_s),
+        schedule=obstacle.schedule,
+        trace=trace,
+    )
+
+
+def _judged_baseline(graph: Graph) -> tuple[Schedule, Trace, float]:
+    """The step without recomputation, its trace, and the seconds to keep for judging the answer."""
+    begun_s = now_s()
+    schedule = baseline_schedule(graph)
+    trace = simulate(graph, schedule)
+    return schedule, trace, N_JUDGEMENTS * (now_s() - begun_s)
+
+
+def _propose(
+    graph: Graph,
+    request: Request,
+    plain: Proposal,
+    baseline: Trace,
+    starts: Sequence[Schedule],
+    deadline: Deadline,
+) -> tuple[Proposal, float, KeyboardInterrupt | None]:
+    """The method's proposal, the best bound, and the Ctrl-C that ended the search, if one did."""
+    if baseline.peak_bytes <= request.available_bytes and request.method == "auto":
+        return plain, baseline.time_s, None
+    is_auto = request.method == "auto"  # its own proof includes the bound
+    kept_s = 0.0 if is_auto else KEPT_SHARE * request.time_limit_s
+    try:
+        proposal = _method(request.method, starts)(
+            graph,
+            budget_bytes=request.available_bytes,
+            time_limit_s=max(0.0, deadline.earlier(kept_s).left_s),
+            seed=request.seed,
+        )
+    except InterruptedSearchError as interrupt:
+        proposal = interrupt.proposal
+        return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt
+    if is_auto:
+        return proposal, max(proposal.lower_bound_s, baseline.time_s), None
+    left_s = deadline.left_s
+    try:
+        bound_s = lower_bound_s(
+            graph, budget_bytes=request.available_bytes, time_limit_s=max(0.0, left_s)
+        )
+    except KeyboardInterrupt as interrupt:
+        return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt
+    return proposal, max(proposal.lower_bound_s, bound_s, baseline.time_s), None
+
+
+def _method(name: str, starts: Sequence[Schedule]) -> Method:
+    if starts and name in WARM_METHODS:
+        return functools.partial(WARM_METHODS[name], starts=starts)
+    return METHODS[name]
+
+
+def _status(timed_out: bool, trace: Trace | None, baseline: Trace, lower_bound_s: float) -> Status:
+    if trace is not None:
+        gap_s = trace.time_s - lower_bound_s
+        return "optimal" if gap_s <= OPTIMAL_GAP * baseline.time_s else "feasible"
+    if math.isinf(lower_bound_s) or not timed_out:
+        return "infeasible"
+    return "time_limit"
+
+
+def _loaded(path: str | Path) -> Graph:
+    """Read a graph file; says what would be right where the path is of something else."""
+    name = str(path)
+    if name.startswith("hf:") or Path(name).suffix == ".py":
+        raise FormatError(
+            f"{name}: solve() in Python takes a module and its batch, a Graph or a graph file "
+            "(.json); a model file or configuration is for the command (solve --budget SIZE "
+            f"{name}); here import it: solve(get_model(), get_batch(), budget=...)"
+        )
+    try:
+        return Graph.load(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name}: no such file; give a graph file (--graph-out or Graph.save writes one)"
+        ) from error
+
+
+def _as_graph(
+    problem: nn.Module | Graph | str | Path, batch: Any, trace_options: dict[str, Any]
+) -> tuple[Graph, Hardware | None]:
+    """The graph, and the device that was named (None: none was)."""
+    if isinstance(problem, Graph | str | Path):
+        if batch is not None or trace_options:
+            given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
+            raise TypeError(f"a graph is traced already: {given} would have no effect")
+        return (problem if isinstance(problem, Graph) else _loaded(problem)), None
+    if isinstance(problem, type):
+        name = problem.__name__
+        raise TypeError(f"{name} is a class; give a module: solve({name}(...), batch, budget=...)")
+    if batch is None:
+        raise TypeError(
+            "a batch is missing: solve(model, batch, budget=...), with what the model is called "
+            "with: a tensor, a tuple or a dict of tensors"
+        )
+    from graphs.trace import trace
+    from solver.device import trace_target
+
+    known = [*inspect.signature(solve).parameters, *inspect.signature(trace).parameters]
+    for name in trace_options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"solve() takes no argument {name!r}{hint}")
+    options = dict(trace_options)
+    device, costs = options.pop("device", None), options.pop("costs", None)
+    if device is None and isinstance(costs, str):
+        kind = next((parameter.device.type for parameter in problem.parameters()), "cpu")
+        device = "cpu" if kind == "meta" else kind
+    target = trace_target(device, costs)
+    return trace(problem, batch, **options, **target.options), target.hardware

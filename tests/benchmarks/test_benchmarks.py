@@ -1,0 +1,77 @@
+"""The benchmarks' own arithmetic, on graphs small enough for a test. Nothing here is timed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from benchmarks import deep_chains, peers, plan_quality
+from benchmarks.quality_graphs import Subject
+from graphs.calls.call import Call
+from graphs.costs.models import Roofline
+from graphs.hardware import named
+from graphs.synthetic.nets import residual
+from graphs.trace import loss_index, trace_module
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sin(torch.tanh(layer(x)))
+        return x.square().mean()
+
+
+def test_a_report_has_a_row_for_each_share_and_tells_its_misses() -> None:
+    found = plan_quality.measure_graph(
+        "net", Subject(residual(n_blocks=5)), shares=(0.8, 0.0), time_limit_s=5.0
+    )
+    assert [row["share"] for row in found["rows"]] == [0.8, 0.0]
+    generous = found["rows"][0]
+    assert generous["peak_bytes"] <= generous["budget_bytes"]
+    assert generous["bound"] - 1e-9 <= generous["overhead"]
+    assert not plan_quality.missed(generous)
+    assert plan_quality.missed({**generous, "gap": 0.002})
+    assert not plan_quality.missed({**generous, "share": 0.4, "gap": 0.002})
+    assert plan_quality.missed({**generous, "gap": None})
+    circumstances = plan_quality.circumstances(5.0)
+    text = plan_quality.markdown({"circumstances": circumstances, "graphs": {"net": found}})
+    assert "| net | " in text
+    assert "## net" in text
+
+
+def test_what_pytorchs_partitioner_keeps_is_judged() -> None:
+    with torch.device("meta"):
+        model, batch = Tower(), torch.empty(256, 64)
+    step = trace_module(
+        model,
+        Call.of((batch,), {}),
+        device=torch.device("cpu"),
+        choose=loss_index,
+        gradients="fresh",
+        costs=Roofline(named("h100")),
+    )
+    found = peers.partitioned(step, time_limit_s=60.0)
+    assert set(found) == {"torch dp", "torch greedy", "torch ilp"}
+    for traces in found.values():
+        assert len(traces) == len(peers.RATIOS)
+        assert any(trace.n_recomputed for trace in traces)
+        roomy = peers.best_overhead(step.graph, traces, budget_bytes=10**9)
+        tight = peers.best_overhead(
+            step.graph, traces, budget_bytes=min(t.peak_bytes for t in traces)
+        )
+        assert roomy is not None
+        assert tight is not None
+        assert 0.0 <= roomy <= tight
+        assert peers.best_overhead(step.graph, traces, budget_bytes=1) is None
+
+
+def test_a_deep_chain_is_planned_beside_the_exact_chain_program() -> None:
+    row = deep_chains.measure(residual(n_blocks=60), share=0.2, limit_s=20.0)
+    ours, exact = row["auto"], row["chain"]
+    assert ours["peak_bytes"] <= row["budget_bytes"]
+    assert exact["n_blocks"] >= 60
+    assert ours["bound"] - 1e-9 <= ours["overhead"] <= exact["overhead"]

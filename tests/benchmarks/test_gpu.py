@@ -1,0 +1,305 @@
+"""The GPU benchmark's code, on the CPU at small size, and what it needs to be installed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.gpu import operators, smoke, smoke_checks
+from benchmarks.gpu.__main__ import _in_own_process, _is_chosen, _parser, main, table
+from benchmarks.gpu.models import SMALL
+from benchmarks.gpu.parts import PARTS, Settings
+from benchmarks.gpu.picture import draw
+from benchmarks.gpu.smoke_device import Bench
+from graphs.capture.as_eager import kernels as eager_kernels
+from graphs.capture.extraction import is_random
+from graphs.costs import attention_seeds as seeds
+from scheduler_runtime import CudaGraphError, apply
+from scheduler_runtime.planned.cuda_graph import check_program
+from solver import solve
+from tests.support.paths import ROOT
+
+verify = importlib.import_module("scheduler_runtime.verifying")
+CPU = torch.device("cpu")
+SETTINGS = Settings(CPU, backend="aot_eager", time_limit_s=5.0)
+
+
+def run(part: str, case: str, earlier=None) -> dict:
+    return PARTS[part].run(case, SETTINGS, earlier or {})
+
+
+def test_every_case_of_a_part_has_a_name_of_its_own():
+    for device in (CPU, torch.device("cuda")):
+        for full in (False, True):
+            for part in PARTS.values():
+                cases = part.cases(Settings(device, full=full))
+                assert cases
+                assert len(set(cases)) == len(cases)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["eager", "every block", "every second block", "selective", "compile", "ours"],
+)
+def test_each_way_runs_and_less_is_held_where_blocks_are_checkpointed(way):
+    plain = run("ways", "gpt2/eager")
+    case = f"gpt2/{way}/0.6" if way == "ours" else f"gpt2/{way}"
+    row = run("ways", case, {"gpt2/eager": plain})
+    assert row["status"] == "ran", row
+    assert row["samples_per_s"] > 0
+    if way in ("every block", "every second block"):
+        assert row["peak_bytes"] < plain["peak_bytes"]
+    if way == "ours":
+        assert row["peak_bytes"] <= row["budget_bytes"] < plain["peak_bytes"]
+
+
+def test_the_part_on_budgets_tells_whether_they_were_kept():
+    row = run("budget", "unet/0.6")
+    assert row["kept"], row
+    assert row["plain_fails"], row
+    assert row["peak_bytes"] <= row["budget_bytes"] < row["plain_peak_bytes"]
+
+
+def test_the_part_on_bits_compares_a_plan_that_runs_something_again():
+    row = run("bits", "attention with dropout/ours")
+    assert row["n_again"] > 0
+    assert row["n_compared"] > 10
+    assert row["different"] == []
+
+
+def test_the_largest_batch_lies_between_one_that_fits_and_one_that_does_not():
+    row = run("batch", "gpt2/eager/4 MB")
+    assert row["batch_size"] >= 1
+    assert row["peak_bytes"] <= 4 * 10**6
+    larger = run("batch", "gpt2/every block/4 MB")
+    assert larger["batch_size"] > row["batch_size"]
+
+
+def test_costs_are_put_beside_the_roofline():
+    row = operators.measured_beside_roofline(SMALL["llama"], CPU)
+    assert row["n_distinct"] > 10
+    assert row["ratio"] == pytest.approx(row["measured_s"] / row["roofline_s"])
+    assert "aten.mm.default" in row["operators"]
+
+
+def test_the_command_goes_on_where_it_was_left(tmp_path, capsys):
+    options = ["--out", str(tmp_path), "--device", "cpu", "--in-process", "--parts", "host"]
+    assert main([*options, "--minutes", "0"]) == 0
+    assert "run the command again" in capsys.readouterr().out
+    path = tmp_path / "gpu.json"
+    found = json.loads(path.read_text())
+    found["parts"]["host"]["cases"] = {
+        case: {"status": "ran", "n_operators": 7} for case in PARTS["host"].cases(SETTINGS)
+    }
+    path.write_text(json.dumps(found))
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[:2] for line in printed.splitlines()].count(["gpt2/ours", "7"]) == 1
+    found["machine"]["torch"] = "0.1"
+    path.write_text(json.dumps(found))
+    with pytest.raises(SystemExit, match="another machine"):
+        main(options)
+
+
+def test_a_case_that_fails_is_a_row_with_its_reason():
+    shown = table("ways", {"gpt2/ours/0.1": {"status": "refused", "reason": "nothing fits"}})
+    assert "refused: nothing fits" in shown
+
+
+def test_without_a_gpu_the_command_says_what_to_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "--device cpu" in capsys.readouterr().out
+    assert main(["--out", str(tmp_path), "--device", "mps"]) == 2
+
+
+def test_all_ways_are_in_one_picture(tmp_path):
+    row = {"status": "ran", "peak_bytes": 10**9, "samples_per_s": 5.0}
+    refused = {"status": "refused"}
+    cases = {"gpt2/eager": row, "gpt2/ours/0.5": row, "unet/compile": refused}
+    assert [path.name for path in draw(cases, tmp_path)] == ["ways-gpt2.png"]
+    assert (tmp_path / "ways-gpt2.png").stat().st_size > 10_000
+
+
+def test_a_cuda_graph_of_random_operators_that_run_again_is_refused():
+    from benchmarks.gpu.bits import AttentionWithDropout
+
+    model, batch = AttentionWithDropout(), torch.randn(2, 64, 64)
+    free = solve(model, batch, budget="1GB")
+    resident = free.graph.resident_bytes
+    budget = resident + int(0.6 * (free.baseline.peak_bytes - resident))
+    for solution, is_refused in ((free, False), (solve(model, batch, budget=budget), True)):
+        apply(model, solution)
+        model(batch).backward()
+        compiled = next(iter(model.forward._programs._programs.values()))
+        del model.forward
+        if is_refused:
+            with pytest.raises(CudaGraphError, match="which a CUDA graph cannot"):
+                check_program(compiled)
+        else:
+            check_program(compiled)
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.split('.')[0] in {missing}:
+            return None
+        return PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+import torch
+from solver import solve
+from scheduler_runtime import apply
+import benchmarks.gpu.__main__
+from benchmarks.gpu.models import SMALL
+model, batch = SMALL['gpt2'].made(torch.device('cpu'))
+free = solve(model, batch, budget='1GB')
+resident = free.graph.resident_bytes
+budget = resident + int(0.7 * (free.baseline.peak_bytes - resident))
+solution = solve(model, batch, budget=budget)
+assert solution.trace.n_recomputed
+apply(model, solution)
+model(*batch).backward()
+print('ran')
+"""
+
+
+def test_what_the_gpu_machine_may_lack_is_not_needed():
+    missing = ("rich", "pulp", "highspy", "transformers", "hypothesis", "checkpoint_schedules")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout.strip().endswith("ran"), done.stderr
+
+
+@pytest.mark.parametrize("group", ["device", "operators", "CUDA graph"])
+def test_a_group_of_the_smoke_part_holds_on_the_cpu(group):
+    row = run("smoke", group)
+    assert row["n_failed"] == 0, row["checks"]
+    assert row["n_held"] == len(smoke.GROUPS[group])
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        smoke_checks.traced_operators_are_those_of_eager_mode,
+        smoke_checks.optimizers_take_what_is_predicted,
+        smoke_checks.autocast_bits,
+    ],
+)
+def test_a_check_of_the_smoke_part_holds_on_the_cpu(check):
+    assert check(Bench(CPU, "aot_eager"))
+
+
+def test_a_check_that_fails_is_told_and_the_next_one_runs(monkeypatch):
+    def one_that_breaks(_bench):
+        raise RuntimeError("no kernel image")
+
+    def one_that_holds(_bench):
+        return "3 bytes"
+
+    monkeypatch.setattr(smoke, "GROUPS", {"two": (one_that_breaks, one_that_holds)})
+    row = smoke.run("two", CPU, "aot_eager")
+    assert (row["n_held"], row["n_failed"], row["status"]) == (1, 1, "failed")
+    assert "no kernel image" in row["checks"]["one that breaks"]
+    assert row["checks"]["one that holds"].endswith("3 bytes")
+
+
+def test_cases_are_chosen_by_their_words():
+    assert _is_chosen("gpt2/ours/0.5", None)
+    assert _is_chosen("gpt2/ours/0.5", [["gpt2", "unet"], ["0.5"]])
+    assert not _is_chosen("gpt2-xl/ours/0.5", [["gpt2"]])
+
+
+def test_a_case_that_hangs_or_ends_its_process_is_a_row(monkeypatch, tmp_path):
+    arguments = _parser().parse_args(["--out", str(tmp_path), "--device", "cpu"])
+    program = "import sys, {0}; sys.stdin.read(); {1}"
+    for body, words in (
+        ("subprocess.Popen(['sleep', '60']); time.sleep(60)", "not done within 2 s"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
+    ):
+        script = tmp_path / "benchmarks" / "gpu.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(program.format("os, signal, subprocess, time", body))
+        monkeypatch.chdir(tmp_path)
+        row = _in_own_process("host", "gpt2/ours", {}, arguments, 2.0)
+        assert row["status"] == "failed"
+        assert words in row["reason"]
+
+
+def test_the_seeds_of_attention_are_taken_from_where_they_are_made():
+    for name, pair in seeds._PAIRS.items():
+        read = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
+        assert [read[i] for i in pair.read_at] == ["philox_seed", "philox_offset"]
+        forward = getattr(torch.ops.aten, name.removesuffix("_backward")).default
+        made = [a.name for a in forward._schema.returns]
+        assert [made[i] for i in pair.made_at] in (
+            ["philox_seed", "philox_offset"],
+            ["rng_state", "unused"],
+        )
+    x = torch.rand(2)
+    assert seeds.real_seeds(torch.ops.aten.add.Tensor, (x, x)) == (x, x)
+
+
+def test_fused_attention_on_cuda_is_random_with_dropout_alone():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert not is_random(graph.call_function(flash, (x, x, x)))
+    assert not is_random(graph.call_function(flash, (x, x, x, 0.0, True)))
+    assert is_random(graph.call_function(flash, (x, x, x, 0.1, True)))
+    assert is_random(graph.call_function(flash, (x, x, x), {"dropout_p": 0.1}))
+
+
+def test_batch_norm_of_cudnn_is_planned_by_an_operator_that_tells_what_it_writes():
+    x, weight, bias = torch.randn(4, 3, 5, 5), torch.rand(3), torch.rand(3)
+    mean, variance = torch.zeros(3), torch.ones(3)
+    plain = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, True, 0.1)
+    own_mean, own_variance = torch.zeros(3), torch.ones(3)
+    kernel = eager_kernels._eager_cudnn_batch_norm
+    out = kernel(x, weight, bias, own_mean, own_variance, True, 0.1, 1e-5)
+    assert torch.equal(out[0], plain)
+    assert torch.equal(own_mean, mean)
+    assert torch.equal(own_variance, variance)
+    key = torch._C.DispatchKey.Autograd
+    operator = torch.ops.aten.cudnn_batch_norm.default
+    before = operator.py_kernels[key]
+    with eager_kernels.eager_kernels(torch.device("cuda")):
+        assert operator.py_kernels[key] is kernel
+    assert operator.py_kernels[key] is before
+
+
+def test_what_differs_without_a_plan_as_well_is_told_apart(monkeypatch):
+    made = lambda: SMALL["llama"].made(CPU)  # noqa: E731
+    model, batch = made()
+    own, count = verify._Bench.bits, iter(range(10))
+
+    def bits(self, state):
+        return {**own(self, state), "gradient of noise": torch.tensor(next(count))}
+
+    monkeypatch.setattr(verify._Bench, "bits", bits)
+    found = verify.verify(
+        solve(model, batch, budget="1GB", time_limit_s=5.0),
+        model=lambda: made()[0],
+        batch=lambda: made()[1],
+        loss=None,
+        inputs=None,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        device="cpu",
+        autocast=None,
+    )
+    assert found.unsteady == ("gradient of noise",)
+    assert found.differences == ()

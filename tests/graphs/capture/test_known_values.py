@@ -1,0 +1,228 @@
+"""What a module looks at while it is traced: the branch of eager mode, and another program for
+calls that would take another one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graphs.trace import TraceError, trace
+from scheduler_runtime import PlanMismatchError, apply
+from scheduler_runtime.planned.program_cache import Programs
+from solver import solve
+from solver.schedule.recompute import keep
+from tests.scheduler_runtime.test_applying import one_step, solution_of
+
+WIDTH = 16
+
+
+class Looking(nn.Module):
+    """Two layers around something that looks at the batch."""
+
+    def __init__(self, middle: Callable[[nn.Module, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("n_steps", torch.tensor(0))
+        self.middle = middle
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = self.middle(self, hidden, mask)
+        return torch.tanh(self.second(hidden)).square().mean()
+
+
+def all_or_some(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return hidden if mask.all() else hidden.masked_fill(~mask[:, None], 0.0).cos()
+
+
+def those_that_count(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return hidden[mask].sin()
+
+
+def as_long_as_needed(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(mask.sum())):
+        hidden = torch.tanh(hidden * 1.5)
+    return hidden
+
+
+def scaled(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(hidden * mask.float().mean().item())
+
+
+def counted(module: nn.Module, hidden: torch.Tensor, _mask: torch.Tensor) -> torch.Tensor:
+    module.n_steps.add_(1)
+    return hidden.sin() if int(module.n_steps) % 2 else hidden.cos()
+
+
+def batch_of(n_set: int, n_rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(n_set)
+    return torch.randn(n_rows, WIDTH, generator=generator), torch.arange(n_rows) < n_set
+
+
+@pytest.mark.parametrize(
+    "middle", [all_or_some, those_that_count, as_long_as_needed, scaled, counted]
+)
+def test_every_call_takes_the_branch_of_eager_mode(middle: Any) -> None:
+    torch.manual_seed(0)
+    model = Looking(middle)
+    solution = solve(model, batch_of(8), budget="1MB")
+    planned = apply(copy.deepcopy(model), solution, on_mismatch="replan")
+    for n_set in (8, 3, 8, 5, 3):
+        expected, got = one_step(model, batch_of(n_set), 0), one_step(planned, batch_of(n_set), 0)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_calls_that_see_the_same_share_a_program() -> None:
+    model = Looking(all_or_some)
+    apply(model, solve(model, batch_of(8), budget="1MB"), on_mismatch="replan")
+    for n_set in (8, 3, 5, 8, 4):
+        model(*batch_of(n_set))
+    assert len(model.forward._programs) == 2
+
+
+def looks_at_no_number(
+    _module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """The mean of nothing is NaN, in every call."""
+    mean, (low, high) = mask[:0].float().mean().item(), mask.float().log().aminmax()
+    return hidden.sin() if math.isnan(mean) and low.item() <= high.item() else hidden.cos()
+
+
+def test_nan_seen_again_is_the_same() -> None:
+    model = Looking(looks_at_no_number)
+    apply(model, solve(model, batch_of(8), budget="1MB"), on_mismatch="replan")
+    for _ in range(3):
+        model(*batch_of(8))
+    assert len(model.forward._programs) == 1
+    model(*batch_of(5))  # log(0) is another number
+    assert len(model.forward._programs) == 2
+
+
+def test_another_branch_is_refused_where_nothing_is_planned_anew() -> None:
+    model = Looking(all_or_some)
+    graph = trace(model, batch_of(8))
+    apply(model, solution_of(graph, keep(graph, set())))
+    model(*batch_of(8))
+    with pytest.raises(PlanMismatchError, match=r"operator .* stands where"):
+        model(*batch_of(7))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda module, hidden, _: hidden if hidden.sum() > 0 else -hidden,
+        lambda module, hidden, _: hidden if module.second.weight.sum() > 0 else -hidden,
+        lambda module, hidden, _: hidden if torch.rand(()) > 0.5 else -hidden,
+        lambda module, hidden, _: hidden if torch.empty(()) > 0.5 else -hidden,
+        lambda module, hidden, _: hidden[hidden > 0],
+    ],
+)
+def test_what_the_step_computes_may_not_be_looked_at(look: Any) -> None:
+    with pytest.raises(TraceError, match=r"Looking cannot be traced \(.*test_known_values"):
+        trace(Looking(look), batch_of(8))
+
+
+def test_without_values_there_is_nothing_to_look_at() -> None:
+    with pytest.raises(TraceError, match="cannot be traced"):
+        trace(Looking(all_or_some).to("meta"), [t.to("meta") for t in batch_of(8)])
+
+
+def test_the_programs_of_a_module_are_bounded() -> None:
+    programs = Programs(n_kept=2)
+    model = Looking(all_or_some)
+    apply(model, solve(model, batch_of(8), budget="1MB"), on_mismatch="replan")
+    model.forward._programs = programs
+    for n_rows in (8, 6, 4, 8):
+        model(*batch_of(n_rows, n_rows))
+        assert len(programs) <= 2
+
+
+@pytest.mark.parametrize("n_padded", [0, 5])
+def test_a_padding_mask_that_masks_nothing_leaves_the_fused_attention(n_padded: int) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    tokens = torch.randint(50, (3, 24))
+    mask = torch.ones_like(tokens)
+    mask[0, 24 - n_padded :] = 0
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+    graph = trace(model, batch)
+    masked = [node for node in graph.nodes if node.op == "aten.where.self"]
+    assert bool(masked) == bool(n_padded)
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    expected, got = one_step(model, batch, 0), one_step(planned, batch, 0)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_a_selection_whose_size_is_known_has_a_gradient() -> None:
+    """Of a boolean index the backward pass reads the same numbers."""
+    model = Looking(those_that_count)
+    graph = trace(model, batch_of(5))
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    losses = [each(*batch_of(5)) for each in (model, planned)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(model.first.weight.grad, planned.first.weight.grad)
+    assert not torch.equal(model.first.weight.grad, torch.zeros_like(model.first.weight))
+    assert F.mse_loss(*losses) == 0
+
+
+def test_a_number_that_the_step_computes_is_refused_in_the_users_words() -> None:
+    model = Looking(lambda _module, hidden, _mask: hidden if hidden.sum() > 0 else -hidden)
+    with pytest.raises(TraceError, match=r"line \d+\): forward looks at numbers.*torch\.where"):
+        trace(model, batch_of(8))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(WIDTH, WIDTH), (2, WIDTH)),
+        (nn.Linear(WIDTH, WIDTH, bias=False), (2, 3, WIDTH)),
+        (nn.ConvTranspose1d(WIDTH, WIDTH, 1), (2, WIDTH, 3)),
+        (nn.LayerNorm(WIDTH), (2, WIDTH)),
+        (nn.BatchNorm1d(WIDTH), (2, WIDTH)),
+        (nn.GroupNorm(2, WIDTH), (2, WIDTH)),
+        (nn.GRUCell(WIDTH, WIDTH), (2, WIDTH)),
+    ],
+)
+def test_dtypes_that_eager_mode_refuses_are_refused_while_tracing(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).sum()
+
+    batch = torch.randn(shape, dtype=torch.float64)
+    with pytest.raises(RuntimeError):
+        Net()(batch)
+    with pytest.raises(TraceError, match=r"takes tensors of one dtype, and got float\d\d and"):
+        trace(Net(), batch)
+    trace(Net(), batch.float())
+
+
+def test_norms_take_halves_with_float_weights_as_in_eager_mode() -> None:
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Flatten(0))
+    half = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    assert trace(model, half, loss=lambda output, _: output.float().sum()).nodes

@@ -1,0 +1,81 @@
+"""Models of transformers that return hidden states put hooks on their layers when first called."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from benchmarks.same_bits import keeping_nothing
+from graphs.calls.call import TraceError
+from graphs.trace import trace
+from scheduler_runtime import apply
+
+
+class Distilled(nn.Module):
+    """The loss reads every hidden state, as when a small model learns from a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = BertConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=64,
+        )
+        self.inner = BertForSequenceClassification(config)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        out = self.inner(input_ids=input_ids, labels=labels, output_hidden_states=True)
+        extra = torch.stack([hidden.square().mean() for hidden in out.hidden_states]).sum()
+        return {"loss": out.loss + extra, "hidden": out.hidden_states}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(2 * 16).reshape(2, 16) % 64, "labels": torch.tensor([0, 1])}
+
+
+def one_step(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    out = model(**batch())
+    out["loss"].backward()
+    return [
+        out["loss"],
+        *out["hidden"],
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
+
+
+def n_hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_hidden_states_and_gradients_are_the_same_bits(called_before: bool) -> None:
+    torch.manual_seed(0)
+    model = Distilled()
+    if called_before:
+        model(**batch())
+    n_before = n_hooks(model)
+    assert bool(n_before) == called_before
+    solution = keeping_nothing(trace(model, batch()))
+    assert n_hooks(model) == n_before
+    plain = copy.deepcopy(model)
+    apply(model, solution)
+    for expected, got in zip(one_step(plain), one_step(model), strict=True):
+        assert torch.equal(expected, got)
+    model.eval()
+    assert len(model(**batch())["hidden"]) == 3  # collected once, not twice
+
+
+def test_other_hooks_of_submodules_are_still_refused() -> None:
+    model = Distilled()
+    model.inner.bert.encoder.register_forward_hook(lambda *_: None)
+    with pytest.raises(TraceError, match=r"'inner\.bert\.encoder' has a forward hook"):
+        trace(model, batch())

@@ -1,0 +1,169 @@
+"""Which costs a plan for a CUDA device gets, with stand-ins for the driver's answers."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.costs import defaults as default_costs
+from graphs.costs.cache import CostCache
+from graphs.costs.defaults import asked
+from graphs.costs.models import Measured, Roofline, from_description
+from graphs.trace import trace
+from scheduler_runtime import apply
+from scheduler_runtime.by_submodule import observe
+from solver import solve
+from solver.common.errors import UsageError
+from solver.device import cost_words, find_target, trace_target
+
+CARDS = ("NVIDIA H200", "NVIDIA Z9000")
+
+
+@pytest.fixture
+def cards(monkeypatch, tmp_path):
+    """Two cards, the second of rates that nobody listed; the paths that a cache was asked for."""
+
+    def properties(device):
+        index = device.index or 0 if isinstance(device, torch.device) else device
+        size = 10**9 * (index + 1)
+        return types.SimpleNamespace(name=CARDS[index], total_memory=size, major=9, minor=0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(CARDS))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_card_that_is_here_is_measured_unless_something_else_is_asked_for(cards):
+    for device in (None, "cuda", "cuda:0"):
+        target = find_target(device, costs=None)
+        assert isinstance(target.costs, Measured)
+        assert target.costs.device.type == target.kind == "cuda"
+        assert target.hardware.capacity_bytes == 10**9
+        assert target.notes == ()
+    assert isinstance(find_target("cuda", costs="roofline").costs, Roofline)
+    assert isinstance(find_target("h100", costs=None).costs, Roofline)
+    assert isinstance(find_target("cpu", costs=None).costs, Roofline)
+    assert find_target("cpu", costs=None).torch_device == "cpu"
+    assert find_target("h100", costs=None).torch_device == "cuda"
+
+
+def test_the_second_card_is_named_by_its_index(cards):
+    target = find_target("cuda:1", costs=None)
+    assert target.costs.device == torch.device("cuda:1")
+    assert (target.torch_device, target.kind) == ("cuda:1", "cuda")
+    assert target.hardware.capacity_bytes == 2 * 10**9
+    with pytest.raises(UsageError, match="cuda:2: there are 2 CUDA devices"):
+        find_target("cuda:2", costs=None)
+    again = from_description(target.costs.roofline.description, device=torch.device("cuda:1"))
+    assert isinstance(again, Roofline)
+    described = {"model": "measured", "device": "cuda", "fallback": "h200"}
+    assert from_description(described, device=torch.device("cuda:1")).device.index == 1
+    assert from_description(described, device=torch.device("cpu")).device.index is None
+
+
+def test_a_card_of_unknown_rates_is_measured_and_has_no_roofline_of_its_own(cards):
+    target = find_target("cuda:1", costs=None)
+    assert target.hardware.title == "NVIDIA Z9000"
+    with pytest.raises(UsageError, match="no rates are known for NVIDIA Z9000; measure them"):
+        find_target("cuda:1", costs="roofline")
+
+
+def test_in_python_a_card_is_measured_too(cards):
+    for device in ("cuda:1", torch.device("cuda:1")):
+        target = trace_target(device, None)
+        assert isinstance(target.options["costs"], Measured)
+        assert target.options["costs"].device == torch.device("cuda:1")
+        assert target.hardware.capacity_bytes == 2 * 10**9
+    assert isinstance(trace_target("cuda", "roofline").options["costs"], Roofline)
+    assert isinstance(default_costs.default_costs(torch.device("cuda")), Measured)
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu", "mps:0"])
+def test_devices_whose_peak_nobody_can_measure_are_refused_on_the_command_line(name):
+    with pytest.raises(UsageError, match="planned for cpu and cuda alone"):
+        find_target(name, costs=None)
+
+
+class Loss(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def test_the_roofline_stands_beside_what_was_measured():
+    graph = trace(Loss(16, 16), torch.randn(4, 16), costs=Measured("cpu"))
+    described = graph.meta["costs"]
+    total_s = sum(node.time_s for node in graph.nodes)
+    assert described["measured_s"] == pytest.approx(total_s)
+    plain = trace(Loss(16, 16), torch.randn(4, 16), costs=Measured("cpu").roofline)
+    assert described["roofline_s"] == pytest.approx(sum(node.time_s for node in plain.nodes))
+    assert "roofline_s" not in plain.meta["costs"]
+    words = cost_words({**described, "measured_s": 3e-3, "roofline_s": 2e-3})
+    assert words.endswith("; 3.00 ms, 1.50 times the roofline's 2.00 ms")
+    assert "times" not in cost_words({**described, "measured_s": "a", "roofline_s": float("nan")})
+
+
+def test_what_was_measured_is_kept_and_its_memory_given_back(tmp_path, monkeypatch):
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    path = tmp_path / "costs.json"
+    costs = Measured("cpu", cache=CostCache(path, "cpu"))
+    trace(Loss(16, 16), torch.randn(4, 16), costs=costs)
+    assert len(CostCache(path, "cpu")) > 3
+    assert not emptied
+    costs.device = torch.device("cuda")
+    asked(costs)
+    assert emptied == [True]
+
+
+def test_a_spoilt_file_of_costs_is_told_and_no_more(cards, caplog):
+    path = default_costs.default_cache_file("cuda")
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    assert isinstance(default_costs.measured(torch.device("cuda")), Measured)
+    assert "no file of measured costs" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_no_more(tmp_path, monkeypatch, caplog):
+    costs = Measured("cpu", cache=CostCache(tmp_path / "costs.json", "cpu"))
+
+    def refused(*_args):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr("graphs.costs.cache.write_json", refused)
+    trace(Loss(16, 16), torch.randn(4, 16), costs=costs)
+    assert "read-only file system" in caplog.text
+
+
+def test_a_plan_made_anew_measures_where_the_model_is(monkeypatch):
+    module = apply.__globals__
+    model, batch = Loss(16, 16), torch.randn(4, 16)
+    solution = solve(model, batch, budget="1GB", device="cpu", costs="measured")
+    asked_for: list[torch.device] = []
+    own = module["from_description"]
+
+    def noted(description, *, device):
+        json.dumps(dict(description))
+        asked_for.append(device)
+        return own(description, device=device)
+
+    monkeypatch.setitem(module, "from_description", noted)
+    apply(model, solution, on_mismatch="replan")
+    model(torch.randn(5, 16)).backward()
+    assert asked_for == [torch.device("cpu")]
+
+
+def test_submodules_are_timed_on_the_device_that_they_are_on(monkeypatch):
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    watch = observe._Watch(nn.Sequential(nn.Linear(2, 2)), ["0"])
+    watch._mark("forward 0")
+    assert waited == []
+    watch._cards = {torch.device("cuda:1")}
+    watch._mark("forward 0")
+    assert waited == [torch.device("cuda:1")]

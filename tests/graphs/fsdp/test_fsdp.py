@@ -1,0 +1,295 @@
+"""Plans for one rank of FSDP2: the transform by hand, the options, and the truth on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.fsdp.module_blocks import default_groups
+from graphs.fsdp.spec import Sharding, ShardingError, sharding_of
+from graphs.fsdp.transform import GLOO_SCALARS_BYTES, sharded
+from graphs.graph import Graph, Node, Tensor
+from graphs.trace import trace
+from graphs.training_step.around import with_optimizer
+from scheduler_runtime import apply
+from scheduler_runtime.export import to_torch_checkpoint
+from scheduler_runtime.fsdp import shard
+from solver import report, solve
+from solver.cli.command import main
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from tests.scheduler_runtime.test_export import small_gpt2, tokens
+from tests.support.paths import GPT2, ROOT
+
+N = 2
+
+
+def layers(*rows: int, frozen: int = 0) -> Graph:
+    """Layers l0, l1, ..: each reads x of 10 bytes and its weight, of so many rows of 4 bytes,
+    and writes x of 10 bytes; the first `frozen` have no gradient."""
+    n_layers = len(rows)
+    nodes = [
+        Node(f"f{i}", "mm", (f"x{i}", f"w{i}"), (f"x{i + 1}",), 1.0, module=f"l{i}")
+        for i in range(n_layers)
+    ]
+    tensors = [Tensor("x0", 10, "input"), Tensor(f"d{n_layers}", 10, "tangent")]
+    for i in reversed(range(n_layers)):
+        tensors += [Tensor(f"x{i + 1}", 10), Tensor(f"w{i}", 4 * rows[i], "parameter")]
+        if i < frozen:
+            continue
+        tensors += [Tensor(f"g{i}", 4 * rows[i], "gradient")]
+        made = [f"g{i}"]
+        if i > frozen:
+            tensors.append(Tensor(f"d{i}", 10))
+            made.append(f"d{i}")
+        inputs = (f"d{i + 1}", f"x{i}", f"w{i}")
+        nodes.append(
+            Node(f"b{i}", "mm", inputs, tuple(made), 1.0, phase="backward", module=f"l{i}")
+        )
+    return Graph(
+        nodes=tuple(nodes),
+        tensors=tuple(tensors),
+        outputs=(f"x{n_layers}", *(f"g{i}" for i in range(frozen, n_layers))),
+        meta={
+            "parameter_layout": {
+                f"l{i}.weight": {
+                    "shape": [rows[i]],
+                    "element_bytes": 4,
+                    "tensor": f"w{i}",
+                    "gradient": f"g{i}" if i >= frozen else None,
+                }
+                for i in range(n_layers)
+            }
+        },
+    )
+
+
+def held(graph: Graph) -> dict[str, int]:
+    """Bytes on the device beside the resident while each node runs."""
+    schedule = baseline(graph)
+    live = simulate(graph, schedule).live_bytes
+    return {
+        op.node: n_bytes - graph.resident_bytes
+        for op, n_bytes in zip(schedule.ops, live, strict=True)
+        if hasattr(op, "node")
+    }
+
+
+def test_what_is_resident_are_shards_padded_to_the_largest():
+    graph = sharded(layers(4, 5, 6), n_ranks=4, groups=["l0", "l1"])
+    sizes = {name: graph.tensor_by_name[name].size_bytes for name in ("w0", "w1", "w2")}
+    assert sizes == {"w0": 4, "w1": 8, "w2": 8}
+    assert graph.resident_bytes == 10 + 10 + 4 + 8 + 8
+    kinds = [graph.tensor_by_name[n].kind for n in graph.outputs]
+    assert kinds == ["activation", "gradient", "gradient", "gradient"]
+    assert sum(graph.tensor_by_name[n].size_bytes for n in graph.outputs[1:]) == 4 + 8 + 8
+
+
+def test_two_groups_and_the_root_step_by_step():
+    """l0 and l1 are groups of 16 and 8 bytes, l2 with its 24 is the root's."""
+    graph = sharded(layers(4, 2, 6), n_ranks=N, groups=["l0", "l1"])
+    root, x = 24, 10
+    assert list(held(graph).items()) == [
+        ("fsdp: all gather, forward ()", 24),
+        ("fsdp: copy out, forward ()", 24 + root),
+        ("fsdp: all gather, forward (l0)", root + 24 + 16),  # the root's buffer is still there
+        ("fsdp: copy out, forward (l0)", root + 16 + 16),
+        ("f0", root + 16 + 16 + x),
+        ("fsdp: reshard, forward (l0)", root + 16 + 16 + x),
+        ("fsdp: all gather, forward (l1)", root + 16 + 8 + x),
+        ("fsdp: copy out, forward (l1)", root + 8 + 8 + x),
+        ("f1", root + 8 + 8 + 2 * x),
+        ("fsdp: reshard, forward (l1)", root + 8 + 8 + 2 * x),
+        ("f2", root + 8 + 3 * x),  # the last buffer stays to the end of the forward pass
+        ("fsdp: end of forward, forward ()", root + 8 + 3 * x),
+        ("fsdp: all gather, backward (l1)", root + 8 + 3 * x),  # before the root's backward
+        ("b2", root + 8 + 3 * x + x + 24),
+        ("fsdp: copy out, backward (l1)", root + 8 + 8 + 3 * x + 24),
+        ("fsdp: all gather, backward (l0)", root + 8 + 16 + 3 * x + 24),
+        ("b1", root + 8 + 16 + 4 * x + 24 + 8),
+        ("fsdp: reshard, backward (l1)", root + 8 + 16 + 2 * x + 24 + 8),
+        ("fsdp: copy in, backward (l1)", root + 16 + 2 * x + 24 + 8 + 8),
+        ("fsdp: reduce scatter, backward (l1)", root + 16 + 2 * x + 24 + 8 + 4),
+        ("fsdp: copy out, backward (l0)", root + 16 + 16 + 2 * x + 24 + 8 + 4),
+        # its input needs no gradient: all of it stays to the end, after the root's
+        ("b0", root + 16 + 2 * x + 24 + 8 + 4 + 16),
+        ("fsdp: reshard, backward ()", root + 16 + x + 24 + 8 + 4 + 16),
+        ("fsdp: copy in, backward ()", 16 + x + 24 + 24 + 4 + 16),
+        ("fsdp: reduce scatter, backward ()", 16 + x + 24 + 4 + 16 + 12),
+        ("fsdp: reshard, backward (l0)", 16 + x + 24 + 4 + 16 + 12),
+        ("fsdp: copy in, backward (l0)", x + 4 + 16 + 12 + 16),
+        ("fsdp: reduce scatter, backward (l0)", x + 4 + 12 + 16 + 8),
+    ]
+
+
+def test_a_frozen_group_is_gathered_ahead_for_nobody():
+    graph = sharded(layers(4, 2, 2, frozen=1), n_ranks=N, groups=["l0", "l1"])
+    flat = "fsdp: gathered, backward (l0)"
+    assert [node.name for node in graph.consumers[flat]] == ["fsdp: end of backward, backward ()"]
+    assert graph.nodes[-1].name == "fsdp: end of backward, backward ()"
+    names = set(graph.node_by_name)
+    assert "fsdp: copy out, backward (l0)" not in names
+    assert "fsdp: reduce scatter, backward (l0)" not in names
+
+
+def test_the_cpu_takes_copies_more():
+    graph = sharded(layers(3, 2), n_ranks=N, groups=["l0"], on_cpu=True)
+    nodes = graph.node_by_name
+    assert nodes["fsdp: all gather, forward (l0)"].workspace_bytes == 16
+    assert nodes["fsdp: copy in, backward (l0)"].workspace_bytes == 16  # rows are padded: 3 to 4
+    assert nodes["fsdp: copy in, backward ()"].workspace_bytes == 0
+    reduced_bytes = nodes["fsdp: reduce scatter, backward (l0)"].workspace_bytes
+    assert reduced_bytes == 16 + GLOO_SCALARS_BYTES
+
+
+def test_the_optimizer_reads_shards_alone():
+    graph = sharded(layers(4, 2), n_ranks=N, groups=["l0"])
+    figures = {"name": "SGD", "state_bytes": 12, "workspace_bytes": 0, "time_s": 1.0}
+    stepped = with_optimizer(graph, figures)
+    assert set(stepped.nodes[-1].inputs) == {
+        "w0",
+        "w1",
+        "optimizer_state",
+        "fsdp: shards of gradients (l0)",
+        "fsdp: shards of gradients ()",
+    }
+    with pytest.raises(ShardingError, match="then add the optimizer"):
+        sharded(stepped, n_ranks=N, groups=[])
+    with pytest.raises(ShardingError, match="sharded already: per rank of 2, FSDP2"):
+        sharded(graph, n_ranks=N, groups=[])
+
+
+@pytest.mark.parametrize("n_ranks", [1, 0, True, 2.0])
+def test_a_number_of_ranks_that_is_none(n_ranks):
+    with pytest.raises(ShardingError, match="n_ranks is"):
+        Sharding(n_ranks=n_ranks)
+
+
+class Shared(nn.Module):
+    """One layer that runs twice, one whose weight the model reads itself, and tied ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+        self.read = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.twice(self.twice(self.first(x)).relu())
+        return self.last(self.read(x) @ self.read.weight).sum()
+
+
+def test_groups_that_fsdp2_could_not_run():
+    model, batch = Shared(), torch.randn(2, 4)
+    for groups, reason in (
+        (["twice"], "'twice' runs several times"),
+        (["read"], "'read.weight' of group 'read' is read by .* in module ''"),
+        (["last"], r"shares a parameter with other modules \(first.weight, last.weight\)"),
+        (["absent"], "no module of the model"),
+    ):
+        with pytest.raises(ShardingError, match=reason):
+            trace(model, batch, fsdp=Sharding(n_ranks=N, groups=groups))
+    assert default_groups(model) == ("twice", "read")
+    whole = trace(model, batch, fsdp=Sharding(n_ranks=N, groups=()))
+    assert sharding_of(whole.meta) == Sharding(n_ranks=N, groups=())
+    half_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) // 2
+    resident = [t.size_bytes for t in whole.resident if t.kind == "parameter"]
+    assert sum(resident) == half_bytes
+
+
+def test_gradients_that_accumulate_are_shards():
+    model, batch = small_gpt2(0.0), tokens()
+    graph = trace(model, batch, gradients="accumulate", fsdp=N, optimizer=torch.optim.AdamW)
+    n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    by_kind = dict.fromkeys(("parameter", "gradient", "optimizer_state"), 0)
+    for tensor in graph.resident:
+        if tensor.kind in by_kind:
+            by_kind[tensor.kind] += tensor.size_bytes
+    n_steps = len(list(model.parameters()))  # a count of 4 bytes each, on the CPU
+    assert by_kind == {
+        "parameter": n_bytes // N,
+        "gradient": n_bytes // N,
+        "optimizer_state": 2 * n_bytes // N + 4 * n_steps,
+    }
+    simulate(graph, baseline(graph))
+
+
+def test_a_plan_of_a_rank_is_told_exported_and_not_applied(tmp_path, capsys):
+    model, batch = small_gpt2(0.0), tokens()
+    plain = trace(model, batch, fsdp=N)
+    peak_bytes = simulate(plain, baseline(plain)).peak_bytes
+    solution = solve(model, batch, budget=int(0.8 * peak_bytes), fsdp=N)
+    assert "per rank of 2, FSDP2" in repr(solution)
+    report(solution)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "All figures are per rank of 2, FSDP2 (fully_shard on 3 modules" in told
+    solution.save(tmp_path / "schedule.json")
+    for plan in (solution, tmp_path / "schedule.json"):
+        with pytest.raises(ValueError, match="to_torch_checkpoint"):
+            apply(copy.deepcopy(model), plan)
+    exported = to_torch_checkpoint(model, solution)
+    assert exported.peak_bytes <= solution.request.budget_bytes
+    assert "(per rank of 2, FSDP2)" in str(exported)
+    for module in exported.modules:
+        assert not any(module.path != g and g.startswith(f"{module.path}.") for g in groups(plain))
+    with pytest.raises(ShardingError, match="step that is not sharded"):
+        shard(model, solve(small_gpt2(0.0), batch, budget="1GB"), mesh=None)  # type: ignore[arg-type]
+
+
+def groups(graph: Graph) -> tuple[str, ...]:
+    sharding = sharding_of(graph.meta)
+    assert sharding is not None
+    return sharding.groups or ()
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "model.py"
+    file.write_text(
+        "from tests.scheduler_runtime.test_export import small_gpt2, tokens\n"
+        "def get_model(): return small_gpt2(0.0)\n"
+        "def get_batch(): return tokens()\n"
+    )
+    words = ["--budget", "1GB", str(file)]
+    assert main([*words, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["baseline"]["memory_bytes"]
+    assert main([*words, "--json", "--fsdp", "4"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["notes"][-1].startswith("All figures are per rank of 4, FSDP2")
+    assert answer["baseline"]["memory_bytes"]["optimizer"] < 0.3 * whole["optimizer"]
+    assert main([*words, "--fsdp", "2", "--verify"]) == 2
+    assert "--verify runs the step in one process" in capsys.readouterr().err
+    graph = GPT2
+    assert main(["--budget", "1GB", str(graph), "--fsdp", "2"]) == 2
+    assert "--fsdp: a graph file is traced already" in capsys.readouterr().err
+
+
+def test_what_two_ranks_hold_is_what_was_predicted():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.fsdp_ranks", str(N)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {each["case"] for each in found} == {"tied", "frozen", "adapters", "wide"}
+    assert {each["rank"] for each in found} == {0, 1}
+    for each in found:
+        assert each["same"], each
+        assert 0.95 * each["predicted_bytes"] <= each["measured_bytes"], each
+        assert each["measured_bytes"] <= each["predicted_bytes"], each
+    for case in {each["case"] for each in found}:
+        plain, *planned = [e for e in found if e["case"] == case and e["rank"] == 0]
+        assert plain["n_modules"] == 0
+        assert all(e["n_modules"] > 0 for e in planned)
+        assert all(e["measured_bytes"] < plain["measured_bytes"] for e in planned)

@@ -1,0 +1,449 @@
+"""Tracing: what is counted, what is left as it was, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import graphs.capture.joint_graph as capturing
+from graphs.graph import Graph
+from graphs.trace import TraceError, trace
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from solver.solving import solve
+from tests.support.models import (
+    Classifier,
+    ConvNet,
+    NormAndDropout,
+    SharedGradients,
+    TiedLanguageModel,
+)
+
+ADAMW = torch.optim.AdamW
+
+
+def kind_bytes(graph: Graph, kind: str) -> int:
+    return sum(t.size_bytes for t in graph.tensors if t.kind == kind)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_parameters_gradients_and_optimizer_state_take_what_they_take() -> None:
+    model = TiedLanguageModel()
+    graph = trace(model, model.batch(), optimizer=ADAMW(model.parameters()))
+    n_bytes = parameter_bytes(model)  # the tied weight once
+    assert kind_bytes(graph, "parameter") == n_bytes
+    assert kind_bytes(graph, "gradient") == n_bytes
+    n_tensors = len(list(model.parameters()))
+    assert kind_bytes(graph, "optimizer_state") == 2 * n_bytes + 4 * n_tensors  # and step counts
+    assert kind_bytes(graph, "input") == model.batch().numel() * 8
+
+
+def test_the_parameters_bytes_are_told_by_dtype() -> None:
+    model = TiedLanguageModel()
+    n_bytes = parameter_bytes(model)
+    assert trace(model, model.batch()).meta["parameter_bytes"] == {"float32": n_bytes}
+    half = model.to(torch.bfloat16)
+    assert trace(half, half.batch()).meta["parameter_bytes"] == {"bfloat16": n_bytes // 2}
+
+
+def test_batch_norm_writes_its_buffers_once() -> None:
+    model = NormAndDropout()
+    graph = trace(model, model.batch())
+    updates = [node for node in graph.nodes if node.op == "aten.copy_.default"]
+    assert len(updates) == 3
+    assert not any(node.recomputable for node in updates)
+    assert kind_bytes(graph, "buffer") == 2 * 16 * 4 + 8 + 5056  # and the dropout's random state
+
+
+def test_what_the_model_returns_is_held_to_the_end() -> None:
+    model = NormAndDropout()
+    graph = trace(model, model.batch())
+    returned = [t.name for t in graph.tensors if t.kind == "output"]
+    assert len(returned) == 2
+    assert set(returned) <= set(graph.outputs)
+    assert not any(graph.producer[name].recomputable for name in returned)
+
+
+def test_module_paths_reach_forward_and_backward_nodes() -> None:
+    model = TiedLanguageModel()
+    graph = trace(model, model.batch())
+    paths = {(node.phase, node.module) for node in graph.nodes}
+    assert ("forward", "blocks.1.qkv") in paths
+    assert ("backward", "blocks.1.qkv") in paths
+
+
+def test_tracing_leaves_no_trace() -> None:
+    model = NormAndDropout()
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    random_state = torch.get_rng_state()
+    trace(model, model.batch(), optimizer=ADAMW(model.parameters()))
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+    assert not torch.compiler.is_compiling()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("make", [NormAndDropout, TiedLanguageModel, ConvNet])
+def test_meta_and_real_models_give_the_same_graph(make: type) -> None:
+    real = make()
+    with torch.device("meta"):
+        meta = make()
+    batch = real.batch()
+    on_meta = torch.utils._pytree.tree_map(lambda t: t.to("meta"), batch)
+    assert trace(real, batch).graph_id == trace(meta, on_meta).graph_id
+
+
+def test_another_shape_mode_or_autocast_is_another_graph() -> None:
+    model = TiedLanguageModel()
+    batch = model.batch()
+    ids = {trace(model, batch).graph_id, trace(model, batch[:2]).graph_id}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ids.add(trace(model, batch).graph_id)
+    model.eval()
+    ids.add(trace(model, batch).graph_id)
+    assert len(ids) == 4
+
+
+def test_a_loss_outside_is_counted_and_never_recomputed() -> None:
+    model = Classifier()
+    graph = trace(model, model.batch(), loss=model.loss)
+    outside = [node for node in graph.nodes if node.phase == "outside"]
+    assert [node.op for node in outside] == [
+        "aten._log_softmax.default",
+        "aten.nll_loss_forward.default",
+        "aten.nll_loss_backward.default",
+        "aten._log_softmax_backward_data.default",
+    ]
+    assert not any(node.recomputable for node in outside)
+    alone = trace(
+        model, model.batch(), loss=lambda output, batch: output.square().mean()
+    ).module_part()
+    assert graph.module_part().graph_id == alone.graph_id
+
+
+def test_a_loss_whose_gradient_is_expanded_is_made_contiguous() -> None:
+    model = Classifier()
+    graph = trace(model, model.batch(), loss=lambda output, batch: output.sum())
+    tangent = next(t for t in graph.tensors if t.kind == "tangent" and t.name in graph.producer)
+    assert tangent.size_bytes == 7 * 5 * 4
+    simulate(graph, baseline(graph))
+
+
+def test_accumulated_gradients_are_resident_from_the_start() -> None:
+    model = TiedLanguageModel()
+    fresh = trace(model, model.batch())
+    accumulated = trace(model, model.batch(), gradients="accumulate")
+    added = accumulated.resident_bytes - fresh.resident_bytes
+    assert added == parameter_bytes(model)
+    peak = simulate(accumulated, baseline(accumulated)).peak_bytes
+    assert peak > simulate(fresh, baseline(fresh)).peak_bytes
+
+
+def test_each_parameter_has_a_gradient_of_its_own() -> None:
+    model = SharedGradients()
+    graph = trace(model, model.batch())
+    assert kind_bytes(graph, "gradient") == parameter_bytes(model)
+    held = [t.name for t in graph.tensors if t.kind == "gradient"]
+    assert len(held) == len(list(model.parameters()))
+    assert set(held) <= set(graph.outputs)
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    model = TiedLanguageModel()
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    graph = trace(model, model.batch(), optimizer=ADAMW(model.parameters()))
+    trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
+    assert kind_bytes(graph, "gradient") == trained
+
+
+class _Wrong(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class _DataDependent(_Wrong):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return x.sum() if x.sum() > 0 else x.mean()
+
+
+class _Opaque(_Wrong):
+    def forward(self, x: torch.Tensor) -> object:
+        return _Box(self.layer(x).sum())
+
+
+class _Box:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class _Counts(_Wrong):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_calls = 0
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n_calls += 1
+        return self.layer(x).sum()
+
+
+class _Remembers(_Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.layer(x)
+        return self.last.sum()
+
+
+class _Replaces(_Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.layer(x - self.mean).sum()
+
+
+class _Logs(_Wrong):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+        self.seen = {"steps": [0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.layer(x).sum()
+        self.losses.append(loss.detach())
+        return loss
+
+
+class _CountsInside(_Logs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["steps"][0] += 1
+        return self.layer(x).sum()
+
+
+class _Lstm(_Wrong):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0].sum()
+
+
+def _hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (_Counts(), "changes the attribute 'n_calls' of '_Counts'"),
+        (_Remembers(), "changes the attribute 'last' of '_Remembers'"),
+        (_Logs(), "changes the attribute 'losses' of '_Logs'"),
+        (_CountsInside(), "changes the attribute 'seen' of '_CountsInside'"),
+        (_Replaces(), "another tensor in the place of buffer 'mean'"),
+        (_hooked(), "submodule '0' has a forward hook"),
+        (_Lstm(), "nn.LSTM runs as one opaque operator"),
+    ],
+)
+def test_what_a_planned_step_would_not_do_is_refused(model: nn.Module, message: str) -> None:
+    before = [dict(vars(module)) for module in model.modules()]
+    lists = copy.deepcopy([getattr(model, name, None) for name in ("losses", "seen")])
+    for loss in (None, lambda output, _: output):
+        with pytest.raises(TraceError, match=message):
+            trace(model, torch.zeros(2, 4), loss=loss)
+        assert before == [dict(vars(module)) for module in model.modules()]
+        assert lists == [getattr(model, name, None) for name in ("losses", "seen")]
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    with pytest.raises(TraceError, match=r"makes a tensor of layout sparse_coo, .* sparse=False"):
+        trace(model, torch.tensor([1, 2, 2]), loss=lambda output, _: output.sum())
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (_Wrong(), torch.zeros(2, 4), "the loss must be one floating-point number"),
+        (_Wrong(), torch.zeros(2, 5), "_Wrong cannot be traced"),
+        (_DataDependent(), torch.zeros(2, 4), "_DataDependent cannot be traced"),
+        (_Opaque(), torch.zeros(2, 4), "hides its tensors"),
+        (_Wrong(), {"y": torch.zeros(2, 4)}, "missing a required argument"),
+    ],
+)
+def test_what_cannot_be_traced_is_said(model: nn.Module, batch: object, message: str) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
+        trace(model, batch)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_frozen_model_has_no_loss_to_differentiate() -> None:
+    model = TiedLanguageModel().requires_grad_(False)
+    with pytest.raises(TraceError, match="does not depend on any parameter"):
+        trace(model, model.batch())
+
+
+def test_cuda_is_refused_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    model = TiedLanguageModel()
+    with pytest.raises(TraceError, match="can only be traced where CUDA is available"):
+        trace(model, model.batch(), device="cuda")
+
+
+def test_unknown_gradient_mode() -> None:
+    model = TiedLanguageModel()
+    with pytest.raises(ValueError, match="fresh, accumulate"):
+        trace(model, model.batch(), gradients="summed")
+
+
+def test_shared_parameters_through_functional_weights() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(F.linear(x, self.weight), self.weight).sum()
+
+    graph = trace(Twice(), torch.zeros(2, 4))
+    assert kind_bytes(graph, "parameter") == 64
+    assert kind_bytes(graph, "gradient") == 64
+
+
+class _Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layer(x)
+        return {"y": y, "loss": y.mean(), "fixed": y.detach().mean()}
+
+
+def test_looking_for_the_loss_among_the_outputs_leaves_no_trace() -> None:
+    def noisy(output: dict[str, torch.Tensor], _: object) -> torch.Tensor:
+        y = output.pop("y")
+        return (y + torch.rand(3, 1)).square().sum()
+
+    model = _Several()
+    state = torch.get_rng_state()
+    graph = trace(model, torch.ones(3, 4), loss=noisy)
+    assert any(node.phase == "outside" for node in graph.nodes)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _raises(_output: Any, _batch: Any) -> Any:
+    raise AssertionError("not today")
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (
+            lambda output, _: output["y"],
+            r"one floating-point number; .*shape \(3, 1\)",
+        ),
+        (lambda output, _: output["fixed"], "does not depend on any parameter"),
+        (lambda _, batch: batch, "one floating-point number"),
+        (lambda _output, _batch: None, "returned an object of type NoneType"),
+        (lambda output, _: output["loss"].item(), r"LossFunction cannot be traced \(.*line"),
+        (_raises, r"LossFunction cannot be traced \(.*line .*not today"),
+    ],
+)
+def test_a_loss_function_that_gives_no_loss_is_refused(loss: Any, reason: str) -> None:
+    with pytest.raises(TraceError, match=reason):
+        trace(_Several(), torch.ones(3, 4), loss=loss)
+
+
+def test_what_would_be_traced_in_the_modules_place_is_refused() -> None:
+    from scheduler_runtime import apply, remove
+
+    batch = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Flatten(0), nn.Linear(32, 1))
+    solution = solve(model, batch, budget="1GB")
+    with pytest.raises(TraceError, match="the module is compiled"):
+        solve(torch.compile(model), batch, budget="1GB")
+    apply(model, solution)
+    with pytest.raises(TraceError, match=r"has a plan already.*remove"):
+        solve(model, batch, budget="1GB")
+    remove(model)
+    assert solve(model, batch, budget="1GB").trace is not None
+
+
+def test_two_threads_that_trace_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is patched while a step is traced is the process's: the second trace waits."""
+    inside: list[int] = []
+    together: list[int] = []
+    traced = capturing.aot_export_joint_with_descriptors
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        inside.append(threading.get_ident())
+        together.append(len(inside))
+        entered.set()
+        if len(together) == 1:  # time for the other to come in, if it is let in
+            both_in.wait(timeout=1)
+        else:
+            both_in.set()
+        try:
+            return traced(*args, **kwargs)
+        finally:
+            inside.remove(threading.get_ident())
+
+    entered, both_in = threading.Event(), threading.Event()
+    monkeypatch.setattr(capturing, "aot_export_joint_with_descriptors", seen)
+    models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, width)) for width in (4, 5)]
+    found: dict[int, Graph] = {}
+
+    def run(index: int) -> None:
+        if index:
+            entered.wait(timeout=60)
+        found[index] = trace(models[index], torch.ones(2, 8), loss=lambda out, _: out.mean())
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(together) == 1
+    monkeypatch.undo()
+    for index, model in enumerate(models):
+        alone = trace(model, torch.ones(2, 8), loss=lambda out, _: out.mean())
+        assert found[index].graph_id == alone.graph_id
+        assert {n.module for n in found[index].nodes} == {n.module for n in alone.nodes}
+
+
+def test_a_step_of_another_thread_is_not_taken_for_the_traced_one() -> None:
+    """Hooks on all modules note where an operator stands; those of another thread are no part."""
+    plain = nn.Linear(8, 8)
+
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            meanwhile = threading.Thread(target=lambda: plain(torch.ones(2, 8)))
+            meanwhile.start()
+            meanwhile.join()
+            return self.inner(x).square().mean()
+
+    model = Waits()
+    assert {node.module for node in trace(model, torch.ones(2, 8)).forward_nodes} == {"", "inner"}

@@ -1,0 +1,184 @@
+"""Models that cannot be traced: planned by submodules, and run by stock checkpointing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.costs.memory_events import begin_part, cpu_peak_bytes_by_part
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply, remove
+from scheduler_runtime.by_submodule.coarse_graph import SCOPE
+from scheduler_runtime.by_submodule.observe import chain_of, observe
+from scheduler_runtime.by_submodule.planning import FallbackError, plan_chain
+from scheduler_runtime.measuring import measure
+from solver.schedule.simulator import simulate
+from tests.scheduler_runtime.test_applying import one_step
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class Block(nn.Module):
+    """Dropout, batch norm, an autograd function in Python, and a branch on what was computed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        if hidden.mean().item() > 10:
+            hidden = 2 * hidden
+        return x + self.drop(self.down(Exponential.apply(-hidden * hidden)))
+
+
+class Branching(nn.Module):
+    def __init__(self, n_blocks: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(n_blocks))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), tokens)
+
+
+def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Branching(), torch.randint(0, 50, (512,))
+
+
+def test_what_cannot_be_traced_is_told_the_way_out() -> None:
+    model, batch = model_and_batch()
+    with pytest.raises(TraceError, match=r"scheduler_runtime\.fallback\.plan_chain"):
+        trace(model, batch)
+
+
+@pytest.mark.parametrize("share", [1.1, 0.8, 0.5])
+def test_the_planned_step_keeps_to_the_predicted_peak_and_the_bits(share: float) -> None:
+    plain, batch = model_and_batch()
+    model = copy.deepcopy(plain)
+    plain_bytes = measure(copy.deepcopy(plain), batch, n_steps=1).peak_bytes
+    solution = plan_chain(model, batch, budget=int(share * plain_bytes))
+    assert solution.trace is not None
+    assert solution.scope == SCOPE
+    assert solution.trace == simulate(solution.graph, solution.schedule)
+    assert bool(solution.checkpointed) == (share < 1)
+    assert solution.trace.peak_bytes <= solution.request.available_bytes
+    apply(model, solution)
+    measured = measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes
+    assert measured <= solution.trace.peak_bytes
+    for seed in range(2):
+        for expected, got in zip(
+            one_step(plain, batch, seed), one_step(model, batch, seed), strict=True
+        ):
+            assert torch.equal(expected, got)
+    remove(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_planning_changes_nothing() -> None:
+    model, batch = model_and_batch()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = copy.deepcopy(model)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    plan_chain(model, batch, budget="2MB", optimizer=torch.optim.AdamW)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before.state_dict()[name])
+    for parameter in model.parameters():
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "forward")
+    assert all(not vars(m).get(hook) for m in model.modules() for hook in hooks)
+
+
+def test_an_optimizer_is_counted() -> None:
+    model, batch = model_and_batch()
+    plain = plan_chain(model, batch, budget="100MB")
+    with_state = plan_chain(model, batch, budget="100MB", optimizer=torch.optim.AdamW)
+    n_bytes = sum(p.numel() * 4 for p in model.parameters())
+    states = [t.size_bytes for t in with_state.graph.tensors if t.kind == "optimizer_state"]
+    assert states == [pytest.approx(2 * n_bytes, rel=0.01)]
+    assert with_state.baseline.peak_bytes > plain.baseline.peak_bytes
+
+
+def test_nothing_fits_is_said() -> None:
+    model, batch = model_and_batch()
+    solution = plan_chain(model, batch, budget="100KB")
+    assert solution.status == "infeasible"
+    assert solution.schedule is None
+    with pytest.raises(ValueError, match="no schedule"):
+        apply(model, solution)
+
+
+def test_a_model_without_a_row_of_submodules_is_refused() -> None:
+    with pytest.raises(FallbackError, match="Linear has no two submodules"):
+        plan_chain(nn.Linear(4, 1), torch.randn(3, 4), budget="1MB", loss=lambda y, _: y.sum())
+
+
+class Scrambled(nn.Module):
+    """Called in another order than registered; one block twice; names that say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(
+            {name: nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for name in "abcd"}
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("c", "a", "d", "b", "b"):
+            x = self.parts[name](x)
+        return x.square().mean()
+
+
+def test_the_row_is_what_was_called_and_not_what_is_named() -> None:
+    model, x = Scrambled(), torch.randn(4, 8)
+    assert chain_of(model, lambda: model(x)) == ("parts.c", "parts.a", "parts.d")
+
+
+def test_the_pieces_are_what_was_put_by() -> None:
+    model, x = Scrambled(), torch.randn(4, 8)
+    blocks = ("parts.c", "parts.a", "parts.d")
+    observed = observe(model, lambda: model(x), blocks, resident=[x])
+    assert tuple(p.path for p in observed.pieces) == ("", *sum(((b, "") for b in blocks), ()))
+    saved = [sum(observed.storage_bytes[i] for i in p.saved) for p in observed.pieces]
+    assert saved[1] == 4 * 8 * 4  # tanh's result; the input is the batch
+    assert saved[3] == 2 * 4 * 8 * 4  # its input too
+    assert all(p.backward_s > 0 for p in observed.pieces[1::2])
+
+
+def test_bytes_are_told_part_by_part() -> None:
+    kept = []
+
+    def run() -> None:
+        begin_part("one")
+        kept.append(torch.empty(1000, dtype=torch.uint8))
+        begin_part("two")
+        torch.empty(5000, dtype=torch.uint8)
+        kept.append(torch.empty(100, dtype=torch.uint8))
+        begin_part("one")
+        kept.append(torch.empty(2000, dtype=torch.uint8))
+
+    peaks = cpu_peak_bytes_by_part(run)
+    assert (peaks["one"], peaks["two"]) == (2000, 5000)

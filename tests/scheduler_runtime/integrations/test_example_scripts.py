@@ -1,0 +1,38 @@
+"""The scripts of examples/integrations that use `fit` run, and recompute within their budgets.
+
+Those of the export are in test_export_integrations.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+SCRIPTS = ("accelerate_lora", "ddp", "hugging_face_trainer", "lightning_module", "plain_loop")
+LAUNCH = {"ddp": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}
+OPTIONS = {"plain_loop": ["--fit"]}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs(script: str) -> None:
+    path = ROOT / "examples" / "integrations" / f"{script}.py"
+    command = [sys.executable, *LAUNCH.get(script, []), str(path), *OPTIONS.get(script, [])]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    again = re.findall(r"([0-9]+) ops run again", done.stdout)
+    assert again
+    assert all(int(n) > 0 for n in again)

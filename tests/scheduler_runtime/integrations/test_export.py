@@ -1,0 +1,119 @@
+"""An exported plan beneath torch.compile, PEFT, DDP and FSDP2: the same bits, less memory."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graphs.costs.memory_events import cpu_peak_bytes
+from graphs.trace import trace
+from scheduler_runtime.execute.torch_checkpoint import CountMismatchError
+from scheduler_runtime.export import to_torch_checkpoint
+from scheduler_runtime.measuring import measure
+from solver.module_checkpointing.regions import Region, nodes_of
+from tests.scheduler_runtime.test_applying import one_step
+from tests.scheduler_runtime.test_export import planned, put, small_gpt2, tokens
+from tests.support.paths import ROOT
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_torch_compile_takes_whole_and_selective_checkpoints(dropout: float) -> None:
+    """aot_eager runs eager's operators, so the bits are eager's."""
+    plain, batch = small_gpt2(dropout), tokens()
+    model = copy.deepcopy(plain)
+    graph = trace(model, batch)
+    nodes = [nodes_of(graph, f"blocks.{i}") for i in range(3)]
+    saved = frozenset(n for n in nodes[0] if "attention" in graph.node_by_name[n].op)
+    put(model, graph, [Region("blocks.0", nodes[0], saved=saved), Region("blocks.1", nodes[1])])
+    compiled = [torch.compile(m, backend="aot_eager", fullgraph=True) for m in (plain, model)]
+    for expected, got in zip(*(one_step(each, batch, 3) for each in compiled), strict=True):
+        assert torch.equal(expected, got)
+    peaks = [cpu_peak_bytes(lambda m=m: m(*batch).backward()).peak_bytes for m in compiled]
+    assert peaks[1] < peaks[0]
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            vocab_size=64,
+            use_cache=False,
+        )
+    )
+
+
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+
+
+def sentences() -> dict[str, torch.Tensor]:
+    ids = torch.arange(4 * 32).reshape(4, 32) % 64
+    return {"input_ids": ids, "labels": ids}
+
+
+def assert_same_bits_in_less_memory(plain: nn.Module, model: nn.Module) -> int:
+    """Returns the measured peak."""
+    batch = sentences()
+    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
+        assert (expected is None) == (got is None)
+        assert expected is None or torch.equal(expected, got)
+    peaks = [measure(copy.deepcopy(m), batch, n_steps=1).peak_bytes for m in (plain, model)]
+    assert peaks[1] < peaks[0]
+    return peaks[1]
+
+
+def test_peft_and_then_export() -> None:
+    model = get_peft_model(llama(), LORA).train()
+    plain = copy.deepcopy(model)
+    plan = to_torch_checkpoint(model, planned(trace(model, sentences()), 0.5))
+    assert assert_same_bits_in_less_memory(plain, model) <= plan.peak_bytes
+
+
+def test_peft_after_an_export_works_for_whole_checkpoints_and_else_says_so() -> None:
+    plain = llama().train()
+    graph = trace(plain, sentences())
+    nodes = nodes_of(graph, "model.layers.1")
+    whole, selective = copy.deepcopy(plain), copy.deepcopy(plain)
+    put(whole, graph, [Region("model.layers.1", nodes)])
+    products = frozenset(n for n in nodes if graph.node_by_name[n].op == "aten.mm.default")
+    put(selective, graph, [Region("model.layers.1", nodes, saved=products)])
+    adapted = []
+    for each in (plain, whole, selective):
+        torch.manual_seed(1)
+        adapted.append(get_peft_model(each, copy.deepcopy(LORA)).train())
+    assert_same_bits_in_less_memory(adapted[0], adapted[1])
+    with pytest.raises(
+        CountMismatchError, match=r"called aten\.mm\.default 11 times, planned were 7"
+    ):
+        one_step(adapted[2], sentences(), 3)
+
+
+@pytest.mark.parametrize("example", ["export_ddp", "export_fsdp2"])
+def test_two_processes_train_with_the_same_bits(example: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"examples.integrations.{example}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    same = r"rank \d: losses and gradients are the same bits; the step took (\d+) bytes without "
+    found = re.findall(same + r"and (\d+) with checkpointing", done.stdout)
+    assert len(found) == 2
+    assert all(int(exported_bytes) < int(plain_bytes) for plain_bytes, exported_bytes in found)
+    told = re.findall(r"rank \d: (\d+) bytes predicted, (\d+) measured", done.stdout)
+    assert len(told) == (2 if example == "export_fsdp2" else 0)
+    assert all(int(measured) <= int(predicted) for predicted, measured in told)

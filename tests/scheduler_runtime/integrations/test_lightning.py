@@ -1,0 +1,109 @@
+"""`FitCallback` in the Trainer of Lightning: the losses and weights of the plain Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from scheduler_runtime import FitError, plans_of
+from scheduler_runtime.integrations.lightning import FitCallback
+from tests.scheduler_runtime.test_fitting import Tower, numbers
+
+
+class Whole(LightningModule):
+    """Its own forward runs the network; the loss is computed in training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Tower(4)
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class InPart(Whole):
+    """training_step calls a part; there is no forward."""
+
+    forward = LightningModule.forward
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.model(x), y)
+        self.losses.append(loss.detach())
+        return loss
+
+
+def train(module: Whole, callbacks: list[Callback], **options: Any) -> list[torch.Tensor]:
+    trainer = Trainer(
+        max_steps=3,
+        accelerator="cpu",
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    torch.manual_seed(1)
+    trainer.fit(module, DataLoader(TensorDataset(*numbers(768)), batch_size=128))
+    return [*module.losses, *(p.detach() for p in module.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("make", "callback", "options", "gradients"),
+    [
+        (Whole, FitCallback(budget="1.2MB"), {}, ["fresh"]),
+        (Whole, FitCallback(budget="900KB"), {"precision": "bf16-mixed"}, ["fresh"]),
+        (
+            Whole,
+            FitCallback(budget="1.2MB"),
+            {"accumulate_grad_batches": 2},
+            ["fresh", "accumulate"],
+        ),
+        (InPart, FitCallback(budget="1.2MB", part=lambda module: module.model), {}, ["fresh"]),
+    ],
+    ids=["whole", "bf16", "accumulation", "part"],
+)
+def test_the_trainer_has_the_same_losses_and_weights(
+    make: Any, callback: FitCallback, options: dict[str, Any], gradients: list[str]
+) -> None:
+    expected = train(make(), [], **options)
+    fitted = make()
+    got = train(fitted, [callback], **options)
+    assert len(got) == len(expected)
+    assert all(map(torch.equal, expected, got))
+    environments = [plan.solution.environment for plan in callback.plans]
+    assert [environment["gradients"] for environment in environments] == gradients
+    for plan in callback.plans:
+        assert plan.solution.trace is not None
+        assert plan.solution.trace.n_recomputed > 0
+        assert plan.solution.environment["optimizer"]["name"] == "AdamW"
+    with pytest.raises(ValueError, match="fit was not called"):
+        plans_of(fitted)  # it is as it was
+
+
+def test_a_module_without_a_forward_is_refused_with_the_way_out() -> None:
+    with pytest.raises(FitError, match="part=lambda module"):
+        train(InPart(), [FitCallback(budget="1GB")])
+
+
+def test_the_optimizer_is_the_trainers() -> None:
+    with pytest.raises(ValueError, match="leave it out"):
+        FitCallback(budget="1GB", optimizer=None)

@@ -1,0 +1,209 @@
+"""What a module is set to: every change of what `forward` reads asks for another program."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scheduler_runtime import apply
+from scheduler_runtime.planned.guards import Records, settings_of
+from solver.solving import solve
+
+
+@dataclasses.dataclass
+class Scale:
+    by: float = 1.0
+    inner: Any = None
+
+
+class Holder:
+    by = 1.0
+
+    def __init__(self) -> None:
+        self.extra = 1.0
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self) -> None:
+        self.by = 1.0
+
+
+class Settable(nn.Module):
+    """Reads Python state of every kind."""
+
+    by = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = {"a": 1.0, "inner": {"b": 1.0}}
+        self.scale = Scale(inner=Holder())
+        self.row = [1.0, 2.0]
+        self.names: set[str] = set()
+        self.act = torch.relu
+        self.trainer: Any = None
+        self.slotted = Slotted()
+        self.queue = deque([1.0], maxlen=1)
+        self.number = np.float32(1.0)
+        self.numbers = np.ones(8, dtype=np.float32)
+        self.many_numbers = np.ones(2**20, dtype=np.float32)
+        self.leaky = functools.partial(F.leaky_relu, negative_slope=0.1)
+        self.scaling = Scaling(1.0)
+        self.config = type("Config", (), {"by": 1.0})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]  # type: ignore[index]
+        x = x * self.scale.by * self.scale.inner.extra * self.row[0] * self.by
+        x = x * self.slotted.by * self.queue[0] * float(self.number)
+        x = x * torch.from_numpy(self.numbers) * float(self.many_numbers[0])
+        x = self.leaky(self.scaling(x)) * self.config.by  # type: ignore[attr-defined]
+        return (-x if "negative" in self.names else x).pow(2).sum()
+
+
+class Scaling:
+    """Holds more than settings: known by which object it is."""
+
+    def __init__(self, by: float) -> None:
+        self.by, self.lock = by, threading.Lock()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+    def __deepcopy__(self, _memo: object) -> Scaling:
+        return Scaling(self.by)
+
+
+class Tripled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+def _swap_class(model: Settable) -> None:
+    model.linear.__class__ = Tripled
+
+
+def _own_forward(model: Settable) -> None:
+    linear = model.linear
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Settable], object]] = {
+    "dict": lambda m: m.table.__setitem__("a", 0.5),
+    "dict in a dict": lambda m: m.table["inner"].__setitem__("b", 0.5),  # type: ignore[attr-defined]
+    "dataclass": lambda m: setattr(m.scale, "by", 0.5),
+    "object in a dataclass": lambda m: setattr(m.scale.inner, "extra", 0.5),
+    "list": lambda m: m.row.__setitem__(0, 0.5),
+    "set": lambda m: m.names.add("negative"),
+    "function": lambda m: setattr(m, "act", torch.tanh),
+    "object with slots": lambda m: setattr(m.slotted, "by", 0.5),
+    "deque": lambda m: m.queue.append(0.5),
+    "number of NumPy": lambda m: setattr(m, "number", np.float32(0.5)),
+    "array in another's place": lambda m: setattr(m, "numbers", m.numbers / 2),
+    "array that is written": lambda m: m.numbers.fill(0.5),
+    "large array": lambda m: setattr(m, "many_numbers", m.many_numbers / 2),
+    "partial function": lambda m: setattr(m, "leaky", functools.partial(F.leaky_relu)),
+    "words of a partial function": lambda m: m.leaky.keywords.update(negative_slope=0.5),
+    "object in another's place": lambda m: setattr(m, "scaling", Scaling(0.5)),
+    "attribute of a class that is a config": lambda m: setattr(m.config, "by", 0.5),
+    "class of a submodule": _swap_class,
+    "forward of a submodule": _own_forward,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_is_seen_and_planned(change: Callable[[Settable], object]) -> None:
+    torch.manual_seed(0)
+    model, batch = Settable(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    apply(model, solve(model, batch, budget=10**9), on_mismatch="replan")
+    model(batch).backward()
+    records = Records()
+    before = settings_of(model, records)
+    for each in (model, plain):
+        change(each)
+        each.zero_grad()
+        each(batch).backward()
+    assert settings_of(model, records) != before
+    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
+
+
+def test_an_attribute_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Settable()
+    before = settings_of(model, Records())
+    monkeypatch.setattr(Settable, "by", 0.5)
+    assert settings_of(model, Records()) != before
+
+
+def test_what_is_no_setting_changes_nothing() -> None:
+    model, records = Settable(), Records()
+    model.trainer = Holder()
+    model.trainer.model, model.trainer.lock, model.trainer.step = model, threading.Lock(), 0
+    model.table["nan"] = math.nan
+    model.table["itself"] = model.table
+    model.losses = []  # type: ignore[assignment]
+    before = settings_of(model, records)
+    assert settings_of(model, records) == before
+    assert hash(before) == hash(settings_of(model, records))
+    model.trainer.step = 1  # an object that holds more than settings is the same
+    for step in range(3):  # a record
+        model.losses.append(0.5 * step)  # type: ignore[operator, union-attr]
+        model.losses.append(torch.tensor(1.0))  # type: ignore[operator, union-attr]
+        assert settings_of(model, records) == before
+    model.losses.clear()  # type: ignore[operator, union-attr]
+    assert settings_of(model, records) == before
+
+
+def test_weak_references_change_nothing() -> None:
+    """nn.RNN lists such references to its weights, and lists them anew when these are converted."""
+    model, records = Settable(), Records()
+    tensors = [torch.ones(1), torch.ones(1)]
+    model.references = [weakref.ref(tensors[0])]
+    before = settings_of(model, records)
+    model.references = [weakref.ref(tensors[1])]
+    assert settings_of(model, records) == before
+
+
+def test_a_list_that_is_rewritten_is_a_setting() -> None:
+    model, records = Settable(), Records()
+    seen = [settings_of(model, records)]
+    for change in (
+        lambda: model.row.__setitem__(0, 3.0),
+        lambda: model.row.pop(),
+        lambda: model.row.append("name"),  # type: ignore[arg-type]
+    ):
+        change()
+        seen.append(settings_of(model, records))
+        assert seen[-1] not in seen[:-1]
+
+
+def test_a_model_whose_adapters_are_off_runs_its_own_forward() -> None:
+    model, batch = Settable(), torch.randn(4, 8)
+    apply(model, solve(model, batch, budget=10**9))
+    model(batch).backward()
+    model.requires_grad_(False)
+    assert not model(batch).requires_grad
+
+
+def test_a_setting_that_changes_with_every_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = Settable(), torch.randn(4, 8)
+    apply(model, solve(model, batch, budget=10**9), on_mismatch="replan")
+    for step in range(8):
+        model.row[0] = 1.0 + step
+        model(batch).backward()
+    warned = [r for r in caplog.records if r.name == "scheduler_runtime.planned.forward"]
+    assert [r.args for r in warned] == [("Settable", 8)]

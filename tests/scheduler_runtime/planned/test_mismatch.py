@@ -1,0 +1,259 @@
+"""What differs from the plan is noticed before anything runs, and told in words."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from scheduler_runtime import PlanMismatchError, apply, compile, remove
+from solver import solve
+from solver.schedule.recompute import keep
+from tests.scheduler_runtime.test_applying import one_step, solution_of, traced
+from tests.support.models import Classifier, TiedLanguageModel
+
+
+def planned(make: Any = Classifier) -> tuple[Any, Any]:
+    model, batch, graph = traced(make)
+    return apply(model, solution_of(graph, keep(graph, set()))), batch
+
+
+def frozen(model: Classifier) -> None:
+    model.layers[0].weight.requires_grad_(False)
+
+
+def deeper(model: Classifier) -> None:
+    model.layers.append(torch.nn.Linear(32, 32))
+
+
+def shallower(model: Classifier) -> None:
+    del model.layers[3]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (frozen, r"'layers.0.weight' is float32 \[32, 8\], frozen, planned was float32 \[32, 8\]"),
+        (deeper, r"has 8 parameters, planned were 6: 'layers.5.weight' \(and 1 more\) was not"),
+        (shallower, r"has 4 parameters, planned were 6: 'layers.3.weight' \(and 1 more\) was pl"),
+    ],
+)
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_another_model_is_told_by_its_parameters(
+    change: Any, words: str, after_a_step: bool
+) -> None:
+    model, batch = planned()
+    if after_a_step:
+        one_step(model, batch, 0, Classifier.loss)
+    change(model)
+    with pytest.raises(PlanMismatchError, match=words):
+        model(*batch)
+
+
+def test_another_dtype_of_a_parameter_is_told() -> None:
+    model, batch = planned()
+    model.double()
+    with pytest.raises(PlanMismatchError, match=r"dtypes is \['float64', 'int64'\], planned was"):
+        model(batch[0].double(), batch[1])
+    language, tokens = planned(TiedLanguageModel)
+    language.double()
+    with pytest.raises(PlanMismatchError, match=r"is float64 \[.*planned was float32 \["):
+        language(tokens)
+
+
+def test_a_planned_module_is_saved_loaded_moved_and_pickled(tmp_path: Path) -> None:
+    plain, batch, graph = traced(TiedLanguageModel)
+    model = apply(copy.deepcopy(plain), solution_of(graph, keep(graph, set())))
+    expected = one_step(plain, batch, 0)
+    fresh = apply(TiedLanguageModel(), solution_of(graph, keep(graph, set())))
+    fresh.load_state_dict(model.state_dict())
+    torch.save(model, tmp_path / "model.pt")
+    others = [
+        fresh,
+        model.to(torch.device("cpu")),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+    ]
+    for other in others:
+        other.zero_grad()
+        got = one_step(other, batch, 0)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_inference_mode_runs_the_module_itself() -> None:
+    model, batch = planned()
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        got = model(*batch)
+        torch.manual_seed(0)
+        assert torch.equal(got, type(model).forward(model, *batch))
+
+
+def test_a_backward_pass_under_autocast_is_refused() -> None:
+    """Eager mode would compute other gradients there than after the block."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model, batch, graph = traced(TiedLanguageModel)
+    apply(model, solution_of(graph, keep(graph, set())))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(batch)
+        with pytest.raises(RuntimeError, match=r"loss\.backward\(\) after the"):
+            loss.backward()
+
+
+def test_a_second_backward_pass_is_refused_and_says_what_to_do() -> None:
+    model, batch = planned(TiedLanguageModel)
+    loss = model(batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"retain_graph and several backward calls need"):
+        loss.backward()
+
+
+def test_a_file_whose_plan_is_above_its_budget_is_refused(tmp_path: Path) -> None:
+    model, batch = TiedLanguageModel(), TiedLanguageModel.batch()
+    solution = solve(model, batch, budget="1GB")
+    assert solution.trace is not None
+    less = dataclasses.replace(solution.request, budget_bytes=solution.trace.peak_bytes // 2)
+    dataclasses.replace(solution, request=less).save(tmp_path / "schedule.json")
+    apply(model, tmp_path / "schedule.json")
+    with pytest.raises(PlanMismatchError, match="its budget leaves"):
+        one_step(model, batch, 0)
+
+
+class Scaled(torch.nn.Module):
+    """A layer, a buffer and a batch with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(
+        self, rows: torch.Tensor, targets: dict[str, torch.Tensor], *, weight: Any = None
+    ) -> torch.Tensor:
+        hidden = torch.tanh(self.layer(rows)) * self.scale
+        return (hidden - targets["values"]).square().mean()
+
+
+def scaled_batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return torch.ones(4, 8), {"values": torch.zeros(4, 8)}
+
+
+def as_doubles(model: Scaled) -> None:
+    model.scale = model.scale.double()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m, x, y: m(x[:, :4], y), r"shapes is .* \(argument rows\)"),
+        (lambda m, x, y: m(x, {"values": y["values"][:1]}), r"\(argument targets\['values'\]\)"),
+        (
+            lambda m, x, y: m(x, targets={"values": y["values"].double()}),
+            r"dtypes .*\['values'\]\)",
+        ),
+        (
+            lambda m, x, y: m("x", y),
+            r"the tensors of this call: targets\['values'\]; planned were 2",
+        ),
+        (
+            lambda m, x, y: m(x[:1].expand(4, 8), y),
+            r"argument rows is float32 \[4, 8\], expanded .*\.contiguous\(\)",
+        ),
+        (
+            lambda m, x, y: m(x.clone().requires_grad_(), y),
+            r"argument rows is float32 \[4, 8\], requires a gradient, planned was float32 \[4, 8\]",
+        ),
+        (lambda m, x, y: (as_doubles(m), m(x, y)), r"buffer 'scale' is float64 \[8\], planned"),
+    ],
+)
+def test_what_is_wrong_with_a_call_has_its_name_in_the_code(call: Any, words: str) -> None:
+    model = Scaled()
+    rows, targets = scaled_batch()
+    apply(model, solve(model, (rows, targets), budget="1MB"))
+    with pytest.raises(PlanMismatchError, match=words) as raised:
+        call(model, rows, targets)
+    assert "primals" not in str(raised.value)
+
+
+def test_a_call_that_forward_does_not_take_is_pythons_own_error() -> None:
+    model = Scaled()
+    apply(model, solve(model, scaled_batch(), budget="1MB"))
+    with pytest.raises(
+        TypeError, match=r"Scaled\.forward\(.*missing a required argument: 'targets'"
+    ):
+        model(scaled_batch()[0])
+
+
+def test_swapped_and_wrong_arguments_of_apply_are_told() -> None:
+    model = Scaled()
+    solution = solve(model, scaled_batch(), budget="1MB")
+    with pytest.raises(
+        TypeError, match=r"first and the Scaled second; .*: apply\(model, solution\)"
+    ):
+        apply(solution, model)  # type: ignore[arg-type]
+    for wrong in (None, model, 3, [None]):
+        with pytest.raises(TypeError, match=r"apply\(\) was given .* as the plan; give what solve"):
+            apply(model, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"the model is .*Solution, .*: remove\(model\)"):
+        remove(solution)  # type: ignore[arg-type]
+    apply(model, solution)
+    with pytest.raises(ValueError, match=r"a plan is applied .* remove\(model\) it first"):
+        compile(model, scaled_batch(), budget="1GB", backend="aot_eager")
+
+
+class ByItsBuffer(torch.nn.Module):
+    """Computes with the shapes of a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.ones(3, 4))
+        self.register_buffer("queue", torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.rows.shape[0] / self.queue.shape[0]
+        return (x * self.rows.mean(0) * self.queue.sum(0) * scale).pow(2).mean()
+
+
+def longer_queue(model: ByItsBuffer) -> None:
+    model.queue = torch.ones(5, 4)
+
+
+def more_rows(model: ByItsBuffer) -> None:
+    model.rows = torch.nn.Parameter(torch.ones(6, 4))
+
+
+@pytest.mark.parametrize("change", [longer_queue, more_rows])
+def test_another_shape_of_what_the_module_holds_is_another_program(change: Any) -> None:
+    plain, batch = ByItsBuffer(), torch.rand(5, 4)
+    planned = copy.deepcopy(plain)
+    apply(planned, solve(planned, batch, budget="1MB"), on_mismatch="replan")
+    planned(batch).backward()
+    for model in (plain, planned):
+        change(model)
+        model.zero_grad()
+        model(batch).backward()
+    assert plain.rows.grad is not None
+    assert planned.rows.grad is not None
+    assert torch.equal(plain.rows.grad, planned.rows.grad)
+
+
+def test_forward_mode_runs_the_modules_own_forward() -> None:
+    model, (x, label) = planned()
+    plain = remove(copy.deepcopy(model))
+    tangents = []
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for each in (plain, model):
+            torch.manual_seed(0)
+            tangents.append(forward_ad.unpack_dual(each(dual, label)).tangent)
+    assert tangents[0] is not None
+    assert tangents[1] is not None
+    assert torch.equal(*tangents)

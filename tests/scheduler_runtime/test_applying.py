@@ -1,0 +1,598 @@
+"""Running a schedule: the same bits as without one, and refusals instead of wrong numbers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from graphs.calls.call import as_call, find_loss
+from graphs.graph import Graph
+from graphs.trace import TraceError, trace
+from scheduler_runtime import PlanMismatchError, ReplanError, apply, remove
+from scheduler_runtime.measuring import measure
+from solver.methods.registry import METHODS
+from solver.schedule.ops import Schedule, free_after_last_use
+from solver.schedule.recompute import baseline, keep, keep_order, missing_computes
+from solver.schedule.simulator import IllegalScheduleError, simulate
+from solver.schedule.solution import Request, Solution
+from solver.solving import answer, solve
+from tests.support.models import (
+    Classifier,
+    ConvNet,
+    Encoder,
+    NormAndDropout,
+    Recurrent,
+    SharedGradients,
+    TiedLanguageModel,
+)
+
+MODELS: list[type] = [
+    NormAndDropout,
+    TiedLanguageModel,
+    ConvNet,
+    Classifier,
+    SharedGradients,
+    Encoder,
+    Recurrent,
+]
+LARGE = 10**12
+
+
+def solution_of(graph: Graph, schedule: Schedule) -> Solution:
+    plain = simulate(graph, baseline(graph))
+    judged = simulate(graph, schedule)
+    return Solution(
+        "feasible", graph, schedule, judged, Request(LARGE), plain, plain.time_s, "test", 0.0
+    )
+
+
+def traced(make: Any, **options: Any) -> tuple[nn.Module, Any, Graph]:
+    torch.manual_seed(0)
+    model = make()
+    graph = trace(model, make.batch(), loss=getattr(make, "loss", None), **options)
+    return model, make.batch(), graph
+
+
+def one_step(model: nn.Module, batch: Any, seed: int, loss: Any = None) -> list[Any]:
+    """Loss, gradients, buffers and the random state after a step."""
+    torch.manual_seed(seed)
+    args, kwargs = as_call(batch)
+    output = model(*args, **kwargs)
+    value = find_loss(output) if loss is None else loss(output, batch)
+    value.backward()
+    return [
+        value.detach().clone(),
+        *(None if p.grad is None else p.grad.clone() for p in model.parameters()),
+        *(b.clone() for b in model.buffers()),
+        torch.get_rng_state(),
+    ]
+
+
+def assert_same_bits(plain: nn.Module, planned: nn.Module, batch: Any, loss: Any = None) -> None:
+    """Three optimizer steps agree in every bit."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, planned)]
+    for seed in range(3):
+        results = []
+        for model, optimizer in zip((plain, planned), optimizers, strict=True):
+            optimizer.zero_grad()
+            results.append(one_step(model, batch, seed, loss))
+            optimizer.step()
+        for expected, got in zip(*results, strict=True):
+            assert (expected is None) == (got is None)
+            assert expected is None or torch.equal(expected, got)
+    for expected, got in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("gradients", ["fresh", "accumulate"])
+def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
+    model, batch, graph = traced(make, gradients=gradients)
+    schedule = keep(graph, set())
+    assert simulate(graph, schedule).n_recomputed > 0
+    planned = apply(copy.deepcopy(model), solution_of(graph, schedule))
+    assert_same_bits(model, planned, batch, getattr(make, "loss", None))
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) -> None:
+    model, batch, graph = traced(make)
+    choice = random.Random(seed)
+    kept = {t.name for t in graph.tensors if choice.random() < 0.5}
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, kept)))
+    assert_same_bits(model, planned, batch, getattr(make, "loss", None))
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_recomputing_again_and_again_gives_the_same_bits(make: Any) -> None:
+    """Nothing made again is held: every later op makes all that it reads anew."""
+    model, batch, graph = traced(make)
+    pinned = {
+        name for node in graph.forward_nodes if not node.recomputable for name in node.outputs
+    }
+    later = {name for node in graph.later_nodes for name in node.outputs}
+    resident = {tensor.name for tensor in graph.resident}
+    order = [node.name for node in graph.forward_nodes]
+    for node in graph.later_nodes:
+        order += missing_computes(graph, node.inputs, resident | pinned | later)
+        order.append(node.name)
+    schedule = free_after_last_use(graph, order)
+    runs = simulate(graph, schedule).n_recomputed
+    assert runs > len(order) // 3
+    planned = apply(copy.deepcopy(model), solution_of(graph, schedule))
+    assert_same_bits(model, planned, batch, getattr(make, "loss", None))
+
+
+class Tower(nn.Module):
+    """Equal blocks with dropout, few enough for the integer program, for which all methods have a
+    plan.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(16, 64) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(64, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + functional.dropout(down(functional.gelu(up(x))), 0.2)
+        return x.square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(512, 16)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_same_bits(method: str) -> None:
+    model, batch, graph = traced(Tower)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = peak_bytes if method == "none" else (peak_bytes * 85) // 100
+    solution = answer(graph, Request(budget_bytes, method=method, time_limit_s=20.0))
+    assert solution.trace is not None
+    assert (solution.trace.n_recomputed > 0) == (method != "none")
+    planned = apply(copy.deepcopy(model), solution)
+    assert_same_bits(model, planned, batch)
+
+
+class WrittenOutAttention(nn.Module):
+    """Under autocast the softmax is in 32 bits, and so are the products of its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).float().chunk(3, dim=-1)
+        with torch.autocast("cpu", enabled=False):
+            scores = torch.softmax(q @ k.transpose(1, 2), dim=-1)
+            return (scores @ v).square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("make", [TiedLanguageModel, WrittenOutAttention])
+def test_autocast_gives_the_same_bits(make: Any) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model, batch, graph = traced(make)
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    results = []
+    for each in (model, planned):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = each(batch)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in each.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_accumulation_over_micro_batches_gives_the_same_bits() -> None:
+    model, batch, graph = traced(TiedLanguageModel, gradients="accumulate")
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    for seed in range(3):
+        expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_frozen_parameters_and_inputs_that_need_gradients() -> None:
+    torch.manual_seed(0)
+    model = Classifier()
+    model.layers[0].weight.requires_grad_(False)
+    x, label = model.batch()
+    x.requires_grad_(True)
+    graph = trace(model, (x, label), loss=model.loss)
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    gradients = []
+    for each in (model, planned):
+        x.grad = None
+        torch.manual_seed(1)
+        each.loss(each(x, label), (x, label)).backward()
+        gradients.append([x.grad, *(p.grad for p in each.parameters())])
+    assert gradients[1][1] is None
+    for expected, got in zip(*gradients, strict=True):
+        assert expected is got is None or torch.equal(expected, got)
+
+
+def planned_language_model() -> tuple[nn.Module, Any, Graph]:
+    model, batch, graph = traced(TiedLanguageModel)
+    apply(model, solution_of(graph, keep(graph, set())))
+    return model, batch, graph
+
+
+def test_the_module_stays_the_same_object() -> None:
+    model, _, graph = traced(TiedLanguageModel)
+    names = list(model.state_dict())
+    signature = inspect.signature(model.forward)
+    assert apply(model, solution_of(graph, baseline(graph))) is model
+    assert list(model.state_dict()) == names
+    assert inspect.signature(model.forward) == signature
+    with pytest.raises(ValueError, match="applied to this module already"):
+        apply(model, solution_of(graph, baseline(graph)))
+    assert remove(model) is model
+    assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="no plan is applied"):
+        remove(model)
+
+
+def test_evaluation_runs_the_module_itself() -> None:
+    model, batch, _ = planned_language_model()
+    model.eval()
+    own = type(model).forward(model, batch)
+    assert torch.equal(model(batch), own)
+    model.train()
+    with torch.no_grad():
+        assert not model(batch).requires_grad
+
+
+def test_hooks_on_parameters_and_modules_fire_once() -> None:
+    model, batch, _ = planned_language_model()
+    fired: list[str] = []
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: fired.append("parameter"))
+    model.register_forward_hook(lambda *_: fired.append("forward"))
+    model(batch).backward()
+    assert fired == ["forward", "parameter"]
+
+
+def test_gradients_leave_before_the_backward_pass_is_over() -> None:
+    model, batch, _ = planned_language_model()
+    seen: list[int] = []
+    parameters = list(model.parameters())
+
+    def note(_parameter: torch.Tensor) -> None:
+        seen.append(sum(p.grad is not None for p in parameters))
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(note)
+    model(batch).backward()
+    assert seen[0] < len(parameters) / 2
+    assert seen[-1] == len(parameters)
+
+
+def test_copies_of_a_planned_module_run_by_themselves() -> None:
+    model, batch, _ = planned_language_model()
+    expected = one_step(model, batch, 0)
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    model.zero_grad()
+    got = one_step(twin, batch, 0)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_another_shape_is_refused_by_name() -> None:
+    model, batch, _ = planned_language_model()
+    with pytest.raises(PlanMismatchError, match=r"shapes is \[\[2, 10\]\], planned was \[\[3, 10"):
+        model(batch[:2])
+
+
+def test_another_model_is_refused() -> None:
+    _, batch, graph = traced(TiedLanguageModel)
+    other = TiedLanguageModel(n_layers=3)
+    apply(other, solution_of(graph, baseline(graph)))
+    with pytest.raises(PlanMismatchError, match="does not fit this call of TiedLanguageModel"):
+        other(batch)
+
+
+def test_autocast_that_was_not_planned_is_refused() -> None:
+    model, batch, _ = planned_language_model()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(PlanMismatchError, match="autocast is bfloat16, planned was None"),
+    ):
+        model(batch)
+
+
+def test_replan_makes_a_plan_for_the_new_shape() -> None:
+    torch.manual_seed(0)
+    model = TiedLanguageModel()
+    batch = model.batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    solution = solve(model, batch, budget=10**6, optimizer=optimizer)
+    plain = copy.deepcopy(model)
+    apply(model, solution, on_mismatch="replan")
+    for each in (batch, batch[:2], batch[:, :7], batch):
+        expected, got = one_step(plain, each, 0), one_step(model, each, 0)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_replan_says_when_nothing_fits() -> None:
+    model = TiedLanguageModel()
+    batch = model.batch()
+    graph = trace(model, batch)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    solution = solve(model, batch, budget=peak_bytes)
+    apply(model, solution, on_mismatch="replan")
+    with pytest.raises(ReplanError, match="nothing fits"):
+        model(batch.repeat(50, 1))
+
+
+def planned_classifier(**options: Any) -> tuple[nn.Module, nn.Module, Solution]:
+    torch.manual_seed(0)
+    model, batch = Classifier(), Classifier.batch()
+    peak_bytes = solve(model, batch, budget="1GB", loss=model.loss).baseline.peak_bytes
+    solution = solve(model, batch, budget=peak_bytes, loss=model.loss)
+    return model, apply(copy.deepcopy(model), solution, **options), solution
+
+
+def test_replan_with_a_loss_outside_for_a_smaller_batch() -> None:
+    """The loss counts as it was planned, so the step stays within the budget."""
+    model, planned, solution = planned_classifier(on_mismatch="replan")
+    x, label = model.batch()
+    for n_rows in (7, 3, 1):
+        assert_same_bits(model, planned, (x[:n_rows], label[:n_rows]), Classifier.loss)
+    measured = measure(planned, (x[:3], label[:3]), loss=Classifier.loss)
+    assert measured.peak_bytes <= solution.request.available_bytes
+
+
+def test_replan_with_a_loss_outside_for_a_larger_batch_is_refused() -> None:
+    _, planned, _ = planned_classifier(on_mismatch="replan")
+    x, label = Classifier.batch()
+    with pytest.raises(ReplanError, match=r"the loss is computed outside.*another plan"):
+        planned(torch.cat([x, x]), torch.cat([label, label]))
+
+
+def test_replan_from_a_file_does_not_know_the_loss(tmp_path: Path) -> None:
+    model, _, solution = planned_classifier()
+    solution.save(tmp_path / "schedule.json")
+    apply(model, tmp_path / "schedule.json", on_mismatch="replan")
+    x, label = model.batch()
+    with pytest.raises(ReplanError, match="a schedule file does not hold the loss"):
+        model(x[:3], label[:3])
+
+
+def test_several_plans_for_batches_of_several_shapes() -> None:
+    model, _, first = planned_classifier()
+    x, label = model.batch()
+    larger = torch.cat([x, x]), torch.cat([label, label])
+    second = solve(model, larger, budget=10**6, loss=model.loss)
+    planned = apply(copy.deepcopy(model), [first, second])
+    for batch in ((x, label), larger, (x, label)):
+        assert_same_bits(model, planned, batch, Classifier.loss)
+    with pytest.raises(PlanMismatchError, match="shapes is"):
+        planned(x[:2], label[:2])
+
+
+def test_plans_of_different_steps_are_refused() -> None:
+    model, _, first = planned_classifier()
+    summed = solve(model, model.batch(), budget=10**6, loss=model.loss, gradients="accumulate")
+    with pytest.raises(ValueError, match="gradients is"):
+        apply(model, [first, summed])
+    with pytest.raises(ValueError, match="the list is empty"):
+        apply(model, [])
+
+
+def test_a_second_backward_is_refused() -> None:
+    model, batch, _ = planned_language_model()
+    loss = model(batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_a_parameter_changed_before_backward_is_refused() -> None:
+    model, batch, _ = planned_language_model()
+    loss = model(batch)
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"parameter 'embed.weight' was changed in place"):
+        loss.backward()
+
+
+def test_a_schedule_file_runs_in_a_model_made_anew(tmp_path: Path) -> None:
+    model, batch, graph = traced(TiedLanguageModel)
+    path = tmp_path / "schedule.json"
+    solution_of(graph, keep(graph, set())).save(path)
+    planned = apply(copy.deepcopy(model), path)
+    assert_same_bits(model, planned, batch)
+
+
+def test_an_illegal_schedule_file_is_refused_by_the_judge(tmp_path: Path) -> None:
+    model, batch, graph = traced(TiedLanguageModel)
+    path = tmp_path / "schedule.json"
+    order = keep_order(graph, set())
+    solution = solution_of(graph, free_after_last_use(graph, order))
+    solution.save(path)
+    path.write_text(path.read_text().replace('"compute",\n   "gelu"', '"compute",\n   "addmm"', 1))
+    with pytest.raises(IllegalScheduleError):
+        apply(model, path)(batch)
+
+
+def test_a_solution_without_schedule_cannot_be_applied() -> None:
+    _, _, graph = traced(TiedLanguageModel)
+    nothing = answer(graph, Request(budget_bytes=1000, method="none"))
+    said = r"no schedule to apply: .* infeasible, .* the least budget"
+    with pytest.raises(ValueError, match=said):
+        apply(TiedLanguageModel(), nothing)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: nn.Sequential(m), lambda m: m])
+def test_a_planned_module_inside_another(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model, batch, _ = planned_language_model()
+    wrap(model)(batch).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Linear(nn.Module):
+    """A layer between two others: its backward reads the weight through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor, bias: Any = None, factor: Any = None) -> dict[str, Any]:
+        y = self.layers(x) * self.scale
+        y = y if bias is None else y + bias
+        y = y if factor is None else y * factor
+        return {"loss": y.sum(), "logits": y, "extra": None}
+
+
+def planned_linear() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    plain, x = Linear(), torch.randn(3, 4)
+    graph = trace(plain, x)
+    planned = copy.deepcopy(plain)
+    apply(planned, solution_of(graph, keep(graph, set())), on_mismatch="replan")
+    return plain, planned, x
+
+
+def test_nothing_among_the_outputs_stays_nothing() -> None:
+    _, planned, x = planned_linear()
+    assert planned(x)["extra"] is None
+
+
+def test_a_weight_read_through_a_view_and_changed_is_refused() -> None:
+    _, planned, x = planned_linear()
+    loss = planned(x)["loss"]
+    with torch.no_grad():
+        planned.layers[2].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_a_gradient_that_nobody_planned_for_is_refused() -> None:
+    _, planned, x = planned_linear()
+    output = planned(x)
+    with pytest.raises(RuntimeError, match="an output that the plan expects none for"):
+        (output["loss"] + output["logits"].sum()).backward()
+
+
+def test_differentiating_twice_is_refused() -> None:
+    _, planned, x = planned_linear()
+    x.requires_grad_(True)
+    loss = planned(x)["loss"]
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_calls_that_differ_in_where_nothing_stands() -> None:
+    plain, planned, x = planned_linear()
+    for args in ((x, None, 2.0), (x, 2.0, None), (x,)):
+        assert torch.equal(plain(*args)["loss"], planned(*args)["loss"])
+
+
+class _Named(nn.Module):
+    """Named arguments in any order are one call; what comes as **kwargs is read in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor, y: Any = None, **more: torch.Tensor) -> torch.Tensor:
+        joined = torch.stack([x - y, *more.values()])
+        return (torch.sigmoid(joined * self.weight) * torch.arange(len(joined))[:, None]).sum()
+
+
+def test_named_arguments_in_another_order_are_the_same_call() -> None:
+    x, y, p, q = torch.randn(4, 8)
+    planned = _Named()
+    apply(planned, solve(planned, {"x": x, "y": y, "p": p, "q": q}, budget="1MB"))
+    expected = _Named()(p=p, q=q, y=y, x=x)
+    assert torch.equal(planned(p=p, q=q, y=y, x=x), expected)
+    assert torch.equal(planned(x=x, p=p, y=y, q=q), expected)
+    turned = planned(x=x, y=y, q=q, p=p)
+    assert torch.equal(turned, _Named()(x=x, y=y, q=q, p=p))
+    assert not torch.equal(turned, expected)
+
+
+def test_a_changed_attribute_is_another_program() -> None:
+    plain, planned, x = planned_linear()
+    for scale in (1.0, 3.0):
+        plain.scale = planned.scale = scale
+        assert torch.equal(plain(x)["loss"], planned(x)["loss"])
+
+
+class _Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("both", torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low, high = self.both.chunk(2)
+        y = torch.tanh(self.layer(x) * low.exp() + high.exp())
+        self.both.add_(1.0)
+        return y.square().sum()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.ones(2, 4)
+
+
+def test_parts_of_a_buffer_that_changes_are_not_read_again() -> None:
+    model, batch, graph = traced(_Buffered)
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    for seed in range(2):
+        expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+class _Aliased(Classifier):
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> Any:
+        hidden = super().forward(x, label)
+        return hidden, hidden.t()
+
+
+def test_outputs_that_share_memory_are_refused_where_one_gets_a_gradient() -> None:
+    with pytest.raises(TraceError, match="share memory"):
+        trace(_Aliased(), _Aliased.batch(), loss=lambda o, _: o[0].sum() + o[1].square().sum())
+
+
+class Summed(nn.Module):
+    """Three parameters whose gradients are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(256, 256) / 16 for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.weights
+        return torch.tanh(x @ (a + b + c)).square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(32, 256)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_gradient_that_parameters_share_is_copied_no_more_often_than_planned(
+    with_optimizer: bool,
+) -> None:
+    model, batch, graph = traced(Summed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
+    planned = apply(model, solution_of(graph, keep(graph, set())))
+    predicted_bytes = simulate(graph, keep(graph, set())).peak_bytes
+    measured_bytes = measure(planned, batch, optimizer=optimizer).peak_bytes
+    assert measured_bytes == pytest.approx(predicted_bytes, abs=10_000)

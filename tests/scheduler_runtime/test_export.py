@@ -1,0 +1,421 @@
+"""Plans exported as stock checkpointing: judged as they run, the same bits, and removable."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import pickle
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from examples import gpt2
+from graphs.capture.extraction import CPU_RANDOM_STATE_BYTES
+from graphs.costs.models import Measured
+from graphs.graph import Graph
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply, export
+from scheduler_runtime.execute.torch_checkpoint import CheckpointedForward, CountMismatchError
+from scheduler_runtime.export import (
+    Export,
+    ExportError,
+    remove_torch_checkpoint,
+    to_torch_checkpoint,
+)
+from scheduler_runtime.measuring import measure
+from solver.methods.least_budget import find_obstacle
+from solver.module_checkpointing.regions import Region, RegionError, dropped_by, nodes_of
+from solver.module_checkpointing.replay import replay_regions
+from solver.module_checkpointing.search import ModulePlan
+from solver.schedule.ops import Compute, Schedule
+from solver.schedule.recompute import baseline, keep
+from solver.schedule.simulator import simulate
+from solver.schedule.solution import Request, Solution
+from tests.scheduler_runtime.test_applying import assert_same_bits, one_step
+from tests.support.models import ConvNet, NormAndDropout
+
+
+def small_gpt2(dropout: float = 0.1, n_layers: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return gpt2.get_model(
+        n_layers=n_layers, width=32, n_heads=2, n_tokens=64, max_length=32, dropout=dropout
+    )
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return gpt2.get_batch(batch_size=4, seq_length=32, n_tokens=64)
+
+
+def conv_net() -> nn.Module:
+    torch.manual_seed(0)
+    return ConvNet(16)
+
+
+def images() -> torch.Tensor:
+    return torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "gpt2": (small_gpt2, tokens),
+    "conv": (conv_net, images),
+}
+
+
+@functools.cache
+def graph_of(name: str) -> Graph:
+    """Measured: what convolutions take inside is an estimate of the roofline."""
+    make, batch_of = CASES[name]
+    return trace(make(), batch_of(), costs=Measured(torch.device("cpu")))
+
+
+@functools.cache
+def solution_within(name: str, share: float) -> Solution:
+    return planned(graph_of(name), share)
+
+
+def planned(graph: Graph, share: float) -> Solution:
+    """Within this share of the way from the least budget to the peak of the plain step.
+
+    Keeps as many of the last forward tensors as fit: no search, so no clock decides.
+    """
+    plain = simulate(graph, baseline(graph))
+    least = find_obstacle(graph)
+    budget_bytes = int(least.reached_bytes + share * (plain.peak_bytes - least.reached_bytes))
+    made = [name for node in graph.forward_nodes for name in node.outputs]
+    choices = (keep(graph, set(made[first:])) for first in range(0, len(made), 2))
+    fitting = (each for each in choices if simulate(graph, each).peak_bytes <= budget_bytes)
+    return solution_of(graph, next(fitting, least.schedule), budget_bytes)
+
+
+def solution_of(graph: Graph, schedule: Schedule | None, budget_bytes: int) -> Solution:
+    assert schedule is not None
+    plain = simulate(graph, baseline(graph))
+    request = Request(budget_bytes, time_limit_s=1.0)
+    judged = simulate(graph, schedule)
+    return Solution("feasible", graph, schedule, judged, request, plain, plain.time_s, "test", 0.0)
+
+
+def exported(name: str, share: float) -> tuple[nn.Module, nn.Module, Any, Export]:
+    make, batch_of = CASES[name]
+    plain = make()
+    model = copy.deepcopy(plain)
+    return plain, model, batch_of(), to_torch_checkpoint(model, solution_within(name, share))
+
+
+@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.8), ("gpt2", 0.35), ("conv", 0.7)])
+def test_the_step_fits_as_judged_and_gives_the_same_bits(name: str, share: float) -> None:
+    plain, model, batch, plan = exported(name, share)
+    assert plan.modules
+    assert plan.fits
+    assert simulate(graph_of(name), plan.schedule).time_s == plan.time_s
+    peaks = [measure(copy.deepcopy(m), batch, n_steps=1).peak_bytes for m in (plain, model)]
+    assert peaks[1] <= plan.peak_bytes < peaks[0]
+    assert_same_bits(plain, model, batch)
+
+
+class _Count(TorchDispatchMode):
+    """How often each operator is called, backward ones included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_eager_mode_runs_the_operators_of_the_judged_schedule(seed: int) -> None:
+    """So what is judged is what runs: the early stop, what is saved, what nests."""
+    model, batch = small_gpt2(dropout=0.0), tokens()
+    graph = trace(model, batch)
+    regions = regions_by_chance(graph, model, random.Random(seed))
+    schedule = put(model, graph, regions)
+    planned_calls = Counter(
+        graph.node_by_name[op.node].op for op in schedule.ops if isinstance(op, Compute)
+    )
+    with _Count() as count:
+        model(*batch).backward()
+    assert planned_calls.total() >= len(graph.nodes)
+    for operator, n_calls in planned_calls.items():
+        assert count.calls[operator] == n_calls, operator
+
+
+def regions_by_chance(graph: Graph, model: nn.Module, choice: random.Random) -> list[Region]:
+    """Blocks and parts of them, whole or with some of what they make saved, some nested."""
+    tree = export.module_tree(model, graph)
+    may_save = export._may_save(graph)
+
+    def whole(path: str) -> Region | None:
+        try:
+            region = Region(path, nodes_of(graph, path))
+            return region if dropped_by(graph, region) else None
+        except RegionError:
+            return None
+
+    def regions(path: str, depth: int) -> Iterator[Region]:
+        region = whole(path)
+        kind = choice.choice(["leave", "whole", "save", "save", "parts", "nest"])
+        if kind in ("parts", "nest") and depth:
+            parts = [r for part in tree.parts.get(path, ()) for r in regions(part, depth - 1)]
+            if kind == "parts" or region is None:
+                yield from parts
+            else:
+                yield dataclasses.replace(region, inner=tuple(parts))
+        elif region and kind == "save":
+            makers = sorted({graph.producer[name].name for name in dropped_by(graph, region)})
+            saved = frozenset(choice.sample(makers, choice.randint(0, len(makers))))
+            saved = may_save(dataclasses.replace(region, saved=saved))
+            yield dataclasses.replace(region, saved=saved)
+        elif region and kind != "leave":
+            yield region
+
+    return [region for block in tree.blocks for region in regions(block, 2)]
+
+
+def put(model: nn.Module, graph: Graph, regions: list[Region]) -> Any:
+    replayed = replay_regions(graph, regions)
+    trace_ = simulate(graph, replayed.schedule)
+    plan = ModulePlan(
+        tuple(regions), replayed.n_reruns, replayed.schedule, trace_, trace_.peak_bytes, {}
+    )
+    export._put(model, graph, plan)
+    return replayed.schedule
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(5))
+def test_any_choice_of_regions_gives_the_same_bits_within_the_judged_peak(
+    name: str, seed: int
+) -> None:
+    make, batch_of = CASES[name]
+    plain, batch, graph = make(), batch_of(), graph_of(name)
+    model = copy.deepcopy(plain)
+    regions = regions_by_chance(graph, model, random.Random(seed))
+    n_regions = sum(1 for top in regions for _ in top.flat())
+    judged = simulate(graph, put(model, graph, regions)).peak_bytes
+    torch.manual_seed(0)
+    measured = measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes
+    assert measured <= judged + (n_regions + 1) * CPU_RANDOM_STATE_BYTES
+    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_running_statistics_change_once() -> None:
+    plain, model, batch, plan = exported("conv", 0.7)
+    assert any(module.path.startswith("body") for module in plan.modules)
+    one_step(model, batch, 0)
+    assert int(model.body[0][1].num_batches_tracked) == 1
+    one_step(plain, batch, 0)
+    assert torch.equal(model.body[0][1].running_mean, plain.body[0][1].running_mean)
+
+
+def test_the_module_stays_what_it_was_and_is_restored() -> None:
+    plain, model, _, plan = exported("gpt2", 0.35)
+    assert type(model) is type(plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert any(isinstance(m.__dict__.get("forward"), CheckpointedForward) for m in model.modules())
+    plan.remove()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    plan.remove()  # nothing left to do
+
+
+def test_a_forward_of_the_instance_is_put_back() -> None:
+    model, batch = small_gpt2(), tokens()
+    solution = solution_within("gpt2", 0.35)
+    own = {id(block): block.forward for block in model.blocks}
+    for block in model.blocks:
+        block.forward = own[id(block)]
+    plan = to_torch_checkpoint(model, solution)
+    assert one_step(model, batch, 0)[0] == one_step(small_gpt2(), batch, 0)[0]
+    plan.remove()
+    assert all(block.__dict__["forward"] is own[id(block)] for block in model.blocks)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_checkpointed_too_and_by_themselves(again: Any) -> None:
+    plain, batch, graph = small_gpt2(), tokens(), graph_of("gpt2")
+    model = copy.deepcopy(plain)
+    nodes = [nodes_of(graph, path) for path in ("blocks.0", "blocks.1")]
+    saved = frozenset(n for n in nodes[0] if "attention" in graph.node_by_name[n].op)
+    assert saved
+    put(model, graph, [Region("blocks.0", nodes[0], saved=saved), Region("blocks.1", nodes[1])])
+    copied = again(model)
+    for expected, got in zip(one_step(plain, batch, 3), one_step(copied, batch, 3), strict=True):
+        assert torch.equal(expected, got)
+    for block in (0, 1):
+        assert copied.blocks[block].forward.n_runs == 2
+        assert model.blocks[block].forward.n_runs == 0
+    remove_torch_checkpoint(copied)
+    assert not any("forward" in m.__dict__ for m in copied.modules())
+    assert "forward" in model.blocks[0].__dict__
+
+
+def test_without_gradients_the_forward_is_the_modules_own() -> None:
+    _, model, batch, plan = exported("gpt2", 0.35)
+    with torch.no_grad():
+        model(*batch)
+    assert all(model.get_submodule(m.path).forward.n_runs == 0 for m in plan.modules)
+
+
+def test_the_numbers_beside_those_of_the_plan_are_told() -> None:
+    _, _, _, plan = exported("gpt2", 0.35)
+    text = str(plan)
+    assert "overhead +" in text
+    assert "the plan itself" in text
+    assert f"+{100 * plan.overhead:.2f} %" in text
+    assert f"+{100 * plan.planned_overhead:.2f} %" in text
+    assert plan.overhead * plan.baseline_time_s == pytest.approx(plan.time_s - plan.baseline_time_s)
+    assert all(module.path in text for module in plan.modules)
+
+
+def test_nothing_fits_is_an_error_or_the_least_is_exported() -> None:
+    model, batch = small_gpt2(), tokens()
+    solution = solution_within("gpt2", 0.1)
+    with pytest.raises(ExportError, match=r"takes at least \d+: .*apply\(model, solution\)"):
+        to_torch_checkpoint(model, solution)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    plan = to_torch_checkpoint(model, solution, on_excess="least")
+    assert not plan.fits
+    assert plan.peak_bytes > plan.budget_bytes >= plan.planned_peak_bytes
+    assert "ABOVE THE BUDGET" in str(plan)
+    assert measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes <= plan.peak_bytes
+    # what the error says would be right is right
+    wider = solution_of(solution.graph, solution.schedule, plan.peak_bytes)
+    plan.remove()
+    assert to_torch_checkpoint(model, wider).fits
+
+
+class Tower(nn.Module):
+    """Four layers, each with something to drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32), nn.Tanh())
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Towers(nn.Module):
+    """Modules around the lists of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.middle, self.high = Tower(), Tower(), Tower()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.high(self.middle(self.low(x))).square().mean()
+
+
+def test_modules_around_the_blocks_nest() -> None:
+    torch.manual_seed(0)
+    plain, batch = Towers(), torch.randn(512, 32)
+    model = copy.deepcopy(plain)
+    plan = to_torch_checkpoint(model, planned(trace(model, batch), 0.1), on_excess="least")
+    inner = [module for module in plan.modules if module.inside]
+    assert {module.inside for module in inner} == {("low",), ("middle",), ("high",)}
+    assert measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes <= plan.peak_bytes
+    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
+        assert torch.equal(expected, got)
+    for module in plan.modules:
+        assert model.get_submodule(module.path).forward.n_runs == 1 + module.n_reruns
+
+
+class Branching(nn.Module):
+    """Runs one operator more when its flag is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Branch() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.twice = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        return self.second(torch.tanh(self.first(y))) if self.twice else y
+
+
+def test_another_program_than_the_planned_one_is_an_error() -> None:
+    model, batch = Branching(), torch.randn(64, 16)
+    graph = trace(model, batch)
+    path = "blocks.1"
+    nodes = nodes_of(graph, path)
+    put(model, graph, [Region(path, nodes, saved=frozenset(nodes[:1]))])
+    model(batch).backward()
+    model.blocks[1].twice = True
+    with pytest.raises(CountMismatchError, match=r"blocks\.1 called aten\.addmm\.default 4 times"):
+        model(batch)
+
+
+def test_what_cannot_be_exported_is_refused_by_name() -> None:
+    model, solution = small_gpt2(), solution_within("gpt2", 0.35)
+    with pytest.raises(ExportError, match="its status is infeasible"):
+        to_torch_checkpoint(
+            model, dataclasses.replace(solution, schedule=None, trace=None, status="infeasible")
+        )
+    with pytest.raises(ExportError, match=r"differs from this GPT2 in 'blocks\.3"):
+        to_torch_checkpoint(small_gpt2(n_layers=4), solution)
+    with pytest.raises(ExportError, match="differs from this NormAndDropout"):
+        to_torch_checkpoint(NormAndDropout(), solution)
+    with pytest.raises(ValueError, match="on_excess is 'warn'"):
+        to_torch_checkpoint(model, solution, on_excess="warn")  # type: ignore[arg-type]
+    bare = dataclasses.replace(solution, graph=dataclasses.replace(solution.graph, meta={}))
+    with pytest.raises(ExportError, match="a graph file that no module was traced into"):
+        to_torch_checkpoint(model, bare)
+    to_torch_checkpoint(model, solution)
+    with pytest.raises(ExportError, match="exported to this model already"):
+        to_torch_checkpoint(model, solution)
+    remove_torch_checkpoint(model)
+    with pytest.raises(ExportError, match="applied to this model already"):
+        to_torch_checkpoint(apply(model, solution), solution)
+
+
+def test_an_exported_model_is_not_traced_and_removing_twice_does_nothing() -> None:
+    model, solution = small_gpt2(), solution_within("gpt2", 0.35)
+    found = to_torch_checkpoint(model, solution)
+    with pytest.raises(TraceError, match=r"GPT2 has an exported plan .* exported\.remove\(\)"):
+        trace(model, tokens())
+    found.remove()
+    found.remove()
+    assert trace(model, tokens()).graph_id == solution.graph.graph_id
+    part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    apply_to = trace(part[1], torch.ones(2, 4), loss=lambda output, _: output.mean())
+    apply(part[1], solution_of(apply_to, baseline(apply_to), 10**9))
+    with pytest.raises(TraceError, match=r"its submodule 1 has a plan already"):
+        trace(part, torch.ones(2, 4), loss=lambda output, _: output.mean())
+
+
+def test_swapped_arguments_are_told() -> None:
+    model, solution = small_gpt2(), solution_within("gpt2", 0.35)
+    words = r"the plan first and the GPT2 second; .* to_torch_checkpoint\(model, solution\)"
+    with pytest.raises(TypeError, match=words):
+        to_torch_checkpoint(solution, model)  # type: ignore[arg-type]
+    for wrong in (None, model, "schedule.json"):
+        with pytest.raises(TypeError, match=r"to_torch_checkpoint\(\) was given"):
+            to_torch_checkpoint(model, wrong)  # type: ignore[arg-type]

@@ -1,0 +1,386 @@
+"""`fit`: planned at the first step, with the bits of the plain module."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from graphs.calls.call import Call, as_call, find_loss
+from scheduler_runtime import (
+    CheckpointedAlreadyError,
+    FitError,
+    apply,
+    fit,
+    measure,
+    plans_of,
+    remove,
+)
+from scheduler_runtime.surroundings.free_memory import DeviceMemory, step_bytes_now
+from solver import report, solve
+from solver.common.sizes import BudgetError
+from tests.support.models import NormAndDropout, TiedLanguageModel
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Tower(nn.Module):
+    """Residual blocks with dropout and a head; the caller computes the loss."""
+
+    def __init__(self, n_blocks: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Dropout(0.1),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(n_blocks)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def tower() -> nn.Module:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def numbers(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 32, generator=torch.Generator().manual_seed(0)), torch.arange(n) % 10
+
+
+def cross_entropy(output: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output, batch[1])
+
+
+def trained(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    batches: list[Any],
+    *,
+    inputs: Callable[[Any], Any] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    n_micro: int = 1,
+) -> list[torch.Tensor]:
+    """Losses, gradients of the last step, parameters and buffers."""
+    torch.manual_seed(1)
+    results: list[torch.Tensor] = []
+    for step, batch in enumerate(batches):
+        if step % n_micro == 0:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        args, kwargs = as_call(batch, inputs)
+        output = model(*args, **kwargs)
+        value = find_loss(output) if loss is None else loss(output, batch)
+        (value / n_micro).backward()
+        if (step + 1) % n_micro == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+        results.append(value.detach().clone())
+    results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*results, *model.parameters(), *model.buffers()]
+
+
+FIRST = {"inputs": lambda batch: batch[0], "loss": cross_entropy}
+
+
+def budget_for(model: nn.Module, batch: Any, share: float, **options: Any) -> int:
+    """Bytes: that share of the way from what is resident to the peak without a plan."""
+    solution = solve(model, batch, budget="1TB", optimizer=adamw(model.parameters()), **options)
+    resident_bytes = solution.graph.resident_bytes
+    return int(resident_bytes + share * (solution.baseline.peak_bytes - resident_bytes))
+
+
+def test_a_loss_outside_trains_with_the_same_bits_for_each_shape() -> None:
+    plain = tower()
+    fitted = copy.deepcopy(plain)
+    batches = [numbers(n) for n in (512, 512, 384, 512)]
+    budget = budget_for(plain, batches[0], 0.7, **FIRST)
+    optimizer = adamw(fitted.parameters())
+    assert fit(fitted, budget=budget, optimizer=optimizer) is fitted
+    assert plans_of(fitted) == ()
+    expected = trained(plain, [adamw(plain.parameters())], batches, **FIRST)
+    got = trained(fitted, [optimizer], batches, **FIRST)
+    assert len(expected) == len(got)
+    assert all(map(torch.equal, expected, got))
+    first, second = (plan.solution for plan in plans_of(fitted))
+    assert first.trace is not None
+    assert first.trace.n_recomputed > 0
+    assert first.trace.peak_bytes <= budget < first.baseline.peak_bytes
+    assert second.request == first.request
+    assert [plan.environment["shapes"] for plan in (first, second)] == [[[512, 32]], [[384, 32]]]
+
+
+@pytest.mark.parametrize("make", [NormAndDropout, TiedLanguageModel])
+def test_a_loss_inside_is_planned_as_solve_plans_it(make: Any) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    fitted = copy.deepcopy(plain)
+    optimizer = adamw(fitted.parameters())
+    solution = solve(plain, make.batch(), budget="1GB", optimizer=adamw(plain.parameters()))
+    budget = solution.baseline.peak_bytes
+    fit(fitted, budget=budget, optimizer=optimizer)
+    expected = trained(plain, [adamw(plain.parameters())], 3 * [make.batch()])
+    got = trained(fitted, [optimizer], 3 * [make.batch()])
+    assert all(map(torch.equal, expected, got))
+    (plan,) = plans_of(fitted)
+    assert plan.solution.graph == solution.graph
+    assert plan.notes == ()
+
+
+def test_the_measured_peak_is_within_the_budget() -> None:
+    model = tower()
+    batch = numbers(512)
+    budget = budget_for(model, batch, 0.6, **FIRST)
+    plain_peak_bytes = measure(
+        model, batch, optimizer=adamw(model.parameters()), **FIRST
+    ).peak_bytes
+    optimizer = adamw(model.parameters())
+    fit(model, budget=budget, optimizer=optimizer)
+    assert measure(model, batch, optimizer=optimizer, **FIRST).peak_bytes <= budget
+    assert plain_peak_bytes > budget
+
+
+def test_accumulated_gradients_are_planned_for_when_they_are_there() -> None:
+    plain = tower()
+    fitted = copy.deepcopy(plain)
+    optimizer = adamw(fitted.parameters())
+    fit(fitted, budget=budget_for(plain, numbers(256), 0.9, **FIRST), optimizer=optimizer)
+    batches = [numbers(256)] * 6
+    expected = trained(plain, [adamw(plain.parameters())], batches, n_micro=3, **FIRST)
+    got = trained(fitted, [optimizer], batches, n_micro=3, **FIRST)
+    assert all(map(torch.equal, expected, got))
+    fresh, accumulating = (plan.solution for plan in plans_of(fitted))
+    gradients_bytes = sum(p.nbytes for p in fitted.parameters())
+    assert accumulating.graph.resident_bytes == fresh.graph.resident_bytes + gradients_bytes
+
+
+def test_several_optimizers_are_counted_together() -> None:
+    model = tower()
+    optimizers = [adamw(model.blocks.parameters()), torch.optim.SGD(model.head.parameters(), 0.1)]
+    fit(model, budget="1GB", optimizer=optimizers)
+    trained(model, list(optimizers), [numbers(8)], **FIRST)
+    (plan,) = plans_of(model)
+    state = plan.solution.graph.tensor_by_name["optimizer_state"]
+    sizes = [p.nbytes for p in model.blocks.parameters()]
+    assert state.size_bytes == 2 * sum(sizes) + 4 * len(sizes)  # two moments and a step count
+
+
+def test_an_optimizer_that_is_left_out_is_said() -> None:
+    model = fit(tower(), budget="1GB")
+    with pytest.warns(UserWarning, match="optimizer's state is not counted: pass optimizer="):
+        model(numbers(8)[0])
+    assert any("pass optimizer=" in note for note in plans_of(model)[0].notes)
+
+
+def test_the_reserve_of_a_loss_outside_is_kept_and_can_be_named() -> None:
+    peaks = []
+    for loss_reserve in (0, None, 10**6):
+        model = fit(tower(), budget="1GB", loss_reserve=loss_reserve, optimizer=[])
+        with pytest.warns(UserWarning, match="optimizer"):
+            output = model(numbers(512)[0])
+        graph = plans_of(model)[0].solution.graph
+        (loss,) = (node for node in graph.nodes if node.phase == "outside")
+        peaks.append(loss.workspace_bytes)
+    assert peaks == [0, 2 * output.numel() * 4, 10**6]
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.relu(self.first(x))
+        return {"hidden": hidden, "logits": self.second(hidden)}
+
+
+def test_outputs_that_the_loss_leaves_out_are_named() -> None:
+    torch.manual_seed(0)
+    plain = TwoHeads()
+    x = torch.randn(6, 8)
+    unnamed = copy.deepcopy(plain)
+    fit(unnamed, budget="1GB", optimizer=torch.optim.SGD(unnamed.parameters()))
+    with pytest.raises(RuntimeError, match="loss_outputs"):
+        unnamed(x)["logits"].sum().backward()
+    named = copy.deepcopy(plain)
+    sgd = torch.optim.SGD(named.parameters())
+    fit(named, budget="1GB", optimizer=sgd, loss_outputs=lambda output: output["logits"])
+    for model in (plain, named):
+        model(x)["logits"].sum().backward()
+    for expected, got in zip(plain.parameters(), named.parameters(), strict=True):
+        assert torch.equal(expected.grad, got.grad)
+
+
+def test_evaluation_and_no_grad_run_the_modules_own_forward() -> None:
+    model = fit(tower(), budget="1GB")
+    with torch.no_grad():
+        model(numbers(8)[0])
+    model.eval()
+    model(numbers(8)[0]).sum().backward()
+    assert plans_of(model) == ()
+    assert "forward" not in vars(remove(model))
+
+
+def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
+    model = tower()
+    fit(model, budget="100KB", optimizer=adamw(model.parameters()))
+    with pytest.raises(FitError, match=r"at least .* are needed at"):
+        model(numbers(512)[0])
+
+
+def test_a_model_without_gradients_runs_as_it_is_and_is_planned_when_it_has_some() -> None:
+    """As adapters that are switched off for a while leave it."""
+    model = fit(tower().requires_grad_(False), budget="1GB")
+    assert not model(numbers(8)[0]).requires_grad
+    assert not plans_of(model)
+    model.requires_grad_(True)
+    model(numbers(8)[0]).sum().backward()
+    assert plans_of(model)
+
+
+def test_auto_takes_what_nobody_else_has() -> None:
+    memory = DeviceMemory(
+        free_bytes=5_000, reserved_bytes=3_000, allocated_bytes=2_500, step_bytes=2_000
+    )
+    assert memory.budget_bytes == 5_000 + 3_000 - 500
+
+
+def test_what_a_step_has_on_the_device_counts_each_storage_once() -> None:
+    torch.manual_seed(0)
+    model = TiedLanguageModel()
+    tokens = TiedLanguageModel.batch()
+    optimizer = adamw(model.parameters())
+    device, call = torch.device("cpu"), Call.of((tokens,), {})
+    parameters_bytes = sum(p.nbytes for p in model.parameters())
+    before_bytes = step_bytes_now(model, call, [optimizer], device)
+    assert before_bytes == parameters_bytes + tokens.nbytes
+    model(tokens).backward()
+    optimizer.step()
+    counts_bytes = sum(state["step"].nbytes for state in optimizer.state.values())
+    after_bytes = step_bytes_now(model, call, [optimizer], device)
+    assert after_bytes == 4 * parameters_bytes + tokens.nbytes + counts_bytes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: auto is possible")
+def test_auto_without_cuda_is_refused_with_what_to_give() -> None:
+    with pytest.raises(BudgetError, match=r"fit\(model, budget='16GB'\)"):
+        fit(tower())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_forward_that_checkpoints_is_refused(use_reentrant: bool) -> None:
+    class Checkpointed(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return self.head(x)
+
+    model = fit(Checkpointed(2), budget="1GB")
+    x = numbers(8)[0].requires_grad_()
+    with pytest.raises(CheckpointedAlreadyError, match="forward calls torch"):
+        model(x)
+    remove(model)(x).sum().backward()  # PyTorch's own function is back in its place
+    assert x.grad is not None
+
+
+def test_solve_says_that_a_model_checkpoints_by_itself(capsys: Any) -> None:
+    class Checkpointed(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x).sum()
+
+    class Plain(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum()
+
+    said = []
+    for make in (Checkpointed, Plain):
+        solution = solve(make(2), numbers(8)[:1], budget="1GB")
+        report(solution)
+        said.append("calls torch.utils.checkpoint" in " ".join(capsys.readouterr().out.split()))
+    assert said == [True, False]
+
+
+def test_wrapped_blocks_are_refused() -> None:
+    model = tower()
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    with pytest.raises(CheckpointedAlreadyError, match=r"blocks\.1.*CheckpointWrapper"):
+        fit(model, budget="1GB")
+
+
+def test_compiled_modules_are_refused() -> None:
+    with pytest.raises(FitError, match=r"before torch\.compile"):
+        fit(torch.compile(tower()), budget="1GB")
+    model = tower()
+    model.compile()
+    with pytest.raises(FitError, match=r"before torch\.compile"):
+        fit(model, budget="1GB")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_module_that_is_compiled_afterwards_runs_its_plan_uncompiled(in_place: bool) -> None:
+    plain = tower()
+    fitted = copy.deepcopy(plain)
+    optimizer = adamw(fitted.parameters())
+    fit(fitted, budget=budget_for(plain, numbers(256), 0.8, **FIRST), optimizer=optimizer)
+    compiled = fitted if in_place else torch.compile(fitted, backend="eager")
+    if in_place:
+        fitted.compile(backend="eager")
+    expected = trained(plain, [adamw(plain.parameters())], [numbers(256)] * 2, **FIRST)
+    got = trained(compiled, [optimizer], [numbers(256)] * 2, **FIRST)
+    assert all(map(torch.equal, expected, got))
+    assert [p.solution.trace.n_recomputed > 0 for p in plans_of(fitted) if p.solution.trace] == [
+        True
+    ]
+
+
+def test_a_module_that_must_be_compiled_whole_afterwards_is_refused() -> None:
+    model = fit(tower(), budget="1GB")
+    with pytest.raises(RuntimeError, match="found no compiled frames"):  # the compiler's own words
+        torch.compile(model, backend="eager", fullgraph=True)(numbers(8)[0])
+
+
+def test_options_that_are_none_are_refused() -> None:
+    model = tower()
+    with pytest.raises(ValueError, match="method is 'best'"):
+        fit(model, budget="1GB", method="best")
+    with pytest.raises(BudgetError, match="no size"):
+        fit(model, budget="much")
+    with pytest.raises(ValueError, match="type str"):
+        fit(model, budget="1GB", optimizer="adamw")
+    fit(model, budget="1GB")
+    with pytest.raises(ValueError, match="remove"):
+        fit(model, budget="1GB")
+    with pytest.raises(ValueError, match="remove"):
+        apply(model, solve(tower(), numbers(8)[0], budget="1GB", loss=lambda o, _: o.sum()))
+    with pytest.raises(ValueError, match="fit was not called"):
+        plans_of(tower())
+
+
+def test_a_copy_plans_for_itself() -> None:
+    model = tower()
+    optimizer = adamw(model.parameters())
+    fit(model, budget="1GB", optimizer=optimizer)
+    model(numbers(8)[0])
+    twin = copy.deepcopy(model)
+    assert plans_of(twin) == ()
+    with pytest.warns(UserWarning, match="optimizer"):
+        twin(numbers(8)[0]).sum().backward()
+    assert len(plans_of(twin)) == 1
+    assert all(p.grad is None for p in model.parameters())

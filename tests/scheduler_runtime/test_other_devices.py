@@ -1,0 +1,94 @@
+"""MPS and XPU are refused wherever a plan begins, with the same reason."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.calls.call import TraceError
+from scheduler_runtime import apply, fit
+from scheduler_runtime.by_submodule import plan_chain as fallback
+from scheduler_runtime.planned import forward as stand_in
+from solver import solve
+from solver.common.sizes import CUDA_RESERVE_BYTES
+
+
+class Loss(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
+    return Loss(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+
+
+class OnAnother(Loss):
+    """Says that its parameters are on another device, or are on the CPU."""
+
+    where = "mps"
+
+    def parameters(self, recurse: bool = True):
+        for parameter in super().parameters(recurse):
+            yield _Elsewhere(parameter, self.where)
+
+
+class _Elsewhere:
+    def __init__(self, parameter: torch.Tensor, where: str) -> None:
+        self._parameter = parameter
+        self.device = torch.device(where)
+
+    def __getattr__(self, name: str):
+        return getattr(self._parameter, name)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_applying_and_fitting_on_another_device_is_refused(kind, monkeypatch):
+    model, batch = model_and_batch()
+    solution = solve(model, batch, budget="1GB", time_limit_s=5.0)
+    apply(model, solution)
+    for module in (stand_in, __import__("sys").modules["scheduler_runtime.fit"]):
+        monkeypatch.setattr(module, "device_of", lambda _model: torch.device(kind))
+    with pytest.raises(TraceError, match=f"the step is on {kind}; .*cpu and cuda alone"):
+        model(batch)
+    other, _ = model_and_batch()
+    fit(other, budget="1GB")
+    with pytest.raises(TraceError, match=f"the step is on {kind}; .*cpu and cuda alone"):
+        other(batch)
+
+
+def test_planning_by_submodules_on_another_device_is_refused():
+    model = OnAnother(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with pytest.raises(fallback.FallbackError, match="on mps; real steps are measured on cpu"):
+        fallback.plan_chain(model, torch.randn(2, 4), budget="1GB")
+
+
+def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
+    class SeenError(Exception):
+        pass
+
+    asked: list[int] = []
+
+    def noted(_graph, *, budget, reserve, time_limit_s):
+        asked.append(reserve)
+        raise SeenError
+
+    monkeypatch.setattr(fallback, "solve", noted)
+    monkeypatch.setattr(fallback, "_watched", lambda *_: SeenStep())
+    monkeypatch.setattr(fallback, "coarse_graph", lambda *_, **__: None)
+    monkeypatch.setattr(fallback, "Step", lambda *_: SeenStep())
+    for where, reserve in (("cuda:0", None), ("cuda:0", 5), ("cpu", None)):
+        model = OnAnother(nn.Linear(4, 4))
+        model.where = where
+        with contextlib.suppress(SeenError):
+            fallback.plan_chain(model, torch.randn(2, 4), budget="1GB", reserve=reserve)
+    assert asked == [CUDA_RESERVE_BYTES, 5, 0]
+
+
+class SeenStep:
+    observed = loop = None
+
+    def changed_buffers(self):
+        return ()

@@ -1,0 +1,211 @@
+"""The sweep over budgets: monotone curves, proofs that hold, budgets that mean something."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from graphs.synthetic.nets import chain, residual
+from solver.analysis.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
+from solver.methods.least_budget import find_obstacle, least_by_method
+from solver.methods.proposal import Proposal
+from solver.methods.registry import METHODS
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from solver.solving import InterruptedSolveError, attempt, solve
+
+GRAPH = residual(n_blocks=5)
+PEAK_BYTES = simulate(GRAPH, baseline(GRAPH)).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def curve() -> Curve:
+    return sweep(GRAPH, methods=("sqrt", "every_block", "none"), time_limit_s=5)
+
+
+def test_overhead_never_rises_with_the_budget(curve):
+    for method in curve.methods:
+        points = curve.of(method)
+        budgets = [point.request.budget_bytes for point in points]
+        assert budgets == sorted(budgets)
+        times_s = [math.inf if p.trace is None else p.trace.time_s for p in points]
+        assert times_s == sorted(times_s, reverse=True)
+
+
+def test_the_bound_never_rises_either_and_holds_for_every_method(curve):
+    for method in curve.methods:
+        bounds_s = [point.lower_bound_s for point in curve.of(method)]
+        assert bounds_s == sorted(bounds_s, reverse=True)
+    for point in curve.points:
+        if point.trace is not None:
+            assert point.trace.time_s >= point.lower_bound_s * (1 - 1e-12)
+    at = {}
+    for point in curve.points:
+        at.setdefault(point.request.budget_bytes, set()).add(point.lower_bound_s)
+    assert all(len(bounds) == 1 for bounds in at.values())
+
+
+def test_every_point_fits_its_budget_by_the_judge(curve):
+    for point in curve.points:
+        if point.schedule is not None:
+            trace = simulate(GRAPH, point.schedule)
+            assert trace == point.trace
+            assert trace.peak_bytes <= point.request.available_bytes
+
+
+def test_the_last_budget_is_the_peak_without_checkpointing(curve):
+    last = curve.of("none")[-1]
+    assert last.request.budget_bytes == PEAK_BYTES
+    assert last.overhead == 0.0
+    assert last.status == "optimal"
+
+
+def test_a_cheaper_schedule_is_carried_up(monkeypatch):
+    """A method that does worse with more room does not show in the curve."""
+    small, large = 0.7 * PEAK_BYTES, 0.9 * PEAK_BYTES
+
+    def odd(graph, *, budget_bytes, **options):
+        if budget_bytes > small:
+            return METHODS["every_block"](graph, budget_bytes=budget_bytes, **options)
+        return METHODS["sqrt"](graph, budget_bytes=budget_bytes, **options)
+
+    monkeypatch.setitem(METHODS, "sqrt_then_worse", odd)
+    first, second = sweep(
+        GRAPH, budgets=[int(small), int(large)], methods=["sqrt_then_worse"], time_limit_s=5
+    ).points
+    assert first.schedule is not None
+    assert second.trace is not None
+    assert second.trace.time_s <= first.trace.time_s
+    assert second.request.budget_bytes == int(large)
+
+
+def test_a_schedule_is_carried_to_budgets_where_nothing_was_found(monkeypatch):
+    def moody(graph, *, budget_bytes, **options):
+        if budget_bytes == PEAK_BYTES:
+            return Proposal(None)
+        return METHODS["every_block"](graph, budget_bytes=budget_bytes, **options)
+
+    monkeypatch.setitem(METHODS, "moody", moody)
+    budgets = [int(0.9 * PEAK_BYTES), PEAK_BYTES]
+    first, second = sweep(GRAPH, budgets=budgets, methods=["moody"], time_limit_s=5).points
+    assert first.schedule is not None
+    assert second.schedule == first.schedule
+    assert second.status in ("feasible", "optimal")
+
+
+def test_known_answers_are_points_and_not_sought_again(monkeypatch):
+    known = solve(GRAPH, budget=int(0.83 * PEAK_BYTES), method="sqrt")
+    seen = []
+
+    def watched(graph, request, **options):
+        seen.append(request.budget_bytes)
+        return attempt(graph, request, **options)
+
+    monkeypatch.setattr("solver.analysis.pareto.attempt", watched)
+    curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], known=[known], time_limit_s=5)
+    assert [p.request.budget_bytes for p in curve.points] == [int(0.83 * PEAK_BYTES), PEAK_BYTES]
+    assert seen == [PEAK_BYTES]
+
+
+def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
+    budgets = [int(share * PEAK_BYTES) for share in (0.7, 0.8, 0.9, 1.0)]
+    whole = sweep(GRAPH, budgets=budgets, methods=["sqrt", "none"], time_limit_s=5)
+    told: list[tuple[int, int]] = []
+
+    def interrupted(graph, request, **options):
+        if len(told) == 6:
+            raise KeyboardInterrupt
+        return attempt(graph, request, **options)
+
+    monkeypatch.setattr("solver.analysis.pareto.attempt", interrupted)
+    with pytest.raises(InterruptedSweepError) as caught:
+        sweep(
+            GRAPH,
+            budgets=budgets,
+            methods=["sqrt", "none"],
+            time_limit_s=5,
+            on_point=lambda n_done, n_all: told.append((n_done, n_all)),
+        )
+    assert told == [(n, 8) for n in range(1, 7)]
+    curve = caught.value.curve
+    assert [p.overhead for p in curve.of("sqrt")] == [p.overhead for p in whole.of("sqrt")]
+    assert [p.request.budget_bytes for p in curve.of("none")] == budgets[:2]
+
+
+def test_ctrl_c_in_a_search_keeps_what_that_search_had_found(monkeypatch):
+    def interrupted(graph, request, **options):
+        raise InterruptedSolveError(attempt(graph, request, **options))
+
+    monkeypatch.setattr("solver.analysis.pareto.attempt", interrupted)
+    with pytest.raises(InterruptedSweepError) as caught:
+        sweep(GRAPH, budgets=[PEAK_BYTES, 2 * PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
+    (point,) = caught.value.curve.points
+    assert point.overhead == 0.0
+
+
+def test_ctrl_c_before_any_point(monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("solver.analysis.pareto.attempt", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
+    assert not isinstance(caught.value, InterruptedSweepError)
+
+
+def test_the_reserve_is_on_top_of_the_default_budgets():
+    plain = default_budgets(GRAPH, method="sqrt", time_limit_s=5)
+    kept = default_budgets(GRAPH, method="sqrt", time_limit_s=5, reserve_bytes=1000)
+    assert kept == tuple(size + 1000 for size in plain)
+    assert len(plain) == N_BUDGETS
+    assert plain[-1] == PEAK_BYTES
+
+
+def test_quick_budgets_start_where_nothing_is_proven_to_be_too_small():
+    first, *others = default_budgets(GRAPH, quick=True, n_budgets=5)
+    assert first == find_obstacle(GRAPH).proven_bytes
+    assert len(others) == 4
+    assert others[-1] == PEAK_BYTES
+    less = solve(GRAPH, budget=first - 1, time_limit_s=5)
+    assert math.isinf(less.lower_bound_s)
+
+
+def test_the_first_default_budget_is_feasible():
+    first = default_budgets(GRAPH, method="sqrt", time_limit_s=5)[0]
+    assert solve(GRAPH, budget=first, method="sqrt").schedule is not None
+
+
+def test_a_budget_below_the_reserve_is_refused():
+    with pytest.raises(ValueError, match="above the reserve of 100 bytes"):
+        sweep(GRAPH, budgets=[50, 200], reserve_bytes=100)
+    with pytest.raises(ValueError, match="must be above the reserve"):
+        sweep(GRAPH, budgets=[])
+
+
+def test_a_graph_without_room_has_one_budget():
+    graph = chain(n_blocks=1)
+    assert len(default_budgets(graph, time_limit_s=5)) >= 1
+
+
+def test_a_curve_is_frozen(curve):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        curve.points = ()
+
+
+# The least budget.
+
+
+@pytest.mark.parametrize("method", ["none", "every_block", "sqrt"])
+def test_the_least_budget_is_reached_and_little_less_is_not(method):
+    options = {"time_limit_s": 20, "seed": 0}
+    least_bytes = least_by_method(GRAPH, proven_bytes=0, method=METHODS[method], **options)
+    assert METHODS[method](GRAPH, budget_bytes=least_bytes, **options).schedule is not None
+    less_bytes = least_bytes - int(0.02 * PEAK_BYTES)
+    assert METHODS[method](GRAPH, budget_bytes=less_bytes, **options).schedule is None
+
+
+def test_the_least_budget_without_time_is_the_peak():
+    options = {"proven_bytes": 0, "method": METHODS["sqrt"], "seed": 0}
+    assert least_by_method(GRAPH, time_limit_s=-1, **options) == PEAK_BYTES

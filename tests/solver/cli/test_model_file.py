@@ -1,0 +1,337 @@
+"""The command `solve` on model files: what is taken from them, and how they can fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from solver.cli.command import main
+from solver.runtime_hooks import Verification
+from tests.support.command import MODEL, failed, write_model
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Callable[..., str]:
+    return partial(write_model, tmp_path)
+
+
+def test_a_model_file_is_traced_and_planned(model_file, tmp_path, capsys):
+    schedule = str(tmp_path / "s.json")
+    path = model_file()
+    assert main(["--budget", "1MB", "--device", "cpu", "-o", schedule, path]) == 0
+    out = capsys.readouterr().out
+    assert "(Net)" in out
+    assert "generic CPU" in out
+    assert "roofline" in out
+    assert json.loads(Path(schedule).read_text())["environment"]["shapes"] == [[64, 32]]
+
+
+def test_autocast_is_part_of_the_step(model_file, tmp_path):
+    schedule = tmp_path / "s.json"
+    options = ["--budget", "1MB", "--device", "cpu", "--autocast", "bf16", "--quiet"]
+    assert main([*options, "-o", str(schedule), model_file()]) == 0
+    assert json.loads(schedule.read_text())["environment"]["autocast"] == "bfloat16"
+
+
+def test_accumulated_gradients_are_there_from_the_start(model_file, capsys):
+    options = ["--budget", "1MB", "--device", "cpu", "--accumulate", "--json"]
+    assert main([*options, model_file()]) == 0
+    baseline = json.loads(capsys.readouterr().out)["baseline"]
+    assert baseline["memory_bytes"]["gradients"] >= baseline["memory_bytes"]["parameters"]
+
+
+def test_sizes_reach_the_functions_that_take_them(model_file, capsys):
+    path = model_file(
+        ("def get_model():", "def get_model(seq_length=7):\n    assert seq_length == 9")
+    )
+    options = ["--budget", "1MB", "--device", "cpu", "--json"]
+    assert main([*options, "--batch-size", "16", "--seq-length", "9", path]) == 0
+    assert json.loads(capsys.readouterr().out)["baseline"]["memory_bytes"]["batch"] == 16 * 32 * 4
+
+
+def test_a_size_that_nobody_takes_is_wrong_usage(model_file, capsys):
+    code, line = failed(
+        capsys, "--budget", "1MB", "--device", "cpu", "--seq-length", "9", model_file()
+    )
+    assert code == 2
+    assert "--seq-length 9 has no effect: neither get_model nor get_batch" in line
+
+
+def test_a_size_that_is_needed_is_wrong_usage(model_file, capsys):
+    path = model_file(("batch_size=64", "batch_size"))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
+    assert code == 2
+    assert "needs batch_size: give --batch-size" in line
+
+
+def test_another_factory_and_a_loss_outside(model_file, capsys):
+    add = """
+    def small():
+        return nn.Linear(32, 2)
+
+    def get_loss(output, batch):
+        return output.mean()
+
+    def get_optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    """
+    path = model_file(add=add)
+    assert main(["--budget", "1MB", "--device", "cpu", "--json", f"{path}:small"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problem"].endswith("model.py:small (Linear)")
+    assert report["baseline"]["memory_bytes"]["optimizer"] == 0  # SGD keeps nothing
+
+
+SUPERVISED = """
+    def get_model():
+        return nn.Linear(32, 2)
+
+    def get_batch(batch_size=64):
+        return torch.randn(batch_size, 32), torch.randint(2, (batch_size,))
+
+    def get_loss(output, batch):
+        return nn.functional.cross_entropy(output, batch[1])
+"""
+INPUTS = """
+    def get_inputs(batch):
+        return batch[0]
+"""
+
+
+def test_targets_are_for_the_loss(model_file, capsys):
+    options = ["--budget", "1MB", "--device", "cpu", "--json", "--verify"]
+    assert main([*options, model_file(add=SUPERVISED + INPUTS)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["baseline"]["memory_bytes"]["batch"] == 64 * 32 * 4 + 64 * 8
+    assert report["verification"]["passed"]
+    assert report["verification"]["n_timed_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [("batch['x']", "tuple indices must be integers"), ("None", "get_inputs(batch) returned None")],
+)
+def test_get_inputs_that_fails_is_told_in_one_line(model_file, capsys, wrong, reason):
+    path = model_file(add=SUPERVISED + INPUTS.replace("batch[0]", wrong))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
+    assert code == 4
+    assert reason in line
+    assert f"{path}, line " in line
+
+
+def test_targets_without_get_inputs_are_told_what_to_write(model_file, capsys):
+    path = model_file(add=SUPERVISED)
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
+    assert code == 4
+    assert "Linear.forward" in line
+    assert "get_inputs(batch)" in line
+
+
+def test_a_loss_that_only_picks_the_models_own_is_inside(model_file, capsys):
+    changes = ("return x.square().mean()", "return {'loss': x.square().mean(), 'n': 3}")
+    add = """
+    def get_loss(output, batch):
+        return output['loss']
+    """
+    schedules = []
+    for path in (model_file(changes), model_file(changes, add=add)):
+        options = ["--budget", "1MB", "--device", "cpu", "--json"]
+        assert main([*options, path]) == 0
+        schedules.append(json.loads(capsys.readouterr().out)["schedule"])
+    assert schedules[0] == schedules[1]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package in the working directory: `net` defines get_model, `other` make_other."""
+    (tmp_path / "some_package").mkdir()
+    (tmp_path / "some_package" / "__init__.py").write_text("")
+    text = textwrap.dedent(MODEL)
+    (tmp_path / "some_package" / "net.py").write_text(text)
+    (tmp_path / "some_package" / "other.py").write_text(text.replace("get_model", "make_other"))
+    (tmp_path / "some_package.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["net", "net:get_model", "other:make_other"])
+def test_a_module_to_import(package, source):
+    options = ["--budget", "1MB", "--device", "cpu", "--quiet"]
+    assert main([*options, f"some_package.{source}"]) == 0
+    assert str(package) not in sys.path
+
+
+def test_a_module_without_get_model_is_told_to_name_its_factory(package, capsys):
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.other")
+    assert code == 4
+    assert "add the function that makes the model: some_package.other:factory" in line
+    assert "make_other" in line
+
+
+def test_a_file_of_another_kind_is_no_module(package, capsys):
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.txt")
+    assert code == 4
+    assert "is none of model.py" in line
+
+
+def test_what_a_model_file_prints_stays_out_of_the_report(model_file, capsys):
+    path = model_file(("return Net()", "print('hello'); return Net()"), add="print('loading')")
+    assert main(["--budget", "1MB", "--device", "cpu", "--json", path]) == 0
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    assert "loading" in printed.err
+    assert "hello" in printed.err
+
+
+def test_no_weights_are_allocated(model_file):
+    path = model_file(("32", "500000"))  # four layers of a terabyte each
+    assert main(["--budget", "40TB", "--device", "cpu", "--quiet", path]) == 0
+
+
+def test_a_model_that_reads_values_is_built_for_real(model_file, capsys):
+    path = model_file(("return Net()", "assert torch.ones(2).sum().item() == 2; return Net()"))
+    assert main(["--budget", "1MB", "--device", "cpu", path]) == 0
+    assert "The model was built for real" in capsys.readouterr().out
+
+
+def test_a_card_that_is_not_here_is_a_forecast(model_file, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--budget", "1%", "--device", "h100", model_file()]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "NVIDIA H100 80 GB SXM" in out
+    assert "750.0 MB" in out
+    assert "a forecast for NVIDIA H100" in out
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in out
+
+
+def test_cuda_that_is_not_here_is_wrong_usage(model_file, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, line = failed(capsys, "--budget", "1GB", "--device", "cuda", model_file())
+    assert code == 2
+    assert "there is no CUDA device here" in line
+
+
+def test_measured_costs_are_of_this_machine(model_file, capsys):
+    options = ("--budget", "1GB", "--costs", "measured")
+    code, line = failed(capsys, *options, "--device", "h100", model_file())
+    assert code == 2
+    assert "not h100" in line
+    assert main([*options, "--device", "cpu", "--json", model_file()]) == 0
+    costs = json.loads(capsys.readouterr().out)["costs"]
+    assert costs.startswith("measured")
+    assert "times the roofline's" in costs
+
+
+@pytest.mark.parametrize(
+    ("changes", "add", "reason"),
+    [
+        ((("def get_model():", "def get_model(:"),), "", "line 15: SyntaxError"),
+        ((("def get_model", "def make_model"),), "", "defines no get_model(); a model file"),
+        ((("def get_batch", "def make_batch"),), "", "defines no get_batch(); a model file"),
+        ((), "raise RuntimeError('at import')", "line 21: RuntimeError: at import"),
+        ((), "import sys; sys.exit(3)", "line 21: it ended the program (sys.exit(3))"),
+        (
+            (("return Net()", "return 5"),),
+            "",
+            "line 15: get_model() returned an object of type int",
+        ),
+        ((("return Net()", "return None"),), "", "get_model() returned None"),
+        ((("return Net()", "return 1 / 0"),), "", "line 16: ZeroDivisionError"),
+        ((("return Net()", "import nothing_there"),), "", "No module named 'nothing_there'"),
+        ((("get_model()", "get_model(width)"),), "", "get_model needs an argument 'width'"),
+        ((("return torch.randn", "torch.randn"),), "", "get_batch() returned None"),
+        ((("torch.randn(batch_size, 32)", "1 / 0"),), "", "line 19: ZeroDivisionError"),
+        ((("(batch_size, 32)", "(batch_size, 31)"),), "", "get_batch() gave float32[64, 31]"),
+        ((("x.square().mean()", "x.square()"),), "", "the loss must be one floating-point number"),
+        ((("x.square().mean()", "x.argmax()"),), "", "the loss must be one floating-point number"),
+        ((("x.square().mean()", "x.mean().detach()"),), "", "does not depend on any parameter"),
+        ((("x.square().mean()", "x.mean().item()"),), "", "model.py, line 13"),
+        ((), "get_loss = 5", "get_loss is an object of type int; it must be a function"),
+        ((), "def get_optimizer(model): pass", "get_optimizer(model) returned None"),
+        (
+            (),
+            "def get_optimizer(model): return torch.optim.SGD(model.parameters(), lr=-1)",
+            "ValueError: Invalid learning rate: -1 (in get_optimizer)",
+        ),
+    ],
+)
+def test_a_model_file_that_fails(changes, add, reason, model_file, capsys):
+    path = model_file(*changes, add="\n" + add if add else "")
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "--quiet", path)
+    assert code == 4
+    assert reason in line
+    assert "model.py" in line
+
+
+def test_a_file_that_is_no_python(tmp_path, capsys):
+    path = tmp_path / "model.py"
+    path.write_bytes(bytes(range(256)))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", str(path))
+    assert code == 4
+    assert line.startswith(f"solve: {path}")
+
+
+# --verify.
+
+
+def test_verify_runs_the_step_both_ways(model_file, capsys):
+    options = ["--budget", "1MB", "--device", "cpu", "--method", "every_block", "--verify"]
+    assert main([*options, model_file()]) == 0
+    out = capsys.readouterr().out
+    assert "Verified  passed" in out
+    assert "8 gradients and buffers are the same, bit for bit" in " ".join(out.split())
+
+
+def found(**changes) -> Verification:
+    fields = {
+        "device": "the CPU",
+        "available_bytes": 10**6,
+        "predicted_peak_bytes": 9 * 10**5,
+        "measured_peak_bytes": 9 * 10**5,
+        "baseline_predicted_peak_bytes": 9 * 10**5,
+        "baseline_measured_peak_bytes": 9 * 10**5,
+        "predicted_time_s": 1.0,
+        "measured_time_s": 1.0,
+        "baseline_predicted_time_s": 1.0,
+        "baseline_measured_time_s": 1.0,
+        "n_gradients": 8,
+        "differences": (),
+    }
+    return Verification(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "printed", "line"),
+    [
+        ({"measured_peak_bytes": 2 * 10**6}, "OVERRUN by 1.00 MB", "above the budget"),
+        ({"differences": ("gradient of w: 3 of 4",)}, "gradient of w: 3 of 4", "not the same bits"),
+    ],
+)
+def test_verify_that_fails(changes, printed, line, model_file, capsys, monkeypatch):
+    import scheduler_runtime.verifying
+
+    monkeypatch.setattr(scheduler_runtime.verifying, "verify", lambda *_, **__: found(**changes))
+    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 5
+    output = capsys.readouterr()
+    assert "Verified  FAILED" in output.out
+    assert printed in output.out
+    assert line in output.err
+
+
+def test_verify_that_cannot_run(model_file, capsys, monkeypatch):
+    import scheduler_runtime.verifying
+
+    def out_of_memory(*_arguments, **_options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(scheduler_runtime.verifying, "verify", out_of_memory)
+    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 5
+    output = capsys.readouterr()
+    assert "can't allocate memory" in " ".join(output.out.split())
+    assert "can't allocate memory" in output.err

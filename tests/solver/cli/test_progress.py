@@ -1,0 +1,148 @@
+"""Long work: what is said meanwhile on a terminal, and what Ctrl-C leaves, by real signals."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+import solver.cli
+import solver.cli.outputs
+from graphs.synthetic.nets import residual
+from solver.analysis.pareto import InterruptedSweepError, sweep
+from solver.cli.command import main
+from solver.cli.progress import Progress
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from tests.support.command import write_model
+from tests.support.paths import GPT2 as GPT2_PATH
+from tests.support.paths import ROOT
+
+GPT2 = str(GPT2_PATH)
+
+
+def test_what_is_said_on_a_terminal():
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=80)
+    with Progress(quiet=False, console=console).says("sweeping") as say:
+        say("3 of 20 plans")
+        time.sleep(0.3)  # the spinner is drawn some twelve times a second
+    assert "sweeping: 3 of 20 plans" in text.getvalue()
+
+
+@pytest.mark.parametrize(("terminal", "quiet"), [(False, False), (True, True)])
+def test_nothing_is_said_without_a_terminal_or_when_quiet(terminal, quiet):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=80)
+    with Progress(quiet=quiet, console=console).says("sweeping") as say:
+        say("3 of 20 plans")
+    assert text.getvalue() == ""
+
+
+def started(*argv: str, stderr: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "solver.cli", *argv],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no pseudo-terminals here")
+def test_a_sweep_says_how_far_it_is(tmp_path):
+    master, slave = os.openpty()
+    curve = str(tmp_path / "c.svg")
+    process = started("--budget", "4GB", "--method", "dp", "--pareto", curve, GPT2, stderr=slave)
+    os.close(slave)
+    said = b""
+    while True:
+        try:
+            part = os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        said += part
+    os.close(master)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert b"searching with dp (364 ops)" in said
+    assert b"sweeping budgets for the curve: " in said
+    assert b"of 21 plans" in said  # twenty budgets and the one that was asked for
+    assert "sweeping" not in out
+
+
+def test_a_real_ctrl_c_in_the_sweep_keeps_the_plan(tmp_path):
+    schedule, curve = tmp_path / "s.json", tmp_path / "c.svg"
+    argv = ["--budget", "4GB", "--method", "dp", "-o", str(schedule), "--pareto", str(curve), GPT2]
+    process = started(*argv, stderr=subprocess.PIPE)
+    until_s = time.monotonic() + 60
+    while not schedule.exists() and time.monotonic() < until_s:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "Interrupted while the curve was computed" in out
+    assert "Answer" in out
+
+
+def test_ctrl_c_in_the_sweep_draws_the_points_that_are_there(tmp_path, capsys, monkeypatch):
+    graph = residual(n_blocks=5)
+    graph.save(tmp_path / "g.json")
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+
+    def interrupted(graph, **options):
+        raise InterruptedSweepError(sweep(graph, **{**options, "budgets": [peak_bytes]}))
+
+    monkeypatch.setattr(solver.cli.outputs, "sweep", interrupted)
+    curve, page = tmp_path / "c.svg", tmp_path / "p.html"
+    argv = ["--budget", str(peak_bytes), "--method", "sqrt", str(tmp_path / "g.json")]
+    assert main([*argv, "--pareto", str(curve), "--report", str(page)]) == 0
+    assert "it has the points found until then" in " ".join(capsys.readouterr().out.split())
+    assert "<svg" in curve.read_text()
+    assert "What a smaller budget costs" in page.read_text()
+
+
+def test_ctrl_c_before_any_point_leaves_the_curve_out(tmp_path, capsys, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(solver.cli.outputs, "default_budgets", interrupted)
+    curve = tmp_path / "c.svg"
+    assert main(["--budget", "4GB", "--method", "sqrt", "--pareto", str(curve), GPT2]) == 0
+    assert "it is not drawn" in " ".join(capsys.readouterr().out.split())
+    assert not curve.exists()
+
+
+def test_ctrl_c_while_the_least_budget_is_sought(capsys, monkeypatch):
+    def interrupted(_solution):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(solver.cli, "explained", interrupted)
+    assert main(["--budget", "4GB", "--method", "none", GPT2]) == 3
+    printed = capsys.readouterr()
+    assert "Interrupted" in printed.out
+    assert "Answer  infeasible" in printed.out
+
+
+def test_ctrl_c_while_verifying_keeps_the_plan(tmp_path, capsys, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scheduler_runtime.verifying.verify", interrupted)
+    schedule = tmp_path / "s.json"
+    argv = ["--budget", "1MB", "--verify", "-o", str(schedule), write_model(tmp_path)]
+    assert main(argv) == 5
+    printed = capsys.readouterr()
+    assert "it was interrupted" in printed.out
+    assert "Answer  optimal" in printed.out
+    assert schedule.exists()

@@ -1,0 +1,114 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from solver.common.sizes import BudgetError, format_both, format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("16GB", 16 * 10**9),
+        ("15.5GiB", 16_642_998_272),
+        ("800MB", 800 * 10**6),
+        ("1TB", 10**12),
+        ("1 TiB", 2**40),
+        ("3kb", 3000),
+        (" .5GB ", 500_000_000),
+        ("5.", 5),
+        ("16G", 16 * 10**9),
+        ("16g", 16 * 10**9),
+        ("16 gb", 16 * 10**9),
+        ("16Gi", 16 * 2**30),
+        ("16gib", 16 * 2**30),
+        ("800M", 800 * 10**6),
+        ("2k", 2000),
+        ("1T", 10**12),
+        ("123456", 123456),
+        (123456, 123456),
+        ("512B", 512),
+        ("0.3333333333GB", 333_333_333),  # rounded down
+        ("1.9B", 1),
+    ],
+)
+def test_what_people_write(text, size_bytes):
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("lots", "is no size"),
+        ("", "is no size"),
+        ("GB", "is no size"),
+        ("16XB", "is no size"),
+        ("16GBs", "is no size"),
+        ("1e9GB", "is no size"),
+        ("0x10", "is no size"),
+        ("inf", "is no size"),
+        ("nan", "is no size"),
+        ("1.2.3GB", "is no size"),
+        ("1,5GB", "is no size"),
+        ("٣GB", "is no size"),  # a digit to Python, not to a person reading the report
+        ("9" * 5000, "is no size"),
+        (True, "is no size"),
+        (1.5, "is no whole number of bytes"),
+        (None, "is no size"),
+        ("-5GB", "is negative"),
+        (-5, "must be above zero"),
+        ("0", "must be above zero"),
+        (0, "must be above zero"),
+        ("0.0000000001GB", "must be above zero"),
+        ("2000000TB", "more than an exbibyte"),
+        ("60%", "not known here"),
+    ],
+)
+def test_what_is_no_budget(text, reason):
+    with pytest.raises(BudgetError, match=reason) as raised:
+        parse_size(text)
+    assert len(str(raised.value)) < 200  # one line, whatever was given
+    assert "\n" not in str(raised.value)
+
+
+def test_the_message_names_what_was_given_and_what_would_be_right():
+    with pytest.raises(BudgetError, match=r"reserve '5XB' is no size; write 16GB, 15\.5GiB"):
+        parse_size("5XB", what="reserve")
+
+
+def test_a_share_of_the_devices_memory():
+    assert parse_size("60%", capacity_bytes=80 * 10**9) == 48 * 10**9
+    assert parse_size("33.3%", capacity_bytes=1000) == 333
+    assert parse_size("100%", capacity_bytes=7) == 7
+    with pytest.raises(BudgetError, match=r"more than the device has \(80.00 GB"):
+        parse_size("101%", capacity_bytes=80 * 10**9)
+    with pytest.raises(BudgetError, match="above zero"):
+        parse_size("0%", capacity_bytes=80 * 10**9)
+
+
+def test_a_reserve_may_be_zero():
+    assert parse_size("0", least_bytes=0) == 0
+    assert parse_size("0GB", least_bytes=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 KB"),
+        (812_400_000, "812.4 MB"),
+        (16 * 10**9, "16.00 GB"),
+        (10**12, "1.00 TB"),
+    ],
+)
+def test_sizes_are_shown_with_three_figures(size_bytes, text):
+    assert format_size(size_bytes) == text
+
+
+def test_sizes_are_echoed_in_both_units():
+    assert format_both(16 * 10**9) == "16.00 GB (14.90 GiB)"
+    assert format_both(2**30) == "1.07 GB (1.00 GiB)"
+    assert format_both(1000) == "1000 B"
+    assert format_both(2048) == "2.05 KB (2.00 KiB)"

@@ -1,0 +1,92 @@
+"""The single cut with anchors, and searches that begin from known schedules."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from graphs.graph import Graph
+from graphs.synthetic import nets
+from solver.analysis.pareto import sweep
+from solver.bound.cut import solve_cuts
+from solver.bound.folded import Step
+from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
+from solver.common.deadline import Deadline
+from solver.methods.auto.anchored_cut import offer_anchored
+from solver.methods.auto.from_cuts import replay
+from solver.methods.auto.search import Search
+from solver.methods.auto.stages import auto
+from solver.methods.proposal import Proposal
+from solver.schedule.ops import Schedule
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+
+RECURRENT = nets.recurrent(n_steps=60)
+
+
+def budget_at(graph: Graph, share: float) -> int:
+    """Bytes at this share of the way from the least budget to the baseline's peak."""
+    least_bytes, _ = proven_least_budget_bytes(Step.of(graph))
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    return least_bytes + int(share * (peak_bytes - least_bytes))
+
+
+@pytest.mark.parametrize(("share", "gap"), [(0.5, 1e-3), (0.4, 1e-3), (0.3, 0.02), (0.1, 0.02)])
+def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> None:
+    graph = nets.recurrent(n_steps=200)
+    step, budget_bytes = Step.of(graph), budget_at(graph, share)
+    base, lost_share = binding_cut(step, budget_bytes=budget_bytes, gap=1e-3).ranked[0]
+    alone = solve_cuts(step, positions=[base], budget_bytes=budget_bytes, whole=True)
+    assert alone.kept is not None
+    assert simulate(graph, replay(step, {base: alone.kept[0]})).peak_bytes > budget_bytes
+    search = Search(step, budget_bytes, Deadline.after(60), lost_share=lost_share)
+    offer_anchored(search, base=base)
+    assert search.best is not None
+    assert search.best.trace.peak_bytes <= budget_bytes
+    assert search.gap <= gap
+
+
+def test_the_time_limit_leaves_a_known_schedule() -> None:
+    """Where the clock leaves no time to find anything, what was known is handed back."""
+    budget_bytes = budget_at(RECURRENT, 0.5)
+    known = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=60, seed=0).schedule
+    assert known is not None
+    cold = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=0.0, seed=0)
+    assert cold.schedule is None
+    hurried = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=0.0, seed=0, starts=[known])
+    assert hurried.timed_out
+    assert hurried.schedule is not None
+    assert simulate(RECURRENT, hurried.schedule).time_s <= simulate(RECURRENT, known).time_s
+
+
+def test_a_known_schedule_that_does_not_fit_is_not_handed_back() -> None:
+    budget_bytes = budget_at(RECURRENT, 0.5)
+    found = auto(
+        RECURRENT,
+        budget_bytes=budget_bytes,
+        time_limit_s=0.0,
+        seed=0,
+        starts=[baseline(RECURRENT)],
+    )
+    assert found.schedule is None
+
+
+def test_a_sweep_hands_each_search_the_schedule_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed = []
+
+    def spy(graph: Graph, *, starts: Sequence[Schedule] = (), **options: Any) -> Proposal:
+        found = auto(graph, starts=starts, **options)
+        handed.append((options["budget_bytes"], tuple(starts), found.schedule))
+        return found
+
+    # The package's name for this module is the function.
+    front_door = importlib.import_module("solver.solve")
+    monkeypatch.setattr(front_door, "METHODS", {"auto": spy})
+    monkeypatch.setattr(front_door, "WARM_METHODS", {"auto": spy})
+    budgets = [budget_at(RECURRENT, share) for share in (0.5, 0.6, 0.7)]
+    sweep(RECURRENT, budgets=budgets)
+    assert [budget for budget, _, _ in handed] == budgets
+    assert [starts for _, starts, _ in handed] == [(), (handed[0][2],), (handed[1][2],)]

@@ -1,0 +1,238 @@
+"""Every method on random graphs, shapes of nets and GPT-2: legal, within the budget, exact."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from graphs.graph import Graph
+from graphs.synthetic import nets
+from solver.chain.blocks import cut
+from solver.methods.every_block import every_block
+from solver.methods.proposal import InterruptedSearchError, Proposal
+from solver.methods.registry import METHODS
+from solver.methods.sqrt import segment_counts, sqrt
+from solver.schedule.ops import Schedule
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import Trace, simulate
+from tests.support.brute_force import fastest
+from tests.support.builders import make, odd_graph, op, uniform_chain
+from tests.support.paths import DATA
+
+ON_BLOCKS = [name for name in ("every_block", "sqrt", "revolve", "dp") if name in METHODS]
+
+
+def run(name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float = 30.0) -> Proposal:
+    return METHODS[name](graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=0)
+
+
+def judged(graph: Graph, proposal: Proposal) -> Trace | None:
+    return simulate(graph, proposal.schedule) if proposal.schedule else None
+
+
+def peak_of(graph: Graph) -> int:
+    return simulate(graph, baseline(graph)).peak_bytes
+
+
+def share(graph: Graph, part: float) -> int:
+    """A budget: resident bytes and this part of what stands above them at the peak."""
+    return int(graph.resident_bytes + part * (peak_of(graph) - graph.resident_bytes))
+
+
+def test_the_methods_and_their_order() -> None:
+    known = ("auto", "none", "every_block", "sqrt", "revolve", "dp", "ilp")
+    assert list(METHODS) == [name for name in known if name in METHODS]
+    assert {"none", "every_block", "sqrt"} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", ["none", *ON_BLOCKS])
+@pytest.mark.parametrize("block", range(4))
+def test_whatever_the_graph_what_is_proposed_is_legal_and_fits(name: str, block: int) -> None:
+    n_found = 0
+    for seed in range(40 * block, 40 * block + 40):
+        rng = random.Random(seed)
+        graph = odd_graph(seed, n_forward=rng.randint(0, 14), n_later=rng.randint(0, 10))
+        for part in (1.0, 0.9, 0.6):
+            budget_bytes = share(graph, part)
+            trace = judged(graph, run(name, graph, budget_bytes))
+            if trace:
+                n_found += 1
+                assert trace.peak_bytes <= budget_bytes
+                assert trace.time_s >= graph.baseline_time_s
+    assert n_found > (0 if name == "none" else 40)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "every_block"])
+def test_where_nothing_need_be_recomputed_nothing_is(name: str) -> None:
+    for graph in (uniform_chain(6), odd_graph(5), odd_graph(9), make([], {"x": 3})):
+        trace = judged(graph, run(name, graph, peak_of(graph)))
+        assert trace is not None
+        assert trace.time_s == pytest.approx(graph.baseline_time_s)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_where_nothing_fits_nothing_is_proposed(name: str) -> None:
+    graph = uniform_chain(5)
+    assert run(name, graph, graph.resident_bytes).schedule is None
+
+
+@pytest.mark.parametrize("name", ON_BLOCKS)
+def test_the_same_question_has_the_same_answer(name: str) -> None:
+    graph = nets.residual(n_blocks=6)
+    budget_bytes = share(graph, 0.6)
+    assert run(name, graph, budget_bytes) == run(name, graph, budget_bytes)
+
+
+@pytest.mark.parametrize("name", ON_BLOCKS)
+def test_a_time_limit_leaves_a_legal_answer_or_none(name: str) -> None:
+    graph = nets.recurrent(n_steps=40)
+    proposal = run(name, graph, share(graph, 0.5), time_limit_s=0.0)
+    trace = judged(graph, proposal)
+    assert trace is None or trace.peak_bytes <= share(graph, 0.5)
+
+
+SHAPES = {
+    "chain": nets.chain(n_blocks=24),
+    "residual": nets.residual(n_blocks=12),
+    "u_shape": nets.u_shape(depth=4),
+    "pyramid": nets.pyramid(n_blocks=(2, 2, 2, 2)),
+    "dense": nets.dense(n_layers=10),
+    "recurrent": nets.recurrent(n_steps=24),
+    "transformer": nets.transformer(n_layers=4, hidden=1024, n_tokens=8192, n_words=4096),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ON_BLOCKS)
+def test_shapes_of_nets(name: str, shape: str) -> None:
+    graph = SHAPES[shape]
+    found = []
+    for part in (0.9, 0.7, 0.5):
+        budget_bytes = share(graph, part)
+        trace = judged(graph, run(name, graph, budget_bytes))
+        if trace:
+            assert trace.peak_bytes <= budget_bytes
+            found.append(trace.time_s)
+    assert found == sorted(found) or name == "revolve"  # less memory is not faster
+    if name == "sqrt":
+        assert len(found) >= 2
+        assert found[0] <= 1.09 * graph.baseline_time_s  # a tenth of the memory costs little
+
+
+# GPT-2 small, as shipped: 364 nodes in 29 blocks, more than half of the peak at its logits.
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Graph:
+    return Graph.load(DATA / "gpt2_small_b8_t1024.json")
+
+
+def overhead(graph: Graph, trace: Trace) -> float:
+    return trace.time_s / graph.baseline_time_s - 1
+
+
+def test_every_block_on_gpt2(gpt2: Graph) -> None:
+    """What is recomputed: of each branch all but the matrix product and the sum at its end."""
+    trace = judged(gpt2, run("every_block", gpt2, peak_of(gpt2)))
+    assert trace is not None
+    assert trace.n_recomputed == 12 * 3 + 12 * 3 + 2  # norm, qkv, attention; norm, mlp, gelu
+    assert trace.peak_bytes < share(gpt2, 0.57)
+    assert 0.13 < overhead(gpt2, trace) < 0.14
+    assert run("every_block", gpt2, share(gpt2, 0.55)).schedule is None
+
+
+@pytest.mark.parametrize(
+    ("part", "most"),
+    [(1.0, 0.0), (0.9, 0.035), (0.8, 0.07), (0.7, 0.1), (0.6, 0.13), (0.52, 0.21)],
+)
+def test_sqrt_on_gpt2(gpt2: Graph, part: float, most: float) -> None:
+    trace = judged(gpt2, run("sqrt", gpt2, share(gpt2, part)))
+    assert trace is not None
+    assert overhead(gpt2, trace) <= most
+
+
+# A uniform chain of n blocks: unit tensors x_0 (resident) .. x_n, gradients g_n .. g_0, n forward
+# nodes, a loss and n backward nodes of a second each. Without recomputation the peak is n + 2: at
+# the loss x_0 .. x_n and g_n.
+
+
+def recomputed(name: str, n_blocks: int, budget_bytes: int) -> int | None:
+    graph = uniform_chain(n_blocks)
+    trace = judged(graph, run(name, graph, budget_bytes))
+    return trace.n_recomputed if trace else None
+
+
+def test_every_block_of_one_op_keeps_everything() -> None:
+    assert recomputed("every_block", 9, 11) == 0
+    assert recomputed("every_block", 9, 10) is None
+
+
+def test_sqrt_on_a_chain_by_hand() -> None:
+    # Four segments of four, the last one whole, of the others all but the end made again: 3 * 3.
+    # At the loss there are x_0, x_4, x_8, x_12, x_13 .. x_16 and g_16: 9 bytes.
+    assert recomputed("sqrt", 16, 9) == 9
+    # Each byte more is one tensor kept.
+    counts = [recomputed("sqrt", 16, budget_bytes) for budget_bytes in range(18, 8, -1)]
+    assert counts == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert recomputed("sqrt", 16, 5) is None
+
+
+@pytest.mark.parametrize("name", [name for name in ON_BLOCKS if name != "every_block"])
+@pytest.mark.parametrize("n_blocks", [2, 3, 4, 5])
+def test_no_method_beats_the_truth_on_small_chains(name: str, n_blocks: int) -> None:
+    graph = uniform_chain(n_blocks)
+    for budget_bytes in range(n_blocks + 2, 2, -1):
+        truth = fastest(graph, budget_bytes=budget_bytes)
+        trace = judged(graph, run(name, graph, budget_bytes))
+        if trace:
+            assert trace.time_s >= truth.time_s
+
+
+def test_segment_counts() -> None:
+    assert segment_counts(0) == [1]
+    assert segment_counts(1) == [1]
+    assert segment_counts(6) == [1, 2, 3, 4, 5, 6]
+    assert segment_counts(29) == [1, 2, 3, 4, 5, 6, 9, 13, 19, 28, 29]
+    assert segment_counts(300)[-1] == 300
+
+
+def test_the_last_block_is_dropped_only_if_it_must_be() -> None:
+    """The caller's loss takes much workspace after the last block: then that is recomputed too."""
+    nodes = [op("f", "x", "a"), op("g", "a", "h"), op("k", "h", "y")]
+    nodes.append(op("criterion", "y", "gy", phase="outside", workspace_bytes=20))
+    nodes.append(op("b", "h y gy", "ga", phase="backward"))
+    nodes.append(op("c", "x ga", "gx", phase="backward"))
+    sizes = {"x": 1, "a": 1, "h": 9, "y": 1, "gy": 1, "ga": 1, "gx": 1}
+    graph = make(nodes, sizes, outputs="gx")
+    assert peak_of(graph) == 1 + 9 + 1 + 1 + 20
+    assert [len(block) for block in cut(graph).forward] == [1, 2]
+    roomy = judged(graph, every_block(graph, budget_bytes=32, time_limit_s=9.0, seed=0))
+    tight = judged(graph, every_block(graph, budget_bytes=31, time_limit_s=9.0, seed=0))
+    assert roomy is not None
+    assert tight is not None
+    assert (roomy.n_recomputed, tight.n_recomputed) == (0, 1)
+    again = judged(graph, sqrt(graph, budget_bytes=31, time_limit_s=9.0, seed=0))
+    assert again is not None
+
+
+@pytest.mark.parametrize("name", ON_BLOCKS)
+def test_an_interrupted_search_hands_on_the_best_so_far(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = nets.residual(n_blocks=6)
+    n_judged = 0
+
+    def judge(graph: Graph, schedule: Schedule) -> Trace:
+        nonlocal n_judged
+        n_judged += 1
+        if n_judged == 2:
+            raise KeyboardInterrupt
+        return simulate(graph, schedule)
+
+    monkeypatch.setattr("solver.methods.best_so_far.simulate", judge)
+    with pytest.raises(InterruptedSearchError) as caught:
+        run(name, graph, share(graph, 0.9))
+    assert caught.value.proposal.timed_out
+    if name == "every_block":  # its first schedule fits
+        assert caught.value.proposal.schedule is not None

@@ -1,0 +1,272 @@
+"""The page: one file that needs no network, says what the report says, and fits a phone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from graphs.graph import Graph
+from graphs.synthetic.nets import residual
+from solver.analysis.advice import advise
+from solver.analysis.by_block import block_rows
+from solver.analysis.pareto import Curve, sweep
+from solver.chain.blocks import cut
+from solver.cli.command import main
+from solver.common.format import format_time
+from solver.common.sizes import format_size
+from solver.reporting.html import bound_words, page
+from solver.reporting.rows import Report
+from solver.schedule.solution import Solution
+from solver.solving import solve
+from tests.solver.reporting.test_report import report_of, verified
+from tests.support import browser
+from tests.support.paths import GPT2
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every tag is closed, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] != "style":
+            self.text += data + "\n"
+
+
+@pytest.fixture(scope="module")
+def planned() -> Solution:
+    return solve(Graph.load(GPT2), budget="4GB", method="sqrt")
+
+
+@pytest.fixture(scope="module")
+def curve(planned) -> Curve:
+    budgets = [3 * 10**9, 35 * 10**8, 5 * 10**9]
+    return sweep(planned.graph, budgets=budgets, methods=["sqrt"], time_limit_s=2, known=[planned])
+
+
+@pytest.fixture(scope="module")
+def whole(planned, curve) -> str:
+    """A page with every section that a page can have."""
+    other = solve(planned.graph, budget="4GB", method="every_block")
+    report = report_of(
+        planned,
+        other,
+        refused=(("ilp", "364 ops are too many"),),
+        notes=("A note.",),
+        advice=advise(planned),
+        verification=verified(),
+        files=(("page", Path("out.html")),),
+    )
+    return page(report, command="solve --budget 4GB --report out.html g.json", curve=curve)
+
+
+def words(text: str) -> str:
+    return " ".join(Page(text).text.split())
+
+
+def test_it_is_one_well_formed_file_that_asks_for_nothing(whole):
+    read = Page(whole)
+    assert read.tags["svg"] == 2
+    assert read.tags["script"] == read.tags["link"] == read.tags["img"] == 0
+    assert "http" not in whole
+    assert "@import" not in whole
+    addresses = [v for _, name, v in read.attributes if name in ("href", "src", "xlink:href")]
+    assert addresses
+    assert all(address.startswith("#") for address in addresses)
+    assert whole.count("url(") == whole.count("url(#") > 0
+
+
+def test_every_id_is_there_once_and_every_reference_has_one(whole):
+    read = Page(whole)
+    ids = Counter(value for _, name, value in read.attributes if name == "id")
+    assert max(ids.values()) == 1
+    assert {v[1:] for _, name, v in read.attributes if name == "href"} <= set(ids)
+
+
+def test_it_says_what_the_report_says(whole, planned):
+    text = words(whole)
+    for title in (
+        "Answer",
+        "Memory over the step",
+        "Memory at the peak",
+        "What a smaller budget costs",
+        "Blocks",
+        "Methods",
+        "What the bound says",
+        "Advice",
+        "Verified",
+        "Notes",
+        "Made by",
+    ):
+        assert f"<h2>{title}</h2>" in whole
+    assert f"overhead {100 * planned.overhead:+.2f} %" in text
+    assert "4.00 GB (3.73 GiB)" in text
+    assert "without checkpointing: 5.24 GB" in text  # in the picture
+    assert "solve --budget 4GB --report out.html g.json" in text
+    assert "Refused by ilp: 364 ops are too many" in text
+    assert all(advice.text in text for advice in advise(planned))
+
+
+def test_the_tables_rows_are_the_blocks_and_the_methods(whole, planned):
+    rows = whole.count("<tr") - whole.count("<thead>")
+    n_categories, n_measured, n_methods = 8, 2, 3
+    assert rows == cut(planned.graph).n_blocks + n_categories + n_measured + n_methods
+    widest = max(block_rows(planned), key=lambda row: row.dropped_bytes)
+    cells = [str(widest.n_ops), format_size(widest.kept_bytes), format_size(widest.dropped_bytes)]
+    cells += [str(widest.n_again), format_time(widest.again_s)]
+    assert "".join(f'<td class="number">{cell}</td>' for cell in cells) in whole
+
+
+def test_the_bound_in_words(planned):
+    says, why = bound_words(planned)
+    assert f"takes less than {format_time(planned.lower_bound_s)} a step" in says
+    assert f"{100 * planned.gap:.2f} %, can still be won" in says
+    assert "integer program" in why
+    (nothing,) = bound_words(dataclasses.replace(planned, lower_bound_s=math.inf, trace=None))
+    assert "proven" in nothing
+    unsolved = dataclasses.replace(planned, schedule=None, trace=None)
+    assert "can still be won" not in bound_words(unsolved)[0]
+
+
+def test_a_page_without_a_plan_says_why():
+    graph = Graph.load(GPT2)
+    solution = solve(graph, budget="2GB", method="sqrt")
+    report = report_of(solution, advice=advise(solution), verify_error="no <memory>")
+    text = page(report, command="solve")
+    assert "nothing fits below 2.80 GB" in words(text)
+    assert "<h2>Blocks</h2>" not in text
+    assert '<p class="infeasible">infeasible</p>' in text
+    assert "FAILED: no &lt;memory&gt;" in text
+    assert Page(text).tags["svg"] == 1
+
+
+HOSTILE = "<script>alert(1)</script>\"'&$\\frac{ ]]> \ud800\x00 $"
+
+
+def test_everything_from_outside_is_escaped():
+    plain = residual(n_blocks=4)
+    node_of = {node.name: node.name + HOSTILE for node in plain.nodes}
+    nodes = tuple(
+        dataclasses.replace(node, name=node_of[node.name], op=HOSTILE, module=HOSTILE)
+        for node in plain.nodes
+    )
+    graph = dataclasses.replace(plain, nodes=nodes, meta={"model": HOSTILE})
+    budget_bytes = int(0.9 * solve(plain, budget="1GB", method="none").baseline.peak_bytes)
+    solution = solve(graph, budget=budget_bytes, method="sqrt")
+    assert solution.schedule is not None
+    report = Report(
+        problem=HOSTILE,
+        device=HOSTILE,
+        costs=HOSTILE,
+        solutions=(solution,),
+        refused=((HOSTILE, HOSTILE),),
+        files=((HOSTILE, Path(HOSTILE.replace("/", ""))),),
+        notes=(HOSTILE,),
+        advice=advise(solution),
+        verify_error=HOSTILE,
+    )
+    text = page(report, command=HOSTILE)
+    text.encode()
+    read = Page(text)
+    assert read.tags["script"] == 0
+    assert "<script" not in text
+    assert read.text.count("<script>alert(1)</script>") >= 10
+
+
+def test_the_command_writes_it_with_a_quick_curve(tmp_path, capsys):
+    graph = residual(n_blocks=6)
+    graph.save(tmp_path / "g.json")
+    budget_bytes = int(0.8 * solve(graph, budget="1GB", method="none").baseline.peak_bytes)
+    out = tmp_path / "out.html"
+    argv = ["--budget", str(budget_bytes), "--method", "sqrt", str(tmp_path / "g.json")]
+    assert main([*argv, "--report", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out.replace("\n", "").replace(" ", "")
+    text = out.read_text()
+    assert f"solve --budget {budget_bytes} --method sqrt" in words(text)
+    assert Page(text).tags["svg"] == 2
+    first = text
+    curve = tmp_path / "curve.svg"
+    assert main([*argv, "--report", str(out), "--pareto", str(curve), "--quiet"]) == 0
+    assert curve.exists()
+    points = [t.count('href="#budgets-') for t in (first, out.read_text())]
+    assert points[0] < points[1]  # the curve that was asked for has more budgets
+
+
+def test_a_page_is_written_where_nothing_fits(tmp_path, capsys):
+    out = tmp_path / "out.html"
+    assert main(["--budget", "2GB", "--method", "none", "--report", str(out), str(GPT2)]) == 3
+    capsys.readouterr()
+    assert "infeasible" in words(out.read_text())
+
+
+# In a real browser.
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found = browser.find()
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on PATH")
+    return found
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_phone_shows_all_of_it(whole, chromium, dark, tmp_path):
+    seen = browser.look(chromium, whole, tmp_path, width=360, dark=dark)
+    assert seen["window"] == 360
+    assert seen["width"] <= 360
+    assert any(inner > shown for shown, inner in seen["tables"])  # they scroll inside their boxes
+    assert all(shown <= 360 for shown, _ in seen["tables"])
+    assert len(seen["svgs"]) == 2
+    assert all(height > 200 for height in seen["svgs"])
+    assert seen["contrast"] >= 4.5  # what WCAG asks of text
+    assert (sum(seen["ground"][:3]) < 3 * 60) == dark
+    assert (seen["n_loaded"], seen["n_scripts"]) == (0, 0)
+    assert seen["title"] == "model.py"
+    assert seen["n_items"] > 200
+
+
+def test_a_desk_shows_all_of_it(whole, chromium, tmp_path):
+    seen = browser.look(chromium, whole, tmp_path, width=1400, dark=False)
+    assert seen["width"] <= 1400
+    assert "Made by" in seen["text"]
+    assert "without checkpointing: 5.24 GB" in seen["text"]
+
+
+def test_the_look_itself_can_fail(chromium, tmp_path):
+    """A page that is too wide, too pale and asks for a picture is seen to be."""
+    poor = (
+        '<p style="width:900px;color:#ccc">pale</p><img src="data:image/gif;base64,R0lGODlhAQAB">'
+    )
+    poor += '<p style="color:#ccc">' + "w" * 500 + "</p>"
+    seen = browser.look(chromium, poor, tmp_path, width=360, dark=False)
+    assert seen["width"] > 360
+    assert seen["contrast"] < 2

@@ -1,0 +1,342 @@
+"""The report: every figure is the judge's, at any width, with and without a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from graphs.graph import Graph
+from graphs.synthetic.nets import chain, residual
+from solver.analysis.advice import Advice
+from solver.common.format import format_share, format_time
+from solver.methods.registry import METHODS
+from solver.reporting.rows import Report, best, to_json
+from solver.reporting.terminal import show
+from solver.reporting.wording import described
+from solver.runtime_hooks import Verification
+from solver.schedule.memory import CATEGORIES, memory_at, node_at
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from solver.schedule.solution import Obstacle, Solution
+from solver.solving import solve
+from tests.support.builders import make, op
+from tests.support.paths import GPT2
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Graph:
+    return Graph.load(GPT2)
+
+
+@pytest.fixture(scope="module")
+def planned(gpt2) -> Solution:
+    return solve(gpt2, budget="4GB", method="every_block")
+
+
+def shown(report: Report, *, width: int = 80, **console: object) -> str:
+    text = io.StringIO()
+    show(report, Console(file=text, width=width, highlight=False, **console))
+    return text.getvalue()
+
+
+def report_of(*solutions: Solution, **fields: object) -> Report:
+    return Report(
+        problem="model.py", device="a card", costs="roofline", solutions=solutions, **fields
+    )
+
+
+def verified() -> Verification:
+    return Verification(
+        device="the CPU",
+        available_bytes=4 * 10**9,
+        predicted_peak_bytes=3_100_000_000,
+        measured_peak_bytes=3_200_000_000,
+        baseline_predicted_peak_bytes=5_200_000_000,
+        baseline_measured_peak_bytes=5_300_000_000,
+        predicted_time_s=1.0,
+        measured_time_s=1.5,
+        baseline_predicted_time_s=0.9,
+        baseline_measured_time_s=1.25,
+        n_gradients=149,
+        differences=(),
+        reserved_bytes=3_500_000_000,
+        spread_s=0.125,
+        n_timed_steps=3,
+    )
+
+
+# The breakdown.
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [chain(n_blocks=5), residual(n_blocks=4), Graph.load(GPT2)],
+    ids=["chain", "res", "gpt"],
+)
+def test_the_parts_add_up_to_the_judges_figure_at_every_op(graph):
+    budget_bytes = int(0.85 * simulate(graph, baseline(graph)).peak_bytes)
+    schedules = [baseline(graph)]
+    found = solve(graph, budget=budget_bytes, method="sqrt").schedule
+    if found is not None:
+        schedules.append(found)
+    for schedule in schedules:
+        trace = simulate(graph, schedule)
+        for position in range(0, len(schedule.ops), 1 + len(schedule.ops) // 200):
+            parts = memory_at(graph, schedule, position)
+            assert tuple(parts) == CATEGORIES
+            assert sum(parts.values()) == trace.live_bytes[position]
+        assert sum(memory_at(graph, schedule, trace.peak_op).values()) == trace.peak_bytes
+
+
+def test_each_kind_is_told_apart():
+    graph = make(
+        [
+            op("f", "x w buf", "a"),
+            op("back", "a w state", "g", phase="backward", workspace_bytes=5),
+        ],
+        {"x": 1, "w": 20, "buf": 300, "state": 4000, "a": 100, "g": 7},
+        outputs="g",
+    )
+    kinds = {"x": "input", "w": "parameter", "buf": "buffer", "state": "optimizer_state"}
+    graph = dataclasses.replace(
+        graph,
+        tensors=tuple(
+            dataclasses.replace(t, kind={**kinds, "g": "gradient"}.get(t.name, t.kind))
+            for t in graph.tensors
+        ),
+    )
+    schedule = baseline(graph)
+    position = simulate(graph, schedule).peak_op
+    assert memory_at(graph, schedule, position) == {
+        "parameters": 20,
+        "gradients": 7,
+        "optimizer": 4000,
+        "buffers": 300,
+        "batch": 1,
+        "activations": 100,
+        "workspace": 5,
+    }
+
+
+def test_before_the_first_op_only_what_is_resident_counts(gpt2):
+    assert sum(memory_at(gpt2, baseline(gpt2), None).values()) == gpt2.resident_bytes
+
+
+def test_the_op_of_the_peak(gpt2):
+    node = node_at(gpt2, baseline(gpt2), simulate(gpt2, baseline(gpt2)))
+    assert node is not None
+    assert described(node) == (
+        "_log_softmax_backward_data (aten._log_softmax_backward_data.default, backward)"
+    )
+    assert described(dataclasses.replace(node, module="head")).endswith("in head")
+    assert "resident" in described(None)
+
+
+# The answer.
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_is_cut_off(planned, width):
+    path = Path("/some/where/" + "long/" * 30 + "schedule.json")
+    text = shown(report_of(planned, files=(("schedule", path),)), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert str(path) in "".join(line.strip() for line in text.splitlines())
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 120])
+def test_a_comparison_cuts_no_name_and_no_figure(planned, width):
+    trace = dataclasses.replace(planned.trace, peak_bytes=999_900_000, n_recomputed=12345)
+    wide = dataclasses.replace(
+        planned, status="infeasible", trace=trace, solve_time_s=612.0, lower_bound_s=1.0
+    )
+    text = shown(report_of(wide, planned, refused=(("revolve", "unequal"),)), width=width)
+    rows = text[text.index("Methods") : text.index("Answer")].splitlines()[1:]
+    assert "…" not in text
+    assert max(map(len, rows)) <= width
+    assert [row.split()[0] for row in rows if row[2:3].strip()] == [
+        "method",
+        "every_block",
+        "every_block",
+        "revolve",
+    ]
+    if width >= 80:  # a row for each method, and two lines of titles at most
+        assert any("999.9 MB" in row and "612 s" in row for row in rows)
+
+
+def test_the_answer_says_all_there_is_to_say(planned):
+    text = shown(report_of(planned))
+    assert planned.trace is not None
+    for words in (
+        "Answer  feasible",
+        "every_block",
+        "3.12 GB (2.91 GiB)",
+        "+13.65 %",
+        "lower bound",
+        "gap",
+        f"ops run again    {planned.trace.n_recomputed}",
+        "-o schedule.json writes it",
+    ):
+        assert words in text
+
+
+def test_a_reserve_is_told_with_its_reason(gpt2):
+    solution = solve(gpt2, budget="7GB", reserve="1GB", method="none")
+    text = shown(report_of(solution, reserve_reason="for the context"))
+    assert "1.00 GB (953.67 MiB), for the context" in text
+    assert "to plan with     6.00 GB" in text
+
+
+def test_a_plan_that_recomputes_nothing_has_one_column(gpt2):
+    text = shown(report_of(solve(gpt2, budget="6GB", method="none")))
+    assert "with plan" not in text
+    assert "peak with " not in text
+
+
+def test_the_best_of_several_is_the_fastest_that_fits(gpt2):
+    solutions = [solve(gpt2, budget="4GB", method=name) for name in ("none", "every_block", "sqrt")]
+    assert best(solutions).method == "sqrt"
+    assert best(solutions[:2]).method == "every_block"
+    assert best(solutions[:1]).method == "none"
+    text = shown(report_of(*solutions))
+    assert "Methods" in text
+    assert text.count("every_block") == 1
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_advice_is_told(planned):
+    advice = (Advice("logits", "Chunk the loss. " * 9), Advice("precision", "Use bf16."))
+    for width in (60, 80):
+        text = shown(report_of(planned, advice=advice), width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert " ".join(text[text.index("Advice") :].split()).startswith(
+            "Advice logits Chunk the loss. Chunk the loss."
+        )
+        assert "precision        Use bf16." in text
+    assert to_json(report_of(planned, advice=advice))["advice"][1] == {
+        "kind": "precision",
+        "text": "Use bf16.",
+    }
+    assert "Advice" not in shown(report_of(planned))
+
+
+def test_a_refusal_is_told(gpt2, planned):
+    text = shown(report_of(planned, refused=(("ilp", "364 ops are too many"),)))
+    assert "refused" in text
+    assert "Refused by ilp: 364 ops are too many" in text
+
+
+def nothing_found(gpt2: Graph, **changes: object) -> Solution:
+    solution = solve(gpt2, budget="4GB", method="none")
+    return dataclasses.replace(solution, **changes)
+
+
+def test_infeasible_for_every_method(gpt2):
+    text = shown(report_of(nothing_found(gpt2, lower_bound_s=math.inf)))
+    assert "no schedule whatever fits 4.00 GB" in text
+    assert "lower bound" not in text
+
+
+def test_infeasible_for_this_method(gpt2):
+    text = " ".join(shown(report_of(nothing_found(gpt2))).split())
+    assert "no schedule of this method fits" in text
+    assert "5.24 GB (4.88 GiB) is the least for which method none found a schedule" in text
+
+
+def test_what_stands_in_the_way_is_named(gpt2):
+    on_device = (("_log_softmax", 10**9), ("mm", 10**8), ("t1", 3), ("t2", 2), ("t3", 1))
+    on_device = tuple((list(gpt2.producer)[i], size) for i, (_, size) in enumerate(on_device))
+    op = gpt2.nodes[5].name
+    obstacle = Obstacle(10**10, 2 * 10**10, None, op, (*on_device, ("primals_1", 7)))
+    text = " ".join(shown(report_of(nothing_found(gpt2, obstacle=obstacle))).split())
+    assert "nothing fits below 10.00 GB" in text
+    assert f"in the way {gpt2.nodes[5].name}" in text
+    assert "1 more 1 B, resident 326.1 MB" in text
+    assert "least budget 20.00 GB" in text
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_least_budget_that_the_clock_cut_short_says_so(gpt2, cut_short):
+    obstacle = Obstacle(10**10, 2 * 10**10, None, gpt2.nodes[-1].name, (), cut_short=cut_short)
+    report = report_of(nothing_found(gpt2, obstacle=obstacle))
+    assert ("the time limit ended the search for what follows" in shown(report)) == cut_short
+    assert to_json(report)["infeasible"]["cut_short"] is cut_short
+
+
+def test_nothing_within_the_time_limit(gpt2):
+    text = " ".join(shown(report_of(nothing_found(gpt2, status="time_limit"))).split())
+    assert "--time-limit gives it longer" in text
+
+
+def test_colour_is_for_terminals_that_want_it(planned, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1;36mfeasible" in shown(
+        report_of(planned), force_terminal=True, color_system="256"
+    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[1;36m" not in shown(report_of(planned), force_terminal=True)
+    assert "\x1b" not in shown(report_of(planned))
+
+
+def test_a_verification_is_told_beside_the_prediction(planned):
+    found = verified()
+    text = shown(report_of(planned, verification=found))
+    for words in ("Verified  passed", "3.20 GB", "5.30 GB", "1.50 s", "149 gradients", "3.50 GB"):
+        assert words in text
+    assert "medians of 3 steps, up to 125 ms apart" in " ".join(text.split())
+    many = dataclasses.replace(found, differences=tuple(f"gradient of w{i}" for i in range(9)))
+    assert not many.passed
+    assert "and 5 more" in shown(report_of(planned, verification=many))
+
+
+# The object of --json.
+
+
+def test_the_object_is_json_whatever_was_found(gpt2, planned):
+    for solution in (planned, nothing_found(gpt2, lower_bound_s=math.inf)):
+        report = report_of(solution, notes=("a note",), files=(("schedule", Path("s.json")),))
+        value = json.loads(json.dumps(to_json(report), allow_nan=False))
+        assert value["format"] == "report/1"
+        assert value["graph_id"] == gpt2.graph_id
+        assert value["notes"] == ["a note"]
+        assert value["files"] == {"schedule": "s.json"}
+        assert [m["method"] for m in value["methods"]] == [solution.method]
+    assert value["lower_bound_s"] is None
+
+
+def test_every_method_can_be_reported():
+    graph = residual(n_blocks=3)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    solutions = [solve(graph, budget=peak_bytes, method=name, time_limit_s=5) for name in METHODS]
+    text = shown(report_of(*solutions))
+    assert all(name in text for name in METHODS)
+    json.dumps(to_json(report_of(*solutions)), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("time_s", "text"),
+    [
+        (0.0, "0 s"),
+        (1.234, "1.23 s"),
+        (12.34, "12.3 s"),
+        (123.4, "123 s"),
+        (0.0456, "45.6 ms"),
+        (7.89e-4, "789 us"),
+        (5e-8, "50.0 ns"),
+        (1e-12, "1.0e-12 s"),
+    ],
+)
+def test_times_have_three_figures(time_s, text):
+    assert format_time(time_s) == text
+
+
+def test_shares_have_a_sign():
+    assert format_share(0.0473) == "+4.73 %"
+    assert format_share(None) == ""

@@ -1,0 +1,280 @@
+"""The judge: peaks and times worked out by hand, and no illegal schedule gets past it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from graphs.graph import Graph
+from solver.methods.registry import METHODS
+from solver.schedule.ops import Compute, Free, Op, Schedule
+from solver.schedule.recompute import baseline, keep
+from solver.schedule.simulator import IllegalScheduleError, simulate
+from tests.support.builders import make, odd_graph, op, plan, uniform_chain
+from tests.support.referee import FoulError, play
+
+
+def curve(graph: Graph, text: str) -> tuple[int, ...]:
+    return simulate(graph, plan(graph, text)).live_bytes
+
+
+def refused(graph: Graph, text: str) -> IllegalScheduleError:
+    with pytest.raises(IllegalScheduleError) as caught:
+        simulate(graph, plan(graph, text))
+    return caught.value
+
+
+@pytest.fixture
+def step() -> Graph:
+    """x, w resident (10 + 3 bytes); f: a (5), g: b (7), loss: c (1); q: d (2) from a, b."""
+    return make(
+        [
+            op("f", "x w", "a", time_s=2.0),
+            op("g", "a", "b", time_s=4.0, workspace_bytes=20),
+            op("loss", "b", "c", time_s=8.0),
+            op("q", "a b", "d", time_s=16.0, phase="backward"),
+        ],
+        {"x": 10, "w": 3, "a": 5, "b": 7, "c": 1, "d": 2},
+        outputs="c d",
+    )
+
+
+def test_baseline_by_hand(step: Graph) -> None:
+    trace = simulate(step, plan(step, "f g loss q -a -b"))
+    # f: 13 + 5; g: 18 + 7 + 20 workspace; loss: 25 + 1; q: 26 + 2; frees
+    assert trace.live_bytes == (18, 45, 26, 28, 23, 16)
+    assert (trace.peak_bytes, trace.peak_op, trace.time_s, trace.n_recomputed) == (45, 1, 30.0, 0)
+
+
+def test_recomputation_by_hand(step: Graph) -> None:
+    trace = simulate(step, plan(step, "f g -a loss -b f g q -a -b"))
+    assert trace.live_bytes == (18, 45, 20, 21, 14, 19, 46, 28, 23, 16)
+    assert (trace.time_s, trace.n_recomputed, trace.peak_op) == (36.0, 2, 6)
+
+
+def test_a_graph_without_nodes_holds_what_is_resident() -> None:
+    graph = make([], {"x": 7})
+    trace = simulate(graph, plan(graph, ""))
+    assert (trace.peak_bytes, trace.peak_op, trace.live_bytes) == (7, None, ())
+
+
+def test_an_output_may_be_dropped_and_made_again(step: Graph) -> None:
+    assert curve(step, "f g loss -c loss q -a -b")[3:5] == (25, 26)
+    assert refused(step, "f g loss loss q").position == 3
+    assert refused(step, "f g loss -c q").position is None
+    assert refused(step, "f g loss q -c").position is None
+
+
+def test_outputs_that_are_resident_need_nothing() -> None:
+    graph = make([op("f", "x", "a")], {"x": 4, "a": 2}, outputs="x")
+    assert curve(graph, "f -a") == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "reason"),
+    [
+        ("g f loss q", 0, "before 'f'"),
+        ("f loss g q", 1, "before 'g'"),
+        ("f g q loss", 2, "before forward node 'loss'"),
+        ("f g loss", None, "'q' has never run"),
+        ("f g loss q q", 4, "second time"),
+        ("f f g loss q", 1, "all its outputs"),
+        ("f -a g loss q", 2, "reads 'a'"),
+        ("f g -b loss q", 3, "reads 'b'"),
+        ("f g loss -a q", 4, "reads 'a'"),
+        ("f -b g loss q", 1, "not on the device"),
+        ("f -a -a g loss q", 2, "not on the device"),
+        ("f -x g loss q", 1, "resident"),
+        ("f -nobody g loss q", 1, "no tensor"),
+        ("nobody", 0, "no node"),
+        ("f g loss q -d", 4, "output"),
+    ],
+)
+def test_each_rule_is_enforced(step: Graph, text: str, position: int | None, reason: str) -> None:
+    if reason == "output":
+        position, reason = None, "output 'd'"
+    error = refused(step, text)
+    assert error.position == position
+    assert reason in error.reason
+
+
+def test_something_else_than_an_op_is_refused(step: Graph) -> None:
+    schedule = Schedule(ops=("f",), graph_id=step.graph_id)  # type: ignore[arg-type]
+    with pytest.raises(IllegalScheduleError, match="neither Compute nor Free"):
+        simulate(step, schedule)
+
+
+def test_a_schedule_for_another_graph_is_refused(step: Graph) -> None:
+    other = uniform_chain(2)
+    with pytest.raises(IllegalScheduleError, match="another graph"):
+        simulate(step, baseline(other))
+
+
+def test_effects_and_what_is_not_recomputable_run_once() -> None:
+    graph = make(
+        [op("f", "x", "a", recomputable=False), op("effect", "a", ""), op("g", "a", "b")],
+        {"x": 1, "a": 2, "b": 3},
+        outputs="b",
+    )
+    assert curve(graph, "f effect g -a") == (3, 3, 6, 4)
+    assert "not recomputable" in refused(graph, "f -a f effect g").reason
+    assert "all its outputs" in refused(graph, "f effect effect g").reason
+
+
+@pytest.fixture
+def twins() -> Graph:
+    """f makes a (5) and b (7) from x (1)."""
+    return make(
+        [
+            op("f", "x", "a b", workspace_bytes=2),
+            op("g", "a", "c"),
+            op("q", "a b", "d", phase="backward"),
+        ],
+        {"x": 1, "a": 5, "b": 7, "c": 3, "d": 0},
+        outputs="c d",
+    )
+
+
+def test_outputs_that_are_still_there_count_twice(twins: Graph) -> None:
+    # At the second f, a is there: 1 + 5 + 3, both outputs anew (12), workspace 2; then 1 + 3 + 12.
+    assert curve(twins, "f -b g f q -a -b") == (15, 6, 9, 23, 16, 11, 4)
+
+
+def test_all_outputs_there_is_illegal_one_missing_is_not(twins: Graph) -> None:
+    assert refused(twins, "f g f q").position == 2
+    assert curve(twins, "f g -a f q")[3] == 1 + 7 + 3 + 12 + 2
+
+
+@pytest.fixture
+def views() -> Graph:
+    """f makes a (8) and s (1); v makes a view of a."""
+    return make(
+        [
+            op("f", "x", "a s"),
+            op("v", "a", "view", time_s=0.0),
+            op("q", "view s", "d", phase="backward"),
+        ],
+        {"x": 2, "a": 8, "s": 1, "view": 8, "d": 3},
+        aliases={"view": "a"},
+        outputs="d",
+    )
+
+
+def test_a_view_adds_nothing_and_holds_the_storage(views: Graph) -> None:
+    assert curve(views, "f v -a q -view -s") == (11, 11, 11, 14, 6, 5)
+    assert curve(views, "f v -view v -a q -view -s") == (11,) * 5 + (14, 6, 5)
+
+
+def test_a_storage_is_not_made_again_under_a_view(views: Graph) -> None:
+    assert "old storage" in refused(views, "f v -a f q").reason
+    assert "old storage" in refused(views, "f v -s f q").reason  # the root is still there as well
+    assert curve(views, "f v -s -view f v q -a -view -s")[4] == 2 + 8 + 9
+
+
+def test_a_view_of_nothing_is_refused() -> None:
+    graph = make(
+        [op("f", "x", "a"), op("v", "x", "view"), op("q", "view", "d", phase="backward")],
+        {"x": 1, "a": 4, "view": 4, "d": 1},
+        aliases={"view": "a"},
+        outputs="d",
+    )
+    assert curve(graph, "f v -a q -view") == (5, 5, 5, 6, 2)
+    assert "whose storage is not" in refused(graph, "f -a v q").reason
+
+
+def test_a_view_made_by_the_same_node_goes_with_its_root() -> None:
+    graph = make(
+        [op("f", "x", "a view s"), op("q", "view s", "d", phase="backward")],
+        {"x": 0, "a": 4, "view": 4, "s": 1, "d": 0},
+        aliases={"view": "a"},
+        outputs="d",
+    )
+    assert curve(graph, "f -s f q -a -view -s") == (5, 4, 9, 5, 5, 1, 0)
+    assert "old storage" in refused(graph, "f -a -s f q").reason
+
+
+def test_a_view_of_something_resident_is_free() -> None:
+    graph = make(
+        [op("v", "x", "view"), op("f", "view", "a")],
+        {"x": 6, "view": 6, "a": 1},
+        aliases={"view": "x"},
+        outputs="a",
+    )
+    assert graph.resident_bytes == 6
+    assert curve(graph, "v -view v f -view") == (6, 6, 6, 7, 7)
+
+
+def test_the_judge_changes_nothing(step: Graph) -> None:
+    before, schedule = step.to_json(), plan(step, "f g loss q -a -b")
+    assert simulate(step, schedule) == simulate(step, schedule)
+    assert step.to_json() == before
+
+
+def agree(graph: Graph, schedule: Schedule) -> bool:
+    """Ask both; returns whether the schedule is legal."""
+    try:
+        time_s, peak_bytes, live_bytes = play(graph, schedule)
+    except FoulError:
+        with pytest.raises(IllegalScheduleError):
+            simulate(graph, schedule)
+        return False
+    trace = simulate(graph, schedule)
+    assert (trace.time_s, trace.peak_bytes, trace.live_bytes) == (time_s, peak_bytes, live_bytes)
+    assert trace.n_recomputed == len(schedule.order) - len(graph.nodes)
+    return True
+
+
+def legal_schedules(graph: Graph, rng: random.Random) -> list[Schedule]:
+    roots = sorted({graph.root(name) for name in graph.producer})
+    schedules = [baseline(graph), keep(graph, ())]
+    schedules += [keep(graph, rng.sample(roots, rng.randint(0, len(roots)))) for _ in range(3)]
+    peak_bytes = simulate(graph, schedules[0]).peak_bytes
+    for name, method in METHODS.items():
+        if name in ("none", "every_block", "sqrt", "revolve", "dp"):
+            found = method(graph, budget_bytes=peak_bytes, time_limit_s=10.0, seed=0).schedule
+            schedules += [found] if found else []
+    return schedules
+
+
+def mutant(graph: Graph, ops: tuple[Op, ...], rng: random.Random) -> tuple[Op, ...]:
+    """Drop, swap, duplicate, replace, insert or move one op."""
+    changed = list(ops)
+    here, there = rng.randrange(len(changed)), rng.randrange(len(changed))
+    anything: list[Op] = [
+        Compute(rng.choice(graph.nodes).name),
+        Free(rng.choice(graph.tensors).name),
+        rng.choice(ops),
+    ]
+    kind = rng.randrange(6)
+    if kind == 0:
+        del changed[here]
+    elif kind == 1:
+        changed[here], changed[there] = changed[there], changed[here]
+    elif kind == 2:
+        changed.insert(there, changed[here])
+    elif kind == 3:
+        changed[here] = rng.choice(anything)
+    elif kind == 4:
+        changed.insert(here, rng.choice(anything))
+    else:
+        changed.insert(there, changed.pop(here))
+    return tuple(changed)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_judge_and_referee_agree_on_mutated_schedules(block: int) -> None:
+    n_illegal = n_legal = 0
+    for seed in range(20 * block, 20 * block + 20):
+        rng = random.Random(seed)
+        graph = odd_graph(seed, n_forward=rng.randint(2, 9), n_later=rng.randint(1, 6))
+        for schedule in legal_schedules(graph, rng):
+            assert agree(graph, schedule)
+            for _ in range(6):
+                ops = mutant(graph, schedule.ops, rng)
+                if rng.random() < 0.3:
+                    ops = mutant(graph, ops, rng)
+                legal = agree(graph, Schedule(ops=ops, graph_id=graph.graph_id))
+                n_legal, n_illegal = n_legal + legal, n_illegal + (not legal)
+    assert n_illegal > 300
+    assert n_legal > 30  # so that both sides of the line are met

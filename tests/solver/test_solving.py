@@ -1,0 +1,184 @@
+"""The front door from Python: what it refuses, what it says, and how its answers print."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from graphs.synthetic.nets import dense, pyramid, residual, u_shape
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply
+from scheduler_runtime.measuring import measure
+from solver import solve
+from solver.common.sizes import BudgetError, parse_size
+from solver.methods.auto.stages import auto
+from solver.methods.least_budget import find_obstacle, min_budget_bytes
+from solver.methods.proposal import Proposal
+from solver.methods.registry import METHODS
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+
+NETS = {
+    "residual": residual(n_blocks=12),
+    "u_shape": u_shape(depth=4),
+    "pyramid": pyramid(n_blocks=(2, 2, 2, 2)),
+    "dense": dense(n_layers=10),
+}
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def supervised() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], dict]:
+    torch.manual_seed(0)
+    batch = (torch.randn(256, 16), torch.randint(4, (256,)))
+    options = {
+        "loss": lambda output, batch: functional.cross_entropy(output, batch[1]),
+        "inputs": lambda batch: batch[0],
+    }
+    return Classifier(), batch, options
+
+
+def test_targets_beside_the_models_inputs() -> None:
+    model, batch, options = supervised()
+    peak_bytes = solve(model, batch, budget="1GB", **options).baseline.peak_bytes
+    solution = solve(model, batch, budget=int(0.85 * peak_bytes), **options)
+    assert solution.trace is not None
+    assert solution.trace.n_recomputed > 0
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        options["loss"](model(batch[0]), batch).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    before = gradients()
+    apply(model, solution)
+    assert all(map(torch.equal, before, gradients()))
+    measured = measure(model, batch, **options)
+    assert measured.peak_bytes == pytest.approx(solution.trace.peak_bytes, abs=2**20)
+
+
+def test_a_batch_that_forward_does_not_take_is_told_how() -> None:
+    model, batch, options = supervised()
+    with pytest.raises(TraceError, match=r"inputs=lambda batch: batch\[0\]"):
+        trace(model, batch, loss=options["loss"])
+
+
+def test_a_loss_that_picks_what_the_model_computed_is_inside() -> None:
+    class Both(Classifier):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.layers(x)
+            return {"logits": logits, "loss": functional.cross_entropy(logits, y)}
+
+    model, batch, _ = supervised()
+    model = Both()
+    plain = trace(model, batch)
+    assert trace(model, batch, loss=lambda output, _: output["loss"]).graph_id == plain.graph_id
+    other = trace(model, batch, loss=lambda output, _: output["logits"].square().mean())
+    assert any(node.phase == "outside" for node in other.nodes)
+
+
+@pytest.mark.parametrize("budget", [1.5, "1.5", "0.3"])
+def test_part_of_a_byte_is_no_budget(budget: object) -> None:
+    with pytest.raises(BudgetError, match="write 16GB"):
+        parse_size(budget)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_argument_is_solves_and_names_the_nearest() -> None:
+    model, batch, _ = supervised()
+    with pytest.raises(TypeError, match=r"solve\(\) takes no argument 'optimiser'.*'optimizer'"):
+        solve(model, batch, budget="1GB", optimiser=None)
+
+
+@pytest.mark.parametrize("path", ["nowhere.json", "."])
+def test_a_schedule_file_that_is_not_there(path: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"solve -o schedule\.json"):
+        apply(Classifier(), path)
+
+
+def test_what_is_printed_is_short() -> None:
+    graph = NETS["u_shape"]
+    solution = solve(graph, budget=int(0.9 * simulate(graph, baseline(graph)).peak_bytes))
+    for value in (solution, graph, solution.schedule, solution.trace, find_obstacle(graph)):
+        assert len(repr(value)) < 3000
+    assert "overhead" in repr(solution)
+    assert len(repr(solution)) < 300
+
+
+def test_planning_anew_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return x.square().mean()
+
+    model = Net()
+    solution = solve(model, torch.randn(8, 16), budget="1GB")
+    apply(model, solution, on_mismatch="replan")
+    with caplog.at_level(logging.WARNING):
+        model(torch.randn(4, 16)).backward()
+    assert "shapes is [[4, 16]], planned was [[8, 16]]" in caplog.text
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
+    graph = NETS[name]
+    obstacle = find_obstacle(graph)
+    assert obstacle.proven_bytes <= obstacle.reached_bytes == min_budget_bytes(graph)
+    assert simulate(graph, obstacle.schedule).peak_bytes == obstacle.reached_bytes
+    found = auto(graph, budget_bytes=obstacle.reached_bytes, time_limit_s=5.0, seed=0)
+    assert found.schedule is not None
+    assert simulate(graph, found.schedule).peak_bytes <= obstacle.reached_bytes
+    less = auto(graph, budget_bytes=obstacle.proven_bytes - 1, time_limit_s=5.0, seed=0)
+    assert less.schedule is None
+    assert less.lower_bound_s == float("inf")
+
+
+def test_a_search_that_the_clock_ended_says_so() -> None:
+    graph = NETS["pyramid"]
+    least_bytes = find_obstacle(graph).reached_bytes
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = least_bytes + (peak_bytes - least_bytes) // 10
+    assert solve(graph, budget=budget_bytes, time_limit_s=0.3).timed_out
+    assert not solve(graph, budget=peak_bytes).timed_out
+
+
+def test_a_budget_below_the_proof_is_explained() -> None:
+    graph = NETS["pyramid"]
+    least_bytes = find_obstacle(graph).proven_bytes
+    solution = solve(graph, budget=least_bytes - 1)
+    assert solution.status == "infeasible"
+    assert solution.obstacle is not None
+    assert solution.obstacle.reached_bytes >= least_bytes
+
+
+def test_a_search_that_ran_out_of_time_answers_with_the_least_schedule_where_it_fits(monkeypatch):
+    def hurried(graph, **options):
+        return Proposal(None, timed_out=True)
+
+    monkeypatch.setitem(METHODS, "auto", hurried)
+    graph = residual(n_blocks=30)
+    least = find_obstacle(graph)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = (least.reached_bytes + peak_bytes) // 2
+    found = solve(graph, budget=budget_bytes)
+    assert found.trace is not None
+    assert found.trace.peak_bytes <= budget_bytes
+    assert found.status == "feasible"
+    assert found.timed_out

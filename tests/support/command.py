@@ -1,0 +1,55 @@
+"""What the tests of the command share: a model file to write, and a failure to read."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from solver.cli.command import main
+
+MODEL = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return x.square().mean()
+
+    def get_model():
+        return Net()
+
+    def get_batch(batch_size=64):
+        return torch.randn(batch_size, 32)
+"""
+
+
+def write_model(
+    directory: Path, *changes: tuple[str, str], add: str = "", name: str = "model.py"
+) -> str:
+    """A model file: the good one, or that with lines replaced or added. Returns its path."""
+    text = textwrap.dedent(MODEL)
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = directory / name
+    path.write_text(text + textwrap.dedent(add))
+    return str(path)
+
+
+def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """Run, expect failure: the exit code and the one line on stderr."""
+    code = main(argv)
+    printed = capsys.readouterr()
+    lines = printed.err.strip().splitlines()
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("solve: ")
+    assert "Traceback" not in printed.err
+    return code, lines[0]

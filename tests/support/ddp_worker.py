@@ -1,0 +1,104 @@
+"""One of two processes of data-parallel training; run by test_data_parallel.py.
+
+python -m tests.support.ddp_worker RANK RENDEZVOUS_FILE OUT_FILE
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scheduler_runtime import fit, plans_of
+
+N_PROCESSES = 2
+
+
+class Net(nn.Module):
+    """Batch norm has buffers that are broadcast, dropout draws; the caller computes the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 16))
+            for _ in range(4)
+        )
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + self.drop(block(x))
+        return self.head(x)
+
+
+def train(rank: int, *, budget_bytes: int | None, **options: Any) -> tuple[list[Any], list[Any]]:
+    """Losses, gradients, parameters and buffers after three steps of two micro-batches; plans."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.01, **options)
+    if budget_bytes is not None:
+        fit(model, budget=budget_bytes, optimizer=optimizer)
+    torch.manual_seed(rank)
+    results: list[Any] = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        with parallel.no_sync():
+            F.cross_entropy(parallel(torch.randn(64, 16, generator=generator)), TARGETS).backward()
+        loss = F.cross_entropy(parallel(torch.randn(64, 16, generator=generator)), TARGETS)
+        loss.backward()
+        optimizer.step()
+        results.append(loss.detach())
+    results += [p.grad for p in model.parameters()]
+    results += [*(p.detach() for p in model.parameters()), *model.buffers()]
+    plans = [] if budget_bytes is None else [described(plan) for plan in plans_of(model)]
+    return results, plans
+
+
+TARGETS = torch.arange(64) % 5
+
+
+def described(plan: Any) -> dict[str, Any]:
+    solution = plan.solution
+    return {
+        "n_recomputed": solution.trace.n_recomputed,
+        "resident_bytes": solution.graph.resident_bytes,
+        "gradients": solution.environment["gradients"],
+        "notes": plan.notes,
+    }
+
+
+def main() -> None:
+    rank, rendezvous, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=N_PROCESSES
+    )
+    torch.manual_seed(0)
+    single = fit(Net(), budget="1GB", optimizer=[])
+    single(torch.randn(64, 16))
+    found: dict[str, Any] = {
+        "gradients_bytes": sum(p.nbytes for p in single.parameters()),
+        "alone": [described(plan) for plan in plans_of(single)],
+    }
+    for name, options in (
+        ("copies", {}),
+        ("views", {"gradient_as_bucket_view": True}),
+        ("unused", {"find_unused_parameters": True}),
+    ):
+        plain, _ = train(rank, budget_bytes=None, **options)
+        fitted, plans = train(rank, budget_bytes=400_000, **options)
+        found[name] = {"plain": plain, "fitted": fitted, "plans": plans}
+    torch.save(found, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What one rank of FSDP2 holds, measured: the processes of tests/graphs/fsdp/test_fsdp.py.
+
+    python -m tests.support.fsdp_ranks 2               # the cases of the tests
+    python -m tests.support.fsdp_ranks 4 tied deep     # by hand, on four ranks
+
+Each rank prints one line of JSON for each case and plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from examples import gpt2
+from examples.integrations.two_processes import rank_peak_bytes, run, train
+from graphs.trace import trace
+from scheduler_runtime.export import to_torch_checkpoint
+from scheduler_runtime.fsdp import shard
+from solver import solve
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from solver.schedule.solution import Solution
+
+SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
+
+
+def tied() -> nn.Module:
+    """Embedding and head are one parameter of the root."""
+    return _gpt2(n_layers=4, width=64)
+
+
+def frozen() -> nn.Module:
+    """The lower half takes no gradient: what it gathers nobody asks for, and the first trained
+    block's gradients are reduced last."""
+    model = _gpt2(n_layers=4, width=96)
+    parts = [model.token_embedding, model.position_embedding, *model.blocks[:2]]
+    for part in parts:
+        part.requires_grad_(False)
+    return model
+
+
+def adapters() -> nn.Module:
+    """Only one matrix of each block is trained; shards of rows that do not come out even."""
+    model = _gpt2(n_layers=3, width=60, n_heads=3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("qkv" in name or "position" in name)
+    return model
+
+
+def wide() -> nn.Module:
+    """Parameters are most of the memory, so that the peak is where they are gathered."""
+    return _gpt2(n_layers=3, width=192)
+
+
+def _gpt2(*, n_layers: int, width: int, n_heads: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return gpt2.get_model(
+        n_layers=n_layers, width=width, n_heads=n_heads, n_tokens=512, max_length=64, dropout=0.1
+    )
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
+    "tied": (tied, (0.75, 0.55)),
+    "frozen": (frozen, (0.85,)),
+    "adapters": (adapters, (0.6,)),
+    "wide": (wide, ()),
+    "deep": (tied, (0.4,)),
+}
+QUICK = ("tied", "frozen", "adapters", "wide")
+"""Without those whose plan takes long to be chosen."""
+
+
+def plans(case: str, *, n_ranks: int) -> list[Solution]:
+    """For the step as it is, and for smaller budgets, by shares of what is not resident."""
+    build, shares = CASES[case]
+    graph = trace(build(), gpt2.get_batch(**SIZES), optimizer=torch.optim.AdamW, fsdp=n_ranks)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    above_bytes = peak_bytes - graph.resident_bytes
+    return [
+        solve(graph, budget=int(graph.resident_bytes + share * above_bytes), time_limit_s=5)
+        for share in (1.0, *shares)
+    ]
+
+
+def work(rank: int, *, n_ranks: int, solutions: dict[str, Sequence[Solution]]) -> None:
+    mesh = init_device_mesh("cpu", (n_ranks,))
+    for case, of_case in solutions.items():
+        model = CASES[case][0]()
+        expected: list[torch.Tensor] = []
+        for solution in of_case:
+            planned = copy.deepcopy(model)
+            exported = to_torch_checkpoint(planned, solution, on_excess="least")
+            shard(planned, solution, mesh=mesh)
+            results, _ = train(planned, rank)
+            expected = expected or results
+            optimizer = torch.optim.AdamW(p for p in planned.parameters() if p.requires_grad)
+            batch = gpt2.get_batch(**SIZES)
+            planned(*batch).backward()
+            optimizer.step()
+            found = {
+                "case": case,
+                "rank": rank,
+                "n_modules": len(exported.modules),
+                "measured_bytes": rank_peak_bytes(planned, optimizer, batch),
+                "predicted_bytes": exported.peak_bytes,
+                "same": all(map(torch.equal, expected, results)),
+            }
+            os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+
+
+def main(n_ranks: int, cases: Sequence[str]) -> None:
+    solutions = {case: plans(case, n_ranks=n_ranks) for case in cases}
+    run(functools.partial(work, n_ranks=n_ranks, solutions=solutions), n_processes=n_ranks)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:] or QUICK)

@@ -1,0 +1,9 @@
+"""Where the repository and the tests' data are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
+GPT2 = DATA / "gpt2_small_b8_t1024.json"

@@ -1,0 +1,134 @@
+"""The documentation site builds without a warning, has what it should, and its examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from docs import screenshots
+from solver.cli.arguments import help_text
+from tests.support.browser import find
+from tests.support.paths import ROOT
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a link that leads nowhere or a name that is no longer there fails here."""
+    directory = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def page(site: Path, name: str) -> str:
+    return (site / name).read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation(site):
+    start = page(site, "index.html")
+    pages = sorted(path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md"))
+    assert len(pages) > 10
+    missing = [str(name) for name in pages if f'href="{name}"' not in start]
+    assert [name for name in missing if name != "index.html"] == []
+
+
+def test_the_reference_is_made_of_the_docstrings(site):
+    assert "Find the schedule that fits the training step into" in page(
+        site, "reference/solver.html"
+    )
+    assert "Trace one training step into" in page(site, "reference/graphs.html")
+    assert 'id="scheduler_runtime.applying.apply"' in page(site, "reference/scheduler_runtime.html")
+    assert "solver.bound.cut" in page(site, "reference/methods.html")
+
+
+def test_the_help_is_the_commands(site):
+    assert "solve --help" not in page(site, "reference/command.html")
+    shown = re.sub(r"<[^>]+>", "", page(site, "reference/command.html"))
+    for option in re.findall(r"--[a-z-]+", help_text()):
+        assert option in shown
+
+
+def test_formulas_are_shown_without_a_script(site):
+    theory = page(site, "theory.html")
+    assert theory.count("<math") > 80
+    assert theory.count("</p>\n<math") == theory.count('display="block"')
+    assert "$" not in re.sub(r"<(script|style).*?</\1>", "", theory, flags=re.DOTALL)
+
+
+def test_links_out_of_the_site_are_shown_as_paths(site):
+    assert "benchmarks/results/emitted_settings.json" in page(site, "emit.html")
+    assert 'href="../benchmarks' not in page(site, "emit.html")
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    loaded = re.compile(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?:)?//", re.IGNORECASE)
+    assert [p.name for p in site.rglob("*.html") if loaded.search(p.read_text("utf-8"))] == []
+
+
+def test_the_options_that_are_named_exist():
+    named = set(re.findall(r"`(--[a-z-]+)", (DOCS / "options.md").read_text()))
+    assert len(named) > 15
+    assert sorted(named - set(re.findall(r"--[a-z-]+", help_text()))) == []
+
+
+def test_the_tutorial_runs(tmp_path):
+    """Its Python blocks, one after the other, at a size that takes seconds."""
+    text = (DOCS / "tutorial.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 3
+    small = [("1024", "64"), ("16384", "2048"), ("1.2GB", "12MB"), ("10**9", "12 * 10**6")]
+    small += [("11 * 10**8", "13 * 10**6"), ("12 * 10**8", "14 * 10**6")]
+    for old, new in small:
+        assert any(old in block for block in blocks), old
+        blocks = [block.replace(old, new) for block in blocks]
+    (tmp_path / "my_model.py").write_text(blocks[0])
+    helper = "optimizer_of = lambda model: torch.optim.AdamW(model.parameters())\n"
+    assert helper.strip() in text
+    checks = (
+        "assert solution.trace.n_recomputed > 0, solution\n"
+        "import pathlib; assert pathlib.Path('pareto.png').stat().st_size > 1000\n"
+    )
+    (tmp_path / "run.py").write_text(blocks[1] + helper + blocks[2] + checks)
+    done = subprocess.run(
+        [sys.executable, "run.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Memory at the peak of the step" in done.stdout
+
+
+def test_a_page_is_photographed(tmp_path):
+    browser = find()
+    if browser is None:
+        pytest.skip("no Chromium on PATH; Debian: apt install chromium")
+    page = tmp_path / "page.html"
+    page.write_text("<style>@media (prefers-color-scheme: dark) {body {background: #000}}</style>.")
+    corners = []
+    for dark in (False, True):
+        picture = tmp_path / f"{dark}.png"
+        screenshots.photographed(browser, page, picture, dark=dark)
+        pixels = imread(picture)
+        assert pixels.shape[:2] == (screenshots.HEIGHT, screenshots.WIDTH)
+        corners.append(pixels[-1, -1, 0])
+    assert corners == [1.0, 0.0]

@@ -1,0 +1,40 @@
+"""The notebooks run from top to bottom, and are kept without output."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.support.paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+N_PICTURES = {"methods": 7, "pareto": 1, "quickstart": 1}
+CELL_LIMIT_S = 300
+
+
+def test_they_are_the_ones_that_are_counted():
+    assert [path.stem for path in NOTEBOOKS] == list(N_PICTURES)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_output(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert code
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    assert all(set(cell.metadata) == set() for cell in notebook.cells)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # this tree's code, whatever is installed
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    notebook = nbformat.read(path, as_version=4)
+    place = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, timeout=CELL_LIMIT_S, resources=place).execute()
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    assert sum("image/png" in out.get("data", ()) for out in outputs) == N_PICTURES[path.stem]
+    said = [out.text for out in outputs if out.get("name") == "stderr"]
+    assert said == []  # no warning either
