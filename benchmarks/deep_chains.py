@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.plan_quality import circumstances
 from graphs.graph import Graph
 from graphs.synthetic import nets
-from solver.chain import constant_bytes, cut, solve_chain, to_chain
-from solver.methods import METHODS, play_chain
+from solver.chain import constant_bytes, solve_chain, split_into_blocks, to_chain
+from solver.methods import METHODS, chain_to_schedule
 from solver.schedule import baseline, simulate
 
 SHARE = 0.05
@@ -79,7 +79,7 @@ def measure(graph: Graph, *, share: float, limit_s: float) -> Row:
 
 def _exact_chain(graph: Graph, *, budget_bytes: int) -> Row | None:
     """The chain program's own time, and what its schedule takes by the judge; None: infeasible."""
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     began_s = time.perf_counter()
     chain = to_chain(graph, blocks)
     solution = solve_chain(chain, budget_bytes=budget_bytes - constant_bytes(graph, blocks))
@@ -87,7 +87,7 @@ def _exact_chain(graph: Graph, *, budget_bytes: int) -> Row | None:
         return None
     seconds = time.perf_counter() - began_s
     once_s = sum(chain.forward_s) + sum(chain.backward_s)
-    played = simulate(graph, play_chain(graph, blocks, solution.ops, keep_inputs=False))
+    played = simulate(graph, chain_to_schedule(graph, blocks, solution.ops, keep_inputs=False))
     return {
         "n_blocks": blocks.n_blocks,
         "overhead_of_the_chain": solution.cost_s / once_s - 1.0,

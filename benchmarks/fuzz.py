@@ -76,9 +76,9 @@ def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: b
     solutions = _searched(graph, choice) if search else []
     for solution in solutions + _drawn(graph, choice):
         found = compare(model, batch, _ENTRY, style, solution, expected=expected)
-        assert solution.trace is not None
+        assert solution.simulation is not None
         tally.n_plans += 1
-        tally.n_recomputed += solution.trace.n_recomputed
+        tally.n_recomputed += solution.simulation.n_recomputed
         tally.n_compared += found.n_compared
         if found.differences:
             tally.mismatches.append(f"{found.differences[0]} [{described(recipe)}]")
@@ -93,7 +93,7 @@ def _searched(graph: Graph, choice: random.Random) -> list[Solution]:
     solution = attempt(
         graph, Request(budget_bytes, time_limit_s=TIME_LIMIT_S), starts=[least.schedule]
     )
-    if solution.trace is not None:
+    if solution.simulation is not None:
         found.append(solution)
     return found
 

@@ -162,7 +162,7 @@ def run_budget(subject: Subject, share: float, *, time_limit_s: float) -> Row:
 def run_solution(subject: Subject, solution: Solution) -> Row:
     """Train with the plan, compare and weigh."""
     row: Row = {"budget_bytes": solution.request.budget_bytes, "status": solution.status}
-    if solution.trace is None:
+    if solution.simulation is None:
         return row
     found = compare(
         subject.model,
@@ -173,10 +173,10 @@ def run_solution(subject: Subject, solution: Solution) -> Row:
         expected=subject.expected,
     )
     return row | {
-        "n_recomputed": solution.trace.n_recomputed,
+        "n_recomputed": solution.simulation.n_recomputed,
         "n_compared": found.n_compared,
         "differences": list(found.differences[:5]),
-        "predicted_peak_bytes": solution.trace.peak_bytes,
+        "predicted_peak_bytes": solution.simulation.peak_bytes,
         "measured_peak_bytes": found.measured_peak_bytes,
         "own_memory": subject.style.own_memory,
         "own_bytes": subject.style.own_bytes,

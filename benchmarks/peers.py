@@ -20,8 +20,8 @@ from torch._functorch._aot_autograd import descriptors
 from torch.utils import _pytree as pytree
 
 from graphs.graph import Graph
-from graphs.trace import StepTrace
-from solver.schedule import Trace, keep, simulate
+from graphs.trace import CapturedStep
+from solver.schedule import Simulation, keep, simulate
 
 SOLVERS = ("dp", "greedy", "ilp")
 _FORWARD_OUTPUTS = (
@@ -31,14 +31,14 @@ _FORWARD_OUTPUTS = (
 )
 RATIOS = (0.5, 0.7, 0.3, 0.9, 0.1, 0.8, 0.6, 0.4, 0.2, 0.0, 0.95, 0.05)
 
-Traces = Mapping[str, tuple[Trace, ...]]
+Traces = Mapping[str, tuple[Simulation, ...]]
 """By solver of the partitioner: what the judge says of its sets, for each ratio."""
 
 
-def partitioned(step: StepTrace, *, time_limit_s: float) -> Traces:
+def partitioned(step: CapturedStep, *, time_limit_s: float) -> Traces:
     """The partitioner's sets on the joint graph of this step, judged; as many as there is time."""
     deadline_s = time.monotonic() + time_limit_s
-    traces: dict[str, tuple[Trace, ...]] = {f"torch {solver}": () for solver in SOLVERS}
+    traces: dict[str, tuple[Simulation, ...]] = {f"torch {solver}": () for solver in SOLVERS}
     for ratio in RATIOS:
         for solver in SOLVERS:
             if time.monotonic() < deadline_s:
@@ -47,13 +47,13 @@ def partitioned(step: StepTrace, *, time_limit_s: float) -> Traces:
     return traces
 
 
-def best_overhead(graph: Graph, traces: Iterable[Trace], *, budget_bytes: int) -> float | None:
+def best_overhead(graph: Graph, traces: Iterable[Simulation], *, budget_bytes: int) -> float | None:
     """The least overhead of those that fit; None: none does."""
-    times_s = [trace.time_s for trace in traces if trace.peak_bytes <= budget_bytes]
+    times_s = [simulation.time_s for simulation in traces if simulation.peak_bytes <= budget_bytes]
     return min(times_s) / graph.baseline_time_s - 1.0 if times_s else None
 
 
-def _saved(step: StepTrace, solver: str, ratio: float) -> frozenset[str]:
+def _saved(step: CapturedStep, solver: str, ratio: float) -> frozenset[str]:
     """The storages that the partitioner's forward part hands to its backward part."""
     captured = step.captured
     graph = torch.fx.Graph()

@@ -174,8 +174,8 @@ def measure_budget(
 def _judged(graph: Graph, schedule: Schedule | None) -> tuple[int | None, float | None]:
     if schedule is None:
         return None, None
-    trace = simulate(graph, schedule)
-    return trace.peak_bytes, trace.time_s / graph.baseline_time_s - 1.0
+    simulation = simulate(graph, schedule)
+    return simulation.peak_bytes, simulation.time_s / graph.baseline_time_s - 1.0
 
 
 def _line(row: Row) -> str:

@@ -21,7 +21,7 @@ from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
 from graphs.synthetic import nets
-from graphs.trace import StepTrace, loss_index, trace_module
+from graphs.trace import CapturedStep, loss_index, trace_module
 
 INSTANCE = Path(__file__).parents[1] / "tests" / "data" / "gpt2_small_b8_t1024.json"
 
@@ -84,7 +84,7 @@ class Subject:
     """A graph to plan. step: what it was traced into (None: it comes from a file or numbers)."""
 
     graph: Graph
-    step: StepTrace | None = None
+    step: CapturedStep | None = None
 
 
 def _traced(

@@ -7,6 +7,12 @@ from graphs.files import FormatError
 from graphs.graph import Graph, GraphError, Node, Tensor
 from graphs.moved import announce_moves
 
-__all__ = ["FormatError", "Graph", "GraphError", "Node", "Tensor"]
+__all__ = [
+    "FormatError",
+    "Graph",
+    "GraphError",
+    "Node",
+    "Tensor",
+]
 
 announce_moves()

@@ -30,24 +30,24 @@ from graphs.calls import (
     nested,
 )
 from graphs.capture import Capture, Layout, at_each_checkpoint, capture, extract, one_at_a_time
-from graphs.costs import Cost, CostModel, Measured, OpCall, asked, default_costs
+from graphs.costs import Cost, CostModel, Measured, OpCall, default_costs, save_costs
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
 from graphs.training_step import (
+    MetaOutputs,
     OutsideLoss,
-    StandIns,
     optimizer_figures,
     with_accumulation,
     with_optimizer,
 )
 
-__all__ = ["StepTrace", "TraceError", "trace", "trace_module"]
+__all__ = ["CapturedStep", "TraceError", "trace", "trace_module"]
 
 GRADIENTS = ("fresh", "accumulate")
 
 
 @dataclass(frozen=True)
-class StepTrace:
+class CapturedStep:
     """The captured program beside its graph: what `apply` needs to run a schedule of it."""
 
     captured: Capture
@@ -102,7 +102,7 @@ def trace(
     outside: OutsideLoss | None = None
     choose: Callable[[Any], tuple[int, ...]] = loss_index
     if loss is not None:
-        stand_ins = StandIns(model, call, device=target)
+        stand_ins = MetaOutputs(model, call, device=target)
         picked = stand_ins.returned_by(loss, batch)
         if picked is None:
             outside = OutsideLoss(loss, batch, stand_ins, call, device=target, choose=loss_index)
@@ -131,7 +131,7 @@ def trace(
     if optimizer is not None:
         figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
         graph = with_optimizer(graph, figures)
-    asked(costs)
+    save_costs(costs)
     if checkpoints_itself.is_set():
         graph = replace(graph, meta={**graph.meta, "own_checkpoints": True})
     return graph
@@ -184,7 +184,7 @@ def trace_module(
     choose: Callable[[Any], tuple[int, ...]],
     gradients: str,
     costs: CostModel | None,
-) -> StepTrace:
+) -> CapturedStep:
     """Trace the module alone: no loss outside of it, no optimizer. `costs=None`: all zero."""
     if device is not None:
         refuse_other(device)
@@ -227,7 +227,7 @@ def trace_module(
     if gradients == "accumulate":
         added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
         graph = with_accumulation(graph, added)
-    return StepTrace(captured=captured, layout=layout, graph=graph)
+    return CapturedStep(captured=captured, layout=layout, graph=graph)
 
 
 def parameter_forms(model: nn.Module) -> dict[str, str]:

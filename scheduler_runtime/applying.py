@@ -18,19 +18,19 @@ import torch
 from torch import nn
 
 from graphs.calls import Call, TraceError, device_of
-from graphs.costs import CostModel, asked, from_description
+from graphs.costs import CostModel, from_description, save_costs
 from graphs.graph import Graph
-from graphs.trace import StepTrace
+from graphs.trace import CapturedStep
 from scheduler_runtime.by_submodule import SubmoduleSolution, put
-from scheduler_runtime.execute import compile_schedule, has_checkpoints, remove_torch_checkpoint
+from scheduler_runtime.execute import build_program, has_checkpoints, remove_torch_checkpoint
 from scheduler_runtime.planned import (
     AnyPlan,
-    Compiled,
+    BoundProgram,
     CudaGraphError,
+    ForwardReplacement,
     Plan,
     Recorded,
     Recordings,
-    StandIn,
     StepProgram,
     check_arguments,
     check_model,
@@ -93,7 +93,7 @@ def remove(model: nn.Module) -> nn.Module:
     if has_checkpoints(model):
         return remove_torch_checkpoint(model)
     planned = model.__dict__.get("forward")
-    if not isinstance(planned, StandIn):
+    if not isinstance(planned, ForwardReplacement):
         raise ValueError("no plan is applied to this module")
     del model.forward
     if planned.instance_forward is not None:
@@ -101,7 +101,7 @@ def remove(model: nn.Module) -> nn.Module:
     return model
 
 
-class PlannedForward(StandIn):
+class PlannedForward(ForwardReplacement):
     """Runs the plans that it was given, and those that it made for other calls."""
 
     def __init__(
@@ -138,7 +138,7 @@ class PlannedForward(StandIn):
         """Evaluation only where it was planned; training always: another mode is a mismatch."""
         return self._model.training or not self.plan.environment.get("train", True)
 
-    def compile_for(self, call: Call) -> StepProgram:
+    def program_for(self, call: Call) -> StepProgram:
         check_arguments(self._model, call, forward=self._own_forward)
         try:
             step = self._trace(call)
@@ -159,14 +159,14 @@ class PlannedForward(StandIn):
             described = self.plan.environment.get("costs", {})
             costs = from_description(described, device=device_of(self._model))
             step = self._trace(call, costs=costs)
-            asked(costs)
+            save_costs(costs)
             schedule = module_schedule(
                 replan(step.graph, self.plan, reason), step.graph.module_part()
             )
         else:
             schedule = module_schedule(plan.schedule, part)
             _judge(part, schedule, available_bytes=plan.request.available_bytes)
-        compiled = Compiled(step, compile_schedule(step, schedule))
+        compiled = BoundProgram(step, build_program(step, schedule))
         if not self.cuda_graph:
             return compiled
         return Recorded(compiled, self._model, call, self._recordings)
@@ -177,7 +177,7 @@ class PlannedForward(StandIn):
             'plan again, or apply(..., on_mismatch="replan")'
         )
 
-    def _trace(self, call: Call, *, costs: CostModel | None = None) -> StepTrace:
+    def _trace(self, call: Call, *, costs: CostModel | None = None) -> CapturedStep:
         gradient_outputs = tuple(self.plan.environment["gradient_outputs"])
         return self.traced(
             call,

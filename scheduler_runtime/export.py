@@ -32,7 +32,7 @@ from scheduler_runtime.execute import (
     remove_torch_checkpoint,
     torch_checkpoint,
 )
-from scheduler_runtime.planned import StandIn, check_order
+from scheduler_runtime.planned import ForwardReplacement, check_order
 from solver.common import counted, format_share, format_size
 from solver.module_checkpointing import (
     EagerStep,
@@ -155,7 +155,7 @@ def to_torch_checkpoint(
             f"to_torch_checkpoint() was given a {type(solution).__name__} as the plan; give the "
             "Solution of solve(model, batch, ...): a file does not hold the graph that it needs"
         )
-    if solution.schedule is None or solution.trace is None:
+    if solution.schedule is None or solution.simulation is None:
         raise ExportError(
             f"the solution has no schedule to export: its status is {solution.status}"
         )
@@ -173,9 +173,9 @@ def to_torch_checkpoint(
         modules=tuple(_described(plan)),
         schedule=plan.schedule,
         peak_bytes=plan.peak_bytes,
-        time_s=plan.trace.time_s,
-        planned_peak_bytes=solution.trace.peak_bytes,
-        planned_time_s=solution.trace.time_s,
+        time_s=plan.simulation.time_s,
+        planned_peak_bytes=solution.simulation.peak_bytes,
+        planned_time_s=solution.simulation.time_s,
         baseline_time_s=solution.baseline.time_s,
         budget_bytes=solution.request.available_bytes,
         lost=tuple(_lost(solution, plan)),
@@ -185,9 +185,9 @@ def to_torch_checkpoint(
 
 
 def _nothing_fits(model: nn.Module, solution: Solution, error: NoModulesFitError) -> ExportError:
-    assert solution.trace is not None
+    assert solution.simulation is not None
     least_bytes = error.least.peak_bytes
-    finer = f"apply(model, solution) keeps to {solution.trace.peak_bytes} bytes; or "
+    finer = f"apply(model, solution) keeps to {solution.simulation.peak_bytes} bytes; or "
     if words := sharding_words(solution.graph.meta):
         finer = f"these are bytes {words}; "
     return ExportError(
@@ -202,7 +202,7 @@ def _check_model(model: nn.Module, graph: Graph) -> None:
     modules = dict(model.named_modules())
     for path, module in modules.items():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, StandIn):
+        if isinstance(forward, ForwardReplacement):
             raise ExportError("a plan is applied to this model already; remove(model) it first")
         if isinstance(forward, CheckpointedForward):
             raise ExportError(
@@ -349,8 +349,8 @@ def _described(plan: ModulePlan) -> Iterator[ExportedModule]:
 
 def _lost(solution: Solution, plan: ModulePlan) -> Iterator[str]:
     assert solution.schedule is not None
-    assert solution.trace is not None
-    slower_s = plan.trace.time_s - solution.trace.time_s
+    assert solution.simulation is not None
+    slower_s = plan.simulation.time_s - solution.simulation.time_s
     if slower_s > 0:
         share = 100 * slower_s / (solution.baseline.time_s or 1.0)
         yield f"the step takes {share:.2f} % longer than with the plan itself"

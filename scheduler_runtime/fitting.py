@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from graphs.calls import Call, TraceError, device_of, find_loss, nested
-from graphs.costs import CostModel, asked, default_costs
+from graphs.costs import CostModel, default_costs, save_costs
 from graphs.graph import Graph
-from graphs.trace import StepTrace
+from graphs.trace import CapturedStep
 from graphs.training_step import (
     optimizer_figures,
     together,
@@ -30,8 +30,13 @@ from graphs.training_step import (
     with_resident,
     with_unknown_loss,
 )
-from scheduler_runtime.execute import compile_schedule
-from scheduler_runtime.planned import Compiled, StandIn, module_schedule, refuse_second
+from scheduler_runtime.execute import build_program
+from scheduler_runtime.planned import (
+    BoundProgram,
+    ForwardReplacement,
+    module_schedule,
+    refuse_second,
+)
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
@@ -141,7 +146,7 @@ def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
     return tuple(fitted.plans)
 
 
-class FittedForward(StandIn):
+class FittedForward(ForwardReplacement):
     """Makes a plan for each kind of call, in training mode."""
 
     def __init__(
@@ -171,7 +176,7 @@ class FittedForward(StandIn):
         buckets = buckets_of(self._model)
         return self._accumulates(buckets), buckets
 
-    def compile_for(self, call: Call) -> Compiled:
+    def program_for(self, call: Call) -> BoundProgram:
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
         request = self._request(call, device, buckets)
@@ -184,7 +189,7 @@ class FittedForward(StandIn):
                 costs=costs,
             )
         whole, notes = self._whole_step(step, device, costs, buckets)
-        asked(costs)
+        save_costs(costs)
         solution = answer(whole, request)
         if solution.schedule is None:
             raise FitError(self._why_not(solution))
@@ -192,7 +197,7 @@ class FittedForward(StandIn):
         self.plans.append(fitted)
         logger.info("planned in %.2f s: %s", solution.solve_time_s, fitted)
         part = step.graph.module_part()
-        return Compiled(step, compile_schedule(step, module_schedule(solution.schedule, part)))
+        return BoundProgram(step, build_program(step, module_schedule(solution.schedule, part)))
 
     def _accumulates(self, buckets: Buckets | None) -> bool:
         """Whether gradients are on the device before the step."""
@@ -251,7 +256,7 @@ class FittedForward(StandIn):
         return indices
 
     def _whole_step(
-        self, step: StepTrace, device: torch.device, costs: CostModel, buckets: Buckets | None
+        self, step: CapturedStep, device: torch.device, costs: CostModel, buckets: Buckets | None
     ) -> tuple[Graph, tuple[str, ...]]:
         """The module's graph with the loss, the optimizers and the buckets around it, and notes."""
         graph, notes = step.graph, []

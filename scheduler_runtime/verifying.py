@@ -49,7 +49,7 @@ def verify(
     fit the model, or a batch that it does not take; RuntimeError, MemoryError: the step cannot be
     run here.
     """
-    if solution.schedule is None or solution.trace is None:
+    if solution.schedule is None or solution.simulation is None:
         raise ValueError(f"there is no plan to verify: the status is {solution.status}")
     torch.manual_seed(SEED)
     bench = _Bench(
@@ -76,11 +76,11 @@ def verify(
     return Verification(
         device=_title(device),
         available_bytes=solution.request.available_bytes,
-        predicted_peak_bytes=solution.trace.peak_bytes,
+        predicted_peak_bytes=solution.simulation.peak_bytes,
         measured_peak_bytes=planned.peak_bytes,
         baseline_predicted_peak_bytes=solution.baseline.peak_bytes,
         baseline_measured_peak_bytes=baseline.peak_bytes,
-        predicted_time_s=solution.trace.time_s,
+        predicted_time_s=solution.simulation.time_s,
         measured_time_s=planned.time_s,
         baseline_predicted_time_s=solution.baseline.time_s,
         baseline_measured_time_s=baseline.time_s,

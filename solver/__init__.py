@@ -15,11 +15,13 @@ from solver.schedule import (
     IllegalScheduleError,
     Request,
     Schedule,
+    Simulation,
     Solution,
-    Trace,
     simulate,
 )
 from solver.solving import solve
+
+Trace = Simulation  # its former name
 
 __all__ = [
     "Compute",
@@ -28,6 +30,7 @@ __all__ = [
     "IllegalScheduleError",
     "Request",
     "Schedule",
+    "Simulation",
     "Solution",
     "Trace",
     "draw",

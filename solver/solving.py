@@ -38,7 +38,7 @@ from solver.methods import (
     find_obstacle,
     least_by_method,
 )
-from solver.schedule import OPTIMAL_GAP, Request, Schedule, Solution, Status, Trace, simulate
+from solver.schedule import OPTIMAL_GAP, Request, Schedule, Simulation, Solution, Status, simulate
 from solver.schedule import baseline as baseline_schedule
 
 if TYPE_CHECKING:
@@ -148,19 +148,20 @@ def attempt(
     proposal, lower_bound_s, interrupted = _propose(
         graph, request, Proposal(plain), baseline, starts, deadline.earlier(judging_s)
     )
-    trace = None
+    simulation = None
     if proposal.schedule is not None:
-        trace = simulate(graph, proposal.schedule)
-        if trace.peak_bytes > request.available_bytes:
+        simulation = simulate(graph, proposal.schedule)
+        if simulation.peak_bytes > request.available_bytes:
             raise AssertionError(
-                f"method {request.method} proposed a schedule whose peak is {trace.peak_bytes} "
-                f"bytes, above {request.available_bytes}; please report this as a bug"
+                f"method {request.method} proposed a schedule with a peak of "
+                f"{simulation.peak_bytes} bytes, above {request.available_bytes}; "
+                "please report this as a bug"
             )
     solution = Solution(
-        status=_status(proposal.timed_out, trace, baseline, lower_bound_s),
+        status=_status(proposal.timed_out, simulation, baseline, lower_bound_s),
         graph=graph,
         schedule=proposal.schedule,
-        trace=trace,
+        simulation=simulation,
         request=request,
         baseline=baseline,
         lower_bound_s=lower_bound_s,
@@ -211,28 +212,28 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
     )
     if obstacle.schedule is None or obstacle.reached_bytes > solution.request.available_bytes:
         return dataclasses.replace(solution, obstacle=obstacle)
-    trace = simulate(solution.graph, obstacle.schedule)
+    simulation = simulate(solution.graph, obstacle.schedule)
     return dataclasses.replace(
         solution,
-        status=_status(True, trace, solution.baseline, solution.lower_bound_s),
+        status=_status(True, simulation, solution.baseline, solution.lower_bound_s),
         schedule=obstacle.schedule,
-        trace=trace,
+        simulation=simulation,
     )
 
 
-def _judged_baseline(graph: Graph) -> tuple[Schedule, Trace, float]:
-    """The step without recomputation, its trace, and the seconds to keep for judging the answer."""
+def _judged_baseline(graph: Graph) -> tuple[Schedule, Simulation, float]:
+    """The step without recomputation, simulated, and the seconds to keep for judging the answer."""
     begun_s = now_s()
     schedule = baseline_schedule(graph)
-    trace = simulate(graph, schedule)
-    return schedule, trace, N_JUDGEMENTS * (now_s() - begun_s)
+    simulation = simulate(graph, schedule)
+    return schedule, simulation, N_JUDGEMENTS * (now_s() - begun_s)
 
 
 def _propose(
     graph: Graph,
     request: Request,
     plain: Proposal,
-    baseline: Trace,
+    baseline: Simulation,
     starts: Sequence[Schedule],
     deadline: Deadline,
 ) -> tuple[Proposal, float, KeyboardInterrupt | None]:
@@ -269,9 +270,11 @@ def _method(name: str, starts: Sequence[Schedule]) -> Method:
     return METHODS[name]
 
 
-def _status(timed_out: bool, trace: Trace | None, baseline: Trace, lower_bound_s: float) -> Status:
-    if trace is not None:
-        gap_s = trace.time_s - lower_bound_s
+def _status(
+    timed_out: bool, simulation: Simulation | None, baseline: Simulation, lower_bound_s: float
+) -> Status:
+    if simulation is not None:
+        gap_s = simulation.time_s - lower_bound_s
         return "optimal" if gap_s <= OPTIMAL_GAP * baseline.time_s else "feasible"
     if math.isinf(lower_bound_s) or not timed_out:
         return "infeasible"

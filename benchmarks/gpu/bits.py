@@ -102,7 +102,7 @@ def _compared(
     twin = copy.deepcopy(model)
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
-        n_again, plain = _prepare(way, model, twin, batch, backend)
+        n_recomputed_in, plain = _prepare(way, model, twin, batch, backend)
         buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
         before = _bits(twin, batch, plain)
         with torch.no_grad():
@@ -118,7 +118,7 @@ def _compared(
     ]
     return {
         "status": "ran",
-        "n_again": n_again,
+        "n_again": n_recomputed_in,
         "n_compared": len(before),
         "n_unsteady": len(unsteady),
         "n_different": len(different),
@@ -137,10 +137,10 @@ def _prepare(
         resident = free.graph.resident_bytes
         budget = resident + int(0.67 * (free.baseline.peak_bytes - resident))
         solution = solve(model, batch, budget=budget, reserve=0, time_limit_s=TIME_LIMIT_S)
-        if solution.trace is None:
+        if solution.simulation is None:
             raise ValueError(f"nothing fits {budget} bytes")
         scheduler_runtime.apply(model, solution)
-        return solution.trace.n_recomputed, twin
+        return solution.simulation.n_recomputed, twin
     options = {"reserve": 0, "backend": backend, "time_limit_s": TIME_LIMIT_S}
     scheduler_runtime.compile(twin, batch, budget="1TB", **options)
     (report,) = scheduler_runtime.compile_reports(twin)
@@ -148,7 +148,7 @@ def _prepare(
     budget = (attempt.measured_bytes or 0) - int(0.25 * attempt.partition.saved_bytes)
     scheduler_runtime.compile(model, batch, budget=budget, **options)
     (report,) = scheduler_runtime.compile_reports(model)
-    return report.chosen.partition.n_again, twin
+    return report.chosen.partition.n_recomputed_in, twin
 
 
 def _bits(

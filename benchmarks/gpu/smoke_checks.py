@@ -42,7 +42,7 @@ def tight(
     resident = free.graph.resident_bytes
     budget = resident + int(share * (free.baseline.peak_bytes - resident))
     found = solve(model, batch, budget=budget, reserve=0, time_limit_s=5.0, **options)
-    if found.trace is None:
+    if found.simulation is None:
         raise ValueError(f"nothing fits {budget} bytes of {free.baseline.peak_bytes}")
     return found
 
@@ -156,8 +156,8 @@ def predicted_and_measured_peaks(bench: Bench) -> str:
         optimizer = optimizer_of(model)
         solution = tight(model, batch, optimizer=optimizer)
         scheduler_runtime.apply(model, solution)
-        assert solution.trace is not None
-        predicted = solution.trace.peak_bytes
+        assert solution.simulation is not None
+        predicted = solution.simulation.peak_bytes
         figures = measured(step_of(model, batch, optimizer), model, batch, optimizer, n_timed=2)
         beside = (figures.other_bytes or 0) + len(solution.graph.tensors) * 10**6
         words.append(

@@ -125,15 +125,15 @@ def _planned(*, cuda_graph: bool) -> Way:
             device=batch[0].device,
             costs="measured",  # a roofline knows no workspace, and a kept budget needs it
         )
-        if solution.trace is None:
+        if solution.simulation is None:
             raise ValueError(f"nothing fits ({solution.status})")
         scheduler_runtime.apply(model, solution, cuda_graph=cuda_graph)
         return Prepared(
             model,
-            predicted_bytes=solution.trace.peak_bytes,
+            predicted_bytes=solution.simulation.peak_bytes,
             overhead=solution.overhead,
             bound=solution.lower_bound_s / solution.baseline.time_s - 1.0,
-            predicted_s=solution.trace.time_s,
+            predicted_s=solution.simulation.time_s,
             undo=lambda: scheduler_runtime.remove(model),
             replays=cuda_graph,
         )

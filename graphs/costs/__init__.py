@@ -1,7 +1,7 @@
 """Seconds and workspace bytes of an operator: roofline, measured, cached on disk."""
 
 from graphs.costs.cache import CostCache
-from graphs.costs.defaults import asked, default_costs, measured
+from graphs.costs.defaults import default_costs, measured, save_costs
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 from graphs.costs.models import Cost, CostModel, Measured, OpCall, Roofline, from_description
 from graphs.costs.operators import bytes_moved, flops_of
@@ -13,7 +13,6 @@ __all__ = [
     "Measured",
     "OpCall",
     "Roofline",
-    "asked",
     "begin_part",
     "bytes_moved",
     "cpu_peak_bytes",
@@ -22,4 +21,5 @@ __all__ = [
     "flops_of",
     "from_description",
     "measured",
+    "save_costs",
 ]

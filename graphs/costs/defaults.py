@@ -40,7 +40,7 @@ def _cache(device: torch.device) -> CostCache | None:
         return None
 
 
-def asked(costs: CostModel) -> None:
+def save_costs(costs: CostModel) -> None:
     """A step's operators have been asked about: keep what was measured, and give back its memory.
 
     What the allocator holds of the measured calls has sizes of all kinds; a step that comes after

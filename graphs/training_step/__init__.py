@@ -8,12 +8,12 @@ from graphs.training_step.around import (
 )
 from graphs.training_step.loss_only import LossOnly
 from graphs.training_step.optimizer import optimizer_costs, optimizer_figures, together
-from graphs.training_step.outside_loss import OutsideLoss, StandIns
+from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss
 
 __all__ = [
     "LossOnly",
+    "MetaOutputs",
     "OutsideLoss",
-    "StandIns",
     "optimizer_costs",
     "optimizer_figures",
     "together",

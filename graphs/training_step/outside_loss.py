@@ -23,7 +23,7 @@ from graphs.graph import Graph, Node
 PREFIX = "loss."
 
 
-class StandIns:
+class MetaOutputs:
     """What the model returns, with meta tensors in the places of its tensors.
 
     positions: of the tensors among the model's flat outputs.
@@ -68,7 +68,7 @@ class OutsideLoss:
         self,
         loss: Callable[[Any, Any], torch.Tensor],
         batch: Any,
-        stand_ins: StandIns,
+        stand_ins: MetaOutputs,
         call: Call,
         *,
         device: torch.device,

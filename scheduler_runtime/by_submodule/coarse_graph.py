@@ -11,8 +11,8 @@ from torch import nn
 from graphs.calls import Call, environment_of
 from graphs.capture import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph, Node, Tensor
-from scheduler_runtime.by_submodule.eager_step import Step
-from scheduler_runtime.by_submodule.observe import Observed, Piece
+from scheduler_runtime.by_submodule.eager_step import ObservedStep
+from scheduler_runtime.by_submodule.observe import Observed, ObservedPart
 from scheduler_runtime.execute import runs_in_a_loop
 from solver.chain import Chain
 from solver.module_checkpointing import Row
@@ -95,13 +95,13 @@ def loop_of(container: str, observed: Observed) -> Loop | None:
     return Loop(container, row, starts | {len(steps): steps[-1][-1]})
 
 
-def _workspace_bytes(observed: Observed, piece: Piece) -> int:
+def _workspace_bytes(observed: Observed, piece: ObservedPart) -> int:
     made = sum(observed.storage_bytes[i] for i in piece.made)
     return max(0, piece.forward_peak_bytes - made)
 
 
 def coarse_graph(
-    model: nn.Module, step: Step, observed: Observed, *, row: bool, unseen_bytes: int
+    model: nn.Module, step: ObservedStep, observed: Observed, *, row: bool, unseen_bytes: int
 ) -> Graph:
     """One forward and one backward node for each piece.
 

@@ -17,7 +17,7 @@ class NoLossError(ValueError):
     """What was returned is no loss."""
 
 
-class Step:
+class ObservedStep:
     """The training step as people write it."""
 
     def __init__(

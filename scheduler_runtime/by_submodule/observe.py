@@ -29,7 +29,7 @@ N_TIMED_STEPS = 3
 
 
 @dataclass
-class Piece:
+class ObservedPart:
     """path: of the submodule; "" outside of them. made, saved, read: storages by number, in the
     order in which they were met. Times in seconds; peaks in bytes above the piece's start."""
 
@@ -48,7 +48,7 @@ class Piece:
 class Observed:
     """pieces: outside, submodule, outside, submodule, ..., outside. storage_bytes: by number."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ObservedPart, ...]
     storage_bytes: tuple[int, ...]
 
 
@@ -196,11 +196,11 @@ class _Watch:
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
         self.storage_bytes: list[int] = []
-        self.pieces = [Piece("")]
+        self.pieces = [ObservedPart("")]
         for path in self._blocks:
-            self.pieces += [Piece(path), Piece("")]
+            self.pieces += [ObservedPart(path), ObservedPart("")]
         self._resident = {t.untyped_storage()._cdata for t in _state(model)}
-        self._arguments: list[tuple[Piece, torch.Tensor, int]] = []
+        self._arguments: list[tuple[ObservedPart, torch.Tensor, int]] = []
         self._marks: list[tuple[str, float]] = []
         self._marked: list[weakref.ref[torch.Tensor]] = []
         self._now = 0
@@ -290,7 +290,7 @@ class _Watch:
         self._add(piece.saved, tensor, maker=piece)
         return tensor
 
-    def _add(self, to: list[int], tensor: torch.Tensor, *, maker: Piece) -> None:
+    def _add(self, to: list[int], tensor: torch.Tensor, *, maker: ObservedPart) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._resident:
             return

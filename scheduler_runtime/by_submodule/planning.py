@@ -40,7 +40,7 @@ from scheduler_runtime.by_submodule.coarse_graph import (
     loop_of,
     without_gaps,
 )
-from scheduler_runtime.by_submodule.eager_step import NoLossError, Step
+from scheduler_runtime.by_submodule.eager_step import NoLossError, ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, chain_of, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
 from scheduler_runtime.execute import torch_checkpoint
@@ -53,11 +53,11 @@ from solver.module_checkpointing import (
     best_segments,
     by_module,
     judged,
-    replay_regions,
+    schedule_from_regions,
     shifted,
 )
 from solver.runtime_hooks import NoRowError, Planned
-from solver.schedule import Obstacle, Schedule, Solution, Trace, simulate
+from solver.schedule import Obstacle, Schedule, Simulation, Solution, simulate
 from solver.solving import solve
 
 N_CORRECTIONS = 4
@@ -93,7 +93,7 @@ def plan_chain(
         )
     if reserve is None:
         reserve = CUDA_RESERVE_BYTES if device.type == "cuda" else 0
-    step = Step(model, batch, loss, inputs)
+    step = ObservedStep(model, batch, loss, inputs)
     try:
         watched = _watched(model, step)
     except NoLossError as error:
@@ -116,7 +116,7 @@ def plan_chain(
         solution = solve(graph, budget=budget, reserve=reserve, time_limit_s=time_limit_s)
         if chosen is not None:  # it ran, and took what is counted now
             chosen = chosen.judged_on(graph, watched.loop)
-            if chosen.trace.peak_bytes <= solution.request.available_bytes:
+            if chosen.simulation.peak_bytes <= solution.request.available_bytes:
                 return _solution(solution, watched, chosen, changed_buffers)
         chosen, least_bytes = _choose(solution, watched)
         if chosen is None:
@@ -141,12 +141,12 @@ class _Watched:
     loop: Loop | None
 
     @property
-    def may_run_again(self) -> tuple[str, ...]:
+    def is_recomputable(self) -> tuple[str, ...]:
         """The blocks that can run again by themselves."""
         return tuple(p.path for p in self.observed.pieces if p.path and not p.overwritten)
 
 
-def _watched(model: nn.Module, step: Step) -> _Watched:
+def _watched(model: nn.Module, step: ObservedStep) -> _Watched:
     blocks = chain_of(model, step.forward)
     if not blocks:
         raise FallbackError(
@@ -168,7 +168,7 @@ class _Chosen:
     """What to checkpoint: neighbours of the loop, in its steps, or single submodules."""
 
     schedule: Schedule
-    trace: Trace
+    simulation: Simulation
     segments: tuple[Segment, ...] = ()
     regions: tuple[Region, ...] = ()
 
@@ -177,9 +177,9 @@ class _Chosen:
         if self.segments:
             assert loop is not None
             plan = judged(graph, loop.row, self.segments)
-            return dataclasses.replace(self, schedule=plan.schedule, trace=plan.trace)
-        schedule = replay_regions(graph, self.regions).schedule
-        return dataclasses.replace(self, schedule=schedule, trace=simulate(graph, schedule))
+            return dataclasses.replace(self, schedule=plan.schedule, simulation=plan.simulation)
+        schedule = schedule_from_regions(graph, self.regions).schedule
+        return dataclasses.replace(self, schedule=schedule, simulation=simulate(graph, schedule))
 
 
 def _choose(solution: Solution, watched: _Watched) -> tuple[_Chosen | None, int]:
@@ -188,30 +188,30 @@ def _choose(solution: Solution, watched: _Watched) -> tuple[_Chosen | None, int]
     available_bytes = solution.request.available_bytes
     least = [] if solution.obstacle is None else [solution.obstacle.reached_bytes]
     if solution.schedule is not None:
-        possible = watched.may_run_again
+        possible = watched.is_recomputable
         tree = ModuleTree(blocks=possible, parts=dict.fromkeys(possible, ()))
         try:
             plan = by_module(solution, tree, may_save=_nothing, beside_bytes=0)
-            found.append(_Chosen(plan.schedule, plan.trace, regions=plan.regions))
+            found.append(_Chosen(plan.schedule, plan.simulation, regions=plan.regions))
         except NoModulesFitError as error:
             least = [error.least.peak_bytes]
     if watched.loop is not None:
         best, least_bytes = best_segments(
             solution.graph,
             watched.loop.row,
-            excess=lambda plan: plan.trace.peak_bytes - available_bytes,
+            excess=lambda plan: plan.simulation.peak_bytes - available_bytes,
         )
         least = [least_bytes]
         if best is not None:
-            found.append(_Chosen(best.schedule, best.trace, segments=best.segments))
-    chosen = min(found, key=lambda c: (c.trace.time_s, c.trace.peak_bytes), default=None)
+            found.append(_Chosen(best.schedule, best.simulation, segments=best.segments))
+    chosen = min(found, key=lambda c: (c.simulation.time_s, c.simulation.peak_bytes), default=None)
     return chosen, min(least, default=solution.baseline.peak_bytes)
 
 
 def _solution(
     solution: Solution, watched: _Watched, chosen: _Chosen, changed_buffers: tuple[str, ...]
 ) -> SubmoduleSolution:
-    proven = chosen.trace.time_s - solution.lower_bound_s <= 1e-3 * solution.baseline.time_s
+    proven = chosen.simulation.time_s - solution.lower_bound_s <= 1e-3 * solution.baseline.time_s
     segments: tuple[Segment, ...] = ()
     paths = tuple(region.path for region in chosen.regions)
     if chosen.segments:
@@ -222,7 +222,7 @@ def _solution(
         solution,
         watched,
         schedule=chosen.schedule,
-        trace=chosen.trace,
+        simulation=chosen.simulation,
         status="optimal" if proven else "feasible",
         obstacle=None,
         checkpointed=paths,
@@ -245,7 +245,7 @@ def _nothing_fits(solution: Solution, watched: _Watched, least_bytes: int) -> Su
         solution,
         watched,
         schedule=None,
-        trace=None,
+        simulation=None,
         status="time_limit" if solution.status == "time_limit" else "infeasible",
         obstacle=Obstacle(known[0], max(known[0], least_bytes), None, known[1], known[2]),
         left_alone=(
@@ -260,7 +260,7 @@ def _as_submodules(solution: Solution, watched: _Watched, **values: Any) -> Subm
     return SubmoduleSolution(**{**kept, "blocks": watched.blocks, **values})
 
 
-def _measured_bytes(model: nn.Module, step: Step, solution: SubmoduleSolution) -> int:
+def _measured_bytes(model: nn.Module, step: ObservedStep, solution: SubmoduleSolution) -> int:
     return step.measured_bytes(
         lambda: put(model, solution), lambda: torch_checkpoint.remove_torch_checkpoint(model)
     )
@@ -268,10 +268,10 @@ def _measured_bytes(model: nn.Module, step: Step, solution: SubmoduleSolution) -
 
 def _peak_in_step(solution: Solution) -> int:
     """The most while forward and backward run; optimizer state, which is not measured, left out."""
-    assert solution.trace is not None
+    assert solution.simulation is not None
     graph = solution.graph
     state = sum(t.size_bytes for t in graph.tensors if t.kind == "optimizer_state")
-    steps = zip(solution.schedule.ops, solution.trace.live_bytes, strict=True)  # type: ignore[union-attr]
+    steps = zip(solution.schedule.ops, solution.simulation.live_bytes, strict=True)  # type: ignore[union-attr]
     before = [live for op, live in steps if getattr(op, "node", "") != "optimizer_step"]
     return max(before) - state
 

@@ -8,4 +8,10 @@ from scheduler_runtime.compiler.compile_model import (
 )
 from scheduler_runtime.compiler.loop import GraphBreakError
 
-__all__ = ["CompileReport", "GraphBreakError", "compile", "compile_reports", "uncompile"]
+__all__ = [
+    "CompileReport",
+    "GraphBreakError",
+    "compile",
+    "compile_reports",
+    "uncompile",
+]

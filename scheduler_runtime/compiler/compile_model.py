@@ -32,7 +32,7 @@ from scheduler_runtime.compiler.loop import Attempt, CompileLoop, shown_bytes
 from scheduler_runtime.compiler.partitioner import BudgetPartitioner
 from scheduler_runtime.compiler.rehearsal import Rehearsal
 from scheduler_runtime.measuring import bytes_of, resident_tensors
-from scheduler_runtime.planned import StandIn, refuse_second
+from scheduler_runtime.planned import ForwardReplacement, refuse_second
 from solver.common import (
     CUDA_RESERVE_BYTES,
     BudgetError,
@@ -67,8 +67,8 @@ class CompileReport:
             plan = attempt.partition
             how = (
                 "PyTorch's partition"
-                if not plan.n_again
-                else f"{counted(plan.n_again, 'op')} run again"
+                if not plan.n_recomputed
+                else f"{counted(plan.n_recomputed, 'op')} run again"
             )
             lines.append(
                 f"  attempt {number}: predicted {format_size(plan.predicted_bytes)}, measured "
@@ -198,7 +198,7 @@ class _Function:
         return self.function(*args, **kwargs)
 
 
-class BudgetedForward(StandIn):
+class BudgetedForward(ForwardReplacement):
     """Compiles for each kind of call, in training mode or in evaluation mode."""
 
     n_kept = N_KEPT
@@ -231,7 +231,7 @@ class BudgetedForward(StandIn):
     def covers(self) -> bool:
         return self._model.training or not self._covers_training
 
-    def compile_for(self, call: Call) -> _Function:
+    def program_for(self, call: Call) -> _Function:
         return self._measured(call, loss=None)
 
     def prepare(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> None:

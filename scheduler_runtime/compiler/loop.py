@@ -129,7 +129,7 @@ class CompileLoop:
         if self._best is None or attempt.partition.overhead < self._best[0].partition.overhead:
             self._best = attempt, function
         room_bytes = self._available_bytes - attempt.measured_bytes
-        return not attempt.partition.n_again or room_bytes <= CLOSE * self._available_bytes
+        return not attempt.partition.n_recomputed or room_bytes <= CLOSE * self._available_bytes
 
     def _next_bytes(self, attempt: Attempt) -> int | None:
         """What to plan for next: the budget, corrected by how far the prediction was off."""

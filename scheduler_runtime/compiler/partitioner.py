@@ -20,7 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from graphs import hardware
-from graphs.costs import Roofline, asked, measured
+from graphs.costs import Roofline, measured, save_costs
 from scheduler_runtime.compiler.fused_costs import FusedCosts
 from scheduler_runtime.compiler.joined import Joined, join
 from scheduler_runtime.compiler.split import split
@@ -49,7 +49,7 @@ class Partition:
     baseline_saved_bytes: int
     overhead: float
     lower_bound: float
-    n_again: int
+    n_recomputed: int
     method: str
     solution: Solution
 
@@ -113,12 +113,12 @@ class BudgetPartitioner(CustomPartitionerFn):
             static_inputs=static_inputs,
             costs=costs,
         )
-        asked(costs.products)
+        save_costs(costs.products)
         solution = self._solve(joined)
         saved_bytes = joined.saved_bytes
-        assert solution.trace is not None
+        assert solution.simulation is not None
         assert solution.schedule is not None
-        if solution.trace.n_recomputed:
+        if solution.simulation.n_recomputed:
             forward, backward, saved_bytes = split(joined, solution.schedule)
         self.partitions.append(_partition(joined, solution, saved_bytes))
         return forward, backward
@@ -148,16 +148,16 @@ class BudgetPartitioner(CustomPartitionerFn):
 
 
 def _partition(joined: Joined, solution: Solution, saved_bytes: int) -> Partition:
-    assert solution.trace is not None
+    assert solution.simulation is not None
     plain_s = solution.baseline.time_s or 1.0
     return Partition(
-        predicted_bytes=solution.trace.peak_bytes,
+        predicted_bytes=solution.simulation.peak_bytes,
         baseline_bytes=solution.baseline.peak_bytes,
         saved_bytes=saved_bytes,
         baseline_saved_bytes=joined.saved_bytes,
-        overhead=solution.trace.time_s / plain_s - 1.0,
+        overhead=solution.simulation.time_s / plain_s - 1.0,
         lower_bound=max(0.0, solution.lower_bound_s / plain_s - 1.0),
-        n_again=solution.trace.n_recomputed,
+        n_recomputed=solution.simulation.n_recomputed,
         method=solution.method,
         solution=solution,
     )

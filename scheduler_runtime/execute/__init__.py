@@ -1,8 +1,8 @@
 """Running a schedule: generated code, autograd functions, random state, checkpoints."""
 
 from scheduler_runtime.execute.autograd import run_step
-from scheduler_runtime.execute.program import Program, compile_schedule
-from scheduler_runtime.execute.random_state import run_again, run_and_keep_state
+from scheduler_runtime.execute.program import Program, build_program
+from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from scheduler_runtime.execute.sequential_segments import put_segments, runs_in_a_loop
 from scheduler_runtime.execute.torch_checkpoint import (
     CheckpointedForward,
@@ -16,12 +16,12 @@ __all__ = [
     "CheckpointedForward",
     "Program",
     "SavedCalls",
-    "compile_schedule",
+    "build_program",
     "functional_name",
     "has_checkpoints",
     "put_segments",
+    "recompute_random",
     "remove_torch_checkpoint",
-    "run_again",
     "run_and_keep_state",
     "run_step",
     "runs_in_a_loop",

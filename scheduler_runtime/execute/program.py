@@ -23,9 +23,9 @@ import torch
 from torch import fx
 
 from graphs.capture import is_random
-from graphs.trace import StepTrace
+from graphs.trace import CapturedStep
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
-from scheduler_runtime.execute.random_state import run_again, run_and_keep_state
+from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from solver.schedule import Free, Schedule
 
 LEAST_IN_PIECE = 24
@@ -71,7 +71,7 @@ class Program:
         return frozenset(read - self.indifferent)
 
 
-def compile_schedule(step: StepTrace, schedule: Schedule) -> Program:
+def build_program(step: CapturedStep, schedule: Schedule) -> Program:
     """Generate the program of a legal schedule of `step.graph` (what its caller runs left out)."""
     line = _Line(step, schedule)
     line.emit()
@@ -81,7 +81,7 @@ def compile_schedule(step: StepTrace, schedule: Schedule) -> Program:
 class _Line:
     """The whole step as one straight line of fx nodes, with marks where pieces end."""
 
-    def __init__(self, step: StepTrace, schedule: Schedule) -> None:
+    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
         self.step = step
         self.schedule = schedule
         self.graph = fx.Graph()
@@ -252,7 +252,9 @@ class _Line:
         device = _device_of(node)
         if again:
             state = self._states[node.name]
-            return self.graph.call_function(run_again, (target, device, state, *args), kwargs)
+            return self.graph.call_function(
+                recompute_random, (target, device, state, *args), kwargs
+            )
         both = self.graph.call_function(run_and_keep_state, (target, device, *args), kwargs)
         result = self.graph.call_function(operator.getitem, (both, 0))
         self._states[node.name] = self.graph.call_function(operator.getitem, (both, 1))

@@ -22,7 +22,7 @@ def run_and_keep_state(
     return operator(*args, **kwargs), state
 
 
-def run_again(
+def recompute_random(
     operator: Callable[..., Any],
     device: torch.device,
     state: torch.Tensor,

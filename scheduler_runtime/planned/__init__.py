@@ -1,7 +1,7 @@
 """A module with a plan: its programs by kind of call, guards, mismatches, replanning."""
 
 from scheduler_runtime.planned.cuda_graph import CudaGraphError, Recorded, Recordings, check_model
-from scheduler_runtime.planned.forward import StandIn, module_schedule, refuse_second
+from scheduler_runtime.planned.forward import ForwardReplacement, module_schedule, refuse_second
 from scheduler_runtime.planned.mismatch import (
     check_arguments,
     environment_difference,
@@ -9,18 +9,18 @@ from scheduler_runtime.planned.mismatch import (
     graph_difference,
 )
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
-from scheduler_runtime.planned.program_cache import Compiled, StepProgram
+from scheduler_runtime.planned.program_cache import BoundProgram, StepProgram
 from scheduler_runtime.planned.replanning import ReplanError, replan
 
 __all__ = [
     "AnyPlan",
-    "Compiled",
+    "BoundProgram",
     "CudaGraphError",
+    "ForwardReplacement",
     "Plan",
     "Recorded",
     "Recordings",
     "ReplanError",
-    "StandIn",
     "StepProgram",
     "check_arguments",
     "check_model",

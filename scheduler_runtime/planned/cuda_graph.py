@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from graphs.calls import Call, nested
-from scheduler_runtime.execute import run_again, run_and_keep_state
-from scheduler_runtime.planned.program_cache import Compiled
+from scheduler_runtime.execute import recompute_random, run_and_keep_state
+from scheduler_runtime.planned.program_cache import BoundProgram
 
 
 class CudaGraphError(ValueError):
@@ -60,14 +60,14 @@ def check_call(call: Call, device: torch.device) -> None:
             )
 
 
-def check_program(compiled: Compiled) -> None:
+def check_program(compiled: BoundProgram) -> None:
     """Raise CudaGraphError where the program puts a generator's state back."""
     pieces = (compiled.program.forward, *compiled.program.backward)
     random = [
         node.args[0]
         for piece in pieces
         for node in piece.module.graph.nodes
-        if node.op == "call_function" and node.target in (run_again, run_and_keep_state)
+        if node.op == "call_function" and node.target in (recompute_random, run_and_keep_state)
     ]
     if random:
         names = ", ".join(sorted({str(target) for target in random}))
@@ -137,7 +137,7 @@ class Recorded:
     """A compiled step whose forward and backward are replayed."""
 
     def __init__(
-        self, compiled: Compiled, model: nn.Module, call: Call, recordings: Recordings
+        self, compiled: BoundProgram, model: nn.Module, call: Call, recordings: Recordings
     ) -> None:
         check_model(model)
         check_program(compiled)
@@ -204,7 +204,7 @@ class _Step(nn.Module):
     it. planned, unplanned: positions of its tensors; others: those of `unplanned`.
     """
 
-    def __init__(self, compiled: Compiled, model: nn.Module, call: Call) -> None:
+    def __init__(self, compiled: BoundProgram, model: nn.Module, call: Call) -> None:
         super().__init__()
         self.model = model
         self._compiled = [compiled]

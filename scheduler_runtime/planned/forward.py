@@ -19,10 +19,10 @@ from torch.autograd import forward_ad
 from graphs.calls import Call, argument_order, device_of
 from graphs.costs import CostModel
 from graphs.graph import Graph
-from graphs.trace import StepTrace, refuse_plans, trace_module
+from graphs.trace import CapturedStep, refuse_plans, trace_module
 from scheduler_runtime.execute import has_checkpoints
 from scheduler_runtime.planned.guards import Records
-from scheduler_runtime.planned.program_cache import N_KEPT, Programs, StepProgram, kind_of
+from scheduler_runtime.planned.program_cache import N_KEPT, ProgramCache, StepProgram, kind_of
 from solver.schedule import Compute, Schedule
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 N_WORTH_A_WARNING = (8, 32, 128)
 
 
-class StandIn(abc.ABC):
+class ForwardReplacement(abc.ABC):
     """Called in the place of the module's forward; keeps one program for each kind of call.
 
     instance_forward: what another library had put in the place of the class's forward before.
@@ -46,7 +46,7 @@ class StandIn(abc.ABC):
         self.instance_forward = model.__dict__.get("forward")
         self._model = model
         self._tracing = False
-        self._programs = Programs(n_kept=self.n_kept)
+        self._programs = ProgramCache(n_kept=self.n_kept)
         self._records = Records()
         self._argument_order = argument_order(self._own_forward)
         functools.update_wrapper(self, self._own_forward, updated=())
@@ -63,7 +63,7 @@ class StandIn(abc.ABC):
         """Whether a forward pass with gradients is one that is planned (training or evaluation)."""
 
     @abc.abstractmethod
-    def compile_for(self, call: Call) -> StepProgram:
+    def program_for(self, call: Call) -> StepProgram:
         """A program for a call that none of those which are there fits."""
 
     def situation(self) -> Any:
@@ -84,7 +84,7 @@ class StandIn(abc.ABC):
         kind = self.kind(call)
         compiled = self._programs.find(kind, model, call)
         if compiled is None:
-            compiled = self.compile_for(call)
+            compiled = self.program_for(call)
             self._programs.add(kind, compiled)
             if self._programs.n_added in N_WORTH_A_WARNING:
                 logger.warning(
@@ -102,7 +102,7 @@ class StandIn(abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Programs are not copied or pickled: they are made again at the next forward pass."""
-        fresh = {"_programs": Programs(n_kept=self.n_kept), "_records": Records()}
+        fresh = {"_programs": ProgramCache(n_kept=self.n_kept), "_records": Records()}
         return {**self.__dict__, **fresh}
 
     def traced(
@@ -112,7 +112,7 @@ class StandIn(abc.ABC):
         choose: Callable[[Any], tuple[int, ...]],
         gradients: str,
         costs: CostModel | None,
-    ) -> StepTrace:
+    ) -> CapturedStep:
         """The module's own forward and backward pass for this call (`graphs.trace`).
 
         What another library has put around the stand-in since (accelerate's autocast) is running
@@ -157,7 +157,7 @@ def _gets_gradients(model: nn.Module, call: Call) -> bool:
 
 def refuse_second(model: nn.Module) -> None:
     """One plan for a module: raises ValueError where there is one."""
-    if isinstance(model.__dict__.get("forward"), StandIn) or has_checkpoints(model):
+    if isinstance(model.__dict__.get("forward"), ForwardReplacement) or has_checkpoints(model):
         raise ValueError("a plan is applied to this module already; remove(model) it first")
 
 

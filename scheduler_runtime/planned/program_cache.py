@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from graphs.calls import Call, nested
 from graphs.capture import leaves_of, sharing
-from graphs.trace import StepTrace
+from graphs.trace import CapturedStep
 from scheduler_runtime.execute import Program, run_step
 from scheduler_runtime.planned.guards import (
     Records,
@@ -32,7 +32,7 @@ class StepProgram(Protocol):
     def run(self, model: nn.Module, call: Call) -> Any: ...
 
 
-class Programs:
+class ProgramCache:
     """Programs by the kind of call that they are for.
 
     Calls of one kind may still differ in what the module looks at
@@ -63,10 +63,10 @@ class Programs:
             self._programs.popitem(last=False)
 
 
-class Compiled:
+class BoundProgram:
     """A program and where its tensors come from in the module and the call."""
 
-    def __init__(self, step: StepTrace, program: Program) -> None:
+    def __init__(self, step: CapturedStep, program: Program) -> None:
         self.program = program
         self._guards = step.captured.guards
         self._held = step.captured.held

@@ -4,12 +4,12 @@ from solver.analysis.advice import ABOUT, Advice, advise
 from solver.analysis.by_block import block_rows
 from solver.analysis.explain import (
     Peak,
-    WhyAgain,
+    WhyRecomputed,
     most_recomputed,
     neighbours,
     peak,
     step_bytes_for,
-    why_again,
+    why_recomputed,
 )
 from solver.analysis.largest_batch import (
     FIRST,
@@ -35,7 +35,7 @@ __all__ = [
     "SameStepError",
     "Size",
     "SizeSearch",
-    "WhyAgain",
+    "WhyRecomputed",
     "advise",
     "block_rows",
     "default_budgets",
@@ -45,5 +45,5 @@ __all__ = [
     "peak",
     "step_bytes_for",
     "sweep",
-    "why_again",
+    "why_recomputed",
 ]

@@ -14,7 +14,7 @@ from typing import Literal
 
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
-from solver.chain import Blocks, checkpoints, cut
+from solver.chain import Blocks, checkpoints, split_into_blocks
 from solver.common import counted, format_share, format_size
 from solver.schedule import Solution, baseline, keep, memory_at, node_at, simulate
 
@@ -161,9 +161,9 @@ def _precision(solution: Solution) -> Iterator[str]:
 
 def _theory(solution: Solution) -> Iterator[str]:
     """What the usual rules cost on this graph, beside what was found."""
-    graph, trace = solution.graph, solution.trace
-    blocks = cut(graph)
-    if trace is None or trace.n_recomputed == 0 or blocks.n_blocks < 2:
+    graph, simulation = solution.graph, solution.simulation
+    blocks = split_into_blocks(graph)
+    if simulation is None or simulation.n_recomputed == 0 or blocks.n_blocks < 2:
         return
     plain_s = solution.baseline.time_s or 1.0
     forward_s = math.fsum(node.time_s for node in graph.forward_nodes)
@@ -180,19 +180,19 @@ def _theory(solution: Solution) -> Iterator[str]:
         f"forward pass, {format_share(forward_s / plain_s)}. Here, judged alike: "
         f"every block {_costs(solution, blocks)}; "
         f"√L, {counted(n_segments, 'segment')}, "
-        f"{_costs(solution, cut(graph, max_blocks=n_segments))}; "
-        f"{words} {format_size(trace.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
+        f"{_costs(solution, split_into_blocks(graph, max_blocks=n_segments))}; "
+        f"{words} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
     )
 
 
 def _costs(solution: Solution, blocks: Blocks) -> str:
     """Peak and overhead of keeping these blocks' inputs and the last block whole."""
     graph = solution.graph
-    trace = simulate(graph, keep(graph, checkpoints(graph, blocks, n_whole=1)))
-    over = trace.time_s / (solution.baseline.time_s or 1.0) - 1.0 if trace.time_s else 0.0
-    fits = trace.peak_bytes <= solution.request.available_bytes
+    simulation = simulate(graph, keep(graph, checkpoints(graph, blocks, n_whole=1)))
+    over = simulation.time_s / (solution.baseline.time_s or 1.0) - 1.0 if simulation.time_s else 0.0
+    fits = simulation.peak_bytes <= solution.request.available_bytes
     unfit = "" if fits else " (does not fit)"
-    return f"{format_size(trace.peak_bytes)} at {format_share(over)}{unfit}"
+    return f"{format_size(simulation.peak_bytes)} at {format_share(over)}{unfit}"
 
 
 def _widest(solution: Solution) -> tuple[Node | None, int]:
@@ -200,8 +200,8 @@ def _widest(solution: Solution) -> tuple[Node | None, int]:
     graph = solution.graph
     if solution.obstacle is not None:
         node = graph.node_by_name.get(solution.obstacle.op)
-    elif solution.schedule is not None and solution.trace is not None:
-        node = node_at(graph, solution.schedule, solution.trace)
+    elif solution.schedule is not None and solution.simulation is not None:
+        node = node_at(graph, solution.schedule, solution.simulation)
     else:
         node = None
     if node is None or node.phase == "optimizer":

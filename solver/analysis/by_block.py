@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from graphs.graph import Graph
-from solver.chain import cut
+from solver.chain import split_into_blocks
 from solver.schedule import Compute, Solution, baseline, held_at_turn
 
 
@@ -29,12 +29,12 @@ class BlockRow:
     forward_s: float
     kept_bytes: int
     dropped_bytes: int
-    n_again: int
+    n_recomputed: int
     again_s: float
 
 
 def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
-    """A row for each block of the chain (`blocks.cut`); empty without a schedule."""
+    """A row for each block of the chain (`blocks.split_into_blocks`); empty without a schedule."""
     graph, schedule = solution.graph, solution.schedule
     if schedule is None:
         return ()
@@ -42,7 +42,7 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     plain = held_at_turn(graph, baseline(graph))
     runs = Counter(op.node for op in schedule.ops if isinstance(op, Compute))
     rows = []
-    for block, names in enumerate(cut(graph).forward, start=1):
+    for block, names in enumerate(split_into_blocks(graph).forward, start=1):
         nodes = [graph.node_by_name[name] for name in names]
         made = {graph.root(name) for node in nodes for name in node.outputs}
         kept_bytes = _bytes(graph, made & kept)
@@ -55,7 +55,7 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
                 forward_s=math.fsum(node.time_s for node in nodes),
                 kept_bytes=kept_bytes,
                 dropped_bytes=max(0, _bytes(graph, made & plain) - kept_bytes),
-                n_again=sum(n for n, _ in again),
+                n_recomputed=sum(n for n, _ in again),
                 again_s=math.fsum(n * time_s for n, time_s in again),
             )
         )

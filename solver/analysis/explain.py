@@ -17,8 +17,8 @@ from solver.schedule import (
     Compute,
     IllegalScheduleError,
     Schedule,
+    Simulation,
     Solution,
-    Trace,
     free_after_last_use,
     held_before,
     memory_at,
@@ -34,7 +34,7 @@ STEP_SHARE = 10
 
 
 @dataclass(frozen=True)
-class Rerun:
+class Recomputation:
     """One run beyond the first.
 
     dropped_after: the last op that reads what it made before, or the op itself if none does.
@@ -48,7 +48,7 @@ class Rerun:
 
 
 @dataclass(frozen=True)
-class WhyAgain:
+class WhyRecomputed:
     """An op in a plan.
 
     output_bytes: what it makes, aliases not counted. last_reader: the last op that reads it. kept:
@@ -59,9 +59,9 @@ class WhyAgain:
     node: Node
     n_runs: int
     output_bytes: int
-    reruns: tuple[Rerun, ...]
+    reruns: tuple[Recomputation, ...]
     last_reader: Node | None
-    kept: Trace | None
+    kept: Simulation | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Peak:
     resident_bytes: int
 
 
-def why_again(solution: Solution, name: str) -> WhyAgain:
+def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
     """Why the op of that name runs as often as it does. Raises KeyError: the graph has no such op.
 
     Cost: linear in the schedule.
@@ -92,7 +92,7 @@ def why_again(solution: Solution, name: str) -> WhyAgain:
     runs = [position for position, other in enumerate(order) if other == name]
     again = _is_rerun(order)
     readers = [other for other in order if _reads(graph, other, node)]
-    return WhyAgain(
+    return WhyRecomputed(
         node=node,
         n_runs=len(runs),
         output_bytes=sum(
@@ -110,23 +110,23 @@ def why_again(solution: Solution, name: str) -> WhyAgain:
 
 def peak(solution: Solution) -> Peak:
     """Where the plan's peak is, and what stands there."""
-    graph, schedule, trace = solution.graph, _schedule(solution), _trace(solution)
-    node = node_at(graph, schedule, trace)
-    if trace.peak_op is None:
+    graph, schedule, simulation = solution.graph, _schedule(solution), _trace(solution)
+    node = node_at(graph, schedule, simulation)
+    if simulation.peak_op is None:
         held: tuple[str, ...] = ()
     else:
-        held = held_before(graph, schedule, trace.peak_op)
-        op = schedule.ops[trace.peak_op]
+        held = held_before(graph, schedule, simulation.peak_op)
+        op = schedule.ops[simulation.peak_op]
         if isinstance(op, Compute):
             made = graph.node_by_name[op.node].outputs
             held += tuple(root for root in made if graph.root(root) == root and root not in held)
     sizes = ((root, graph.tensor_by_name[root].size_bytes) for root in held)
-    before = schedule.ops[: 0 if trace.peak_op is None else trace.peak_op + 1]
+    before = schedule.ops[: 0 if simulation.peak_op is None else simulation.peak_op + 1]
     return Peak(
         node=node,
         position=sum(isinstance(op, Compute) for op in before),
         n_ops=len(computes(schedule)),
-        memory_bytes=memory_at(graph, schedule, trace.peak_op),
+        memory_bytes=memory_at(graph, schedule, simulation.peak_op),
         largest=tuple(sorted(sizes, key=lambda item: (-item[1], item[0]))),
         modules={root: graph.producer[root].module for root in held},
         resident_bytes=graph.resident_bytes,
@@ -158,8 +158,8 @@ def neighbours(
         answers.append(attempt(solution.graph, asked) if asked.available_bytes > 0 else None)
     less, more = answers
     assert more is not None
-    if more.trace is None or more.trace.time_s > _trace(solution).time_s:
-        more = dataclasses.replace(more, schedule=solution.schedule, trace=solution.trace)
+    if more.simulation is None or more.simulation.time_s > _trace(solution).time_s:
+        more = dataclasses.replace(more, schedule=solution.schedule, simulation=solution.simulation)
     return less, more.with_bound(more.lower_bound_s)
 
 
@@ -176,7 +176,7 @@ def computes(schedule: Schedule) -> list[str]:
 
 def _rerun(
     graph: Graph, order: Sequence[str], again: Sequence[bool], before: int, position: int
-) -> Rerun:
+) -> Recomputation:
     """The run at `position`; the one before it was at `before`."""
     node = graph.node_by_name[order[position]]
     readers = [p for p in range(before + 1, position) if _reads(graph, order[p], node)]
@@ -194,7 +194,7 @@ def _rerun(
             through.append(wanted)
         else:
             reader = wanted
-    return Rerun(
+    return Recomputation(
         dropped_after=graph.node_by_name[order[readers[-1]]] if readers else node,
         reader=reader,
         through=tuple(through),
@@ -215,7 +215,7 @@ def _is_rerun(order: Sequence[str]) -> list[bool]:
     return flags
 
 
-def _kept(graph: Graph, order: Sequence[str], name: str) -> Trace | None:
+def _kept(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
     """The plan without the later runs of one op, and without what ran for their sake alone."""
     first = order.index(name)
     once = [other for position, other in enumerate(order) if other != name or position == first]
@@ -231,7 +231,7 @@ def _schedule(solution: Solution) -> Schedule:
     return solution.schedule
 
 
-def _trace(solution: Solution) -> Trace:
-    if solution.trace is None:
+def _trace(solution: Solution) -> Simulation:
+    if solution.simulation is None:
         raise ValueError(f"there is no schedule to explain: the status is {solution.status}")
-    return solution.trace
+    return solution.simulation

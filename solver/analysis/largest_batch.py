@@ -46,8 +46,10 @@ class Candidate:
     @property
     def rate_per_s(self) -> float | None:
         """Samples (or positions of each sequence) in a second; None without a plan."""
-        trace = self.solution.trace
-        return None if trace is None or trace.time_s == 0 else self.size / trace.time_s
+        simulation = self.solution.simulation
+        return (
+            None if simulation is None or simulation.time_s == 0 else self.size / simulation.time_s
+        )
 
 
 @dataclass(frozen=True)

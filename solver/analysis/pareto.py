@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from solver.bound import Step, proven_least_budget_bytes
+from solver.bound import FoldedGraph, proven_least_budget_bytes
 from solver.common import Deadline, check_time_limit
 from solver.methods import METHODS, find_obstacle, least_by_method
 from solver.schedule import Request, Schedule, Solution, baseline, simulate
@@ -141,13 +141,13 @@ def default_budgets(
     deadline = Deadline.after(time_limit_s)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     if quick:
-        least_bytes = proven_least_budget_bytes(Step.of(graph), deadline=deadline)[0]
+        least_bytes = proven_least_budget_bytes(FoldedGraph.of(graph), deadline=deadline)[0]
     elif method == "auto":
         least_bytes = find_obstacle(graph, deadline=deadline).reached_bytes
     else:
         least_bytes = least_by_method(
             graph,
-            proven_bytes=proven_least_budget_bytes(Step.of(graph), deadline=deadline)[0],
+            proven_bytes=proven_least_budget_bytes(FoldedGraph.of(graph), deadline=deadline)[0],
             method=METHODS[method],
             time_limit_s=max(0.0, deadline.left_s),
             seed=0,
@@ -165,9 +165,13 @@ def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
     for point in line:
         if best is not None and _time_s(best) < _time_s(point):
             point = dataclasses.replace(
-                point, schedule=best.schedule, trace=best.trace, status=best.status, obstacle=None
+                point,
+                schedule=best.schedule,
+                simulation=best.simulation,
+                status=best.status,
+                obstacle=None,
             )
-        if point.trace is not None:
+        if point.simulation is not None:
             best = point
         carried.append(point)
     return carried
@@ -179,7 +183,7 @@ def _last_schedule(line: Sequence[Solution]) -> list[Schedule]:
 
 
 def _time_s(point: Solution) -> float:
-    return math.inf if point.trace is None else point.trace.time_s
+    return math.inf if point.simulation is None else point.simulation.time_s
 
 
 def _bounds_carried_down(points: Sequence[Solution]) -> list[Solution]:

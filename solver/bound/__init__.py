@@ -1,17 +1,17 @@
 """Lower bounds: the graph in numbers, the cut MILP, and the least time and budget it proves."""
 
-from solver.bound.cut import TIME_ERROR, CutProgram, Cuts, solve_cuts
-from solver.bound.folded import Step
+from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
+from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import Binding, binding_cut, lower_bound_s, proven_least_budget_bytes
-from solver.bound.milp import Program
+from solver.bound.milp import Milp
 
 __all__ = [
     "TIME_ERROR",
     "Binding",
-    "CutProgram",
+    "CutMilp",
     "Cuts",
-    "Program",
-    "Step",
+    "FoldedGraph",
+    "Milp",
     "binding_cut",
     "lower_bound_s",
     "proven_least_budget_bytes",

@@ -35,11 +35,12 @@ it has on the device while p_k runs, r[.,k] the nodes that it runs again between
 First row: the reader's run needs the unit, so it was there all along or was made after p_k, and its
 maker's first run lies before p_k. Second row: the same for the rerun's inputs; v was made before
 p_k as well, since n was. Byte row: the judge's count while p_k runs, from which things are only
-left out. r[n,k] = 0 where n cannot fit even beside what every schedule holds (`Step.fits_again`).
-Reruns cost their time on top of the baseline's, and r counts each node at most once in each span.
-Nothing is assumed about the order of recomputation, about the forward pass, or about outputs of the
-forward pass staying (they too may be dropped and made again). Moments of the forward pass serve as
-well. Units of size zero cost nothing to keep, so x = 1 for them.
+left out. r[n,k] = 0 where n cannot fit even beside what every schedule holds
+(`FoldedGraph.may_recompute`). Reruns cost their time on top of the baseline's, and r counts each
+node at most once in each span. Nothing is assumed about the order of recomputation, about the
+forward pass, or about outputs of the forward pass staying (they too may be dropped and made again).
+Moments of the forward pass serve as well. Units of size zero cost nothing to keep, so x = 1 for
+them.
 
 Bytes are scaled to the largest unit, times to the baseline, and every bound gives away TIME_ERROR
 of the baseline for the solver's tolerances.
@@ -53,8 +54,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solver.bound.folded import Step
-from solver.bound.milp import Answer, Program
+from solver.bound.folded import FoldedGraph
+from solver.bound.milp import Answer, Milp
 from solver.common import NEVER, Deadline, OutOfTimeError
 
 TIME_ERROR = 1e-6
@@ -84,12 +85,12 @@ class Cuts:
     cost_share: float = math.inf
 
 
-class CutProgram:
+class CutMilp:
     """The program of the cuts at the given moments, in order."""
 
     def __init__(
         self,
-        step: Step,
+        folded: FoldedGraph,
         *,
         positions: Sequence[int],
         budget_bytes: int,
@@ -101,22 +102,22 @@ class CutProgram:
 
         Raises OutOfTimeError while it is built.
         """
-        self.step = step
+        self.folded = folded
         self.positions = tuple(positions)
         self.budget_bytes = budget_bytes
         self._allowance_bytes = allowance_bytes or {}
         self._deadline = deadline
-        baseline_s = step.graph.baseline_time_s or 1.0
-        self.program = Program(constant=step.graph.baseline_time_s / baseline_s)
-        self._time_share = [time_s / baseline_s for time_s in step.time_s]
-        self._scale = float(max(step.unit_bytes, default=0) or 1)
+        baseline_s = folded.graph.baseline_time_s or 1.0
+        self.program = Milp(constant=folded.graph.baseline_time_s / baseline_s)
+        self._time_share = [time_s / baseline_s for time_s in folded.time_s]
+        self._scale = float(max(folded.unit_bytes, default=0) or 1)
         self.keep: list[dict[int, int]] = []
         self.rerun: list[dict[int, int]] = []
         for k in range(len(self.positions)):
             self._add_moment(k)
-        again = dict(self.rerun[-1]) if self.rerun else {}
+        recomputable = dict(self.rerun[-1]) if self.rerun else {}
         for k in reversed(range(len(self.positions) - 1)):
-            again = self._add_total(k, again)
+            recomputable = self._add_total(k, recomputable)
 
     @property
     def n_columns(self) -> int:
@@ -130,23 +131,23 @@ class CutProgram:
 
     def _add_moment(self, k: int) -> None:
         self._deadline.check()
-        step, p = self.step, self.positions[k]
-        end = self.positions[k + 1] if k + 1 < len(self.positions) else step.n_nodes + 1
+        folded, p = self.folded, self.positions[k]
+        end = self.positions[k + 1] if k + 1 < len(self.positions) else folded.n_nodes + 1
         needed, through = self._closure(p)
-        here = {u for u in needed if p in step.uses[u]}
+        here = {u for u in needed if p in folded.uses[u]}
         keep: dict[int, int] = {}
         for u in sorted(needed):
-            sure = u in here or step.is_pinned(u, p) or step.unit_bytes[u] == 0
+            sure = u in here or folded.is_pinned(u, p) or folded.unit_bytes[u] == 0
             keep[u] = self.program.variable(least=float(sure))
-        now = step.fits_again(after=p, before=end, budget_bytes=self.budget_bytes)
+        now = folded.may_recompute(after=p, before=end, budget_bytes=self.budget_bytes)
         rerun = {
             n: self.program.variable(cost=self._time_share[n]) for n in sorted(through) if now[n]
         }
         for u in keep.keys() - here:
-            if any(p < use < end for use in step.uses[u]):
+            if any(p < use < end for use in folded.uses[u]):
                 self._cover(u, keep, rerun, ())
         for n, column in rerun.items():
-            for u in step.reads[n]:
+            for u in folded.reads[n]:
                 self._cover(u, keep, rerun, (column,))
         if k:
             before_keep, before_rerun = self.keep[-1], self.rerun[-1]
@@ -159,8 +160,8 @@ class CutProgram:
 
     def _add_total(self, k: int, after: Mapping[int, int]) -> dict[int, int]:
         """R[n,k] by node, from R[n,k+1] (`after`), with the rows of a single cut at p_k."""
-        step, p, keep, rerun = self.step, self.positions[k], self.keep[k], self.rerun[k]
-        made = min(p, step.n_forward)
+        folded, p, keep, rerun = self.folded, self.positions[k], self.keep[k], self.rerun[k]
+        made = min(p, folded.n_forward)
         total: dict[int, int] = {}
         for n in sorted(n for n in {*rerun, *after} if n < made):
             parts = [columns[n] for columns in (rerun, after) if n in columns]
@@ -172,28 +173,30 @@ class CutProgram:
             for part in parts:
                 self.program.row([total[n], part], [1.0, -1.0], lower=0.0)
         for u in keep:
-            if p not in step.uses[u] and any(use > p for use in step.uses[u]):
+            if p not in folded.uses[u] and any(use > p for use in folded.uses[u]):
                 self._cover(u, keep, total, ())
         for n, column in total.items():
-            for u in step.reads[n]:
+            for u in folded.reads[n]:
                 self._cover(u, keep, total, (column,))
         return total
 
     def _closure(self, p: int) -> tuple[set[int], set[int]]:
         """Units that may matter at p (read later, or by what may run again) and those nodes."""
-        step = self.step
-        made = min(p, step.n_forward)
-        may = step.fits_again(after=p, before=step.n_nodes + 1, budget_bytes=self.budget_bytes)
+        folded = self.folded
+        made = min(p, folded.n_forward)
+        may = folded.may_recompute(
+            after=p, before=folded.n_nodes + 1, budget_bytes=self.budget_bytes
+        )
         needed = {
             u
-            for u, positions in enumerate(step.uses)
-            if positions and step.maker[u] < made and positions[-1] >= p
+            for u, positions in enumerate(folded.uses)
+            if positions and folded.maker[u] < made and positions[-1] >= p
         }
         through: set[int] = set()
         for n in range(made - 1, -1, -1):
-            if may[n] and not needed.isdisjoint(step.makes[n]):
+            if may[n] and not needed.isdisjoint(folded.makes[n]):
                 through.add(n)
-                needed.update(step.reads[n])
+                needed.update(folded.reads[n])
         return needed, through
 
     def _cover(
@@ -202,47 +205,47 @@ class CutProgram:
         """Unit u is kept or made again, if its reader is there (no reader: in any case)."""
         columns = [keep[u], *readers]
         values = [1.0, *(-1.0 for _ in readers)]
-        maker = self.step.maker[u]
+        maker = self.folded.maker[u]
         if maker in rerun:
             columns.append(rerun[maker])
             values.append(1.0)
         self.program.row(columns, values, lower=0.0 if readers else 1.0)
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        step, room = self.step, self._room(p)
+        folded, room = self.folded, self._room(p)
         counted = self._counted(keep, p)
         for u in counted:
             # Said outright: the solver's tolerance on a row of gigabytes lets some bytes pass.
-            if step.unit_bytes[u] > room and not self.program.least[keep[u]]:
+            if folded.unit_bytes[u] > room and not self.program.least[keep[u]]:
                 self.program.most[keep[u]] = 0.0
         self.program.row(
             [keep[u] for u in counted],
-            [step.unit_bytes[u] / self._scale for u in counted],
+            [folded.unit_bytes[u] / self._scale for u in counted],
             upper=room / self._scale,
         )
 
     def _counted(self, units: Iterable[int], p: int) -> list[int]:
         """Those of the units that the row of bytes at p counts."""
-        step = self.step
-        return [u for u in units if not step.is_pinned(u, p) and step.unit_bytes[u]]
+        folded = self.folded
+        return [u for u in units if not folded.is_pinned(u, p) and folded.unit_bytes[u]]
 
     def _within_room(self, units: frozenset[int], p: int) -> frozenset[int]:
         """Without the smallest units that make up for what the solver's tolerance let pass."""
-        counted = sorted(self._counted(units, p), key=lambda u: (self.step.unit_bytes[u], u))
-        over = sum(self.step.unit_bytes[u] for u in counted) - self._room(p)
+        counted = sorted(self._counted(units, p), key=lambda u: (self.folded.unit_bytes[u], u))
+        over = sum(self.folded.unit_bytes[u] for u in counted) - self._room(p)
         dropped: set[int] = set()
         for u in counted:
             if over <= 0:
                 break
-            if p not in self.step.uses[u]:
+            if p not in self.folded.uses[u]:
                 dropped.add(u)
-                over -= self.step.unit_bytes[u]
+                over -= self.folded.unit_bytes[u]
         return units - dropped
 
     def _room(self, p: int) -> int:
         """Bytes left for the units at this moment that are not pinned."""
         room = self.budget_bytes - self._allowance_bytes.get(p, 0)
-        return room - int(self.step.held_bytes[p]) - int(self.step.own_bytes[p])
+        return room - int(self.folded.held_bytes[p]) - int(self.folded.own_bytes[p])
 
     def read(self, answer: Answer) -> Cuts:
         """The cuts from the solver's answer; an LP's shares are rounded."""
@@ -276,33 +279,37 @@ class CutProgram:
         lost_share = max(0.0, answer.bound - self.program.constant - TIME_ERROR)
         if answer.values is None:
             return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
-        step, shares = self.step, answer.values
+        folded, shares = self.folded, answer.values
         room = self._room(p)
         kept: set[int] = set()
         for u in sorted(keep, key=lambda u: (-shares[keep[u]], u)):
-            size_bytes = 0 if step.is_pinned(u, p) else step.unit_bytes[u]
+            size_bytes = 0 if folded.is_pinned(u, p) else folded.unit_bytes[u]
             if shares[keep[u]] > TIME_ERROR and size_bytes <= room:
                 kept.add(u)
                 room -= size_bytes
-        missing = [u for u in keep if u not in kept and any(use > p for use in step.uses[u])]
-        again: set[int] = set()
+        missing = [u for u in keep if u not in kept and any(use > p for use in folded.uses[u])]
+        recomputable: set[int] = set()
         while missing:
-            maker = step.maker[missing.pop()]
-            if maker not in again:
-                again.add(maker)
-                missing += [u for u in step.reads[maker] if u not in kept]
-        possible = again <= rerun.keys() and all(u in kept for u in keep if p in step.uses[u])
+            maker = folded.maker[missing.pop()]
+            if maker not in recomputable:
+                recomputable.add(maker)
+                missing += [u for u in folded.reads[maker] if u not in kept]
+        possible = recomputable <= rerun.keys() and all(
+            u in kept for u in keep if p in folded.uses[u]
+        )
         return Cuts(
             positions=self.positions,
             lost_share=lost_share,
             kept=(frozenset(kept),),
-            cost_share=math.fsum(self._time_share[n] for n in again) if possible else math.inf,
+            cost_share=math.fsum(self._time_share[n] for n in recomputable)
+            if possible
+            else math.inf,
             timed_out=answer.timed_out,
         )
 
 
 def solve_cuts(
-    step: Step,
+    folded: FoldedGraph,
     *,
     positions: Sequence[int],
     budget_bytes: int,
@@ -320,8 +327,8 @@ def solve_cuts(
     time_limit_s: of the solver. deadline: of everything; past it nothing is proven, and timed_out.
     """
     try:
-        program = CutProgram(
-            step,
+        program = CutMilp(
+            folded,
             positions=positions,
             budget_bytes=budget_bytes,
             allowance_bytes=allowance_bytes,

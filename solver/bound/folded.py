@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Step:
+class FoldedGraph:
     """The folded graph. Nodes and units are numbered; forward nodes are 0 .. n_forward - 1.
 
     time_s, workspace_bytes, reads, makes: by node. again: the node may run more than once.
@@ -43,7 +43,7 @@ class Step:
     n_forward: int
     time_s: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
-    again: tuple[bool, ...]
+    recomputable: tuple[bool, ...]
     reads: tuple[tuple[int, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     unit_names: tuple[str, ...]
@@ -53,7 +53,7 @@ class Step:
     pinned: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def of(cls, graph: Graph) -> Step:
+    def of(cls, graph: Graph) -> FoldedGraph:
         """Fold the graph; linear in its size."""
         roots = [
             (name, p)
@@ -76,13 +76,13 @@ class Step:
                 uses[u].append(p)
         for u in units(graph.outputs):
             uses[u].append(len(graph.nodes))
-        again = tuple(node.phase == "forward" and node.recomputable for node in graph.nodes)
+        recomputable = tuple(node.phase == "forward" and node.recomputable for node in graph.nodes)
         return cls(
             graph=graph,
             n_forward=n_forward,
             time_s=tuple(node.time_s for node in graph.nodes),
             workspace_bytes=tuple(node.workspace_bytes for node in graph.nodes),
-            again=again,
+            recomputable=recomputable,
             reads=reads,
             makes=tuple(
                 units(name for name in node.outputs if graph.root(name) == name)
@@ -92,7 +92,7 @@ class Step:
             unit_bytes=tuple(graph.tensor_by_name[name].size_bytes for name, _ in roots),
             maker=maker,
             uses=tuple(tuple(positions) for positions in uses),
-            pinned=_pinned(graph, unit, maker, uses, again),
+            pinned=_pinned(graph, unit, maker, uses, recomputable),
         )
 
     @property
@@ -169,18 +169,18 @@ class Step:
         for n in reversed(range(self.n_forward)):
             roots = {graph.root(name) for name in graph.nodes[n].outputs}
             for u in {unit[root] for root in roots if root in unit}:
-                through = (last[m] for m in readers[u] if m > n and self.again[m])
+                through = (last[m] for m in readers[u] if m > n and self.recomputable[m])
                 last[n] = max((last[n], *self.uses[u][-1:], *through))
         return tuple(last)
 
-    def fits_again(self, *, after: int, before: int, budget_bytes: int) -> npt.NDArray[np.bool_]:
+    def may_recompute(self, *, after: int, before: int, budget_bytes: int) -> npt.NDArray[np.bool_]:
         """By forward node: may it run again between these two moments, in any schedule at all?
 
         It runs between two first runs, beside what is held from one to the other, and while what
         it makes can still serve: if that never fits, what it made is kept or is lost. `before` is
         n_nodes + 1 for up to the end.
         """
-        may = np.array(self.again[: self.n_forward], dtype=bool)
+        may = np.array(self.recomputable[: self.n_forward], dtype=bool)
         least_gap: Bytes = np.minimum.accumulate(self.held_bytes[after + 1 : before + 1])
         for n in range(self.n_forward):
             if not may[n]:
@@ -208,7 +208,7 @@ def _pinned(
     unit: dict[str, int],
     maker: tuple[int, ...],
     uses: list[list[int]],
-    again: tuple[bool, ...],
+    recomputable: tuple[bool, ...],
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Spans of moments during which each unit must be there.
 
@@ -217,18 +217,18 @@ def _pinned(
     """
     spans: list[list[tuple[int, int]]] = [[] for _ in maker]
     for u, p in enumerate(maker):
-        if not again[p] and uses[u] and uses[u][-1] > p:
+        if not recomputable[p] and uses[u] and uses[u][-1] > p:
             spans[u].append((p + 1, uses[u][-1]))
     outputs = set(graph.outputs)
     position = {node.name: p for p, node in enumerate(graph.nodes)}
     for p, node in enumerate(graph.nodes):
-        if again[p]:
+        if recomputable[p]:
             continue
         for name in node.outputs:
             if name in unit or graph.root(name) not in unit:
                 continue
             u = unit[graph.root(name)]
-            if not again[maker[u]]:
+            if not recomputable[maker[u]]:
                 continue
             last = max((position[n.name] for n in graph.consumers[name]), default=p)
             last = len(graph.nodes) if name in outputs else last

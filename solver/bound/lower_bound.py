@@ -28,7 +28,7 @@ import numpy as np
 
 from graphs.graph import Graph
 from solver.bound.cut import Cuts, solve_cuts
-from solver.bound.folded import Step
+from solver.bound.folded import FoldedGraph
 from solver.common import NEVER, Deadline
 
 GAP = 1e-4
@@ -46,25 +46,31 @@ def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0
 
     math.inf when nothing fits. The time limit stops the sharpening; what is proven by then counts.
     """
-    found = binding_cut(Step.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    found = binding_cut(FoldedGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     return graph.baseline_time_s * (1.0 + found.lost_share)
 
 
-def proven_least_budget_bytes(step: Step, *, deadline: Deadline = NEVER) -> tuple[int, int]:
+def proven_least_budget_bytes(
+    folded: FoldedGraph, *, deadline: Deadline = NEVER
+) -> tuple[int, int]:
     """Bytes below which nothing fits, proven, and the moment that proves it."""
-    p = int(np.argmax(step.least_bytes))
-    proven_bytes = int(step.least_bytes[p])
-    fixed = [u for u in range(step.n_units) if not step.again[step.maker[u]] and step.uses[u]]
-    if not any(step.maker[u] < step.n_forward for u in fixed):
+    p = int(np.argmax(folded.least_bytes))
+    proven_bytes = int(folded.least_bytes[p])
+    fixed = [
+        u
+        for u in range(folded.n_units)
+        if not folded.recomputable[folded.maker[u]] and folded.uses[u]
+    ]
+    if not any(folded.maker[u] < folded.n_forward for u in fixed):
         return proven_bytes, p
     # What may not be made again may have to stay for the sake of what is made from it: a cut says.
-    lost = _first_infeasible(step, budget_bytes=proven_bytes, deadline=deadline)
+    lost = _first_infeasible(folded, budget_bytes=proven_bytes, deadline=deadline)
     if lost is None:
         return proven_bytes, p
-    low, high, p = proven_bytes + 1, int(np.max(step.baseline_bytes)), lost
+    low, high, p = proven_bytes + 1, int(np.max(folded.baseline_bytes)), lost
     while high - low > PROOF_TOLERANCE * high and not deadline.passed:
         middle = (low + high) // 2
-        lost = _first_infeasible(step, budget_bytes=middle, deadline=deadline)
+        lost = _first_infeasible(folded, budget_bytes=middle, deadline=deadline)
         if lost is None:
             high = middle
         else:
@@ -72,11 +78,11 @@ def proven_least_budget_bytes(step: Step, *, deadline: Deadline = NEVER) -> tupl
     return low, p
 
 
-def _first_infeasible(step: Step, *, budget_bytes: int, deadline: Deadline) -> int | None:
+def _first_infeasible(folded: FoldedGraph, *, budget_bytes: int, deadline: Deadline) -> int | None:
     """A moment among the fullest at which the cut's LP has no solution; None: none is known."""
-    for p in _fullest(step, budget_bytes=budget_bytes):
+    for p in _fullest(folded, budget_bytes=budget_bytes):
         cuts = solve_cuts(
-            step, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
+            folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
         )
         if math.isinf(cuts.lost_share):
             return p
@@ -96,18 +102,18 @@ class Binding:
 
 
 def binding_cut(
-    step: Step, *, budget_bytes: int, time_limit_s: float = math.inf, gap: float = GAP
+    folded: FoldedGraph, *, budget_bytes: int, time_limit_s: float = math.inf, gap: float = GAP
 ) -> Binding:
     """Search the moment whose cut loses the most time; see the module."""
     deadline = Deadline.after(time_limit_s)
-    if int(np.max(step.least_bytes)) > budget_bytes:
+    if int(np.max(folded.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
     bound: dict[int, float] = {}
-    for p in _fullest(step, budget_bytes=budget_bytes):
+    for p in _fullest(folded, budget_bytes=budget_bytes):
         if deadline.passed:
             break
         cuts = solve_cuts(
-            step, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
+            folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
         )
         bound[p] = cuts.lost_share
     ranked = tuple(sorted(bound.items(), key=lambda item: (-item[1], item[0])))
@@ -119,7 +125,7 @@ def binding_cut(
         if lp_share < 0.98 * ranked[0][1] or deadline.passed:
             break
         cuts = solve_cuts(
-            step,
+            folded,
             positions=[p],
             budget_bytes=budget_bytes,
             whole=True,
@@ -135,12 +141,12 @@ def binding_cut(
     return Binding(lost_share, ranked, first, timed_out=timed_out)
 
 
-def _fullest(step: Step, *, budget_bytes: int) -> list[int]:
+def _fullest(folded: FoldedGraph, *, budget_bytes: int) -> list[int]:
     """Moments to try: those where the baseline is furthest above the budget, each a local peak.
 
     Half of them the highest peaks, half spread over the step; none where the baseline fits.
     """
-    live = step.baseline_bytes
+    live = folded.baseline_bytes
     over = live > budget_bytes
     around = np.maximum(np.r_[0, live[:-1]], np.r_[live[1:], 0])
     peaks = np.flatnonzero(over & (live >= around))
@@ -148,5 +154,5 @@ def _fullest(step: Step, *, budget_bytes: int) -> list[int]:
         return []
     highest = peaks[np.argsort(-live[peaks], kind="stable")][: N_MOMENTS // 2]
     spread = peaks[np.linspace(0, len(peaks) - 1, N_MOMENTS // 2).astype(int)]
-    tightest = np.argmax(np.where(over, step.least_bytes, -1))
+    tightest = np.argmax(np.where(over, folded.least_bytes, -1))
     return [int(p) for p in dict.fromkeys([*highest, tightest, *spread])]

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass
-class Program:
+class Milp:
     """Minimise cost·x + constant over rows lower <= A x <= upper, 0 <= x <= most, built row by row.
 
     fixed variables are those with least = most. `binary` marks what must be whole in a MILP.

@@ -1,7 +1,7 @@
 """A graph as a chain of blocks, and exact solvers for chains (rotor, binomial)."""
 
 from solver.chain.binomial import n_extra_steps, schedule
-from solver.chain.blocks import Blocks, checkpoints, cut
+from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.problem import (
     Backward,
@@ -11,27 +11,27 @@ from solver.chain.problem import (
     ForwardKeepingInput,
     ForwardKeepingOutput,
     keeping_everything,
-    replay,
+    simulate_chain,
 )
 from solver.chain.rotor import solve_chain
-from solver.chain.to_schedule import Playback
+from solver.chain.to_schedule import ChainToSchedule
 
 __all__ = [
     "Backward",
     "Blocks",
     "Chain",
     "ChainOp",
+    "ChainToSchedule",
     "ForwardKeepingAll",
     "ForwardKeepingInput",
     "ForwardKeepingOutput",
-    "Playback",
     "checkpoints",
     "constant_bytes",
-    "cut",
     "keeping_everything",
     "n_extra_steps",
-    "replay",
     "schedule",
+    "simulate_chain",
     "solve_chain",
+    "split_into_blocks",
     "to_chain",
 ]

@@ -92,7 +92,7 @@ class Storage:
     held: bool
 
 
-def cut(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
+def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
     """Partition the graph into a chain of at most `max_blocks` blocks (default: all there are).
 
     Cost: O(n log n) in the size of the graph. A graph without a narrow moment is one block.

@@ -8,9 +8,9 @@ the block's forward saved. This is the model of
     heterogeneous chains: how to train deep neural networks with limited memory. Inria research
     report RR-9302, 2019 (section 3).
 
-`replay` is the judge: it runs operations on paper and says what they cost and hold. It knows how no
-solver accounts for anything; what is on the device is kept as sets, and summed anew for each
-operation. The rules:
+`simulate_chain` is the judge: it runs operations on paper and says what they cost and hold. It
+knows how no solver accounts for anything; what is on the device is kept as sets, and summed anew
+for each operation. The rules:
 
 1. At first x_0 is on the device and nothing else. It counts: budgets of chains include x_0.
 2. A forward needs x_{i-1}, by itself or among what block i - 1 saved. It counts together with
@@ -185,7 +185,7 @@ def keeping_everything(chain: Chain) -> tuple[ChainOp, ...]:
     )
 
 
-def replay(chain: Chain, ops: Iterable[ChainOp]) -> tuple[float, int]:
+def simulate_chain(chain: Chain, ops: Iterable[ChainOp]) -> tuple[float, int]:
     """Run the operations on paper: (cost_s, peak_bytes). Raises IllegalChainError.
 
     Cost: linear in the number of operations, times what is on the device.

@@ -56,7 +56,7 @@ from solver.chain.problem import (
     ForwardKeepingInput,
     ForwardKeepingOutput,
     keeping_everything,
-    replay,
+    simulate_chain,
 )
 
 MAX_DOUBLE_BYTES = 5 * 10**7
@@ -99,7 +99,7 @@ def solve_chain(chain: Chain, *, budget_bytes: int, n_slots: int = 500) -> Chain
 
 
 def _judged(chain: Chain, ops: tuple[ChainOp, ...]) -> ChainSolution:
-    cost_s, peak_bytes = replay(chain, ops)
+    cost_s, peak_bytes = simulate_chain(chain, ops)
     return ChainSolution(cost_s=cost_s, peak_bytes=peak_bytes, ops=ops)
 
 

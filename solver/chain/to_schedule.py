@@ -16,15 +16,15 @@ from solver.chain.blocks import Blocks
 from solver.schedule import (
     Schedule,
     free_after_last_use,
+    is_recomputable,
     lost_views,
-    may_run_again,
     missing_computes,
     needs,
     without_dead_computes,
 )
 
 
-class Playback:
+class ChainToSchedule:
     """The graph's nodes in the order that chain operations ask for; blocks count from 1."""
 
     def __init__(self, graph: Graph, blocks: Blocks) -> None:
@@ -55,7 +55,7 @@ class Playback:
             name
             for node in graph.forward_nodes
             for name in node.outputs
-            if graph.root(name) in blocks.companions or not may_run_again(graph, node)
+            if graph.root(name) in blocks.companions or not is_recomputable(graph, node)
         }
 
     def forward_keeping_output(self, block: int, *, drop_input: bool) -> None:
@@ -109,25 +109,25 @@ class Playback:
             self._available.update(self._graph.node_by_name[node].outputs)
         return nodes
 
-    def _at_cut(self, cut: int) -> list[str]:
+    def _at_cut(self, split_into_blocks: int) -> list[str]:
         """The tensors of blocks up to the cut that are on the storages that cross it, companions
         left out."""
         return [
             name
-            for storage in self._crossing[cut]
+            for storage in self._crossing[split_into_blocks]
             for name in self._members[storage]
-            if self._block_of[name] <= cut
+            if self._block_of[name] <= split_into_blocks
         ]
 
-    def _hold(self, cut: int) -> None:
-        if cut not in self._held_cuts:
-            self._held_cuts.add(cut)
-            self._n_holding.update(self._crossing[cut])
+    def _hold(self, split_into_blocks: int) -> None:
+        if split_into_blocks not in self._held_cuts:
+            self._held_cuts.add(split_into_blocks)
+            self._n_holding.update(self._crossing[split_into_blocks])
 
-    def _let_go(self, cut: int) -> None:
-        if cut in self._held_cuts:
-            self._held_cuts.remove(cut)
-            self._n_holding.subtract(self._crossing[cut])
+    def _let_go(self, split_into_blocks: int) -> None:
+        if split_into_blocks in self._held_cuts:
+            self._held_cuts.remove(split_into_blocks)
+            self._n_holding.subtract(self._crossing[split_into_blocks])
 
     def _forget(self, names: Iterable[str]) -> None:
         """Drop these tensors, except those that a held cut or a saved block needs."""

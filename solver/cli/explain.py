@@ -18,12 +18,12 @@ from graphs.files import FormatError
 from graphs.graph import Node
 from solver.analysis import (
     Peak,
-    WhyAgain,
+    WhyRecomputed,
     most_recomputed,
     neighbours,
     peak,
     step_bytes_for,
-    why_again,
+    why_recomputed,
 )
 from solver.cli.arguments import Parser, seconds
 from solver.cli.progress import Progress
@@ -57,7 +57,7 @@ class Explanation:
     step_bytes: int
     less: Solution | None
     more: Solution | None
-    op: WhyAgain | None
+    op: WhyRecomputed | None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         step_bytes=step_bytes,
         less=less,
         more=more,
-        op=None if given.op is None else why_again(solution, given.op),
+        op=None if given.op is None else why_recomputed(solution, given.op),
     )
     if given.json:
         print(json.dumps(to_json(found), indent=1, allow_nan=False))
@@ -150,11 +150,11 @@ def _sections(found: Explanation, name: str) -> Iterator[RenderableType]:
 
 
 def _plan_rows(solution: Solution) -> Iterator[tuple[str, str]]:
-    assert solution.trace is not None
-    spare = solution.request.available_bytes - solution.trace.peak_bytes
+    assert solution.simulation is not None
+    spare = solution.request.available_bytes - solution.simulation.peak_bytes
     yield "method", f"{solution.method}, {solution.status}"
     yield "budget", format_both(solution.request.budget_bytes)
-    yield "peak", f"{format_both(solution.trace.peak_bytes)}, {format_size(spare)} to spare"
+    yield "peak", f"{format_both(solution.simulation.peak_bytes)}, {format_size(spare)} to spare"
     plain = format_size(solution.baseline.peak_bytes)
     yield "overhead", f"{format_share(solution.overhead)}; without checkpointing {plain}"
 
@@ -185,7 +185,7 @@ def _again_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         yield format_time(rest_s), f"{others}; --op NAME explains one"
 
 
-def _op_rows(found: WhyAgain, solution: Solution) -> Iterator[tuple[str, str]]:
+def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, str]]:
     baseline_s = solution.baseline.time_s or 1.0
     node = found.node
     yield "is", described(node)
@@ -283,7 +283,7 @@ def to_json(found: Explanation) -> dict[str, Any]:
     }
 
 
-def _op_json(found: WhyAgain) -> dict[str, Any]:
+def _op_json(found: WhyRecomputed) -> dict[str, Any]:
     kept = found.kept
     return {
         "node": found.node.name,
@@ -312,10 +312,10 @@ def _budget_json(solution: Solution) -> dict[str, Any]:
 
 
 def _time_s(solution: Solution) -> float:
-    assert solution.trace is not None
-    return solution.trace.time_s
+    assert solution.simulation is not None
+    return solution.simulation.time_s
 
 
 def _peak_bytes(solution: Solution) -> int:
-    assert solution.trace is not None
-    return solution.trace.peak_bytes
+    assert solution.simulation is not None
+    return solution.simulation.peak_bytes

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from graphs.graph import Graph
 from solver.emit.model_layers import layers
 from solver.emit.systems import SYSTEMS, Candidate, Family
-from solver.module_checkpointing import play
-from solver.schedule import Trace, simulate
+from solver.module_checkpointing import schedule_from_stretches
+from solver.schedule import Simulation, simulate
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Setting:
     """One setting, judged. text: in the system's words, "" for its default."""
 
     text: str
-    trace: Trace
+    simulation: Simulation
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ def nearest(graph: Graph, *, system: str, budget_bytes: int) -> Emitted:
     judged: list[Setting] = []
     for family in asked.families(graph, of_model):
         judged += _judged(graph, family, budget_bytes=budget_bytes)
-    fitting = [setting for setting in judged if setting.trace.peak_bytes <= budget_bytes]
+    fitting = [setting for setting in judged if setting.simulation.peak_bytes <= budget_bytes]
     if fitting:
-        chosen = min(fitting, key=lambda s: (s.trace.time_s, s.trace.peak_bytes))
+        chosen = min(fitting, key=lambda s: (s.simulation.time_s, s.simulation.peak_bytes))
     else:
-        chosen = min(judged, key=lambda s: (s.trace.peak_bytes, s.trace.time_s))
+        chosen = min(judged, key=lambda s: (s.simulation.peak_bytes, s.simulation.time_s))
     return Emitted(
         system=system,
         title=asked.title,
@@ -77,11 +77,11 @@ def _judged(graph: Graph, family: Family, *, budget_bytes: int) -> list[Setting]
         return [_setting(graph, candidate) for candidate in family]
     found = [_setting(graph, family[-1])]
     low, high = -1, len(family) - 1  # those up to low do not fit, high is judged
-    while high - low > 1 and found[0].trace.peak_bytes <= budget_bytes:
+    while high - low > 1 and found[0].simulation.peak_bytes <= budget_bytes:
         middle = (low + high) // 2
         setting = _setting(graph, family[middle])
         found.append(setting)
-        if setting.trace.peak_bytes <= budget_bytes:
+        if setting.simulation.peak_bytes <= budget_bytes:
             high = middle
         else:
             low = middle
@@ -89,4 +89,6 @@ def _judged(graph: Graph, family: Family, *, budget_bytes: int) -> list[Setting]
 
 
 def _setting(graph: Graph, candidate: Candidate) -> Setting:
-    return Setting(candidate.text, simulate(graph, play(graph, candidate.stretches)))
+    return Setting(
+        candidate.text, simulate(graph, schedule_from_stretches(graph, candidate.stretches))
+    )

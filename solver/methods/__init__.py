@@ -1,6 +1,6 @@
 """The methods by name. Each proposes a schedule; none reports a cost of its own."""
 
-from solver.methods.dp import play_chain
+from solver.methods.dp import chain_to_schedule
 from solver.methods.ilp_stages import MissingSolverError, TooLargeError
 from solver.methods.least_budget import find_obstacle, least_by_method
 from solver.methods.proposal import InterruptedSearchError, Method, Proposal
@@ -15,8 +15,8 @@ __all__ = [
     "MissingSolverError",
     "Proposal",
     "TooLargeError",
+    "chain_to_schedule",
     "find_obstacle",
     "least_by_method",
-    "play_chain",
     "segment_counts",
 ]

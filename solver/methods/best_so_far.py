@@ -9,7 +9,7 @@ from typing import Self
 from graphs.graph import Graph
 from solver.common import KEPT_SHARE, Deadline, OutOfTimeError
 from solver.methods.proposal import InterruptedSearchError, Proposal
-from solver.schedule import Schedule, Trace, simulate
+from solver.schedule import Schedule, Simulation, simulate
 
 
 class Fastest:
@@ -24,7 +24,7 @@ class Fastest:
         self._budget_bytes = budget_bytes
         self._end = Deadline.after(time_limit_s)
         self._kept_s = KEPT_SHARE * time_limit_s
-        self._best: tuple[Trace, Schedule] | None = None
+        self._best: tuple[Simulation, Schedule] | None = None
         self._stopped = False
 
     def __enter__(self) -> Self:
@@ -43,11 +43,11 @@ class Fastest:
 
     def fits(self, schedule: Schedule) -> bool:
         """Have the schedule judged, remember it if it is the best so far."""
-        trace = simulate(self._graph, schedule)
-        if trace.peak_bytes > self._budget_bytes:
+        simulation = simulate(self._graph, schedule)
+        if simulation.peak_bytes > self._budget_bytes:
             return False
-        if self._best is None or _rank(trace) < _rank(self._best[0]):
-            self._best = trace, schedule
+        if self._best is None or _rank(simulation) < _rank(self._best[0]):
+            self._best = simulation, schedule
         return True
 
     def is_faster(self, order: Sequence[str]) -> bool:
@@ -66,5 +66,5 @@ class Fastest:
         return Proposal(schedule=self._best[1] if self._best else None, timed_out=self._stopped)
 
 
-def _rank(trace: Trace) -> tuple[float, int]:
-    return trace.time_s, trace.peak_bytes
+def _rank(simulation: Simulation) -> tuple[float, int]:
+    return simulation.time_s, simulation.peak_bytes

@@ -26,13 +26,13 @@ from solver.chain import (
     Blocks,
     Chain,
     ChainOp,
+    ChainToSchedule,
     ForwardKeepingAll,
     ForwardKeepingInput,
     ForwardKeepingOutput,
-    Playback,
     constant_bytes,
-    cut,
     solve_chain,
+    split_into_blocks,
     to_chain,
 )
 from solver.common import NEVER, Deadline
@@ -55,7 +55,7 @@ def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Pr
         plain = sqrt(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s / 4, seed=seed)
         if plain.schedule:
             search.fits(plain.schedule)
-        blocks = cut(graph, max_blocks=DP_MAX_BLOCKS)
+        blocks = split_into_blocks(graph, max_blocks=DP_MAX_BLOCKS)
         guess_bytes = budget_bytes - constant_bytes(graph, blocks)
         if blocks.n_blocks and guess_bytes > 0:
             chains = _Chains(graph, blocks, search)
@@ -89,7 +89,7 @@ class _Chains:
 
     def _fits(self, ops: Iterable[ChainOp], *, keep_inputs: bool) -> bool:
         return self._search.fits(
-            play_chain(
+            chain_to_schedule(
                 self._graph,
                 self._blocks,
                 ops,
@@ -109,7 +109,7 @@ def _n_slots(chain: Chain, budget_bytes: int) -> int:
     return n_slots or N_SLOTS
 
 
-def play_chain(
+def chain_to_schedule(
     graph: Graph,
     blocks: Blocks,
     ops: Iterable[ChainOp],
@@ -121,7 +121,7 @@ def play_chain(
 
     Raises OutOfTimeError.
     """
-    playback = Playback(graph, blocks)
+    playback = ChainToSchedule(graph, blocks)
     for op in ops:
         deadline.check()
         match op:

@@ -1,8 +1,9 @@
 """Keep the input of every block, recompute the rest: what frameworks offer as checkpointing.
 
-This is `torch.utils.checkpoint` around each layer, with the layers found by `blocks.cut`. Optimal
-for nothing. It has no dial: about one more forward pass whatever the budget, and nothing fits below
-the sum of the blocks' inputs. It is here as the yardstick that people know.
+This is `torch.utils.checkpoint` around each layer, with the layers found by
+`blocks.split_into_blocks`. Optimal for nothing. It has no dial: about one more forward pass
+whatever the budget, and nothing fits below the sum of the blocks' inputs. It is here as the
+yardstick that people know.
 
 Two mercies that checkpointing by hand may have as well: what no later node reads is not recomputed,
 and the last block is kept where that fits, since its backward pass comes first.
@@ -13,7 +14,7 @@ Cost: two schedules are made and judged, each linear in the graph.
 from __future__ import annotations
 
 from graphs.graph import Graph
-from solver.chain import checkpoints, cut
+from solver.chain import checkpoints, split_into_blocks
 from solver.methods.best_so_far import Fastest
 from solver.methods.proposal import Proposal
 from solver.schedule import keep
@@ -22,7 +23,7 @@ from solver.schedule import keep
 def every_block(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """One checkpoint per block; the last block is recomputed only if it must be. No randomness."""
     with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
-        blocks = cut(graph)
+        blocks = split_into_blocks(graph)
         for n_whole in (1, 0):
             search.deadline.check()
             search.fits(keep(graph, checkpoints(graph, blocks, n_whole=n_whole)))

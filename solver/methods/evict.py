@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from solver.bound import Step
+from solver.bound import FoldedGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import Schedule, free_after_last_use, without_dead_computes
 
@@ -39,7 +39,7 @@ class Evicted:
 
 
 def evict(
-    step: Step,
+    folded: FoldedGraph,
     *,
     budget_bytes: int,
     guide: Mapping[int, Collection[int]] | None = None,
@@ -53,16 +53,16 @@ def evict(
     of the distance to the next use. weights: by unit, factors on the score, for a search over them.
     The run is given up at the deadline.
     """
-    run = _Run(step, budget_bytes, dict(guide or {}), patience, weights, deadline)
+    run = _Run(folded, budget_bytes, dict(guide or {}), patience, weights, deadline)
     if not run.all():
         return Evicted(None, run.work)
-    order = without_dead_computes(step.graph, run.order)
-    return Evicted(free_after_last_use(step.graph, order), run.work)
+    order = without_dead_computes(folded.graph, run.order)
+    return Evicted(free_after_last_use(folded.graph, order), run.work)
 
 
 @dataclass
 class _Run:
-    step: Step
+    folded: FoldedGraph
     budget_bytes: int
     guide: dict[int, Collection[int]]
     patience: float
@@ -71,13 +71,13 @@ class _Run:
     order: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        step = self.step
-        graph = step.graph
-        unit = {name: u for u, name in enumerate(step.unit_names)}
+        folded = self.folded
+        graph = folded.graph
+        unit = {name: u for u, name in enumerate(folded.unit_names)}
         self.unit_of = {
             name: unit[graph.root(name)] for name in graph.producer if graph.root(name) in unit
         }
-        self.members: list[list[str]] = [[] for _ in range(step.n_units)]
+        self.members: list[list[str]] = [[] for _ in range(folded.n_units)]
         for name, u in self.unit_of.items():
             self.members[u].append(name)
         self.index = {node.name: p for p, node in enumerate(graph.nodes)}
@@ -85,7 +85,7 @@ class _Run:
         self.live: set[int] = set()
         self.bytes = graph.resident_bytes
         self.now = 0
-        self._next = [0] * step.n_units
+        self._next = [0] * folded.n_units
         self._moments = sorted(self.guide)
         self._age = 0
         self._costs_then: list[float] = []
@@ -94,26 +94,26 @@ class _Run:
 
     def all(self) -> bool:
         """Run the whole step; False when stuck."""
-        step = self.step
-        for p, node in enumerate(step.graph.nodes):
+        folded = self.folded
+        for p, node in enumerate(folded.graph.nodes):
             self.now = p
             if not self._bring(node.inputs) or not self._compute(p, frozenset(), ()):
                 return False
             self._drop_dead(p)
-        self.now = step.n_nodes
-        return self._bring(step.graph.outputs)
+        self.now = folded.n_nodes
+        return self._bring(folded.graph.outputs)
 
     def _drop_dead(self, p: int) -> None:
         """What later nodes made goes after its last use; forward units stay while bytes last."""
-        step = self.step
-        for u in (*step.reads[p], *step.makes[p]):
-            if step.maker[u] >= step.n_forward and not any(q > p for q in step.uses[u]):
+        folded = self.folded
+        for u in (*folded.reads[p], *folded.makes[p]):
+            if folded.maker[u] >= folded.n_forward and not any(q > p for q in folded.uses[u]):
                 self._drop(u)
 
     def _drop(self, u: int) -> None:
         if u in self.live:
             self.live.discard(u)
-            self.bytes -= self.step.unit_bytes[u]
+            self.bytes -= self.folded.unit_bytes[u]
             self.available.difference_update(self.members[u])
 
     def _bring(self, names: Collection[str]) -> bool:
@@ -132,7 +132,7 @@ class _Run:
                     stack.pop()
                     continue
                 n = self._maker(name)
-                if not self.step.again[n]:
+                if not self.folded.recomputable[n]:
                     return False
                 lacking = list(self._lacking(name, n))
                 if lacking:
@@ -143,15 +143,15 @@ class _Run:
                 stack.pop()
 
     def _too_long(self) -> bool:
-        if len(self.order) > MAX_RUNS * self.step.n_nodes + 1000:
+        if len(self.order) > MAX_RUNS * self.folded.n_nodes + 1000:
             return True
         return self.deadline.passed
 
     def _maker(self, name: str) -> int:
-        return self.index[self.step.graph.producer[name].name]
+        return self.index[self.folded.graph.producer[name].name]
 
     def _lacking(self, name: str, n: int) -> Iterator[str]:
-        graph = self.step.graph
+        graph = self.folded.graph
         yield from (x for x in reversed(graph.nodes[n].inputs) if x not in self.available)
         root = graph.root(name)
         if root != name and root in graph.producer and root not in self.available:
@@ -163,20 +163,20 @@ class _Run:
         wanted: units that the op in hand reads. stack: tensors on the way to it; what their
         makers read goes only if nothing else does.
         """
-        step = self.step
-        need_bytes = int(step.own_bytes[n])
+        folded = self.folded
+        need_bytes = int(folded.own_bytes[n])
         if self.bytes + need_bytes > self.budget_bytes:
-            locked = {*step.reads[n], *step.makes[n]}
-            pending = {u for name in stack for u in step.reads[self._maker(name)]}
+            locked = {*folded.reads[n], *folded.makes[n]}
+            pending = {u for name in stack for u in folded.reads[self._maker(name)]}
             for spared in (locked | wanted | pending, locked | wanted, locked):
                 self._make_room(need_bytes, spared)
             if self.bytes + need_bytes > self.budget_bytes:
                 return False
-        node = step.graph.nodes[n]
-        for u in step.makes[n]:
+        node = folded.graph.nodes[n]
+        for u in folded.makes[n]:
             if u not in self.live:
                 self.live.add(u)
-                self.bytes += step.unit_bytes[u]
+                self.bytes += folded.unit_bytes[u]
         self.available.update(node.outputs)
         self.order.append(node.name)
         self.work += 10
@@ -185,7 +185,7 @@ class _Run:
     def _make_room(self, need_bytes: int, locked: set[int]) -> None:
         if self.bytes + need_bytes <= self.budget_bytes:
             return
-        fresh = self._age % (1 + self.step.n_forward // REFRESH) == 0
+        fresh = self._age % (1 + self.folded.n_forward // REFRESH) == 0
         self._age += 1
         if fresh:
             self._costs_then = self._costs()
@@ -196,11 +196,13 @@ class _Run:
 
     def _rank(self) -> None:
         """What could be dropped, the cheapest to lose first."""
-        step = self.step
+        folded = self.folded
         candidates = [
             u
             for u in self.live
-            if step.maker[u] < step.n_forward and step.unit_bytes[u] and step.again[step.maker[u]]
+            if folded.maker[u] < folded.n_forward
+            and folded.unit_bytes[u]
+            and folded.recomputable[folded.maker[u]]
         ]
         self.work += len(self.live) + len(candidates)
         ahead = [p for p in self._moments if p >= self.now] or self._moments[-1:]
@@ -210,12 +212,12 @@ class _Run:
 
     def _drop_ranked(self, need_bytes: int, locked: set[int]) -> bool:
         """Drop from the ranking until the bytes suffice; whether they do."""
-        step, left = self.step, []
+        folded, left = self.folded, []
         for i, u in enumerate(self._ranked):
             if self.bytes + need_bytes <= self.budget_bytes:
                 left += self._ranked[i:]
                 break
-            pinned = step.pinned[u] and step.is_pinned(u, self.now)
+            pinned = folded.pinned[u] and folded.is_pinned(u, self.now)
             if u in self.live and u not in locked and not pinned:
                 self._drop(u)
             else:
@@ -225,25 +227,25 @@ class _Run:
         return self.bytes + need_bytes <= self.budget_bytes
 
     def _score(self, u: int, costs: list[float], guide: Collection[int]) -> tuple[bool, float]:
-        step = self.step
-        uses = step.uses[u]
+        folded = self.folded
+        uses = folded.uses[u]
         i = self._next[u]
         while i < len(uses) and uses[i] < self.now:
             i += 1
         self._next[u] = i
-        distance = (uses[i] if i < len(uses) else 2 * step.n_nodes) - self.now + 1
-        score = costs[step.maker[u]] / (step.unit_bytes[u] * distance**self.patience)
+        distance = (uses[i] if i < len(uses) else 2 * folded.n_nodes) - self.now + 1
+        score = costs[folded.maker[u]] / (folded.unit_bytes[u] * distance**self.patience)
         if self.weights is not None:
             score *= self.weights[u]
         return u in guide and i < len(uses), score
 
     def _costs(self) -> list[float]:
         """By forward node: seconds to run it again, with what is missing above it."""
-        step = self.step
-        self.work += step.n_forward
-        costs = list(step.time_s[: step.n_forward])
-        for n in range(step.n_forward):
-            missing = [step.maker[u] for u in step.reads[n] if u not in self.live]
+        folded = self.folded
+        self.work += folded.n_forward
+        costs = list(folded.time_s[: folded.n_forward])
+        for n in range(folded.n_forward):
+            missing = [folded.maker[u] for u in folded.reads[n] if u not in self.live]
             missing = [m for m in missing if m < n]
             if missing:
                 costs[n] += max(costs[m] for m in missing)

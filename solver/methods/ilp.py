@@ -43,7 +43,7 @@ except ImportError:  # the other methods do without
     pulp = None
 
 from graphs.graph import Graph
-from solver.bound import TIME_ERROR, Step, binding_cut, solve_cuts
+from solver.bound import TIME_ERROR, FoldedGraph, binding_cut, solve_cuts
 from solver.common import NEVER, Deadline, OutOfTimeError
 from solver.methods.ilp_stages import MissingSolverError, Stage, Stages, TooLargeError
 from solver.methods.proposal import Proposal
@@ -69,8 +69,8 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
             "method 'ilp' needs PuLP, which is not installed: pip install pulp, or choose 'auto'"
         )
     deadline = Deadline.after(time_limit_s)
-    step = Step.of(graph)
-    binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    folded = FoldedGraph.of(graph)
+    binding = binding_cut(folded, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     lost_share, timed_out = binding.lost_share, binding.timed_out
     if math.isinf(lost_share):
         return Proposal(None, math.inf)
@@ -78,7 +78,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
     for n_sweeps in range(1, N_SWEEPS + 1):
         try:
             stages = Stages.of(
-                step, budget_bytes=budget_bytes, n_sweeps=n_sweeps, deadline=deadline
+                folded, budget_bytes=budget_bytes, n_sweeps=n_sweeps, deadline=deadline
             )
         except OutOfTimeError:
             timed_out = True
@@ -86,7 +86,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
         if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
             break
         if n_sweeps == 1 and stages.n_variables <= SMALL_VARIABLES:
-            lost_share = max(lost_share, _bound_at_all_moments(step, budget_bytes, deadline))
+            lost_share = max(lost_share, _bound_at_all_moments(folded, budget_bytes, deadline))
             if math.isinf(lost_share):
                 return Proposal(None, math.inf)
         solution = _solve(stages, lost_share=lost_share, deadline=deadline)
@@ -106,7 +106,7 @@ def solve_ilp(
     graph: Graph, *, budget_bytes: int, n_sweeps: int = 1, time_limit_s: float = 60.0
 ) -> IlpSolution:
     """Solve the program once, with this many sweeps in a stage. Raises TooLargeError."""
-    stages = Stages.of(Step.of(graph), budget_bytes=budget_bytes, n_sweeps=n_sweeps)
+    stages = Stages.of(FoldedGraph.of(graph), budget_bytes=budget_bytes, n_sweeps=n_sweeps)
     return _solve(stages, lost_share=0.0, deadline=Deadline.after(time_limit_s))
 
 
@@ -122,10 +122,10 @@ class IlpSolution:
     timed_out: bool
 
 
-def _bound_at_all_moments(step: Step, budget_bytes: int, deadline: Deadline) -> float:
+def _bound_at_all_moments(folded: FoldedGraph, budget_bytes: int, deadline: Deadline) -> float:
     cuts = solve_cuts(
-        step,
-        positions=range(1, step.n_nodes + 1),
+        folded,
+        positions=range(1, folded.n_nodes + 1),
         budget_bytes=budget_bytes,
         whole=True,
         gap=GAP,
@@ -150,7 +150,7 @@ class _Model:
 
     def __init__(self, stages: Stages, *, lost_share: float, deadline: Deadline = NEVER) -> None:
         self.stages = stages
-        self.step = stages.step
+        self.folded = stages.folded
         self.items = stages.items
         self.scale = float(max((item.size_bytes for item in self.items), default=0) or 1)
         self.problem = pulp.LpProblem("rematerialise", pulp.LpMinimize)
@@ -164,9 +164,9 @@ class _Model:
         for sweep in self.sweeps:
             sweep.there = {i: self._binary() for i in sweep.stage.needed}
             sweep.rerun = {n: self._binary() for n in sweep.stage.reruns}
-        baseline_s = self.step.graph.baseline_time_s or 1.0
+        baseline_s = self.folded.graph.baseline_time_s or 1.0
         self.lost = pulp.lpSum(
-            column * (self.step.time_s[n] / baseline_s)
+            column * (self.folded.time_s[n] / baseline_s)
             for sweep in self.sweeps
             for n, column in sweep.rerun.items()
         )
@@ -205,7 +205,7 @@ class _Model:
             for i in self.stages.reads[n]:
                 self._cover(sweep, i, column)
         if sweep.last:
-            due = self.stages.reads[p] if p < self.step.n_nodes else self._due_at_end()
+            due = self.stages.reads[p] if p < self.folded.n_nodes else self._due_at_end()
             for i in due:
                 self._cover(sweep, i, 1)
         if following is not None:
@@ -214,7 +214,7 @@ class _Model:
                     self._cover(sweep, i, column)
 
     def _due_at_end(self) -> list[int]:
-        return [i for i, item in enumerate(self.items) if item.uses[-1:] == (self.step.n_nodes,)]
+        return [i for i, item in enumerate(self.items) if item.uses[-1:] == (self.folded.n_nodes,)]
 
     def _memory(self, sweep: _Sweep, following: _Sweep | None) -> None:
         """The bytes on the device, from run to run; every run within the budget."""
@@ -223,7 +223,7 @@ class _Model:
         now = self._variable()
         self.problem += now == pulp.lpSum(size[i] * column for i, column in sweep.there.items())
         for n, column in sweep.rerun.items():
-            self.problem += now + column * (int(self.step.own_bytes[n]) / self.scale) <= room
+            self.problem += now + column * (int(self.folded.own_bytes[n]) / self.scale) <= room
             after = self._variable()
             change = [
                 -size[i] * self._freed(sweep, following, i, n) for i in self._touched(sweep, n)
@@ -236,8 +236,8 @@ class _Model:
                     change.append(size[i] * (column - twice))
             self.problem += after == now + pulp.lpSum(change)
             now = after
-        if sweep.last and sweep.stage.p < self.step.n_nodes:
-            own_bytes = int(self.step.own_bytes[sweep.stage.p])
+        if sweep.last and sweep.stage.p < self.folded.n_nodes:
+            own_bytes = int(self.folded.own_bytes[sweep.stage.p])
             self.problem += now <= room - own_bytes / self.scale
         else:
             self.problem += now <= room
@@ -253,11 +253,11 @@ class _Model:
     ) -> pulp.LpVariable | int:
         """F[i,n]: the storage is freed right after n, its last use in this sweep."""
         p = sweep.stage.p
-        if sweep.last and p < self.step.n_nodes and self._reads_storage(p, i):
+        if sweep.last and p < self.folded.n_nodes and self._reads_storage(p, i):
             return 0
         if (
             sweep.last
-            and p == self.step.n_nodes
+            and p == self.folded.n_nodes
             and i in {self.items[j].root for j in self._due_at_end()}
         ):
             return 0
@@ -275,7 +275,7 @@ class _Model:
 
     def order(self) -> list[str]:
         """The nodes in the order of the solution."""
-        nodes = self.step.graph.nodes
+        nodes = self.folded.graph.nodes
         order = [node.name for node in nodes[: self.sweeps[0].stage.p]]
         for sweep in self.sweeps:
             order += [nodes[n].name for n, column in sweep.rerun.items() if column.value() > 0.5]
@@ -285,7 +285,7 @@ class _Model:
 
 
 def _solve(stages: Stages, *, lost_share: float, deadline: Deadline) -> IlpSolution:
-    graph = stages.step.graph
+    graph = stages.folded.graph
     nothing = IlpSolution(None, math.inf, graph.baseline_time_s, timed_out=True)
     with warnings.catch_warnings():
         # PuLP 3 announces the names of PuLP 4, which PuLP 2 does not know.
@@ -309,14 +309,14 @@ def _solve(stages: Stages, *, lost_share: float, deadline: Deadline) -> IlpSolut
     ) or any(value is None for value in values):
         return IlpSolution(None, math.inf, graph.baseline_time_s, timed_out=late)
     schedule = free_after_last_use(graph, without_dead_computes(graph, model.order()))
-    trace = simulate(graph, schedule)
+    simulation = simulate(graph, schedule)
     lost = _dual_bound(
         model, optimal=model.problem.sol_status == pulp.LpSolutionOptimal and not late
     )
     bound_s = graph.baseline_time_s * (1.0 + max(0.0, lost - TIME_ERROR))
-    if trace.peak_bytes > stages.budget_bytes:  # by the solver's tolerance
+    if simulation.peak_bytes > stages.budget_bytes:  # by the solver's tolerance
         return IlpSolution(None, math.inf, bound_s, timed_out=late)
-    return IlpSolution(schedule, trace.time_s, bound_s, timed_out=late)
+    return IlpSolution(schedule, simulation.time_s, bound_s, timed_out=late)
 
 
 def _solver(time_limit_s: float) -> pulp.LpSolver:

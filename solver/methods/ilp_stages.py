@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from solver.bound import Step
+from solver.bound import FoldedGraph
 from solver.common import NEVER, Deadline
 
 MAX_VARIABLES = 20_000
@@ -51,7 +51,7 @@ class Stage:
 class Stages:
     """The program's index sets. reads: by forward node, the items that it reads."""
 
-    step: Step
+    folded: FoldedGraph
     budget_bytes: int
     n_sweeps: int
     items: tuple[Item, ...]
@@ -62,27 +62,27 @@ class Stages:
 
     @classmethod
     def of(
-        cls, step: Step, *, budget_bytes: int, n_sweeps: int, deadline: Deadline = NEVER
+        cls, folded: FoldedGraph, *, budget_bytes: int, n_sweeps: int, deadline: Deadline = NEVER
     ) -> Stages:
         """Raises TooLargeError, and OutOfTimeError."""
-        items = _items(step)
+        items = _items(folded)
         index = {item.name: i for i, item in enumerate(items)}
-        nodes = step.graph.nodes
+        nodes = folded.graph.nodes
         reads = tuple(
             tuple(dict.fromkeys(index[x] for x in node.inputs if x in index)) for node in nodes
         )
         made = tuple(tuple(index[x] for x in node.outputs if x in index) for node in nodes)
-        first = _first_stage(step, budget_bytes)
+        first = _first_stage(folded, budget_bytes)
         stages = []
-        for p in range(first, step.n_nodes + 1):
+        for p in range(first, folded.n_nodes + 1):
             deadline.check()
             stages.append(
                 _stage(
-                    step, items, reads, made, p=p, may_rerun=p > first, budget_bytes=budget_bytes
+                    folded, items, reads, made, p=p, may_rerun=p > first, budget_bytes=budget_bytes
                 )
             )
-        pinned = frozenset(_pinned(step, items, index))
-        found = cls(step, budget_bytes, n_sweeps, items, reads, made, tuple(stages), pinned)
+        pinned = frozenset(_pinned(folded, items, index))
+        found = cls(folded, budget_bytes, n_sweeps, items, reads, made, tuple(stages), pinned)
         if found.n_variables > MAX_VARIABLES:
             raise TooLargeError(
                 f"the integer program of {len(nodes)} nodes would have {found.n_variables} "
@@ -100,9 +100,9 @@ class Stages:
         )
 
 
-def _items(step: Step) -> tuple[Item, ...]:
+def _items(folded: FoldedGraph) -> tuple[Item, ...]:
     """Tensors made by forward nodes whose storage has bytes; the others are there for nothing."""
-    graph = step.graph
+    graph = folded.graph
     names = [
         name
         for node in graph.forward_nodes
@@ -120,27 +120,27 @@ def _items(step: Step) -> tuple[Item, ...]:
             root=index[graph.root(name)],
             maker=position[graph.producer[name].name],
             uses=tuple(position[node.name] for node in graph.consumers[name])
-            + ((step.n_nodes,) if name in outputs else ()),
+            + ((folded.n_nodes,) if name in outputs else ()),
         )
         for name in names
     )
 
 
-def _first_stage(step: Step, budget_bytes: int) -> int:
+def _first_stage(folded: FoldedGraph, budget_bytes: int) -> int:
     """The first stage at which keeping everything could overflow: nothing runs again up to it.
 
     What would run again before it could as well have been kept since its first run.
     """
-    all_bytes = step.graph.resident_bytes
-    for p in range(step.n_forward):
-        if all_bytes + int(step.own_bytes[p]) > budget_bytes:
+    all_bytes = folded.graph.resident_bytes
+    for p in range(folded.n_forward):
+        if all_bytes + int(folded.own_bytes[p]) > budget_bytes:
             return p
-        all_bytes += sum(step.unit_bytes[u] for u in step.makes[p])
-    return step.n_forward
+        all_bytes += sum(folded.unit_bytes[u] for u in folded.makes[p])
+    return folded.n_forward
 
 
 def _stage(
-    step: Step,
+    folded: FoldedGraph,
     items: tuple[Item, ...],
     reads: tuple[tuple[int, ...], ...],
     made: tuple[tuple[int, ...], ...],
@@ -150,14 +150,14 @@ def _stage(
     budget_bytes: int,
 ) -> Stage:
     """What can still serve at stage p: read later, or read by what may run again for that."""
-    before = min(p, step.n_forward)
+    before = min(p, folded.n_forward)
     may = (
-        step.fits_again(after=p - 1, before=step.n_nodes + 1, budget_bytes=budget_bytes)
+        folded.may_recompute(after=p - 1, before=folded.n_nodes + 1, budget_bytes=budget_bytes)
         if p
-        else step.again
+        else folded.recomputable
     )
     needed = {i for i, item in enumerate(items) if item.maker < before and item.uses[-1:] >= (p,)}
-    needed |= {i for u in range(step.n_units) for i in _held_by_alias(step, items, u, p)}
+    needed |= {i for u in range(folded.n_units) for i in _held_by_alias(folded, items, u, p)}
     needed |= {items[i].root for i in needed}
     reruns = []
     for n in range(before - 1, -1, -1):
@@ -167,29 +167,29 @@ def _stage(
             needed.update(items[i].root for i in reads[n])
     here = (
         sum(
-            step.unit_bytes[u]
-            for u in range(step.n_units)
-            if step.maker[u] >= step.n_forward and step.must_be_there(u, p)
+            folded.unit_bytes[u]
+            for u in range(folded.n_units)
+            if folded.maker[u] >= folded.n_forward and folded.must_be_there(u, p)
         )
-        + step.graph.resident_bytes
+        + folded.graph.resident_bytes
     )
     return Stage(p, tuple(sorted(needed)), tuple(sorted(reruns)) if may_rerun else (), here)
 
 
-def _held_by_alias(step: Step, items: tuple[Item, ...], u: int, p: int) -> Iterator[int]:
+def _held_by_alias(folded: FoldedGraph, items: tuple[Item, ...], u: int, p: int) -> Iterator[int]:
     """The root item of a forward unit that a later node's alias holds at p."""
-    if step.maker[u] < min(p, step.n_forward) and step.is_pinned(u, p):
-        yield from (i for i, item in enumerate(items) if item.name == step.unit_names[u])
+    if folded.maker[u] < min(p, folded.n_forward) and folded.is_pinned(u, p):
+        yield from (i for i, item in enumerate(items) if item.name == folded.unit_names[u])
 
 
 def _pinned(
-    step: Step, items: tuple[Item, ...], index: dict[str, int]
+    folded: FoldedGraph, items: tuple[Item, ...], index: dict[str, int]
 ) -> Iterator[tuple[int, int]]:
     """(stage, item): what must be there when the stage begins, whatever is decided."""
     for i, item in enumerate(items):
-        if not step.again[item.maker] and item.uses:
+        if not folded.recomputable[item.maker] and item.uses:
             yield from ((p, i) for p in range(item.maker + 1, item.uses[-1] + 1))
-    for u, spans in enumerate(step.pinned):
-        root = index.get(step.unit_names[u])
+    for u, spans in enumerate(folded.pinned):
+        root = index.get(folded.unit_names[u])
         if root is not None:
             yield from ((p, root) for first, last in spans for p in range(first, last + 1))

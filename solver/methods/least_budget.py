@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable
 
 from graphs.graph import Graph
-from solver.bound import Step, proven_least_budget_bytes
+from solver.bound import FoldedGraph, proven_least_budget_bytes
 from solver.common import NEVER, Deadline, OutOfTimeError
 from solver.methods.evict import evict
 from solver.methods.proposal import Method
@@ -40,27 +40,27 @@ def find_obstacle(graph: Graph, *, deadline: Deadline = NEVER) -> Obstacle:
 
     At the deadline it is what was proven and found by then, and says that it was cut short.
     """
-    step = Step.of(graph)
-    proven_bytes, p = proven_least_budget_bytes(step, deadline=deadline)
-    schedule, reached_bytes = least_schedule(step, proven_bytes=proven_bytes, deadline=deadline)
+    folded = FoldedGraph.of(graph)
+    proven_bytes, p = proven_least_budget_bytes(folded, deadline=deadline)
+    schedule, reached_bytes = least_schedule(folded, proven_bytes=proven_bytes, deadline=deadline)
     here = [
-        (step.unit_names[u], step.unit_bytes[u])
-        for u in range(step.n_units)
-        if step.must_be_there(u, p) or (p < step.n_nodes and u in step.makes[p])
+        (folded.unit_names[u], folded.unit_bytes[u])
+        for u in range(folded.n_units)
+        if folded.must_be_there(u, p) or (p < folded.n_nodes and u in folded.makes[p])
     ]
     here += [(t.name, t.size_bytes) for t in graph.resident if t.alias_of is None]
     return Obstacle(
         proven_bytes=proven_bytes,
         reached_bytes=reached_bytes,
         schedule=schedule,
-        op=graph.nodes[p].name if p < step.n_nodes else "",
+        op=graph.nodes[p].name if p < folded.n_nodes else "",
         on_device=tuple(sorted(here, key=lambda item: (-item[1], item[0]))),
         cut_short=deadline.passed,
     )
 
 
 def least_schedule(
-    step: Step, *, proven_bytes: int, deadline: Deadline = NEVER
+    folded: FoldedGraph, *, proven_bytes: int, deadline: Deadline = NEVER
 ) -> tuple[Schedule, int]:
     """The schedule of the smallest peak that reversals and greedy eviction find, and that peak.
 
@@ -68,7 +68,7 @@ def least_schedule(
     proven_bytes: known not to be beaten. deadline: what was found by then counts; without it the
     answer is the same whatever the machine's load.
     """
-    graph = step.graph
+    graph = folded.graph
     best = baseline(graph)
     most_bytes = least_bytes = simulate(graph, best).peak_bytes
     with contextlib.suppress(OutOfTimeError):
@@ -79,13 +79,15 @@ def least_schedule(
                 best, least_bytes = schedule, peak_bytes
     if least_bytes - proven_bytes <= TOLERANCE * most_bytes or deadline.passed:
         return best, least_bytes
-    work, max_work = 0, BASE_WORK + WORK_PER_NODE * step.n_nodes
+    work, max_work = 0, BASE_WORK + WORK_PER_NODE * folded.n_nodes
 
     def attempt(budget_bytes: int) -> Schedule | None:
         nonlocal work
         for patience in PATIENCE:
             if more():
-                found = evict(step, budget_bytes=budget_bytes, patience=patience, deadline=deadline)
+                found = evict(
+                    folded, budget_bytes=budget_bytes, patience=patience, deadline=deadline
+                )
                 work += found.work
                 if found.schedule is not None:
                     return found.schedule

@@ -18,9 +18,9 @@ from solver.schedule import baseline, simulate
 def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """No checkpointing: each node once, in the framework's order; optimal when it fits."""
     schedule = baseline(graph)
-    trace = simulate(graph, schedule)
+    simulation = simulate(graph, schedule)
     return Proposal(
-        schedule=schedule if trace.peak_bytes <= budget_bytes else None,
+        schedule=schedule if simulation.peak_bytes <= budget_bytes else None,
         lower_bound_s=graph.baseline_time_s,
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphs.graph import Graph
-from solver.chain import Blocks, Playback, cut, n_extra_steps
+from solver.chain import Blocks, ChainToSchedule, n_extra_steps, split_into_blocks
 from solver.chain import schedule as reversal
 from solver.common import NEVER, Deadline
 from solver.methods.best_so_far import Fastest
@@ -31,13 +31,18 @@ def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) 
     with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
-        coarse, fine = cut(graph, max_blocks=REVOLVE_MAX_BLOCKS), cut(graph)
+        coarse, fine = (
+            split_into_blocks(graph, max_blocks=REVOLVE_MAX_BLOCKS),
+            split_into_blocks(graph),
+        )
         for blocks in (coarse, fine) if fine.n_blocks > coarse.n_blocks else (coarse,):
             fits, overflows = 0, blocks.n_blocks + 1
             while overflows - fits > 1 and not search.time_is_up():
                 n_snapshots = (fits + overflows) // 2
                 if _is_long(blocks, n_snapshots) or search.fits(
-                    play_reversal(graph, blocks, n_snapshots=n_snapshots, deadline=search.deadline)
+                    reversal_to_schedule(
+                        graph, blocks, n_snapshots=n_snapshots, deadline=search.deadline
+                    )
                 ):
                     fits = n_snapshots
                 else:
@@ -51,11 +56,11 @@ def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]
     Without those that run a block MAX_RUNS times and more on the average. Raises OutOfTimeError.
     """
     deadline.check()
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     n_snapshots = 1
     while n_snapshots < blocks.n_blocks:
         if not _is_long(blocks, n_snapshots):
-            yield play_reversal(graph, blocks, n_snapshots=n_snapshots, deadline=deadline)
+            yield reversal_to_schedule(graph, blocks, n_snapshots=n_snapshots, deadline=deadline)
         n_snapshots += 1 + n_snapshots // 2
 
 
@@ -64,14 +69,14 @@ def _is_long(blocks: Blocks, n_snapshots: int) -> bool:
     return n_extra_steps(n_steps=n_steps, n_snapshots=n_snapshots) > MAX_RUNS * n_steps
 
 
-def play_reversal(
+def reversal_to_schedule(
     graph: Graph, blocks: Blocks, *, n_snapshots: int, deadline: Deadline = NEVER
 ) -> Schedule:
     """Play the reversal of the blocks: step i of the chain problem is block i + 1.
 
     Raises OutOfTimeError.
     """
-    playback = Playback(graph, blocks)
+    playback = ChainToSchedule(graph, blocks)
     snapshots: set[int] = set()
     for kind, start, stop in reversal(n_steps=blocks.n_blocks, n_snapshots=n_snapshots):
         deadline.check()

@@ -20,7 +20,7 @@ Cost: some 15 counts times log L schedules, each linear in the graph.
 from __future__ import annotations
 
 from graphs.graph import Graph
-from solver.chain import Blocks, checkpoints, cut
+from solver.chain import Blocks, checkpoints, split_into_blocks
 from solver.methods.best_so_far import Fastest
 from solver.methods.proposal import Proposal
 from solver.schedule import free_after_last_use, keep_order
@@ -32,10 +32,12 @@ N_SEGMENTS_GROWTH = 1.5
 def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """The fastest of the segment counts whose schedule fits. No randomness."""
     with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
-        for n_segments in reversed(segment_counts(cut(graph).n_blocks)):  # the best come early
+        for n_segments in reversed(
+            segment_counts(split_into_blocks(graph).n_blocks)
+        ):  # the best come early
             if search.time_is_up():
                 break
-            _keep_last_segments(graph, cut(graph, max_blocks=n_segments), search)
+            _keep_last_segments(graph, split_into_blocks(graph, max_blocks=n_segments), search)
     return search.proposal()
 
 

@@ -10,9 +10,9 @@ from solver.module_checkpointing.nested import (
     shifted,
 )
 from solver.module_checkpointing.regions import Region
-from solver.module_checkpointing.replay import replay_regions
 from solver.module_checkpointing.search import ModulePlan, ModuleTree, NoModulesFitError, by_module
-from solver.module_checkpointing.stretches import Stretch, play
+from solver.module_checkpointing.stretches import Stretch, schedule_from_stretches
+from solver.module_checkpointing.to_schedule import schedule_from_regions
 
 __all__ = [
     "EagerStep",
@@ -27,7 +27,7 @@ __all__ = [
     "by_module",
     "described",
     "judged",
-    "play",
-    "replay_regions",
+    "schedule_from_regions",
+    "schedule_from_stretches",
     "shifted",
 ]

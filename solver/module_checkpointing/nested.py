@@ -29,12 +29,12 @@ from solver.chain import (
     ForwardKeepingAll,
     ForwardKeepingOutput,
     keeping_everything,
-    replay,
+    simulate_chain,
     solve_chain,
 )
 from solver.module_checkpointing.regions import Region
-from solver.module_checkpointing.replay import replay_regions
-from solver.schedule import Schedule, Trace, simulate
+from solver.module_checkpointing.to_schedule import schedule_from_regions
+from solver.schedule import Schedule, Simulation, simulate
 
 N_BUDGETS = 12
 N_SLOTS = 200
@@ -81,7 +81,7 @@ class SegmentPlan:
     segments: tuple[Segment, ...]
     n_reruns: tuple[int, ...]
     schedule: Schedule
-    trace: Trace
+    simulation: Simulation
 
 
 def nested_segments(ops: Sequence[ChainOp], n_blocks: int) -> tuple[Segment, ...]:
@@ -143,13 +143,15 @@ def judged(graph: Graph, row: Row, segments: Sequence[Segment]) -> SegmentPlan:
         dataclasses.replace(node, module=paths.of.get(node.module, "")) for node in graph.nodes
     )
     # the regions' paths must hold those of their nodes: only the replay sees these names
-    replayed = replay_regions(dataclasses.replace(graph, nodes=nodes), regions, locals_held=False)
+    replayed = schedule_from_regions(
+        dataclasses.replace(graph, nodes=nodes), regions, locals_held=False
+    )
     n_reruns = tuple(replayed.n_reruns[r.path] for region in regions for r in region.flat())
     return SegmentPlan(
         segments=tuple(segments),
         n_reruns=n_reruns,
         schedule=replayed.schedule,
-        trace=simulate(graph, replayed.schedule),
+        simulation=simulate(graph, replayed.schedule),
     )
 
 
@@ -185,9 +187,9 @@ Judge = Callable[[SegmentPlan], int]
 def best_segments(graph: Graph, row: Row, *, excess: Judge) -> tuple[SegmentPlan | None, int]:
     """The fastest plan found that fits (None: none does), and the smallest peak found, in bytes."""
     chain = row.chain
-    _, most_bytes = replay(chain, keeping_everything(chain))
+    _, most_bytes = simulate_chain(chain, keeping_everything(chain))
     best = judged(graph, row, ())
-    least_bytes = best.trace.peak_bytes
+    least_bytes = best.simulation.peak_bytes
     if excess(best) <= 0:
         return best, least_bytes
     found: SegmentPlan | None = None
@@ -206,7 +208,7 @@ def best_segments(graph: Graph, row: Row, *, excess: Judge) -> tuple[SegmentPlan
         if segments not in known:
             known[segments] = judged(graph, row, segments)
         plan = known[segments]
-        least_bytes = min(least_bytes, plan.trace.peak_bytes)
+        least_bytes = min(least_bytes, plan.simulation.peak_bytes)
         if excess(plan) > 0:
             high = budget_bytes
             continue
@@ -217,7 +219,7 @@ def best_segments(graph: Graph, row: Row, *, excess: Judge) -> tuple[SegmentPlan
 
 
 def _rank(plan: SegmentPlan) -> tuple[float, int]:
-    return plan.trace.time_s, plan.trace.peak_bytes
+    return plan.simulation.time_s, plan.simulation.peak_bytes
 
 
 def described(segments: Sequence[Segment], names: Sequence[str]) -> Iterator[str]:

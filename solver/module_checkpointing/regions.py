@@ -88,8 +88,8 @@ def dropped_by(graph: Graph, region: Region) -> tuple[str, ...]:
     layout = RegionLayout(graph, (region,))
     names = tuple(name for name in layout.made_by(region.nodes) if not layout.stays(name))
     if names:
-        for node in region.nodes[: layout.n_again(region)]:
-            runs_again(graph, node, region)
+        for node in region.nodes[: layout.n_recomputed(region)]:
+            is_recomputed(graph, node, region)
         _refuse_overwritten(graph, layout, region)
     return names
 
@@ -106,7 +106,7 @@ def _refuse_overwritten(graph: Graph, layout: RegionLayout, region: Region) -> N
             )
 
 
-def runs_again(graph: Graph, name: str, region: Region) -> bool:
+def is_recomputed(graph: Graph, name: str, region: Region) -> bool:
     """False for what is saved and for updates of buffers. Raises RegionError for what may not."""
     node = graph.node_by_name[name]
     if name in region.saved:
@@ -201,7 +201,7 @@ class RegionLayout:
         depth = self._depth[region.path]
         return [name for name in self.made_by(region.nodes) if depth in self.homes(name)]
 
-    def n_again(self, region: Region) -> int:
+    def n_recomputed(self, region: Region) -> int:
         """How many of the region's nodes are over when it has put by everything once more.
 
         An operator puts by what it reads before it runs, and what it makes afterwards. Which one

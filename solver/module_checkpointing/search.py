@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 
 from graphs.graph import Graph, is_under
 from solver.module_checkpointing.regions import Region, RegionError, dropped_by, nodes_of
-from solver.module_checkpointing.replay import Replayed, replay_regions
-from solver.schedule import Schedule, Solution, Trace, held_at_turn, simulate
+from solver.module_checkpointing.to_schedule import RegionsSchedule, schedule_from_regions
+from solver.schedule import Schedule, Simulation, Solution, held_at_turn, simulate
 from solver.solving import attempt
 
 N_SMALLER_BUDGETS = 4
@@ -66,7 +66,7 @@ class ModulePlan:
     regions: tuple[Region, ...]
     n_reruns: Mapping[str, int]
     schedule: Schedule
-    trace: Trace
+    simulation: Simulation
     peak_bytes: int
     refused: Mapping[str, str]
 
@@ -213,17 +213,17 @@ class _Search:
 
     def judge(self, regions: Sequence[Region]) -> int:
         """By how many bytes the plan is above the budget (0 or less: it fits)."""
-        replayed: Replayed = replay_regions(self._graph, regions)
-        trace = simulate(self._graph, replayed.schedule)
+        replayed: RegionsSchedule = schedule_from_regions(self._graph, regions)
+        simulation = simulate(self._graph, replayed.schedule)
         n_regions = sum(1 for region in regions for _ in region.flat())
         # one more while a region runs again: the state that it interrupts
         beside_bytes = self._beside_bytes * (n_regions + 1) if n_regions else 0
-        peak_bytes = trace.peak_bytes + beside_bytes
+        peak_bytes = simulation.peak_bytes + beside_bytes
         plan = ModulePlan(
             regions=tuple(regions),
             n_reruns=replayed.n_reruns,
             schedule=replayed.schedule,
-            trace=trace,
+            simulation=simulation,
             peak_bytes=peak_bytes,
             refused={},
         )
@@ -231,7 +231,7 @@ class _Search:
             self.least = plan
         if peak_bytes <= self._budget_bytes and (
             self.best is None
-            or (trace.time_s, peak_bytes) < (self.best.trace.time_s, self.best.peak_bytes)
+            or (simulation.time_s, peak_bytes) < (self.best.simulation.time_s, self.best.peak_bytes)
         ):
             self.best = plan
         return peak_bytes - self._budget_bytes

@@ -43,7 +43,7 @@ class Stretch:
     stops_early: bool = False
 
 
-def play(graph: Graph, stretches: Sequence[Stretch]) -> Schedule:
+def schedule_from_stretches(graph: Graph, stretches: Sequence[Stretch]) -> Schedule:
     """The schedule of one step that checkpoints these stretches (disjoint) and keeps the rest."""
     stretch_of = {node: stretch for stretch in stretches for node in stretch.nodes}
     kept = _kept(graph, stretches, stretch_of)

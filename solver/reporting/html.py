@@ -29,7 +29,7 @@ def write_page(report: Report, path: Path, *, command: str, curve: Curve | None 
 
 def page(report: Report, *, command: str, curve: Curve | None = None) -> str:
     """The HTML text. curve: overhead against budget, where it has been computed."""
-    template = Template(files("solver").joinpath("page_template.html").read_text("utf-8"))
+    template = Template(files("solver.reporting").joinpath("page_template.html").read_text("utf-8"))
     return template.substitute(
         title=_text(report.problem), sections="\n".join(_sections(report, command, curve))
     )
@@ -90,10 +90,10 @@ def bound_words(solution: Solution) -> tuple[str, ...]:
         )
         return (words,)
     found = ""
-    if solution.trace is not None and solution.gap is not None:
-        lost_s = max(0.0, solution.trace.time_s - solution.lower_bound_s)
+    if solution.simulation is not None and solution.gap is not None:
+        lost_s = max(0.0, solution.simulation.time_s - solution.lower_bound_s)
         found = (
-            f" This plan takes {format_time(solution.trace.time_s)} "
+            f" This plan takes {format_time(solution.simulation.time_s)} "
             f"({format_share(solution.overhead)}), so whatever else is tried, at most "
             f"{format_time(lost_s)} of a step, {100 * solution.gap:.2f} %, can still be won."
         )
@@ -133,7 +133,7 @@ def _blocks(solution: Solution) -> str:
             str(row.n_ops),
             format_size(row.kept_bytes),
             format_size(row.dropped_bytes),
-            str(row.n_again),
+            str(row.n_recomputed),
             format_time(row.again_s),
             format_time(row.forward_s),
         ]

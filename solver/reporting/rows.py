@@ -13,7 +13,7 @@ from graphs.graph import Graph, Node
 from solver.analysis import Advice, SizeSearch
 from solver.emit import Emitted
 from solver.runtime_hooks import Verification
-from solver.schedule import Schedule, Solution, Trace, baseline, memory_at, node_at
+from solver.schedule import Schedule, Simulation, Solution, baseline, memory_at, node_at
 
 FORMAT = "report/1"
 EVALUATION = (
@@ -111,19 +111,19 @@ def _checkpoints_note(graph: Graph) -> list[str]:
 def best(solutions: Iterable[Solution]) -> Solution:
     """The fastest that fits, of equal ones the smallest; without any, the first asked for."""
     solutions = tuple(solutions)
-    found = [s for s in solutions if s.trace is not None]
+    found = [s for s in solutions if s.simulation is not None]
     return min(found, key=_rank) if found else solutions[0]
 
 
 def _rank(solution: Solution) -> tuple[float, int]:
-    assert solution.trace is not None
-    return solution.trace.time_s, solution.trace.peak_bytes
+    assert solution.simulation is not None
+    return solution.simulation.time_s, solution.simulation.peak_bytes
 
 
 def proven_infeasible(solution: Solution) -> bool:
     """No schedule whatever fits, of any method."""
     obstacle, asked = solution.obstacle, solution.request
-    if solution.trace is not None:
+    if solution.simulation is not None:
         return False
     return math.isinf(solution.lower_bound_s) or (
         obstacle is not None and obstacle.proven_bytes > asked.available_bytes
@@ -167,11 +167,11 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def _answer(solution: Solution) -> dict[str, Any]:
     """One method's answer; the fields of a schedule are null when there is none."""
-    found = solution.schedule is not None and solution.trace is not None
+    found = solution.schedule is not None and solution.simulation is not None
     return {
         "status": solution.status,
         "method": solution.method,
-        "schedule": _run(solution.graph, solution.schedule, solution.trace) if found else None,
+        "schedule": _run(solution.graph, solution.schedule, solution.simulation) if found else None,
         "overhead": solution.overhead,
         "lower_bound_s": _finite(solution.lower_bound_s),
         "lower_bound_overhead": _finite(solution.lower_bound_overhead),
@@ -182,15 +182,15 @@ def _answer(solution: Solution) -> dict[str, Any]:
     }
 
 
-def _run(graph: Graph, schedule: Schedule | None, trace: Trace | None) -> dict[str, Any]:
+def _run(graph: Graph, schedule: Schedule | None, simulation: Simulation | None) -> dict[str, Any]:
     assert schedule is not None
-    assert trace is not None
+    assert simulation is not None
     return {
-        "peak_bytes": trace.peak_bytes,
-        "peak_op": _op(node_at(graph, schedule, trace)),
-        "memory_bytes": memory_at(graph, schedule, trace.peak_op),
-        "time_s": trace.time_s,
-        "n_recomputed": trace.n_recomputed,
+        "peak_bytes": simulation.peak_bytes,
+        "peak_op": _op(node_at(graph, schedule, simulation)),
+        "memory_bytes": memory_at(graph, schedule, simulation.peak_op),
+        "time_s": simulation.time_s,
+        "n_recomputed": simulation.n_recomputed,
     }
 
 
@@ -240,15 +240,15 @@ def _emitted(report: Report) -> dict[str, Any] | None:
     found = report.emitted
     if found is None:
         return None
-    trace = found.setting.trace
+    simulation = found.setting.simulation
     return {
         "system": found.system,
         "setting": found.setting.text,
         "fits": found.fits,
-        "peak_bytes": trace.peak_bytes,
-        "time_s": trace.time_s,
+        "peak_bytes": simulation.peak_bytes,
+        "time_s": simulation.time_s,
         "overhead": emitted_overhead(report, found),
-        "n_recomputed": trace.n_recomputed,
+        "n_recomputed": simulation.n_recomputed,
         "n_layers": found.n_layers,
         "n_judged": found.n_judged,
     }
@@ -257,7 +257,7 @@ def _emitted(report: Report) -> dict[str, Any] | None:
 def emitted_overhead(report: Report, found: Emitted) -> float:
     """Extra time of the emitted setting, as a share of the step without checkpointing."""
     baseline_s = report.best.baseline.time_s
-    return (found.setting.trace.time_s - baseline_s) / (baseline_s or 1.0)
+    return (found.setting.simulation.time_s - baseline_s) / (baseline_s or 1.0)
 
 
 def _verification(report: Report) -> dict[str, Any] | None:

@@ -135,7 +135,7 @@ def _comparison(report: Report, *, n_spaces: int) -> RenderableType:
         table.add_column(title, justify="right", overflow="fold")
     chosen = report.best
     for solution in report.solutions:
-        style = "bold" if solution is chosen and solution.trace is not None else ""
+        style = "bold" if solution is chosen and solution.simulation is not None else ""
         table.add_row(*compared(solution), style=style)
     for method, _ in report.refused:
         table.add_row(method, "refused")

@@ -49,15 +49,16 @@ def asked(report: Report) -> Iterator[tuple[str, str]]:
 def memory_parts(solution: Solution) -> tuple[dict[str, int], dict[str, int] | None]:
     """The breakdown at the peak without the plan and, where that differs, with it."""
     before = memory_at(solution.graph, baseline(solution.graph), solution.baseline.peak_op)
-    if solution.schedule is None or solution.trace is None or not _differs(solution):
+    if solution.schedule is None or solution.simulation is None or not _differs(solution):
         return before, None
-    return before, memory_at(solution.graph, solution.schedule, solution.trace.peak_op)
+    return before, memory_at(solution.graph, solution.schedule, solution.simulation.peak_op)
 
 
 def _differs(solution: Solution) -> bool:
     """Whether the plan does anything: a plan that recomputes nothing is the step as it is."""
-    return solution.trace is not None and (
-        solution.trace.n_recomputed > 0 or solution.trace.peak_bytes != solution.baseline.peak_bytes
+    return solution.simulation is not None and (
+        solution.simulation.n_recomputed > 0
+        or solution.simulation.peak_bytes != solution.baseline.peak_bytes
     )
 
 
@@ -74,8 +75,8 @@ def peaks(solution: Solution) -> Iterator[tuple[str, str]]:
         "peak without",
         f"stands at {described(node_at(graph, baseline(graph), solution.baseline))}",
     )
-    if solution.schedule is not None and solution.trace is not None and _differs(solution):
-        node = node_at(graph, solution.schedule, solution.trace)
+    if solution.schedule is not None and solution.simulation is not None and _differs(solution):
+        node = node_at(graph, solution.schedule, solution.simulation)
         yield "peak with", f"stands at {described(node)}"
 
 
@@ -91,12 +92,17 @@ def answered(report: Report) -> Iterator[tuple[str, str]]:
     """The best answer, or why there is none: name and value of each row."""
     solution = report.best
     yield "method", solution.method
-    if solution.trace is None:
+    if solution.simulation is None:
         yield from _nothing(solution)
     else:
-        spare = solution.request.available_bytes - solution.trace.peak_bytes
-        yield "peak", f"{format_both(solution.trace.peak_bytes)}, {format_size(spare)} to spare"
-        times = f"{format_time(solution.trace.time_s)}, {format_time(solution.baseline.time_s)}"
+        spare = solution.request.available_bytes - solution.simulation.peak_bytes
+        yield (
+            "peak",
+            f"{format_both(solution.simulation.peak_bytes)}, {format_size(spare)} to spare",
+        )
+        times = (
+            f"{format_time(solution.simulation.time_s)}, {format_time(solution.baseline.time_s)}"
+        )
         yield "time of a step", f"{times} without checkpointing"
         yield "overhead", format_share(solution.overhead)
     bound = solution.lower_bound_overhead
@@ -105,28 +111,28 @@ def answered(report: Report) -> Iterator[tuple[str, str]]:
         yield "lower bound", f"{format_share(bound)}: no schedule{what} within the budget is faster"
     if solution.gap is not None:
         yield "gap", f"{format_percent(solution.gap)} of the step"
-    if solution.trace is not None:
-        yield "ops run again", str(solution.trace.n_recomputed)
+    if solution.simulation is not None:
+        yield "ops run again", str(solution.simulation.n_recomputed)
     ended = "; the time limit ended the search" if solution.timed_out else ""
     yield "planned in", format_time(solution.solve_time_s) + ended
     for what, path in report.files:
         yield what, str(path)
-    if solution.trace is not None and not any(what == "schedule" for what, _ in report.files):
+    if solution.simulation is not None and not any(what == "schedule" for what, _ in report.files):
         yield "schedule", f"not written; {report.how_to_save} writes it"
 
 
 def emitted(report: Report, found: Emitted) -> Iterator[tuple[str, str]]:
     """Another system's nearest setting beside this plan: name and value of each row."""
-    answer, trace = report.best, found.setting.trace
+    answer, simulation = report.best, found.setting.simulation
     nothing = "the default: no activation checkpointing"
     if not found.fits:
         budget = format_both(answer.request.available_bytes)
         yield "none fits", f"no setting of {found.title} fits {budget}; the least peak has:"
     yield "setting", found.setting.text or nothing
-    yield "its peak", format_both(trace.peak_bytes)
+    yield "its peak", format_both(simulation.peak_bytes)
     yield "its overhead", format_share(emitted_overhead(report, found))
-    if answer.trace is not None:
-        ours = f"{format_both(answer.trace.peak_bytes)} at {format_share(answer.overhead)}"
+    if answer.simulation is not None:
+        ours = f"{format_both(answer.simulation.peak_bytes)} at {format_share(answer.overhead)}"
         yield "this plan", ours
     judged = (
         f"of {counted(found.n_judged, 'setting')} for {counted(found.n_layers, 'layer')}, by the "
@@ -206,13 +212,13 @@ def size_heads(search: SizeSearch) -> tuple[str, ...]:
 def size_row(candidate: Candidate) -> tuple[str, ...]:
     """One size's row."""
     solution, rate = candidate.solution, candidate.rate_per_s
-    trace = solution.trace
+    simulation = solution.simulation
     return (
         str(candidate.size),
         solution.status,
-        "" if trace is None else format_size(trace.peak_bytes),
+        "" if simulation is None else format_size(simulation.peak_bytes),
         format_share(solution.overhead),
-        "" if trace is None else format_time(trace.time_s),
+        "" if simulation is None else format_time(simulation.time_s),
         "" if rate is None else f"{rate:.4g}",
     )
 
@@ -239,15 +245,15 @@ def size_words(search: SizeSearch) -> Iterator[tuple[str, str]]:
 
 def compared(solution: Solution) -> tuple[str, ...]:
     """One method's row: method, status, peak, overhead, bound, gap, ops again, planned in."""
-    trace, bound = solution.trace, solution.lower_bound_overhead
+    simulation, bound = solution.simulation, solution.lower_bound_overhead
     return (
         solution.method,
         solution.status,
-        "" if trace is None else format_size(trace.peak_bytes),
+        "" if simulation is None else format_size(simulation.peak_bytes),
         format_share(solution.overhead),
         "" if math.isinf(bound) else format_share(bound),
         "" if solution.gap is None else format_percent(solution.gap),
-        "" if trace is None else str(trace.n_recomputed),
+        "" if simulation is None else str(simulation.n_recomputed),
         format_time(solution.solve_time_s),
     )
 

@@ -14,14 +14,14 @@ from solver.schedule.ops import Compute, Free, Schedule, free_after_last_use, ne
 from solver.schedule.recompute import (
     after_forward,
     baseline,
+    is_recomputable,
     keep,
     keep_order,
     lost_views,
-    may_run_again,
     missing_computes,
     without_dead_computes,
 )
-from solver.schedule.simulator import IllegalScheduleError, Trace, simulate
+from solver.schedule.simulator import IllegalScheduleError, Simulation, simulate
 from solver.schedule.solution import (
     OPTIMAL_GAP,
     STATUSES,
@@ -45,18 +45,18 @@ __all__ = [
     "Request",
     "SavedSchedule",
     "Schedule",
+    "Simulation",
     "Solution",
     "Status",
-    "Trace",
     "after_forward",
     "baseline",
     "free_after_last_use",
     "held_at_turn",
     "held_before",
+    "is_recomputable",
     "keep",
     "keep_order",
     "lost_views",
-    "may_run_again",
     "memory_at",
     "missing_computes",
     "needs",

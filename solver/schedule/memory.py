@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph, Node
 from solver.schedule.ops import Compute, Schedule
-from solver.schedule.simulator import Trace
+from solver.schedule.simulator import Simulation
 
 CATEGORY_OF_KIND: Mapping[str, str] = {
     "parameter": "parameters",
@@ -76,11 +76,11 @@ def held_at_turn(graph: Graph, schedule: Schedule) -> frozenset[str]:
     return frozenset(held_before(graph, schedule, turn))
 
 
-def node_at(graph: Graph, schedule: Schedule, trace: Trace) -> Node | None:
+def node_at(graph: Graph, schedule: Schedule, simulation: Simulation) -> Node | None:
     """The node during which the peak stands (None: only what is resident counts)."""
-    if trace.peak_op is None:
+    if simulation.peak_op is None:
         return None
-    op = schedule.ops[trace.peak_op]
+    op = schedule.ops[simulation.peak_op]
     return graph.node_by_name[op.node] if isinstance(op, Compute) else graph.producer[op.tensor]
 
 

@@ -44,7 +44,7 @@ def after_forward(graph: Graph, kept: Collection[str]) -> set[str]:
     """The tensors that are there when all of the forward pass has run once."""
     available = {tensor.name for tensor in graph.resident}
     for node in graph.forward_nodes:
-        again = may_run_again(graph, node)
+        again = is_recomputable(graph, node)
         available.update(n for n in node.outputs if not again or graph.root(n) in kept)
     return available
 
@@ -61,7 +61,7 @@ def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:
     return lost
 
 
-def may_run_again(graph: Graph, node: Node) -> bool:
+def is_recomputable(graph: Graph, node: Node) -> bool:
     """Whether a schedule may run the node a second time.
 
     Not where another node makes a view of its output that cannot be made again: that view would

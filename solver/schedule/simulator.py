@@ -45,7 +45,7 @@ class OtherGraphError(IllegalScheduleError):
 
 
 @dataclass(frozen=True)
-class Trace:
+class Simulation:
     """What the judge saw.
 
     time_s: seconds of all computes. peak_bytes: the most on the device at once, resident included.
@@ -61,7 +61,7 @@ class Trace:
     n_recomputed: int
 
 
-def simulate(graph: Graph, schedule: Schedule) -> Trace:
+def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     """Run the schedule on paper. Raises IllegalScheduleError; never changes what it judges."""
     if schedule.graph_id != graph.graph_id:
         raise IllegalScheduleError(
@@ -81,7 +81,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Trace:
     except _BrokenRuleError as broken:
         raise IllegalScheduleError(None, str(broken)) from None
     peak_bytes = max(live_bytes, default=graph.resident_bytes)
-    return Trace(
+    return Simulation(
         time_s=math.fsum(device.times_s),
         peak_bytes=max(peak_bytes, graph.resident_bytes),
         peak_op=live_bytes.index(peak_bytes) if live_bytes else None,

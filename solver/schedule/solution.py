@@ -15,7 +15,7 @@ from graphs.graph import Graph
 from solver.common import check_time_limit, counted, format_share, format_size
 from solver.schedule.ops import Schedule, ops_from_json
 from solver.schedule.recompute import baseline as baseline_schedule
-from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Trace, simulate
+from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Simulation, simulate
 
 Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -74,7 +74,7 @@ class Solution:
     """What `solve` returns; `apply` runs it, `solver.report` prints it, `save` writes it.
 
     status: optimal (gap below OPTIMAL_GAP), feasible, infeasible, time_limit.
-    schedule, trace: None when nothing was found. baseline: the trace of the step without
+    schedule, simulation: None when nothing was found. baseline: the simulation of the step without
     recomputation. lower_bound_s: no schedule that keeps the order of first computation and fits
     the budget is faster. obstacle: told when nothing was found. timed_out: the clock ended the
     search: more time might find more, and another machine might find something else.
@@ -83,27 +83,33 @@ class Solution:
     status: Status
     graph: Graph
     schedule: Schedule | None
-    trace: Trace | None
+    simulation: Simulation | None
     request: Request
-    baseline: Trace
+    baseline: Simulation
     lower_bound_s: float
     method: str
     solve_time_s: float
     obstacle: Obstacle | None = None
     timed_out: bool = False
 
+    @property
+    def trace(self) -> Simulation | None:
+        """The former name of `simulation`."""
+        return self.simulation
+
     def __repr__(self) -> str:
         """One line: what was asked, what was found, what is proven."""
         asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
         if words := sharding_words(self.graph.meta):
             asked += f" {words}"
-        if self.trace is None or self.overhead is None:
+        if self.simulation is None or self.overhead is None:
             return f"Solution({asked}: no schedule{self._obstacle_words})"
         return (
-            f"Solution({asked}: peak {format_size(self.trace.peak_bytes)}, without checkpointing "
-            f"{format_size(self.baseline.peak_bytes)}; overhead {_plain(self.overhead)}, "
+            f"Solution({asked}: peak {format_size(self.simulation.peak_bytes)}, "
+            f"without checkpointing {format_size(self.baseline.peak_bytes)}; "
+            f"overhead {_plain(self.overhead)}, "
             f"proven at least {_plain(self.lower_bound_overhead)}; "
-            f"{counted(self.trace.n_recomputed, 'op')} run again)"
+            f"{counted(self.simulation.n_recomputed, 'op')} recomputed)"
         )
 
     @property
@@ -127,7 +133,11 @@ class Solution:
     @property
     def overhead(self) -> float | None:
         """Extra time as a share of the baseline's; None without a schedule."""
-        return None if self.trace is None else _share(self.trace.time_s, self.baseline.time_s)
+        return (
+            None
+            if self.simulation is None
+            else _share(self.simulation.time_s, self.baseline.time_s)
+        )
 
     @property
     def lower_bound_overhead(self) -> float:
@@ -137,9 +147,11 @@ class Solution:
     @property
     def gap(self) -> float | None:
         """Overhead minus its lower bound, in shares of the baseline; None without a schedule."""
-        if self.trace is None:
+        if self.simulation is None:
             return None
-        return max(0.0, (self.trace.time_s - self.lower_bound_s) / (self.baseline.time_s or 1.0))
+        return max(
+            0.0, (self.simulation.time_s - self.lower_bound_s) / (self.baseline.time_s or 1.0)
+        )
 
     def with_bound(self, lower_bound_s: float) -> Solution:
         """The same answer with a bound proven elsewhere for this graph and budget, if it is better.
@@ -148,8 +160,8 @@ class Solution:
         """
         lower_bound_s = max(lower_bound_s, self.lower_bound_s)
         status = self.status
-        if self.trace is not None:
-            proven = self.trace.time_s - lower_bound_s <= OPTIMAL_GAP * self.baseline.time_s
+        if self.simulation is not None:
+            proven = self.simulation.time_s - lower_bound_s <= OPTIMAL_GAP * self.baseline.time_s
             status = "optimal" if proven else "feasible"
         return dataclasses.replace(self, lower_bound_s=lower_bound_s, status=status)
 
@@ -163,7 +175,7 @@ class Solution:
 
     def save(self, path: str | Path) -> None:
         """Write schedule.json (format schedule/1), whole or not at all."""
-        if self.schedule is None or self.trace is None:
+        if self.schedule is None or self.simulation is None:
             raise ValueError(f"no schedule to save: the status is {self.status}")
         value = {
             "format": FORMAT,
@@ -171,8 +183,8 @@ class Solution:
             "method": self.method,
             "status": self.status,
             "budget_bytes": self.request.budget_bytes,
-            "peak_bytes": self.trace.peak_bytes,
-            "time_s": self.trace.time_s,
+            "peak_bytes": self.simulation.peak_bytes,
+            "time_s": self.simulation.time_s,
             "baseline_time_s": self.baseline.time_s,
             "lower_bound_s": self.lower_bound_s,
             "request": asdict(self.request),
@@ -200,18 +212,18 @@ class Solution:
                 f"({saved.schedule.graph_id[:19]}…) than the one given "
                 f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
             )
-        trace = simulate(graph, saved.schedule)
-        if trace.peak_bytes > saved.request.available_bytes:
+        simulation = simulate(graph, saved.schedule)
+        if simulation.peak_bytes > saved.request.available_bytes:
             raise IllegalScheduleError(
-                trace.peak_op,
-                f"{path}: the peak is {trace.peak_bytes} bytes, above the "
+                simulation.peak_op,
+                f"{path}: the peak is {simulation.peak_bytes} bytes, above the "
                 f"{saved.request.available_bytes} that the file's budget leaves",
             )
         return cls(
             status=saved.status,
             graph=graph,
             schedule=saved.schedule,
-            trace=trace,
+            simulation=simulation,
             request=saved.request,
             baseline=simulate(graph, baseline_schedule(graph)),
             lower_bound_s=saved.lower_bound_s,

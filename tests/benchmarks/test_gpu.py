@@ -165,7 +165,7 @@ free = solve(model, batch, budget='1GB')
 resident = free.graph.resident_bytes
 budget = resident + int(0.7 * (free.baseline.peak_bytes - resident))
 solution = solve(model, batch, budget=budget)
-assert solution.trace.n_recomputed
+assert solution.simulation.n_recomputed
 apply(model, solution)
 model(*batch).backward()
 print('ran')

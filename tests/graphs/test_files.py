@@ -263,9 +263,9 @@ def test_a_schedule_is_judged_again_when_it_is_read(tmp_path):
     graph = Graph.from_json(a_graph())
     path = written(tmp_path, a_schedule() | {"peak_bytes": 1, "time_s": 0.0})
     loaded = Solution.load(path, graph=graph)
-    assert loaded.trace is not None
-    assert loaded.trace.peak_bytes == 10 + 100 + 100 + 4 + 10
-    assert loaded.trace.time_s == 4.0
+    assert loaded.simulation is not None
+    assert loaded.simulation.peak_bytes == 10 + 100 + 100 + 4 + 10
+    assert loaded.simulation.time_s == 4.0
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_solution_comes_back_as_it_was(tmp_path):
     solution.save(tmp_path / "schedule.json")
     loaded = Solution.load(tmp_path / "schedule.json", graph=solution.graph)
     assert loaded.schedule == solution.schedule
-    assert loaded.trace == solution.trace
+    assert loaded.simulation == solution.simulation
     assert loaded.request == solution.request
     assert loaded.status == solution.status
     saved = json.loads((tmp_path / "schedule.json").read_text())

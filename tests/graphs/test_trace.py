@@ -385,7 +385,7 @@ def test_what_would_be_traced_in_the_modules_place_is_refused() -> None:
     with pytest.raises(TraceError, match=r"has a plan already.*remove"):
         solve(model, batch, budget="1GB")
     remove(model)
-    assert solve(model, batch, budget="1GB").trace is not None
+    assert solve(model, batch, budget="1GB").simulation is not None
 
 
 def test_two_threads_that_trace_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

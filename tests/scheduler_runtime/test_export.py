@@ -32,8 +32,8 @@ from scheduler_runtime.export import (
 from scheduler_runtime.measuring import measure
 from solver.methods.least_budget import find_obstacle
 from solver.module_checkpointing.regions import Region, RegionError, dropped_by, nodes_of
-from solver.module_checkpointing.replay import replay_regions
 from solver.module_checkpointing.search import ModulePlan
+from solver.module_checkpointing.to_schedule import schedule_from_regions
 from solver.schedule.ops import Compute, Schedule
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
@@ -183,7 +183,7 @@ def regions_by_chance(graph: Graph, model: nn.Module, choice: random.Random) -> 
 
 
 def put(model: nn.Module, graph: Graph, regions: list[Region]) -> Any:
-    replayed = replay_regions(graph, regions)
+    replayed = schedule_from_regions(graph, regions)
     trace_ = simulate(graph, replayed.schedule)
     plan = ModulePlan(
         tuple(regions), replayed.n_reruns, replayed.schedule, trace_, trace_.peak_bytes, {}
@@ -377,7 +377,8 @@ def test_what_cannot_be_exported_is_refused_by_name() -> None:
     model, solution = small_gpt2(), solution_within("gpt2", 0.35)
     with pytest.raises(ExportError, match="its status is infeasible"):
         to_torch_checkpoint(
-            model, dataclasses.replace(solution, schedule=None, trace=None, status="infeasible")
+            model,
+            dataclasses.replace(solution, schedule=None, simulation=None, status="infeasible"),
         )
     with pytest.raises(ExportError, match=r"differs from this GPT2 in 'blocks\.3"):
         to_torch_checkpoint(small_gpt2(n_layers=4), solution)

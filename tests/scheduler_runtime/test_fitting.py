@@ -118,9 +118,9 @@ def test_a_loss_outside_trains_with_the_same_bits_for_each_shape() -> None:
     assert len(expected) == len(got)
     assert all(map(torch.equal, expected, got))
     first, second = (plan.solution for plan in plans_of(fitted))
-    assert first.trace is not None
-    assert first.trace.n_recomputed > 0
-    assert first.trace.peak_bytes <= budget < first.baseline.peak_bytes
+    assert first.simulation is not None
+    assert first.simulation.n_recomputed > 0
+    assert first.simulation.peak_bytes <= budget < first.baseline.peak_bytes
     assert second.request == first.request
     assert [plan.environment["shapes"] for plan in (first, second)] == [[[512, 32]], [[384, 32]]]
 
@@ -345,9 +345,9 @@ def test_a_module_that_is_compiled_afterwards_runs_its_plan_uncompiled(in_place:
     expected = trained(plain, [adamw(plain.parameters())], [numbers(256)] * 2, **FIRST)
     got = trained(compiled, [optimizer], [numbers(256)] * 2, **FIRST)
     assert all(map(torch.equal, expected, got))
-    assert [p.solution.trace.n_recomputed > 0 for p in plans_of(fitted) if p.solution.trace] == [
-        True
-    ]
+    assert [
+        p.solution.simulation.n_recomputed > 0 for p in plans_of(fitted) if p.solution.simulation
+    ] == [True]
 
 
 def test_a_module_that_must_be_compiled_whole_afterwards_is_refused() -> None:

@@ -55,8 +55,8 @@ def test_targets_beside_the_models_inputs() -> None:
     model, batch, options = supervised()
     peak_bytes = solve(model, batch, budget="1GB", **options).baseline.peak_bytes
     solution = solve(model, batch, budget=int(0.85 * peak_bytes), **options)
-    assert solution.trace is not None
-    assert solution.trace.n_recomputed > 0
+    assert solution.simulation is not None
+    assert solution.simulation.n_recomputed > 0
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
@@ -67,7 +67,7 @@ def test_targets_beside_the_models_inputs() -> None:
     apply(model, solution)
     assert all(map(torch.equal, before, gradients()))
     measured = measure(model, batch, **options)
-    assert measured.peak_bytes == pytest.approx(solution.trace.peak_bytes, abs=2**20)
+    assert measured.peak_bytes == pytest.approx(solution.simulation.peak_bytes, abs=2**20)
 
 
 def test_a_batch_that_forward_does_not_take_is_told_how() -> None:
@@ -111,7 +111,7 @@ def test_a_schedule_file_that_is_not_there(path: str) -> None:
 def test_what_is_printed_is_short() -> None:
     graph = NETS["u_shape"]
     solution = solve(graph, budget=int(0.9 * simulate(graph, baseline(graph)).peak_bytes))
-    for value in (solution, graph, solution.schedule, solution.trace, find_obstacle(graph)):
+    for value in (solution, graph, solution.schedule, solution.simulation, find_obstacle(graph)):
         assert len(repr(value)) < 3000
     assert "overhead" in repr(solution)
     assert len(repr(solution)) < 300
@@ -178,7 +178,7 @@ def test_a_search_that_ran_out_of_time_answers_with_the_least_schedule_where_it_
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = (least.reached_bytes + peak_bytes) // 2
     found = solve(graph, budget=budget_bytes)
-    assert found.trace is not None
-    assert found.trace.peak_bytes <= budget_bytes
+    assert found.simulation is not None
+    assert found.simulation.peak_bytes <= budget_bytes
     assert found.status == "feasible"
     assert found.timed_out

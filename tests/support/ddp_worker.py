@@ -68,7 +68,7 @@ TARGETS = torch.arange(64) % 5
 def described(plan: Any) -> dict[str, Any]:
     solution = plan.solution
     return {
-        "n_recomputed": solution.trace.n_recomputed,
+        "n_recomputed": solution.simulation.n_recomputed,
         "resident_bytes": solution.graph.resident_bytes,
         "gradients": solution.environment["gradients"],
         "notes": plan.notes,

@@ -101,7 +101,7 @@ def test_the_tutorial_runs(tmp_path):
     helper = "optimizer_of = lambda model: torch.optim.AdamW(model.parameters())\n"
     assert helper.strip() in text
     checks = (
-        "assert solution.trace.n_recomputed > 0, solution\n"
+        "assert solution.simulation.n_recomputed > 0, solution\n"
         "import pathlib; assert pathlib.Path('pareto.png').stat().st_size > 1000\n"
     )
     (tmp_path / "run.py").write_text(blocks[1] + helper + blocks[2] + checks)

@@ -71,9 +71,9 @@ def test_the_measured_step_stays_inside_the_budget(name: str, share: float) -> N
     model, batch = small(name)
     apply(model, found)
     taken = measure(model, batch, optimizer=optimizer_of(name, model), n_steps=1)
-    assert found.trace is not None
+    assert found.simulation is not None
     assert taken.peak_bytes <= found.request.budget_bytes
-    difference = abs(taken.peak_bytes - found.trace.peak_bytes)
+    difference = abs(taken.peak_bytes - found.simulation.peak_bytes)
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
 
 
@@ -131,8 +131,8 @@ def test_exactly_the_planned_operators_run_again(name: str) -> None:
     flops = {n: flops_of(OpCall.from_node(node)) for n, node in traced.layout.calls.items()}
     order = found.schedule.order
     again = sum(flops.get(node, 0) * (order.count(node) - 1) for node in set(order))
-    assert found.trace is not None
-    assert found.trace.n_recomputed == len(order) - len(set(order)) > 0
+    assert found.simulation is not None
+    assert found.simulation.n_recomputed == len(order) - len(set(order)) > 0
 
     def counted(model: nn.Module) -> int:
         run_step(model, batch, 0)  # traces, so that the count below is of the step alone
@@ -169,5 +169,5 @@ def test_gpt2_takes_about_11_gb_without_checkpointing() -> None:
     assert 10.5e9 < peak_bytes < 11.5e9
     found = answer(graph, Request(budget_bytes=8 * 10**9))
     assert found.status == "optimal"
-    assert found.trace is not None
-    assert found.trace.peak_bytes <= 8 * 10**9
+    assert found.simulation is not None
+    assert found.simulation.peak_bytes <= 8 * 10**9

@@ -43,8 +43,8 @@ def row_keeping_nothing(name: str, style: str, **options: Any) -> dict[str, Any]
     subject = prepare(ZOO[name], STYLES[style], **options)
     assert subject is not None
     solution = keeping_nothing(subject.graph)
-    assert solution.trace is not None
-    assert solution.trace.n_recomputed > 0
+    assert solution.simulation is not None
+    assert solution.simulation.n_recomputed > 0
     return run_solution(subject, solution)
 
 

@@ -2,4 +2,6 @@
 
 from solver.methods.auto.stages import auto
 
-__all__ = ["auto"]
+__all__ = [
+    "auto",
+]

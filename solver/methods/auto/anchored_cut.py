@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.bound import CutProgram
-from solver.chain import Blocks, cut
-from solver.methods.auto.drop_reruns import improve
-from solver.methods.auto.from_cuts import replay
+from solver.bound import CutMilp
+from solver.chain import Blocks, split_into_blocks
+from solver.methods.auto.from_cuts import schedule_from_cuts
+from solver.methods.auto.leaner import drop_recomputation
 from solver.methods.auto.search import Search
 
 SEGMENT_BLOCKS = (None, 64, 32, 16, 8, 4, 2, 1)
@@ -34,7 +34,7 @@ MAX_ROUNDS = 4
 
 def offer_anchored(search: Search, *, base: int) -> None:
     """Offer the replays of the cut at moment `base`, with anchors further and less far apart."""
-    blocks = cut(search.step.graph)
+    blocks = split_into_blocks(search.folded.graph)
     for n_blocks in SEGMENT_BLOCKS:
         if n_blocks is not None and n_blocks >= blocks.n_blocks:
             continue
@@ -52,17 +52,17 @@ def _anchors(search: Search, blocks: Blocks, n_blocks: int | None) -> frozenset[
         return frozenset()
     names = {name for crossing in blocks.crossing[::n_blocks] for name in crossing}
     names |= blocks.companions
-    return frozenset(u for u, name in enumerate(search.step.unit_names) if name in names)
+    return frozenset(u for u, name in enumerate(search.folded.unit_names) if name in names)
 
 
 def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]:
     """The peaks of replays with less and less room for the cut; each is offered."""
-    step, less_bytes = search.step, 0
+    folded, less_bytes = search.folded, 0
     for _ in range(MAX_ROUNDS):
         if search.done:
             return
-        program = CutProgram(
-            step,
+        program = CutMilp(
+            folded,
             positions=[base],
             budget_bytes=search.budget_bytes,
             allowance_bytes={base: less_bytes},
@@ -72,18 +72,20 @@ def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]
         cuts = program.rounded(program.program.solve(whole=False, time_limit_s=search.left_s))
         if cuts.kept is None:
             return
-        played = search.offer(replay(step, {base: cuts.kept[0]}, deadline=search.deadline))
+        played = search.offer(
+            schedule_from_cuts(folded, {base: cuts.kept[0]}, deadline=search.deadline)
+        )
         if played is None:
             return
-        over_bytes = played.trace.peak_bytes - search.budget_bytes
+        over_bytes = played.simulation.peak_bytes - search.budget_bytes
         if over_bytes <= 0 and not search.close:
             search.offer(
-                improve(
-                    step,
+                drop_recomputation(
+                    folded,
                     played.schedule,
                     budget_bytes=search.budget_bytes,
                     deadline=search.deadline,
                 )
             )
         less_bytes += max(0, over_bytes)
-        yield played.trace.peak_bytes
+        yield played.simulation.peak_bytes

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from solver.bound import Step
+from solver.bound import FoldedGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import (
     Compute,
     Schedule,
-    Trace,
+    Simulation,
     free_after_last_use,
     missing_computes,
     simulate,
@@ -25,14 +25,14 @@ from solver.schedule import (
 )
 
 
-def replay(
-    step: Step, kept: Mapping[int, Collection[int]], *, deadline: Deadline = NEVER
+def schedule_from_cuts(
+    folded: FoldedGraph, kept: Mapping[int, Collection[int]], *, deadline: Deadline = NEVER
 ) -> Schedule:
     """The schedule that holds these units at these moments; see the module.
 
     Raises OutOfTimeError.
     """
-    graph = step.graph
+    graph = folded.graph
     members: dict[str, list[str]] = {}
     for name in graph.producer:
         members.setdefault(graph.root(name), []).append(name)
@@ -42,13 +42,13 @@ def replay(
         deadline.check()
         if p in kept:
             # What the next moment holds was made before it: its inputs may be gone afterwards.
-            held = [step.unit_names[u] for u in sorted(kept[p])]
+            held = [folded.unit_names[u] for u in sorted(kept[p])]
             order.extend(missing_computes(graph, held, available))
-            for u, maker in enumerate(step.maker):
-                if maker >= min(p, step.n_forward):
+            for u, maker in enumerate(folded.maker):
+                if maker >= min(p, folded.n_forward):
                     break
-                if u not in kept[p] and not step.is_pinned(u, p) and step.again[maker]:
-                    available.difference_update(members[step.unit_names[u]])
+                if u not in kept[p] and not folded.is_pinned(u, p) and folded.recomputable[maker]:
+                    available.difference_update(members[folded.unit_names[u]])
         order.extend(missing_computes(graph, node.inputs, available))
         order.append(node.name)
         available.update(node.outputs)
@@ -57,7 +57,7 @@ def replay(
 
 
 @dataclass(frozen=True)
-class Played:
+class FoldedSimulation:
     """A schedule with the judge's trace, and the most bytes by moment.
 
     stage_bytes: by moment p, the most on the device from the end of node p - 1's first run to the
@@ -66,25 +66,25 @@ class Played:
     """
 
     schedule: Schedule
-    trace: Trace
+    simulation: Simulation
     stage_bytes: tuple[int, ...]
     reruns: frozenset[tuple[int, int]]
 
 
-def play(step: Step, schedule: Schedule) -> Played:
+def fold_simulation(folded: FoldedGraph, schedule: Schedule) -> FoldedSimulation:
     """Judge the schedule and fold the trace onto the moments; the last one is the end."""
-    trace = simulate(step.graph, schedule)
-    index = {node.name: n for n, node in enumerate(step.graph.nodes)}
-    stage = [0] * (step.n_nodes + 1)
+    simulation = simulate(folded.graph, schedule)
+    index = {node.name: n for n, node in enumerate(folded.graph.nodes)}
+    stage = [0] * (folded.n_nodes + 1)
     reruns: set[tuple[int, int]] = set()
     ran: set[str] = set()
-    for op, live_bytes in zip(schedule.ops, trace.live_bytes, strict=True):
+    for op, live_bytes in zip(schedule.ops, simulation.live_bytes, strict=True):
         p = len(ran)
         stage[p] = max(stage[p], live_bytes)
         if isinstance(op, Compute):
             if op.node in ran:
                 reruns.add((index[op.node], p))
             ran.add(op.node)
-    return Played(
-        schedule=schedule, trace=trace, stage_bytes=tuple(stage), reruns=frozenset(reruns)
+    return FoldedSimulation(
+        schedule=schedule, simulation=simulation, stage_bytes=tuple(stage), reruns=frozenset(reruns)
     )

@@ -30,9 +30,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from solver.bound import Program, Step
+from solver.bound import FoldedGraph, Milp
 from solver.common import NEVER, Deadline
-from solver.methods.auto.from_cuts import Played, replay
+from solver.methods.auto.from_cuts import FoldedSimulation, schedule_from_cuts
 from solver.methods.auto.search import Search
 
 GAP = 2e-4
@@ -50,15 +50,15 @@ def recombine(search: Search, *, base: int) -> None:
 
     Nothing happens where the menu is too long for a program that can be solved.
     """
-    step, budget_bytes = search.step, search.budget_bytes
+    folded, budget_bytes = search.folded, search.budget_bytes
     if len(search.reruns) > MAX_RERUNS:
         return
-    moments = _moments(step, search.reruns, base=base, budget_bytes=budget_bytes)
+    moments = _moments(folded, search.reruns, base=base, budget_bytes=budget_bytes)
     allowance_bytes: dict[int, int] = {}
-    before: Played | None = None
+    before: FoldedSimulation | None = None
     for _ in range(MAX_ROUNDS):
         menu = Menu(
-            step,
+            folded,
             moments=moments,
             reruns=search.reruns,
             base=base,
@@ -71,8 +71,8 @@ def recombine(search: Search, *, base: int) -> None:
         guide = menu.solve(below=search.best_share, time_limit_s=search.left_s)
         if guide is None:
             return
-        played = search.offer(replay(step, guide, deadline=search.deadline))
-        if played is None or played.trace.peak_bytes <= budget_bytes:
+        played = search.offer(schedule_from_cuts(folded, guide, deadline=search.deadline))
+        if played is None or played.simulation.peak_bytes <= budget_bytes:
             return
         if before is not None and played.stage_bytes == before.stage_bytes:
             return
@@ -81,17 +81,17 @@ def recombine(search: Search, *, base: int) -> None:
 
 
 def _moments(
-    step: Step, reruns: Iterable[tuple[int, int]], *, base: int, budget_bytes: int
+    folded: FoldedGraph, reruns: Iterable[tuple[int, int]], *, base: int, budget_bytes: int
 ) -> list[int]:
     """Where something on the menu runs again, and where the baseline would overflow."""
-    full = {p for p in range(step.n_nodes) if step.baseline_bytes[p] > budget_bytes}
+    full = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
     places = {q for _, p in reruns for q in (p - 1, p) if q >= 0}
-    first = min(step.n_forward, base)
+    first = min(folded.n_forward, base)
     return sorted({p for p in full | places if p >= first} | {base})
 
 
 def _allow(
-    played: Played, budget_bytes: int, moments: list[int], allowance_bytes: dict[int, int]
+    played: FoldedSimulation, budget_bytes: int, moments: list[int], allowance_bytes: dict[int, int]
 ) -> None:
     """Where the judge saw an overflow, leave that many bytes free."""
     for p, live_bytes in enumerate(played.stage_bytes):
@@ -109,22 +109,22 @@ class Menu:
     Raises OutOfTimeError while it is built.
     """
 
-    step: Step
+    folded: FoldedGraph
     moments: Sequence[int]
     reruns: Iterable[tuple[int, int]]
     base: int
     budget_bytes: int
     allowance_bytes: Mapping[int, int]
     deadline: Deadline = NEVER
-    program: Program = field(init=False)
+    program: Milp = field(init=False)
     keep: list[dict[int, int]] = field(default_factory=list, init=False)
     rerun: list[dict[int, int]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        step = self.step
-        self._baseline_s = step.graph.baseline_time_s or 1.0
-        self.program = Program(constant=step.graph.baseline_time_s / self._baseline_s)
-        self._scale = float(max(step.unit_bytes, default=0) or 1)
+        folded = self.folded
+        self._baseline_s = folded.graph.baseline_time_s or 1.0
+        self.program = Milp(constant=folded.graph.baseline_time_s / self._baseline_s)
+        self._scale = float(max(folded.unit_bytes, default=0) or 1)
         allowed: list[set[int]] = [set() for _ in self.moments]
         for n, p in self.reruns:
             k = max(0, bisect_left(self.moments, p) - 1)
@@ -135,43 +135,43 @@ class Menu:
         self._add_total(self.moments.index(self.base))
 
     def _end(self, k: int) -> int:
-        return self.moments[k + 1] if k + 1 < len(self.moments) else self.step.n_nodes + 1
+        return self.moments[k + 1] if k + 1 < len(self.moments) else self.folded.n_nodes + 1
 
     def _needed(self, allowed: Sequence[set[int]]) -> list[list[int]]:
         """By moment, the forward units that a first run or a rerun may still read."""
-        step = self.step
+        folded = self.folded
         read_again: set[int] = set()
         found = []
         for k in reversed(range(len(self.moments))):
             self.deadline.check()
             p = self.moments[k]
-            read_again.update(u for n in allowed[k] for u in step.reads[n])
-            made = min(p, step.n_forward)
+            read_again.update(u for n in allowed[k] for u in folded.reads[n])
+            made = min(p, folded.n_forward)
             found.append(
                 [
                     u
-                    for u, uses in enumerate(step.uses)
-                    if step.maker[u] < made and uses and (uses[-1] >= p or u in read_again)
+                    for u, uses in enumerate(folded.uses)
+                    if folded.maker[u] < made and uses and (uses[-1] >= p or u in read_again)
                 ]
             )
         return found[::-1]
 
     def _add_moment(self, k: int, needed: Sequence[int], allowed: Iterable[int]) -> None:
         self.deadline.check()
-        step, program, p = self.step, self.program, self.moments[k]
+        folded, program, p = self.folded, self.program, self.moments[k]
         before_keep = self.keep[-1] if k else {}
         before_rerun = self.rerun[-1] if k else {}
         touched = self._touched(k - 1) if k else set()
         keep: dict[int, int] = {}
         for u in needed:
-            sure = p in step.uses[u] or step.is_pinned(u, p) or not step.unit_bytes[u]
+            sure = p in folded.uses[u] or folded.is_pinned(u, p) or not folded.unit_bytes[u]
             if u in before_keep and u not in touched:
                 keep[u] = before_keep[u]
                 program.least[keep[u]] = max(program.least[keep[u]], float(sure))
             else:
                 keep[u] = program.variable(least=float(sure))
         rerun = {
-            n: program.variable(cost=step.time_s[n] / self._baseline_s) for n in sorted(allowed)
+            n: program.variable(cost=folded.time_s[n] / self._baseline_s) for n in sorted(allowed)
         }
         for u, column in keep.items():
             if u in before_keep and column != before_keep[u]:
@@ -179,22 +179,22 @@ class Menu:
         self.keep.append(keep)
         self.rerun.append(rerun)
         for u in keep:
-            if p not in step.uses[u] and any(p < use < self._end(k) for use in step.uses[u]):
+            if p not in folded.uses[u] and any(p < use < self._end(k) for use in folded.uses[u]):
                 self._cover(u, keep, rerun, None)
         for n, column in rerun.items():
-            for u in step.reads[n]:
+            for u in folded.reads[n]:
                 self._cover(u, keep, rerun, column)
         self._add_bytes(p, keep)
 
     def _touched(self, k: int) -> set[int]:
         """Units that something reads or makes from p_k up to the next moment."""
-        step = self.step
+        folded = self.folded
         touched = {
-            u for n in self.rerun[k] for units in (step.reads[n], step.makes[n]) for u in units
+            u for n in self.rerun[k] for units in (folded.reads[n], folded.makes[n]) for u in units
         }
-        for p in range(self.moments[k], min(self._end(k), step.n_nodes)):
-            touched.update(step.reads[p])
-            touched.update(step.makes[p])
+        for p in range(self.moments[k], min(self._end(k), folded.n_nodes)):
+            touched.update(folded.reads[p])
+            touched.update(folded.makes[p])
         return touched
 
     def _cover(
@@ -202,7 +202,7 @@ class Menu:
     ) -> None:
         """Unit u is there or made again, if its reader's column is 1 (None: in any case)."""
         columns, values = [keep[u]], [1.0]
-        maker = self.step.maker[u]
+        maker = self.folded.maker[u]
         if maker in rerun:
             columns.append(rerun[maker])
             values.append(1.0)
@@ -212,20 +212,20 @@ class Menu:
         self.program.row(columns, values, lower=1.0 if reader is None else 0.0)
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        step = self.step
+        folded = self.folded
         room = self.budget_bytes - self.allowance_bytes.get(p, 0)
-        room -= int(step.held_bytes[p]) + int(step.own_bytes[p])
-        counted = [u for u in keep if step.unit_bytes[u] and not step.is_pinned(u, p)]
+        room -= int(folded.held_bytes[p]) + int(folded.own_bytes[p])
+        counted = [u for u in keep if folded.unit_bytes[u] and not folded.is_pinned(u, p)]
         self.program.row(
             [keep[u] for u in counted],
-            [step.unit_bytes[u] / self._scale for u in counted],
+            [folded.unit_bytes[u] / self._scale for u in counted],
             upper=room / self._scale,
         )
 
     def _add_total(self, k: int) -> None:
         """The single cut's rows at p_k: a unit or node serves all spans after it together."""
-        step, program, p, keep = self.step, self.program, self.moments[k], self.keep[k]
-        made = min(p, step.n_forward)
+        folded, program, p, keep = self.folded, self.program, self.moments[k], self.keep[k]
+        made = min(p, folded.n_forward)
         spans: dict[int, list[int]] = {}
         for rerun in self.rerun[k:]:
             for n, column in rerun.items():
@@ -241,10 +241,10 @@ class Menu:
             for column in columns:
                 program.row([total[n], column], [1.0, -1.0], lower=0.0)
         for u in keep:
-            if p not in step.uses[u] and any(use > p for use in step.uses[u]):
+            if p not in folded.uses[u] and any(use > p for use in folded.uses[u]):
                 self._cover(u, keep, total, None)
         for n, column in total.items():
-            for u in step.reads[n]:
+            for u in folded.reads[n]:
                 self._cover(u, keep, total, column)
 
     def solve(self, *, below: float, time_limit_s: float) -> dict[int, frozenset[int]] | None:

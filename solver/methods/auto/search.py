@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from solver.bound import Step
+from solver.bound import FoldedGraph
 from solver.common import Deadline
-from solver.methods.auto.from_cuts import Played, play
+from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation
 from solver.methods.proposal import Proposal
 from solver.schedule import OPTIMAL_GAP, IllegalScheduleError, Schedule
 
@@ -26,10 +26,10 @@ class Search:
     why nothing was found; a search that has found something needs none of it.
     """
 
-    step: Step
+    folded: FoldedGraph
     budget_bytes: int
     end: Deadline
-    best: Played | None = None
+    best: FoldedSimulation | None = None
     lost_share: float = 0.0
     timed_out: bool = False
     cut_short: bool = False
@@ -37,7 +37,7 @@ class Search:
     work: int = 0
     kept_s: float = 0.0
 
-    def offer(self, schedule: Schedule, *, on_menu: bool = True) -> Played | None:
+    def offer(self, schedule: Schedule, *, on_menu: bool = True) -> FoldedSimulation | None:
         """Judge it; keep it if it fits and is faster than the best. None: not legal, or too late.
 
         on_menu: whether its reruns count as seen even if it is not kept.
@@ -45,11 +45,11 @@ class Search:
         if self.best is not None and self.deadline.passed:
             return None
         try:
-            played = play(self.step, schedule)
+            played = fold_simulation(self.folded, schedule)
         except IllegalScheduleError:
             return None
-        best = played.trace.peak_bytes <= self.budget_bytes and (
-            self.best is None or played.trace.time_s < self.best.trace.time_s
+        best = played.simulation.peak_bytes <= self.budget_bytes and (
+            self.best is None or played.simulation.time_s < self.best.simulation.time_s
         )
         if best:
             self.best = played
@@ -62,8 +62,8 @@ class Search:
         """Time that the best schedule loses, as a share of the baseline's; inf without one."""
         if self.best is None:
             return math.inf
-        baseline_s = self.step.graph.baseline_time_s
-        lost_s = self.best.trace.time_s - baseline_s
+        baseline_s = self.folded.graph.baseline_time_s
+        lost_s = self.best.simulation.time_s - baseline_s
         return lost_s / baseline_s if baseline_s else 0.0
 
     @property
@@ -92,7 +92,7 @@ class Search:
         return self.done or self.gap <= OPTIMAL_GAP
 
     def proposal(self) -> Proposal:
-        baseline_s = self.step.graph.baseline_time_s
+        baseline_s = self.folded.graph.baseline_time_s
         return Proposal(
             schedule=self.best.schedule if self.best else None,
             lower_bound_s=baseline_s * (1.0 + self.lost_share),

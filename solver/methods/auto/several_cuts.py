@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from solver.bound import CutProgram, Cuts
-from solver.methods.auto.from_cuts import Played, replay
+from solver.bound import CutMilp, Cuts
+from solver.methods.auto.from_cuts import FoldedSimulation, schedule_from_cuts
 from solver.methods.auto.search import Search
 
 MAX_ROUNDS = 6
@@ -32,7 +32,7 @@ GAP = 3e-4
 """A program is solved to within this share of the baseline's time."""
 
 
-def refine(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
+def offer_several_cuts(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
     """Offer what the cuts give, round by round; the last guide whose bytes no allowance cut."""
     allowance_bytes = dict.fromkeys(cuts.positions, 0)
     proven_guide: dict[int, frozenset[int]] = {}
@@ -42,7 +42,7 @@ def refine(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
         guide = dict(zip(cuts.positions, cuts.kept, strict=True))
         if not any(allowance_bytes.values()):
             proven_guide = guide
-        played = search.offer(replay(search.step, guide, deadline=search.deadline))
+        played = search.offer(schedule_from_cuts(search.folded, guide, deadline=search.deadline))
         if played is None or search.close:
             break
         over = _overflowing(played, search.budget_bytes)
@@ -51,8 +51,8 @@ def refine(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
                 allowance_bytes[p] += played.stage_bytes[p] - search.budget_bytes
             else:
                 allowance_bytes[p] = 0
-        program = CutProgram(
-            search.step,
+        program = CutMilp(
+            search.folded,
             positions=sorted(allowance_bytes),
             budget_bytes=search.budget_bytes,
             allowance_bytes=allowance_bytes,
@@ -68,7 +68,7 @@ def refine(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
     return proven_guide
 
 
-def _solve(search: Search, program: CutProgram, allowance_bytes: Mapping[int, int]) -> Cuts:
+def _solve(search: Search, program: CutMilp, allowance_bytes: Mapping[int, int]) -> Cuts:
     answer = program.program.solve(
         whole=True,
         gap=GAP,
@@ -82,7 +82,7 @@ def _solve(search: Search, program: CutProgram, allowance_bytes: Mapping[int, in
     return cuts
 
 
-def _overflowing(played: Played, budget_bytes: int) -> list[int]:
+def _overflowing(played: FoldedSimulation, budget_bytes: int) -> list[int]:
     """The moments furthest above the budget, not too close to each other."""
     stage = played.stage_bytes
     over = [p for p, live_bytes in enumerate(stage) if live_bytes > budget_bytes]

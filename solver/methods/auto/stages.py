@@ -10,7 +10,7 @@
 3. **Anchors** where it overflows: `solver.methods.auto.anchored_cut` solves the cut again with the
    narrow tensors between segments held, so that less is recomputed at a time, and with fewer bytes.
 4. **Eviction**: `solver.methods.evict` runs the step within the budget, dropping what is
-   cheapest to lose; `solver.methods.auto.drop_reruns` takes out recomputation for which there was
+   cheapest to lose; `solver.methods.auto.leaner` takes out recomputation for which there was
    room after all. The other methods are asked too, so `auto` is never worse than they are by more
    than DONE_GAP.
 5. **Several cuts at once**: the moments that overflowed join, each with its row of bytes; the
@@ -42,14 +42,21 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 from graphs.graph import Graph
-from solver.bound import Binding, Cuts, Step, binding_cut, proven_least_budget_bytes, solve_cuts
+from solver.bound import (
+    Binding,
+    Cuts,
+    FoldedGraph,
+    binding_cut,
+    proven_least_budget_bytes,
+    solve_cuts,
+)
 from solver.common import KEPT_SHARE, Deadline, OutOfTimeError
 from solver.methods.auto.anchored_cut import offer_anchored
-from solver.methods.auto.drop_reruns import improve
-from solver.methods.auto.from_cuts import replay
+from solver.methods.auto.from_cuts import schedule_from_cuts
+from solver.methods.auto.leaner import drop_recomputation
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
-from solver.methods.auto.several_cuts import refine
+from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.evict import evict
@@ -95,8 +102,8 @@ def auto(
     Ctrl-C raises InterruptedSearchError with what was best by then.
     """
     end = Deadline.after(time_limit_s)
-    step = Step.of(graph)
-    search = Search(step, budget_bytes, end, kept_s=KEPT_SHARE * time_limit_s)
+    folded = FoldedGraph.of(graph)
+    search = Search(folded, budget_bytes, end, kept_s=KEPT_SHARE * time_limit_s)
     try:
         _run(search, seed=seed, starts=starts)
     except OutOfTimeError:
@@ -109,13 +116,13 @@ def auto(
 
 def _run(search: Search, *, seed: int, starts: Sequence[Schedule]) -> None:
     """The steps of the module's docstring; `search` keeps what they find."""
-    step, budget_bytes, time_limit_s = search.step, search.budget_bytes, search.left_s
-    search.offer(replay(step, {}))
+    folded, budget_bytes, time_limit_s = search.folded, search.budget_bytes, search.left_s
+    search.offer(schedule_from_cuts(folded, {}))
     for schedule in starts:
         _offer_improved(search, schedule)
     if search.done:
         return
-    binding = binding_cut(step, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    binding = binding_cut(folded, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     search.lost_share = binding.lost_share
     search.cut_short = binding.timed_out
     if not search.done and binding.cuts is not None:
@@ -132,7 +139,7 @@ def _run(search: Search, *, seed: int, starts: Sequence[Schedule]) -> None:
         _evict_all(search, {})
     guide: Guide = {}
     if not search.close and binding.cuts is not None:
-        guide = refine(search, binding.cuts)
+        guide = offer_several_cuts(search, binding.cuts)
         if not search.close:
             _evict_all(search, guide)
     if not search.close and not _solve_small(search, seed=seed):
@@ -143,19 +150,19 @@ def _offer_cuts(search: Search, cuts: Cuts) -> None:
     """Replay what the single cut keeps: where it fits, nothing else is needed."""
     if cuts.kept is not None:
         kept = dict(zip(cuts.positions, cuts.kept, strict=True))
-        search.offer(replay(search.step, kept, deadline=search.deadline))
+        search.offer(schedule_from_cuts(search.folded, kept, deadline=search.deadline))
 
 
 def _offer_improved(search: Search, schedule: Schedule) -> None:
     """Offer it, and where it fits what is left of it when there is room for more."""
     played = search.offer(schedule)
-    if played is not None and played.trace.peak_bytes <= search.budget_bytes:
+    if played is not None and played.simulation.peak_bytes <= search.budget_bytes:
         search.offer(_improved(search, schedule))
 
 
 def _improved(search: Search, schedule: Schedule) -> Schedule:
-    return improve(
-        search.step, schedule, budget_bytes=search.budget_bytes, deadline=search.deadline
+    return drop_recomputation(
+        search.folded, schedule, budget_bytes=search.budget_bytes, deadline=search.deadline
     )
 
 
@@ -168,9 +175,9 @@ def _evict_all(search: Search, guide: Guide) -> None:
 
 def _evict(search: Search, guide: Guide, patience: float, weights: Sequence[float] | None) -> float:
     """Offer one eviction's schedule, taken to its local optimum; its seconds (inf: none)."""
-    step, budget_bytes = search.step, search.budget_bytes
+    folded, budget_bytes = search.folded, search.budget_bytes
     evicted = evict(
-        step,
+        folded,
         budget_bytes=budget_bytes,
         guide=guide,
         patience=patience,
@@ -182,23 +189,23 @@ def _evict(search: Search, guide: Guide, patience: float, weights: Sequence[floa
         return math.inf
     search.work += 10 * len(evicted.schedule.order)
     played = search.offer(_improved(search, evicted.schedule))
-    return math.inf if played is None else played.trace.time_s
+    return math.inf if played is None else played.simulation.time_s
 
 
 def _offer_least(search: Search) -> None:
     """Where nothing fits so far: the schedule of the least peak that is found."""
     deadline = search.deadline
-    proven_bytes, _ = proven_least_budget_bytes(search.step, deadline=deadline)
-    schedule, _ = least_schedule(search.step, proven_bytes=proven_bytes, deadline=deadline)
+    proven_bytes, _ = proven_least_budget_bytes(search.folded, deadline=deadline)
+    schedule, _ = least_schedule(search.folded, proven_bytes=proven_bytes, deadline=deadline)
     search.offer(schedule)
 
 
 def _solve_small(search: Search, *, seed: int) -> bool:
     """Whether the graph was small enough for the integer program, which then found the best."""
-    if search.step.n_nodes > 40:
+    if search.folded.n_nodes > 40:
         return False
     try:
-        stages = Stages.of(search.step, budget_bytes=search.budget_bytes, n_sweeps=1)
+        stages = Stages.of(search.folded, budget_bytes=search.budget_bytes, n_sweeps=1)
     except TooLargeError:
         return False
     if find_spec("pulp") is None:
@@ -206,7 +213,7 @@ def _solve_small(search: Search, *, seed: int) -> bool:
     if stages.n_variables > SMALL_VARIABLES:
         return False
     proposal = ilp(
-        search.step.graph,
+        search.folded.graph,
         budget_bytes=search.budget_bytes,
         time_limit_s=search.left_s,
         seed=seed,
@@ -214,7 +221,8 @@ def _solve_small(search: Search, *, seed: int) -> bool:
     if proposal.schedule is not None:
         search.offer(proposal.schedule)
     search.lost_share = max(
-        search.lost_share, proposal.lower_bound_s / (search.step.graph.baseline_time_s or 1.0) - 1.0
+        search.lost_share,
+        proposal.lower_bound_s / (search.folded.graph.baseline_time_s or 1.0) - 1.0,
     )
     return not proposal.timed_out
 
@@ -241,13 +249,13 @@ def _recombine_all(search: Search, binding: Binding, guide: Guide, *, seed: int)
 
 def _fill_menu(search: Search, base: int) -> None:
     """Replay the single cut's sets for less and less room."""
-    step = search.step
-    rest = int(step.held_bytes[base] + step.own_bytes[base])
+    folded = search.folded
+    rest = int(folded.held_bytes[base] + folded.own_bytes[base])
     for share in ROOM_SHARES:
         if search.done:
             return
         cuts = solve_cuts(
-            step,
+            folded,
             positions=[base],
             budget_bytes=rest + int(share * (search.budget_bytes - rest)),
             whole=True,
@@ -256,12 +264,12 @@ def _fill_menu(search: Search, base: int) -> None:
         )
         if cuts.kept is None:
             return
-        search.offer(replay(step, {base: cuts.kept[0]}, deadline=search.deadline))
+        search.offer(schedule_from_cuts(folded, {base: cuts.kept[0]}, deadline=search.deadline))
 
 
 def _search_weights(search: Search, guide: Guide, rng: random.Random) -> None:
     """Change the factors of a few units at random, keep what is no worse."""
-    n_units = search.step.n_units
+    n_units = search.folded.n_units
     patience = rng.choice(PATIENCE)
     best = [1.0] * n_units
     best_s = _evict(search, guide, patience, best)
@@ -280,7 +288,7 @@ def _ask_others(search: Search, *, seed: int) -> None:
         if search.done:
             return
         proposal = method(
-            search.step.graph,
+            search.folded.graph,
             budget_bytes=search.budget_bytes,
             time_limit_s=search.left_s,
             seed=seed,

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from graphs.graph import Graph
-from solver.chain import cut
+from solver.chain import split_into_blocks
 from solver.common import format_share, format_size
 from solver.reporting.plot.style import (
     BLUE,
@@ -34,8 +34,8 @@ from solver.schedule import (
     LAYERS,
     Occupancy,
     Schedule,
+    Simulation,
     Solution,
-    Trace,
     baseline,
     node_at,
     occupancy,
@@ -84,7 +84,7 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     else:
         _draw_outline(axes, solution, scale, bytes_per_unit)
         words = f"with the plan: {format_size(shown[1].peak_bytes)}, {overhead_words(solution)}"
-    if solution.trace is None:
+    if solution.simulation is None:
         words += f"; {overhead_words(solution)}"
     available = request.available_bytes / bytes_per_unit
     name = "budget" if not request.reserve_bytes else "budget less reserve"
@@ -106,7 +106,7 @@ def before_and_after(solution: Solution) -> tuple[Axes, ...]:
 
     The figure is that of any of the axes.
     """
-    if solution.trace is None:
+    if solution.simulation is None:
         return (memory(solution),)
     figure = Figure(figsize=(8.0, 7.4), layout="constrained")
     above, below = figure.subplots(2, sharex=True, sharey=True)
@@ -124,17 +124,19 @@ def overhead_words(solution: Solution) -> str:
     return share if share.endswith("long") else f"{share} time"
 
 
-def _shown(solution: Solution, *, without_plan: bool) -> tuple[Schedule, Trace]:
-    if without_plan or solution.schedule is None or solution.trace is None:
+def _shown(solution: Solution, *, without_plan: bool) -> tuple[Schedule, Simulation]:
+    if without_plan or solution.schedule is None or solution.simulation is None:
         return baseline(solution.graph), solution.baseline
-    return solution.schedule, solution.trace
+    return solution.schedule, solution.simulation
 
 
 class _TimeScale:
     """Seconds in a unit that suits the longest of the lines."""
 
     def __init__(self, solution: Solution) -> None:
-        longest_s = max(solution.baseline.time_s, solution.trace.time_s if solution.trace else 0.0)
+        longest_s = max(
+            solution.baseline.time_s, solution.simulation.time_s if solution.simulation else 0.0
+        )
         self.unit, self.s_per_unit = next(
             ((unit, s) for unit, s in (("s", 1.0), ("ms", 1e-3)) if longest_s >= s), ("us", 1e-6)
         )
@@ -258,7 +260,7 @@ def block_starts(
 
     Recomputation belongs to the backward segment that it is for.
     """
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     first_s: dict[str, float] = {}
     for node, start_s in zip(layers.nodes, layers.edges_s, strict=False):
         first_s.setdefault(node.name, start_s)
@@ -290,23 +292,23 @@ def _mark_peak(
     axes: Axes,
     graph: Graph,
     schedule: Schedule,
-    trace: Trace,
+    simulation: Simulation,
     layers: Occupancy,
     scale: _TimeScale,
     bytes_per_unit: float,
 ) -> None:
     """A point at the peak, with the op's name."""
-    node = node_at(graph, schedule, trace)
+    node = node_at(graph, schedule, simulation)
     totals = layers.total_bytes
-    if node is None or trace.peak_bytes not in totals:
+    if node is None or simulation.peak_bytes not in totals:
         return
-    index = totals.index(trace.peak_bytes)
+    index = totals.index(simulation.peak_bytes)
     x = scale((layers.edges_s[index] + layers.edges_s[index + 1]) / 2)
-    y = trace.peak_bytes / bytes_per_unit
+    y = simulation.peak_bytes / bytes_per_unit
     right = x > 0.6 * scale.longest
     axes.plot([x], [y], marker="o", ms=4, color=INK, ls="", zorder=7)
     axes.annotate(
-        f"peak {format_size(trace.peak_bytes)} at {_drawable(node.name)}",
+        f"peak {format_size(simulation.peak_bytes)} at {_drawable(node.name)}",
         (x, y),
         xytext=(-5 if right else 5, 7),
         textcoords="offset points",

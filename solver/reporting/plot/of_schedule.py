@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from graphs.graph import Graph, Node
-from solver.chain import Blocks, cut
+from solver.chain import Blocks, split_into_blocks
 from solver.reporting.plot.of_memory import overhead_words
 from solver.reporting.plot.style import (
     BLUE,
@@ -36,7 +36,7 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     axes = new_axes() if ax is None else ax
     graph = solution.graph
     shown = baseline(graph) if solution.schedule is None else solution.schedule
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     rows = _rows(blocks)
     runs = _runs(graph, shown)
     for row, held in _held(graph, shown, blocks).items():

@@ -20,7 +20,7 @@ def throughput(search: SizeSearch, ax: Axes | None = None) -> Axes:
     found = [(c, c.rate_per_s) for c in search.candidates if c.rate_per_s is not None]
     axes.plot([c.size for c, _ in found], [rate for _, rate in found], color=BLUE, lw=1.2, zorder=3)
     for recomputes, label in ((False, "fits as it is"), (True, "fits with recomputation")):
-        some = [(c, r) for c, r in found if (c.solution.trace.n_recomputed > 0) == recomputes]  # type: ignore[union-attr]
+        some = [(c, r) for c, r in found if (c.solution.simulation.n_recomputed > 0) == recomputes]  # type: ignore[union-attr]
         if some:
             axes.plot(
                 [c.size for c, _ in some],

@@ -125,7 +125,7 @@ def test_what_a_model_returns_keeps_its_form_and_the_gradients_their_bits(kind: 
     plain, x = Returning(put_together), torch.randn(8, 16)
     model, fitted = copy.deepcopy(plain), copy.deepcopy(plain)
     solution = keeping_nothing(trace(model, x, loss=lambda out, _batch: sum_of(parts(out))))
-    assert solution.trace.n_recomputed > 4
+    assert solution.simulation.n_recomputed > 4
     apply(model, solution)
     assert_same_bits(plain, model, x, parts)
     plain.zero_grad()

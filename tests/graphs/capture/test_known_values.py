@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, apply
-from scheduler_runtime.planned.program_cache import Programs
+from scheduler_runtime.planned.program_cache import ProgramCache
 from solver import solve
 from solver.schedule.recompute import keep
 from tests.scheduler_runtime.test_applying import one_step, solution_of
@@ -138,7 +138,7 @@ def test_without_values_there_is_nothing_to_look_at() -> None:
 
 
 def test_the_programs_of_a_module_are_bounded() -> None:
-    programs = Programs(n_kept=2)
+    programs = ProgramCache(n_kept=2)
     model = Looking(all_or_some)
     apply(model, solve(model, batch_of(8), budget="1MB"), on_mismatch="replan")
     model.forward._programs = programs

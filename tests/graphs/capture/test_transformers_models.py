@@ -47,8 +47,8 @@ def test_a_plan_runs_with_the_same_bits() -> None:
     options = {"loss": lambda output, _: output.loss}
     peak_bytes = solve(model, batch(), budget="1GB", **options).baseline.peak_bytes
     solution = solve(model, batch(), budget=int(0.8 * peak_bytes), **options)
-    assert solution.trace is not None
-    assert solution.trace.n_recomputed > 0
+    assert solution.simulation is not None
+    assert solution.simulation.n_recomputed > 0
     planned = apply(copy.deepcopy(model), solution)
     results = []
     for each in (model, planned):

@@ -79,14 +79,14 @@ def test_the_planned_step_keeps_to_the_predicted_peak_and_the_bits(share: float)
     model = copy.deepcopy(plain)
     plain_bytes = measure(copy.deepcopy(plain), batch, n_steps=1).peak_bytes
     solution = plan_chain(model, batch, budget=int(share * plain_bytes))
-    assert solution.trace is not None
+    assert solution.simulation is not None
     assert solution.scope == SCOPE
-    assert solution.trace == simulate(solution.graph, solution.schedule)
+    assert solution.simulation == simulate(solution.graph, solution.schedule)
     assert bool(solution.checkpointed) == (share < 1)
-    assert solution.trace.peak_bytes <= solution.request.available_bytes
+    assert solution.simulation.peak_bytes <= solution.request.available_bytes
     apply(model, solution)
     measured = measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes
-    assert measured <= solution.trace.peak_bytes
+    assert measured <= solution.simulation.peak_bytes
     for seed in range(2):
         for expected, got in zip(
             one_step(plain, batch, seed), one_step(model, batch, seed), strict=True

@@ -92,8 +92,8 @@ def test_the_trainer_has_the_same_losses_and_weights(
     environments = [plan.solution.environment for plan in callback.plans]
     assert [environment["gradients"] for environment in environments] == gradients
     for plan in callback.plans:
-        assert plan.solution.trace is not None
-        assert plan.solution.trace.n_recomputed > 0
+        assert plan.solution.simulation is not None
+        assert plan.solution.simulation.n_recomputed > 0
         assert plan.solution.environment["optimizer"]["name"] == "AdamW"
     with pytest.raises(ValueError, match="fit was not called"):
         plans_of(fitted)  # it is as it was

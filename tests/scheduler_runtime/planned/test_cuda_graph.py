@@ -75,7 +75,7 @@ class Recorder:
 def recorder(monkeypatch) -> Recorder:
     stands_in = Recorder()
     monkeypatch.setattr(cuda_graph, "check_model", lambda _model: None)
-    module = importlib.import_module("scheduler_runtime.apply")
+    module = importlib.import_module("scheduler_runtime.applying")
     monkeypatch.setattr(module, "check_model", lambda _model: None)
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", stands_in)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())

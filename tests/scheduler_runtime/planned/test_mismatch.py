@@ -118,8 +118,8 @@ def test_a_second_backward_pass_is_refused_and_says_what_to_do() -> None:
 def test_a_file_whose_plan_is_above_its_budget_is_refused(tmp_path: Path) -> None:
     model, batch = TiedLanguageModel(), TiedLanguageModel.batch()
     solution = solve(model, batch, budget="1GB")
-    assert solution.trace is not None
-    less = dataclasses.replace(solution.request, budget_bytes=solution.trace.peak_bytes // 2)
+    assert solution.simulation is not None
+    less = dataclasses.replace(solution.request, budget_bytes=solution.simulation.peak_bytes // 2)
     dataclasses.replace(solution, request=less).save(tmp_path / "schedule.json")
     apply(model, tmp_path / "schedule.json")
     with pytest.raises(PlanMismatchError, match="its budget leaves"):

@@ -204,8 +204,8 @@ def test_theory_beside_what_was_found():
     solution = solve(graph, budget="4GB", method="sqrt")
     text = {a.kind: a.text for a in advise(solution)}["theory"]
     plain = solve(graph, budget="4GB", method="every_block")
-    assert plain.trace is not None
-    assert solution.trace is not None
+    assert plain.simulation is not None
+    assert solution.simulation is not None
     assert f"every block 3.12 GB at {100 * plain.overhead:+.2f} %;" in text
     assert f"; this plan 3.94 GB at {100 * solution.overhead:+.2f} %." in text
     assert "does not fit" not in text

@@ -10,7 +10,7 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
 from solver.analysis.by_block import block_rows
-from solver.chain.blocks import cut
+from solver.chain.blocks import split_into_blocks
 from solver.schedule.memory import held_at_turn
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -27,12 +27,12 @@ def share_of_peak(graph: Graph, share: float) -> int:
 @pytest.mark.parametrize("method", ["auto", "every_block"])
 def test_the_rows_add_up_to_the_plan(graph, method):
     solution = solve(graph, budget=share_of_peak(graph, 0.8), method=method, time_limit_s=10)
-    assert solution.trace is not None
+    assert solution.simulation is not None
     rows = block_rows(solution)
-    assert [row.block for row in rows] == list(range(1, cut(graph).n_blocks + 1))
+    assert [row.block for row in rows] == list(range(1, split_into_blocks(graph).n_blocks + 1))
     assert sum(row.n_ops for row in rows) == len(graph.forward_nodes)
-    assert sum(row.n_again for row in rows) == solution.trace.n_recomputed > 0
-    lost_s = solution.trace.time_s - solution.baseline.time_s
+    assert sum(row.n_recomputed for row in rows) == solution.simulation.n_recomputed > 0
+    lost_s = solution.simulation.time_s - solution.baseline.time_s
     assert sum(row.again_s for row in rows) == pytest.approx(lost_s)
     sizes = {name: graph.tensor_by_name[name].size_bytes for name in graph.producer}
     kept = sum(sizes[name] for name in held_at_turn(graph, solution.schedule))
@@ -49,8 +49,8 @@ def test_a_chain_by_hand():
     rows = block_rows(solution)
     assert {row.kept_bytes + row.dropped_bytes for row in rows} == {10}
     assert all(row.forward_s == row.n_ops == 1 for row in rows)
-    assert {row.n_again for row in rows if row.kept_bytes} == {0}
-    assert all(row.again_s == row.n_again for row in rows)
+    assert {row.n_recomputed for row in rows if row.kept_bytes} == {0}
+    assert all(row.again_s == row.n_recomputed for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_chain_by_hand():
 )
 def test_the_module_of_a_block_is_what_its_ops_share(modules, shared):
     graph = residual(n_blocks=1)
-    inner = cut(graph).forward[1]
+    inner = split_into_blocks(graph).forward[1]
     assert len(inner) == 5
     module_of = dict(zip(inner, cycle(modules), strict=False))
     nodes = tuple(dataclasses.replace(n, module=module_of.get(n.name, "")) for n in graph.nodes)

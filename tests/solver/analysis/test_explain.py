@@ -10,7 +10,13 @@ import pytest
 import solver.cli.explain
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
-from solver.analysis.explain import most_recomputed, neighbours, peak, step_bytes_for, why_again
+from solver.analysis.explain import (
+    most_recomputed,
+    neighbours,
+    peak,
+    step_bytes_for,
+    why_recomputed,
+)
 from solver.cli.command import main
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -24,13 +30,13 @@ from tests.support.paths import GPT2
 def judged(graph: Graph, text: str, *, spare_bytes: int = 0) -> Solution:
     """A schedule in one line, as the answer for just the budget that it needs."""
     schedule = plan(graph, text)
-    trace = simulate(graph, schedule)
+    simulation = simulate(graph, schedule)
     return Solution(
         status="feasible",
         graph=graph,
         schedule=schedule,
-        trace=trace,
-        request=Request(budget_bytes=trace.peak_bytes + spare_bytes),
+        simulation=simulation,
+        request=Request(budget_bytes=simulation.peak_bytes + spare_bytes),
         baseline=simulate(graph, baseline(graph)),
         lower_bound_s=0.0,
         method="none",
@@ -53,7 +59,7 @@ TWICE = "f g -a h -b f g -a bh -c f bg -gb -b -a"
 
 
 def test_why_an_op_runs_again_by_hand():
-    found = why_again(judged(GRAPH, TWICE), "f")
+    found = why_recomputed(judged(GRAPH, TWICE), "f")
     assert (found.node.name, found.n_runs, found.output_bytes) == ("f", 3, 10)
     first, second = found.reruns
     assert first.dropped_after.name == "g"
@@ -68,38 +74,41 @@ def test_why_an_op_runs_again_by_hand():
     assert found.last_reader.name == "bg"
     # Kept: f runs once, and is there while bh needs most: 10 bytes more at the peak.
     assert found.kept is not None
-    assert found.kept.peak_bytes == judged(GRAPH, TWICE).trace.peak_bytes + 10
-    assert found.kept.time_s == judged(GRAPH, TWICE).trace.time_s - 2
+    assert found.kept.peak_bytes == judged(GRAPH, TWICE).simulation.peak_bytes + 10
+    assert found.kept.time_s == judged(GRAPH, TWICE).simulation.time_s - 2
 
 
 def test_keeping_an_op_saves_what_ran_for_its_sake_alone():
-    found = why_again(judged(GRAPH, "f g -a h -b f g bh -c bg -gb -b -a"), "g")
+    found = why_recomputed(judged(GRAPH, "f g -a h -b f g bh -c bg -gb -b -a"), "g")
     assert found.kept is not None
     # Without the second g the second f still serves bg.
-    assert found.kept.time_s == judged(GRAPH, "f g -a h -b f g bh -c bg -gb -b -a").trace.time_s - 2
+    assert (
+        found.kept.time_s
+        == judged(GRAPH, "f g -a h -b f g bh -c bg -gb -b -a").simulation.time_s - 2
+    )
     only_for_g = make(
         [*GRAPH.nodes[:4], op("bg", "gb b", "ga", phase="backward")],
         {t.name: t.size_bytes for t in GRAPH.tensors},
         outputs="ga",
     )
     text = "f g -a h -b f g -a bh -c bg -gb -b"
-    found = why_again(judged(only_for_g, text), "g")
+    found = why_recomputed(judged(only_for_g, text), "g")
     assert found.kept is not None
-    assert found.kept.time_s == judged(only_for_g, text).trace.time_s - 3
+    assert found.kept.time_s == judged(only_for_g, text).simulation.time_s - 3
     assert found.kept.n_recomputed == 0
 
 
 def test_an_op_that_runs_once():
-    found = why_again(judged(GRAPH, TWICE), "h")
+    found = why_recomputed(judged(GRAPH, TWICE), "h")
     assert (found.n_runs, found.reruns, found.kept) == (1, (), None)
     assert found.last_reader is not None
     assert found.last_reader.name == "bh"
     with pytest.raises(KeyError):
-        why_again(judged(GRAPH, TWICE), "absent")
+        why_recomputed(judged(GRAPH, TWICE), "absent")
 
 
 def test_a_run_that_serves_nothing_is_said_to():
-    found = why_again(judged(GRAPH, "f g h bh -c bg -gb -b -a f -a"), "f")
+    found = why_recomputed(judged(GRAPH, "f g h bh -c bg -gb -b -a f -a"), "f")
     assert [rerun.reader for rerun in found.reruns] == [None]
 
 
@@ -111,7 +120,7 @@ def test_the_peak_by_hand():
     assert found.largest == (("c", 1000), ("b", 100), ("gb", 10))
     assert found.memory_bytes["workspace"] == 5000
     assert found.resident_bytes == 1
-    assert sum(found.memory_bytes.values()) == judged(GRAPH, TWICE).trace.peak_bytes
+    assert sum(found.memory_bytes.values()) == judged(GRAPH, TWICE).simulation.peak_bytes
 
 
 def test_what_runs_again_most_time_first():
@@ -126,14 +135,14 @@ def planned() -> Solution:
 
 def test_every_op_that_runs_again_in_a_real_plan_has_a_reason(planned):
     for node, n in most_recomputed(planned):
-        found = why_again(planned, node.name)
+        found = why_recomputed(planned, node.name)
         assert len(found.reruns) == n
         assert all(r.reader is not None and r.reader.phase != "forward" for r in found.reruns)
         assert found.kept is not None
-        assert found.kept.time_s < planned.trace.time_s
+        assert found.kept.time_s < planned.simulation.time_s
         # It does not fit, or it would be kept; or what it would save is within the gap.
-        saved_s = planned.trace.time_s - found.kept.time_s
-        gap_s = planned.trace.time_s - planned.lower_bound_s
+        saved_s = planned.simulation.time_s - found.kept.time_s
+        gap_s = planned.simulation.time_s - planned.lower_bound_s
         assert found.kept.peak_bytes > planned.request.available_bytes or saved_s <= gap_s
 
 
@@ -155,7 +164,7 @@ def test_more_is_never_worse_and_less_may_be_nothing():
     assert more.schedule == solution.schedule
     less, more = neighbours(solution, step_bytes=10**5, time_limit_s=5)
     assert less is None
-    assert more.trace.time_s == more.baseline.time_s
+    assert more.simulation.time_s == more.baseline.time_s
 
 
 def test_the_step_suits_the_graph(planned):
@@ -184,7 +193,7 @@ def test_the_command_tells_it(saved, planned, capsys):
     printed = capsys.readouterr()
     assert printed.err == ""
     text = " ".join(printed.out.split())
-    found = why_again(planned, name)
+    found = why_recomputed(planned, name)
     for words in (
         "Peak stands at _log_softmax_backward_data",
         "Run again",
@@ -204,7 +213,7 @@ def test_the_command_as_json(saved, planned, capsys):
     name = most_recomputed(planned)[0][0].name
     assert main(["explain", *saved, "--op", name, "--json", "--step", "500MB"]) == 0
     value = json.loads(capsys.readouterr().out)
-    found = why_again(planned, name)
+    found = why_recomputed(planned, name)
     assert value["format"] == "explanation/1"
     assert value["op"]["kept"]["peak_bytes"] == found.kept.peak_bytes
     assert value["step_bytes"] == 500 * 10**6

@@ -224,7 +224,7 @@ def test_the_report_and_the_files(tmp_path, capsys):
     assert "has no plan within the budget" in text
     assert "more pays until" in text
     assert "Verified passed" in text  # with the batch that was found
-    assert Solution.load(schedule, graph=graph).trace.peak_bytes <= 300_000
+    assert Solution.load(schedule, graph=graph).simulation.peak_bytes <= 300_000
     assert "samples per second" in Path(page).read_text()
     assert "<svg" in Path(picture).read_text()
 

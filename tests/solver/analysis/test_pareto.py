@@ -30,7 +30,7 @@ def test_overhead_never_rises_with_the_budget(curve):
         points = curve.of(method)
         budgets = [point.request.budget_bytes for point in points]
         assert budgets == sorted(budgets)
-        times_s = [math.inf if p.trace is None else p.trace.time_s for p in points]
+        times_s = [math.inf if p.simulation is None else p.simulation.time_s for p in points]
         assert times_s == sorted(times_s, reverse=True)
 
 
@@ -39,8 +39,8 @@ def test_the_bound_never_rises_either_and_holds_for_every_method(curve):
         bounds_s = [point.lower_bound_s for point in curve.of(method)]
         assert bounds_s == sorted(bounds_s, reverse=True)
     for point in curve.points:
-        if point.trace is not None:
-            assert point.trace.time_s >= point.lower_bound_s * (1 - 1e-12)
+        if point.simulation is not None:
+            assert point.simulation.time_s >= point.lower_bound_s * (1 - 1e-12)
     at = {}
     for point in curve.points:
         at.setdefault(point.request.budget_bytes, set()).add(point.lower_bound_s)
@@ -50,9 +50,9 @@ def test_the_bound_never_rises_either_and_holds_for_every_method(curve):
 def test_every_point_fits_its_budget_by_the_judge(curve):
     for point in curve.points:
         if point.schedule is not None:
-            trace = simulate(GRAPH, point.schedule)
-            assert trace == point.trace
-            assert trace.peak_bytes <= point.request.available_bytes
+            simulation = simulate(GRAPH, point.schedule)
+            assert simulation == point.simulation
+            assert simulation.peak_bytes <= point.request.available_bytes
 
 
 def test_the_last_budget_is_the_peak_without_checkpointing(curve):
@@ -76,8 +76,8 @@ def test_a_cheaper_schedule_is_carried_up(monkeypatch):
         GRAPH, budgets=[int(small), int(large)], methods=["sqrt_then_worse"], time_limit_s=5
     ).points
     assert first.schedule is not None
-    assert second.trace is not None
-    assert second.trace.time_s <= first.trace.time_s
+    assert second.simulation is not None
+    assert second.simulation.time_s <= first.simulation.time_s
     assert second.request.budget_bytes == int(large)
 
 

@@ -11,7 +11,7 @@ from graphs.graph import Graph, Node, Tensor
 from graphs.synthetic.nets import chain, random_dag, residual, u_shape
 from graphs.synthetic.tape import Tape
 from solver.bound.cut import solve_cuts
-from solver.bound.folded import Step
+from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, lower_bound_s, proven_least_budget_bytes
 from solver.methods.least_budget import find_obstacle
 from solver.schedule.ops import Compute, Free, Schedule
@@ -43,43 +43,43 @@ def budgets(graph: Graph, least_bytes: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(0, N_RANDOM, 20))
 def test_bound_is_below_the_truth_on_random_graphs(seed: int) -> None:
     for graph in map(tiny, range(seed, seed + 20)):
-        step = Step.of(graph)
+        folded = FoldedGraph.of(graph)
         least_bytes = least_peak_bytes(graph)
-        proven_bytes, _ = proven_least_budget_bytes(step)
+        proven_bytes, _ = proven_least_budget_bytes(folded)
         assert proven_bytes <= least_bytes
         for budget_bytes in budgets(graph, least_bytes):
             truth = fastest(graph, budget_bytes=budget_bytes)
-            trace = simulate(graph, judged(graph, truth))  # the brute force obeys the judge
-            assert trace.peak_bytes <= budget_bytes
-            assert trace.time_s == pytest.approx(truth.time_s)
+            simulation = simulate(graph, judged(graph, truth))  # the brute force obeys the judge
+            assert simulation.peak_bytes <= budget_bytes
+            assert simulation.time_s == pytest.approx(truth.time_s)
             assert lower_bound_s(graph, budget_bytes=budget_bytes) <= truth.time_s + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(1000, 1060, 20))
 def test_every_set_of_moments_bounds(seed: int) -> None:
     for graph in map(tiny, range(seed, seed + 20)):
-        step = Step.of(graph)
+        folded = FoldedGraph.of(graph)
         rng = random.Random(seed)
         budget_bytes = least_peak_bytes(graph)
         truth = fastest(graph, budget_bytes=budget_bytes)
         lost = (truth.time_s / graph.baseline_time_s - 1) if graph.baseline_time_s else 0.0
-        every = range(1, step.n_nodes + 1)
+        every = range(1, folded.n_nodes + 1)
         for positions in (every, sorted(rng.sample(every, 2)), [rng.choice(every)]):
             for whole in (True, False):
                 cuts = solve_cuts(
-                    step, positions=positions, budget_bytes=budget_bytes, whole=whole, gap=0.0
+                    folded, positions=positions, budget_bytes=budget_bytes, whole=whole, gap=0.0
                 )
                 assert cuts.lost_share <= lost + 1e-9
 
 
 def test_all_moments_bound_at_least_as_much_as_each() -> None:
     for graph in map(tiny, range(2000, 2030)):
-        step = Step.of(graph)
+        folded = FoldedGraph.of(graph)
         budget_bytes = least_peak_bytes(graph)
-        every = range(1, step.n_nodes + 1)
+        every = range(1, folded.n_nodes + 1)
         options = {"budget_bytes": budget_bytes, "whole": True, "gap": 0.0}
-        together = solve_cuts(step, positions=every, **options)
-        alone = max(solve_cuts(step, positions=[p], **options).lost_share for p in every)
+        together = solve_cuts(folded, positions=every, **options)
+        alone = max(solve_cuts(folded, positions=[p], **options).lost_share for p in every)
         assert together.lost_share >= alone - 1e-5
 
 
@@ -122,10 +122,14 @@ def test_a_chain_has_the_bound_that_counting_gives() -> None:
 
 def test_lower_budgets_have_higher_bounds() -> None:
     for graph in (residual(n_blocks=8), u_shape(depth=3), gpt2()):
-        step = Step.of(graph)
-        low, high = proven_least_budget_bytes(step)[0], simulate(graph, baseline(graph)).peak_bytes
+        folded = FoldedGraph.of(graph)
+        low, high = (
+            proven_least_budget_bytes(folded)[0],
+            simulate(graph, baseline(graph)).peak_bytes,
+        )
         shares = [
-            binding_cut(step, budget_bytes=low + (high - low) * k // 6).lost_share for k in range(7)
+            binding_cut(folded, budget_bytes=low + (high - low) * k // 6).lost_share
+            for k in range(7)
         ]
         # Two MILPs may stop anywhere within their gap.
         assert all(a >= b - 2e-4 for a, b in pairwise(shares))
@@ -144,8 +148,8 @@ def test_least_budget_counts_what_may_not_run_again() -> None:
         tensors=(Tensor("x", 4), Tensor("y", 6), Tensor("big", 9), Tensor("z", 0)),
         outputs=("z",),
     )
-    assert int(Step.of(graph).least_bytes.max()) == 10
-    assert proven_least_budget_bytes(Step.of(graph))[0] == 13 == least_peak_bytes(graph)
+    assert int(FoldedGraph.of(graph).least_bytes.max()) == 10
+    assert proven_least_budget_bytes(FoldedGraph.of(graph))[0] == 13 == least_peak_bytes(graph)
 
 
 def test_an_output_made_forward_may_be_dropped_and_made_again() -> None:
@@ -181,7 +185,7 @@ def test_views_are_folded_into_their_storage() -> None:
         ),
         outputs=("h",),
     )
-    assert Step.of(graph).unit_names == ("x", "y", "g", "h")
+    assert FoldedGraph.of(graph).unit_names == ("x", "y", "g", "h")
     assert lower_bound_s(graph, budget_bytes=9) == pytest.approx(5.0)
     truth = fastest(graph, budget_bytes=8)
     assert truth.time_s == 7.0
@@ -189,10 +193,10 @@ def test_views_are_folded_into_their_storage() -> None:
 
 
 def test_same_answer_twice() -> None:
-    step = Step.of(gpt2())
+    folded = FoldedGraph.of(gpt2())
     budget_bytes = gpt2_budget_bytes(0.8)
-    assert binding_cut(step, budget_bytes=budget_bytes) == binding_cut(
-        step, budget_bytes=budget_bytes
+    assert binding_cut(folded, budget_bytes=budget_bytes) == binding_cut(
+        folded, budget_bytes=budget_bytes
     )
 
 
@@ -207,17 +211,17 @@ def test_what_a_cut_keeps_fits_to_the_byte() -> None:
         small = tape.op(f"small{i}", [wide], size_bytes=rng.randint(1, 40), time_s=0.5)
         x = tape.op(f"join{i}", [wide, small], size_bytes=1 << 31, time_s=1.0)
     graph = tape.graph(tape.op("loss", [x], size_bytes=4, time_s=0.0))
-    step = Step.of(graph)
-    small_bytes = [size for size in step.unit_bytes if size <= 40]
-    p = int(step.baseline_bytes.argmax())
+    folded = FoldedGraph.of(graph)
+    small_bytes = [size for size in folded.unit_bytes if size <= 40]
+    p = int(folded.baseline_bytes.argmax())
     for n_wide in range(4, 30, 6):
-        budget_bytes = int(step.least_bytes[p]) + (n_wide << 31) + sum(small_bytes) // 3
+        budget_bytes = int(folded.least_bytes[p]) + (n_wide << 31) + sum(small_bytes) // 3
         for whole in (False, True):
-            kept = solve_cuts(step, positions=[p], budget_bytes=budget_bytes, whole=whole).kept
+            kept = solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, whole=whole).kept
             if kept is None:
                 continue
             n_kept += 1
-            held = sum(step.unit_bytes[u] for u in kept[0] if not step.is_pinned(u, p))
-            room = budget_bytes - int(step.held_bytes[p]) - int(step.own_bytes[p])
+            held = sum(folded.unit_bytes[u] for u in kept[0] if not folded.is_pinned(u, p))
+            room = budget_bytes - int(folded.held_bytes[p]) - int(folded.own_bytes[p])
             assert held <= room
     assert n_kept

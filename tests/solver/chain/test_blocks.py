@@ -10,7 +10,7 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic import nets
 from graphs.synthetic.tape import Tape
-from solver.chain.blocks import Blocks, Storage, checkpoints, cut, forward_storages
+from solver.chain.blocks import Blocks, Storage, checkpoints, forward_storages, split_into_blocks
 from tests.support.builders import make, odd_graph, op, uniform_chain, words
 from tests.support.paths import DATA
 
@@ -39,7 +39,7 @@ def sizes(blocks: Blocks) -> list[int]:
 
 
 def test_a_chain_is_cut_everywhere() -> None:
-    blocks = cut(uniform_chain(5))
+    blocks = split_into_blocks(uniform_chain(5))
     assert blocks.forward == (("f1",), ("f2",), ("f3",), ("f4",), ("f5",))
     assert blocks.crossing == ((), ("x1",), ("x2",), ("x3",), ("x4",), ())
     # b_i reads what block i read
@@ -50,13 +50,13 @@ def test_a_chain_is_cut_everywhere() -> None:
 def test_at_most_so_many_blocks() -> None:
     graph = uniform_chain(12)
     for n in range(1, 13):
-        blocks = cut(graph, max_blocks=n)
+        blocks = split_into_blocks(graph, max_blocks=n)
         assert is_a_partition(graph, blocks)
         assert blocks.n_blocks == n
         assert max(sizes(blocks)) - min(sizes(blocks)) <= 1 + (12 % n > 0)
-    assert cut(graph, max_blocks=100) == cut(graph)
+    assert split_into_blocks(graph, max_blocks=100) == split_into_blocks(graph)
     with pytest.raises(ValueError, match="max_blocks is 0; it must be at least 1"):
-        cut(graph, max_blocks=0)
+        split_into_blocks(graph, max_blocks=0)
 
 
 def test_the_narrowest_cut_of_a_stretch_is_taken() -> None:
@@ -65,12 +65,12 @@ def test_the_narrowest_cut_of_a_stretch_is_taken() -> None:
     for i, size in enumerate((4, 4, 4, 1, 4, 4, 4, 4)):
         x = tape.op(f"f{i}", [x], size_bytes=size, time_s=1.0)
     graph = tape.graph(tape.op("loss", [x], size_bytes=1, time_s=1.0))
-    assert cut(graph, max_blocks=2).crossing[1] == ("f3",)
+    assert split_into_blocks(graph, max_blocks=2).crossing[1] == ("f3",)
 
 
 def test_residual_branches_are_not_cut() -> None:
     graph = nets.residual(n_blocks=6)
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     assert blocks.forward[0] == ("stem",)
     assert list(blocks.forward[1]) == words("0.norm 0.conv1 0.relu 0.conv2 0.add")
     assert sizes(blocks) == [1, 5, 5, 5, 5, 5, 5, 1]
@@ -85,7 +85,7 @@ def test_residual_branches_are_not_cut() -> None:
 
 def test_gpt2_is_cut_at_the_ends_of_its_branches() -> None:
     graph = Graph.load(DATA / "gpt2_small_b8_t1024.json")
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     assert is_a_partition(graph, blocks)
     # two branches in each of 12 layers; embedding, sum, last norm, logits, loss
     assert sizes(blocks) == [1, 3, *([5] * 24), 1, 2, 1]
@@ -111,7 +111,7 @@ def test_shrinking_tensors_are_cut_on_the_narrow_side() -> None:
         size //= 4
         x = tape.op(f"pool{i}", [x], size_bytes=size, time_s=1.0)
     graph = tape.graph(tape.op("loss", [x], size_bytes=0, time_s=1.0))
-    crossing = {name for names in cut(graph).crossing for name in names}
+    crossing = {name for names in split_into_blocks(graph).crossing for name in names}
     assert {"pool0", "pool1", "pool2"} <= crossing
     assert not {"relu0", "relu1"} & crossing
 
@@ -130,7 +130,7 @@ def test_a_mask_that_crosses_everything_changes_no_cut(mask_bytes: int) -> None:
             x = tape.op(f"{i}.add", [x, h], size_bytes=100, time_s=1.0)
         return tape.graph(tape.op("loss", [x], size_bytes=1, time_s=1.0))
 
-    plain, masked = cut(stack(masked=False)), cut(stack(masked=True))
+    plain, masked = split_into_blocks(stack(masked=False)), split_into_blocks(stack(masked=True))
     assert masked.companions == {"mask"}
     assert masked.forward[-9:] == plain.forward[-9:]
     assert all("mask" in crossing for crossing in masked.crossing[2:9])
@@ -141,14 +141,14 @@ def test_a_mask_that_crosses_everything_changes_no_cut(mask_bytes: int) -> None:
 
 def test_long_skips_accompany_a_u_shape() -> None:
     graph = nets.u_shape()
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     assert is_a_partition(graph, blocks)
     assert {"down0.relu1", "down1.relu1"} <= blocks.companions
 
 
 def test_all_to_all_wiring_keeps_the_features() -> None:
     graph = nets.dense(n_layers=16)
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     assert is_a_partition(graph, blocks)
     assert "stem" in blocks.companions
     assert not any(name.endswith(".cat") for name in blocks.companions)
@@ -159,20 +159,20 @@ def test_a_graph_that_is_nowhere_narrow_is_one_block() -> None:
     nodes = [op(f"f{i}", " ".join(["x", *(f"t{j}" for j in range(i))]), f"t{i}") for i in range(4)]
     nodes.append(op("q", "t0 t1 t2 t3", "g", phase="backward"))
     names = ["x", "t0", "t1", "t2", "t3", "g"]
-    blocks = cut(make(nodes, dict.fromkeys(names, 1), outputs="g"))
+    blocks = split_into_blocks(make(nodes, dict.fromkeys(names, 1), outputs="g"))
     assert blocks.n_blocks <= 2
     assert blocks.backward[blocks.n_blocks - 1] == ("q",)
 
 
 def test_one_node_no_node_and_no_backward() -> None:
     one = make([op("f", "x", "a")], {"x": 1, "a": 1}, outputs="a")
-    assert cut(one).forward == (("f",),)
-    assert cut(one).backward == ((), ())
+    assert split_into_blocks(one).forward == (("f",),)
+    assert split_into_blocks(one).backward == ((), ())
     none = make([], {"x": 1})
-    assert cut(none) == Blocks((), ((),), (), ((),), frozenset())
+    assert split_into_blocks(none) == Blocks((), ((),), (), ((),), frozenset())
     later = make([op("b", "x", "a", phase="backward")], {"x": 1, "a": 1})
-    assert cut(later).backward == (("b",),)
-    assert is_a_partition(later, cut(later))
+    assert split_into_blocks(later).backward == (("b",),)
+    assert is_a_partition(later, split_into_blocks(later))
 
 
 def test_the_callers_loss_and_the_optimizer_stand_apart() -> None:
@@ -188,7 +188,7 @@ def test_the_callers_loss_and_the_optimizer_stand_apart() -> None:
         dict.fromkeys(words("x h y loss grad.y grad.h grad.w"), 4),
         outputs="loss",
     )
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     assert blocks.backward[-1] == ("criterion",)
     assert blocks.after == ("adam",)
     assert blocks.crossing[-1] == ("y",)
@@ -201,7 +201,7 @@ def test_a_weight_gradient_put_off_does_not_disturb_the_descent() -> None:
     nodes = [*graph.nodes[:-1], late, graph.nodes[-1]]
     tensors = [*graph.tensors, replace(graph.tensors[0], name="grad.w")]
     moved = Graph(nodes=tuple(nodes), tensors=tuple(tensors), outputs=("g0", "grad.w"))
-    blocks = cut(moved)
+    blocks = split_into_blocks(moved)
     assert blocks.backward[:5] == (("b1",), ("b2", "late"), ("b3",), ("b4",), ("b5",))
     assert is_a_partition(moved, blocks)
 
@@ -210,17 +210,17 @@ def test_names_and_modules_mean_nothing() -> None:
     graph = Graph.load(DATA / "gpt2_small_b8_t1024.json")
     nodes = tuple(replace(n, name=f"n{i}", op="?", module="") for i, n in enumerate(graph.nodes))
     renamed = Graph(nodes=nodes, tensors=graph.tensors, outputs=graph.outputs)
-    assert cut(renamed).crossing == cut(graph).crossing
-    assert sizes(cut(renamed)) == sizes(cut(graph))
+    assert split_into_blocks(renamed).crossing == split_into_blocks(graph).crossing
+    assert sizes(split_into_blocks(renamed)) == sizes(split_into_blocks(graph))
 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_any_graph_can_be_cut(seed: int) -> None:
     graph = odd_graph(seed, n_forward=seed % 25, n_later=seed % 13)
-    finest = cut(graph)
+    finest = split_into_blocks(graph)
     assert is_a_partition(graph, finest)
     for n in (1, 2, 5):
-        blocks = cut(graph, max_blocks=n)
+        blocks = split_into_blocks(graph, max_blocks=n)
         assert is_a_partition(graph, blocks)
         assert blocks.n_blocks <= n
         assert blocks.companions == finest.companions
@@ -228,7 +228,7 @@ def test_any_graph_can_be_cut(seed: int) -> None:
 
 def test_checkpoints() -> None:
     graph = uniform_chain(6)
-    blocks = cut(graph, max_blocks=3)
+    blocks = split_into_blocks(graph, max_blocks=3)
     assert checkpoints(graph, blocks, n_whole=0) == {"x2", "x4"}
     assert checkpoints(graph, blocks, n_whole=1) == {"x2", "x4", "x5", "x6"}
     assert checkpoints(graph, blocks, n_whole=3) == {f"x{i}" for i in range(1, 7)}

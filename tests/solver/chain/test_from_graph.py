@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from solver.chain.blocks import Blocks, cut
+from solver.chain.blocks import Blocks, split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from tests.support.builders import make, odd_graph, op, uniform_chain
 
 
 def test_a_uniform_chain_in_numbers() -> None:
     graph = uniform_chain(4, unit_bytes=10)
-    chain = to_chain(graph, cut(graph))
+    chain = to_chain(graph, split_into_blocks(graph))
     assert chain.forward_s == (1.0,) * 4
     assert chain.backward_s == (1.0, 1.0, 1.0, 2.0, 0.0)  # the loss is of the last block
     assert chain.input_bytes == (0, 10, 10, 10, 0)
@@ -19,7 +19,7 @@ def test_a_uniform_chain_in_numbers() -> None:
     # x_4 is no block's input: the last block makes it as workspace unless it is saved
     assert chain.forward_workspace_bytes == (0, 0, 0, 10)
     assert chain.backward_workspace_bytes == (0, 0, 0, 0, 0)
-    assert constant_bytes(graph, cut(graph)) == 10
+    assert constant_bytes(graph, split_into_blocks(graph)) == 10
 
 
 def test_workspace_gradients_and_companions_in_numbers() -> None:
@@ -59,7 +59,7 @@ def test_workspace_gradients_and_companions_in_numbers() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_numbers_add_up(seed: int) -> None:
     graph = odd_graph(seed, n_forward=seed % 15 + 1, n_later=seed % 9)
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     chain = to_chain(graph, blocks)
     counted = [node for node in graph.nodes if node.phase != "optimizer"]
     total_s = sum(chain.forward_s) + sum(chain.backward_s)

@@ -18,7 +18,7 @@ from solver.chain.problem import (
     ForwardKeepingOutput,
     IllegalChainError,
     keeping_everything,
-    replay,
+    simulate_chain,
 )
 
 TWO = Chain(
@@ -57,9 +57,9 @@ def test_keeping_everything_by_hand() -> None:
         Backward(1),
     )
     # Backward(3): x_0, saved_1, saved_2, the gradient of x_2 being made, workspace
-    assert replay(TWO, ops) == (31.0, 1 + 30 + 500 + 100 + 5000)
+    assert simulate_chain(TWO, ops) == (31.0, 1 + 30 + 500 + 100 + 5000)
     # Backward(2): x_0, saved_1, saved_2, the gradients of x_2 and x_1
-    assert replay(quiet(TWO), ops) == (31.0, 1 + 30 + 500 + 100 + 10)
+    assert simulate_chain(quiet(TWO), ops) == (31.0, 1 + 30 + 500 + 100 + 10)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_is_there_while_each_operation_runs(
     sizes = [0] * len(getattr(TWO, name))
     sizes[entry] = 100_000
     chain = replace(quiet(TWO), **{name: tuple(sizes)})
-    assert replay(chain, RECOMPUTED) == (32.0, peak_bytes)
+    assert simulate_chain(chain, RECOMPUTED) == (32.0, peak_bytes)
 
 
 def test_moving_on_lets_go_of_the_input_only_after_the_output_is_there() -> None:
@@ -99,11 +99,11 @@ def test_moving_on_lets_go_of_the_input_only_after_the_output_is_there() -> None
     )
     # Backward(4): x_0, x_2, what block 3 saves, the gradient of x_3; Backward(3) as much and that
     # of x_2. x_1 went when x_2 was there.
-    assert replay(chain, ops) == (6.0, 5 + 70 + 700 + 700 + 70)
+    assert simulate_chain(chain, ops) == (6.0, 5 + 70 + 700 + 700 + 70)
     kept = tuple(ForwardKeepingInput(2) if op == ForwardKeepingOutput(2) else op for op in ops)
     with pytest.raises(IllegalChainError, match="op 5: the output of block 1 is there already"):
-        replay(chain, kept)
-    assert replay(chain, (*kept[:5], *kept[6:])) == (5.0, 5 + 7 + 70 + 700 + 700 + 70)
+        simulate_chain(chain, kept)
+    assert simulate_chain(chain, (*kept[:5], *kept[6:])) == (5.0, 5 + 7 + 70 + 700 + 700 + 70)
 
 
 def test_an_output_there_by_itself_counts_twice_while_its_block_saves() -> None:
@@ -116,8 +116,8 @@ def test_an_output_there_by_itself_counts_twice_while_its_block_saves() -> None:
         Backward(1),
     )
     chain = replace(quiet(TWO), forward_workspace_bytes=(0, 10_000))
-    assert replay(chain, ops)[1] == 1 + 10 + 100 + 500 + 10_000
-    assert replay(quiet(TWO), ops)[1] == 1 + 10 + 500 + 100 + 10  # as without: it is merged
+    assert simulate_chain(chain, ops)[1] == 1 + 10 + 100 + 500 + 10_000
+    assert simulate_chain(quiet(TWO), ops)[1] == 1 + 10 + 500 + 100 + 10  # as without: it is merged
 
 
 def test_a_dropped_output_is_gone() -> None:
@@ -125,16 +125,16 @@ def test_a_dropped_output_is_gone() -> None:
     again = (ForwardKeepingInput(1), ForwardKeepingAll(2), Drop(2), Backward(2))
     end = (ForwardKeepingAll(1), Backward(1))
     with pytest.raises(IllegalChainError, match="op 6: the output of block 2 is not there by"):
-        replay(TWO, ops + again + end)
-    cost_s, _ = replay(TWO, ops + again[:2] + again[3:] + end)
+        simulate_chain(TWO, ops + again + end)
+    cost_s, _ = simulate_chain(TWO, ops + again[:2] + again[3:] + end)
     assert cost_s == 28 + 3 * 1.0 + 2 * 2.0
     with pytest.raises(IllegalChainError, match=r"op 4: .* reads x_1, which is not there"):
-        replay(TWO, ops + again[1:])
+        simulate_chain(TWO, ops + again[1:])
 
 
 def test_zero_sizes_and_times_are_nothing_special() -> None:
     chain = Chain((0,), (0, 0), (0, 0), (0, 0), (0,), (0, 0))
-    assert replay(chain, keeping_everything(chain)) == (0.0, 0)
+    assert simulate_chain(chain, keeping_everything(chain)) == (0.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +165,16 @@ def test_zero_sizes_and_times_are_nothing_special() -> None:
 )
 def test_illegal_operations_are_refused(ops: tuple[ChainOp, ...], message: str) -> None:
     with pytest.raises(IllegalChainError, match=message):
-        replay(TWO, ops)
+        simulate_chain(TWO, ops)
 
 
 def test_the_refusal_says_where() -> None:
     with pytest.raises(IllegalChainError) as caught:
-        replay(TWO, (ForwardKeepingAll(1), Backward(3)))
+        simulate_chain(TWO, (ForwardKeepingAll(1), Backward(3)))
     assert caught.value.position == 1
     assert "x_2" in caught.value.reason
     with pytest.raises(IllegalChainError) as caught:
-        replay(TWO, ())
+        simulate_chain(TWO, ())
     assert caught.value.position is None
 
 
@@ -229,4 +229,4 @@ def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
 def test_the_unused_entry_may_be_anything() -> None:
     assert replace(TWO, saved_bytes=(999, 30, 500)).saved_bytes[0] == 999
     ops = keeping_everything(TWO)
-    assert replay(replace(TWO, saved_bytes=(999, 30, 500)), ops) == replay(TWO, ops)
+    assert simulate_chain(replace(TWO, saved_bytes=(999, 30, 500)), ops) == simulate_chain(TWO, ops)

@@ -25,7 +25,7 @@ from solver.chain.problem import (
     ForwardKeepingOutput,
     IllegalChainError,
     keeping_everything,
-    replay,
+    simulate_chain,
 )
 from solver.chain.rotor import solve_chain
 from tests.support.chain_truth import brute_force, plain_recurrence
@@ -67,7 +67,7 @@ def uniform(n_blocks: int, *, saved_bytes: int = 3) -> Chain:
 
 
 def unbounded_peak(chain: Chain) -> int:
-    return replay(chain, keeping_everything(chain))[1]
+    return simulate_chain(chain, keeping_everything(chain))[1]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_equals_brute_force_over_persistent_schedules(seed: int) -> None:
         assert (math.inf if solution is None else solution.cost_s) == truth_s
         if solution is not None:
             assert solution.peak_bytes <= budget_bytes
-            cost_s, peak_bytes = replay(chain, ops)
+            cost_s, peak_bytes = simulate_chain(chain, ops)
             assert cost_s == truth_s
             assert peak_bytes <= budget_bytes
 
@@ -120,7 +120,7 @@ def test_never_below_brute_force_over_all_schedules(seed: int) -> None:
     solution = solve_chain(chain, budget_bytes=budget_bytes)
     assert (math.inf if solution is None else solution.cost_s) >= truth_s
     if ops:
-        cost_s, peak_bytes = replay(chain, ops)
+        cost_s, peak_bytes = simulate_chain(chain, ops)
         assert cost_s == truth_s
         assert peak_bytes <= budget_bytes
 
@@ -244,7 +244,7 @@ def test_rounding_never_overruns(chain: Chain, share: float, n_slots: int) -> No
     solution = solve_chain(chain, budget_bytes=budget_bytes, n_slots=n_slots)
     if solution is not None:
         assert solution.peak_bytes <= budget_bytes
-        assert replay(chain, solution.ops) == (solution.cost_s, solution.peak_bytes)
+        assert simulate_chain(chain, solution.ops) == (solution.cost_s, solution.peak_bytes)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -331,7 +331,7 @@ def test_the_judge_refuses_mutants(seed: int) -> None:
         for kind, ops in mutants(chain, solution.ops) if solution else ():
             n_mutants += 1
             try:
-                cost_s, peak_bytes = replay(chain, ops)
+                cost_s, peak_bytes = simulate_chain(chain, ops)
             except IllegalChainError:
                 n_refused += 1
                 continue

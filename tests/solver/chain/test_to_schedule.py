@@ -8,8 +8,8 @@ import pytest
 
 from graphs.graph import Graph
 from graphs.synthetic import nets
-from solver.chain.blocks import Blocks, checkpoints, cut
-from solver.chain.to_schedule import Playback
+from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
+from solver.chain.to_schedule import ChainToSchedule
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
@@ -18,7 +18,7 @@ from tests.support.builders import odd_graph, uniform_chain, words
 
 def play(graph: Graph, blocks: Blocks, text: str) -> Schedule:
     """ "k1" keeps block 1's output and input, "n1" its output alone, "a1" all; "b1": backward."""
-    playback = Playback(graph, blocks)
+    playback = ChainToSchedule(graph, blocks)
     for word in words(text):
         kind, block = word[0], int(word[1:])
         if kind == "a":
@@ -32,7 +32,7 @@ def play(graph: Graph, blocks: Blocks, text: str) -> Schedule:
 
 def test_operations_by_hand() -> None:
     graph = uniform_chain(4)
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     assert blocks.backward[3] == ("loss", "b4")
 
     def order(text: str) -> str:
@@ -53,7 +53,7 @@ def test_operations_by_hand() -> None:
 def test_what_a_run_again_makes_beside_its_output_is_dropped() -> None:
     """Blocks of two ops: running through one to its end keeps the end alone."""
     graph = uniform_chain(6)
-    blocks = cut(graph, max_blocks=3)
+    blocks = split_into_blocks(graph, max_blocks=3)
     assert [len(names) for names in blocks.forward] == [2, 2, 2]
     schedule = play(graph, blocks, "k1 n2 a3 b4 b3 k1 a2 b2 a1 b1")
     assert " ".join(schedule.order) == "f1 f2 f3 f4 f5 f6 loss b6 b5 f1 f2 f3 b4 b3 f1 b2 b1"
@@ -85,7 +85,7 @@ def with_loss(text: list[str], n_blocks: int) -> str:
 def test_any_persistent_schedule_is_legal_on_any_graph(seed: int) -> None:
     rng = random.Random(seed)
     graph = odd_graph(seed, n_forward=rng.randint(1, 14), n_later=rng.randint(0, 9))
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     for _ in range(4):
         text = with_loss(persistent(rng, 1, blocks.n_blocks), blocks.n_blocks)
         assert simulate(graph, play(graph, blocks, text)).time_s >= graph.baseline_time_s
@@ -101,7 +101,7 @@ def test_any_persistent_schedule_is_legal_on_any_graph(seed: int) -> None:
     ],
 )
 def test_keeping_all_or_every_input_on_nets(graph: Graph) -> None:
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     n = blocks.n_blocks
     down = " ".join(f"b{block}" for block in range(n, 0, -1))
     everything = " ".join(f"a{block}" for block in range(1, n + 1))

@@ -17,14 +17,14 @@ import pytest
 from graphs.files import FormatError
 from graphs.synthetic import nets
 from solver import solve
-from solver.bound.cut import CutProgram, solve_cuts
-from solver.bound.folded import Step
+from solver.bound.cut import CutMilp, solve_cuts
+from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import proven_least_budget_bytes
-from solver.bound.milp import Answer, Program
+from solver.bound.milp import Answer, Milp
 from solver.common import deadline as clock
 from solver.common.deadline import KEPT_SHARE, Deadline, OutOfTimeError
-from solver.methods.auto.drop_reruns import improve
-from solver.methods.auto.from_cuts import replay
+from solver.methods.auto.from_cuts import schedule_from_cuts
+from solver.methods.auto.leaner import drop_recomputation
 from solver.methods.auto.recombine import Menu
 from solver.methods.evict import evict
 from solver.methods.ilp import ilp
@@ -61,19 +61,19 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     found = Counter()
     monkeypatch.setattr(clock, "now_s", found)
     # A counted second is no second for the linear programs: they get as long as they like.
-    solved = Program.solve
+    solved = Milp.solve
 
-    def at_once(self: Program, *, time_limit_s: float = math.inf, **options: Any) -> Answer:
+    def at_once(self: Milp, *, time_limit_s: float = math.inf, **options: Any) -> Answer:
         return solved(self, time_limit_s=math.inf if time_limit_s > 0 else 0.0, **options)
 
-    monkeypatch.setattr(Program, "solve", at_once)
+    monkeypatch.setattr(Milp, "solve", at_once)
     monkeypatch.setattr("solver.methods.least_budget.BASE_WORK", 100_000)
     monkeypatch.setattr("solver.methods.auto.stages.MAX_WORK", 100_000)
     return found
 
 
 def budget_at(share: float) -> int:
-    least_bytes, _ = proven_least_budget_bytes(Step.of(GRAPH))
+    least_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(GRAPH))
     peak_bytes = simulate(GRAPH, baseline(GRAPH)).peak_bytes
     return least_bytes + int(share * (peak_bytes - least_bytes))
 
@@ -89,9 +89,9 @@ def test_every_loop_ends_at_the_deadline(method: str, share: float, counter: Cou
         counter.looks = 0
         found = answer(GRAPH, dataclasses.replace(request, time_limit_s=float(limit_s)))
         assert counter.looks <= limit_s + AFTERWARDS
-        if found.trace is not None:
-            assert found.trace.peak_bytes <= request.available_bytes
-        assert found.timed_out or found.obstacle is not None or found.trace == full.trace
+        if found.simulation is not None:
+            assert found.simulation.peak_bytes <= request.available_bytes
+        assert found.timed_out or found.obstacle is not None or found.simulation == full.simulation
 
 
 def test_the_clock_that_does_not_run_out_changes_nothing(counter: Counter) -> None:
@@ -104,11 +104,11 @@ def test_the_clock_that_does_not_run_out_changes_nothing(counter: Counter) -> No
 
 
 def test_parts_end_at_a_deadline_in_the_past() -> None:
-    step, budget_bytes = Step.of(GRAPH), budget_at(0.3)
+    step, budget_bytes = FoldedGraph.of(GRAPH), budget_at(0.3)
     base = int(step.least_bytes.argmax())
-    thrifty = replay(step, {base: frozenset()})
-    assert improve(step, thrifty, budget_bytes=10**15) != thrifty
-    assert improve(step, thrifty, budget_bytes=10**15, deadline=PAST) is thrifty
+    thrifty = schedule_from_cuts(step, {base: frozenset()})
+    assert drop_recomputation(step, thrifty, budget_bytes=10**15) != thrifty
+    assert drop_recomputation(step, thrifty, budget_bytes=10**15, deadline=PAST) is thrifty
     assert evict(step, budget_bytes=budget_bytes).schedule is not None
     late = evict(step, budget_bytes=int(step.least_bytes.max()), deadline=PAST)
     assert late.schedule is None
@@ -116,8 +116,8 @@ def test_parts_end_at_a_deadline_in_the_past() -> None:
     assert (cuts.kept, cuts.lost_share, cuts.timed_out) == (None, 0.0, True)
     options: Any = {"budget_bytes": budget_bytes, "allowance_bytes": {}, "deadline": PAST}
     for run in (
-        lambda: replay(step, {}, deadline=PAST),
-        lambda: CutProgram(step, positions=[base], **options),
+        lambda: schedule_from_cuts(step, {}, deadline=PAST),
+        lambda: CutMilp(step, positions=[base], **options),
         lambda: Menu(step, moments=[base], reruns=(), base=base, **options),
         lambda: Stages.of(step, budget_bytes=budget_bytes, n_sweeps=1, deadline=PAST),
         lambda: next(reversals(GRAPH, deadline=PAST)),

@@ -20,7 +20,7 @@ from solver.cli.command import main
 from solver.emit.closest_setting import nearest
 from solver.emit.model_layers import NoLayersError, layers
 from solver.emit.systems import SYSTEMS
-from solver.module_checkpointing.stretches import Stretch, play
+from solver.module_checkpointing.stretches import Stretch, schedule_from_stretches
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.command import failed, write_model
@@ -78,20 +78,22 @@ HANDED_ON_BYTES = 1024 * 64 * 4
 )
 def test_a_forecast_is_what_a_checkpointed_model_takes(graph, n_layers, reentrant, more_bytes):
     stretches = [Stretch(layer.names, stops_early=not reentrant) for layer in layers(graph)]
-    predicted = simulate(graph, play(graph, stretches[:n_layers]))
+    predicted = simulate(graph, schedule_from_stretches(graph, stretches[:n_layers]))
     model = Net(checkpointed=n_layers, reentrant=reentrant)
     measured = measure(model, batch(), n_steps=1)
     assert predicted.peak_bytes + more_bytes == pytest.approx(measured.peak_bytes, abs=10**5)
 
 
 def test_without_stretches_the_step_is_the_baseline(graph):
-    assert play(graph, []) == baseline(graph)
+    assert schedule_from_stretches(graph, []) == baseline(graph)
 
 
 def test_every_layer_runs_once_more(graph):
     found = layers(graph)
     assert [layer.path for layer in found] == [f"layers.{i}" for i in range(6)]
-    schedule = play(graph, [Stretch(layer.names, stops_early=True) for layer in found])
+    schedule = schedule_from_stretches(
+        graph, [Stretch(layer.names, stops_early=True) for layer in found]
+    )
     n_runs = {name: 0 for layer in found for name in layer.names}
     for op in schedule.ops:
         if getattr(op, "node", "") in n_runs:
@@ -116,7 +118,9 @@ def test_stretches_of_any_graph_make_a_legal_schedule(seed, n_stretches, early):
         )
         for start in range(0, len(names), size)
     ]
-    trace_of = simulate(graph, play(graph, stretches))  # raises where a rule is broken
+    trace_of = simulate(
+        graph, schedule_from_stretches(graph, stretches)
+    )  # raises where a rule is broken
     assert trace_of.time_s >= graph.baseline_time_s
 
 
@@ -127,16 +131,16 @@ def test_the_nearest_setting_is_the_fastest_that_fits(graph, system):
     tight = nearest(graph, system=system, budget_bytes=int(0.7 * plain.peak_bytes))
     none = nearest(graph, system=system, budget_bytes=graph.resident_bytes)
     assert roomy.fits
-    assert roomy.setting.trace.n_recomputed == 0
+    assert roomy.setting.simulation.n_recomputed == 0
     assert tight.fits
-    assert tight.setting.trace.peak_bytes <= 0.7 * plain.peak_bytes
-    assert tight.setting.trace.time_s > plain.time_s
+    assert tight.setting.simulation.peak_bytes <= 0.7 * plain.peak_bytes
+    assert tight.setting.simulation.time_s > plain.time_s
     assert not none.fits
     candidates = [c for f in SYSTEMS[system].families(graph, layers(graph)) for c in f]
-    judged = [simulate(graph, play(graph, c.stretches)) for c in candidates]
+    judged = [simulate(graph, schedule_from_stretches(graph, c.stretches)) for c in candidates]
     fitting = [t.time_s for t in judged if t.peak_bytes <= 0.7 * plain.peak_bytes]
-    assert tight.setting.trace.time_s == min(fitting)
-    assert none.setting.trace.peak_bytes == min(t.peak_bytes for t in judged)
+    assert tight.setting.simulation.time_s == min(fitting)
+    assert none.setting.simulation.peak_bytes == min(t.peak_bytes for t in judged)
 
 
 def test_a_long_family_is_searched_by_halves():

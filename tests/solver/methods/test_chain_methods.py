@@ -10,16 +10,16 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.chain.binomial import n_extra_steps
-from solver.chain.blocks import cut
+from solver.chain.blocks import split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.rotor import solve_chain
-from solver.methods.dp import dp, play_chain
+from solver.methods.dp import chain_to_schedule, dp
 from solver.methods.every_block import every_block
 from solver.methods.proposal import Proposal
-from solver.methods.revolve import play_reversal, revolve
+from solver.methods.revolve import reversal_to_schedule, revolve
 from solver.methods.sqrt import sqrt
 from solver.schedule.recompute import baseline
-from solver.schedule.simulator import Trace, simulate
+from solver.schedule.simulator import Simulation, simulate
 from tests.support.brute_force import fastest
 from tests.support.builders import uniform_chain
 
@@ -34,17 +34,21 @@ def test_reversal_of_a_uniform_chain_takes_the_fewest_steps(
     Of the steps that save nothing n - 1 are first runs.
     """
     graph = uniform_chain(n_blocks)
-    trace = simulate(graph, play_reversal(graph, cut(graph), n_snapshots=n_snapshots))
+    simulation = simulate(
+        graph, reversal_to_schedule(graph, split_into_blocks(graph), n_snapshots=n_snapshots)
+    )
     extra = n_extra_steps(n_steps=n_blocks, n_snapshots=n_snapshots)
-    assert trace.n_recomputed == extra - (n_blocks - 1)
+    assert simulation.n_recomputed == extra - (n_blocks - 1)
     # snapshots (x_0 is one), the state, the next one, two gradients; at most all states at the loss
-    assert trace.peak_bytes <= min(n_snapshots + 3, n_blocks + 2)
+    assert simulation.peak_bytes <= min(n_snapshots + 3, n_blocks + 2)
 
 
 def test_fewer_snapshots_take_less_memory_and_more_time() -> None:
     graph = uniform_chain(30)
-    blocks = cut(graph)
-    traces = [simulate(graph, play_reversal(graph, blocks, n_snapshots=n)) for n in range(1, 31)]
+    blocks = split_into_blocks(graph)
+    traces = [
+        simulate(graph, reversal_to_schedule(graph, blocks, n_snapshots=n)) for n in range(1, 31)
+    ]
     assert all(few.time_s >= many.time_s for few, many in pairwise(traces))
     assert all(few.peak_bytes <= many.peak_bytes for few, many in pairwise(traces))
 
@@ -54,12 +58,12 @@ def test_revolve_reaches_budgets_that_running_once_more_cannot() -> None:
     budget_bytes = 7000
     proposal = revolve(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0)
     assert proposal.schedule is not None
-    trace = simulate(graph, proposal.schedule)
-    assert trace.peak_bytes <= budget_bytes
-    assert trace.n_recomputed > 2 * 41
+    simulation = simulate(graph, proposal.schedule)
+    assert simulation.peak_bytes <= budget_bytes
+    assert simulation.n_recomputed > 2 * 41
 
 
-def judged(graph: Graph, proposal: Proposal) -> Trace | None:
+def judged(graph: Graph, proposal: Proposal) -> Simulation | None:
     return simulate(graph, proposal.schedule) if proposal.schedule else None
 
 
@@ -78,11 +82,11 @@ def test_dp_finds_the_truth_on_a_uniform_chain(budget_bytes: int) -> None:
     """Of six blocks: no schedule at all is faster (by exhaustion over every state)."""
     graph = strict_chain(6)
     truth = fastest(graph, budget_bytes=budget_bytes)
-    trace = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0))
-    if trace is None:
+    simulation = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0))
+    if simulation is None:
         assert truth.ops is None
     else:
-        assert trace.time_s == truth.time_s
+        assert simulation.time_s == truth.time_s
 
 
 def test_dp_on_a_chain_is_never_worse_than_the_rules_of_thumb() -> None:
@@ -93,19 +97,21 @@ def test_dp_on_a_chain_is_never_worse_than_the_rules_of_thumb() -> None:
             best = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0))
             for method in (every_block, sqrt, revolve):
                 other = method(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0)
-                trace = judged(graph, other)
-                assert trace is None or (best is not None and best.time_s <= trace.time_s + 1e-9)
+                simulation = judged(graph, other)
+                assert simulation is None or (
+                    best is not None and best.time_s <= simulation.time_s + 1e-9
+                )
 
 
 @pytest.mark.parametrize("part", [0.9, 0.6, 0.4])
 def test_the_chain_reckons_as_the_judge_does_on_a_uniform_chain(part: float) -> None:
     graph = nets.chain(n_blocks=20)
-    blocks = cut(graph)
+    blocks = split_into_blocks(graph)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     chain_bytes = int(part * peak_bytes) - constant_bytes(graph, blocks)
     solution = solve_chain(to_chain(graph, blocks), budget_bytes=chain_bytes)
     assert solution is not None
-    trace = simulate(graph, play_chain(graph, blocks, solution.ops, keep_inputs=False))
-    slack = solution.peak_bytes + constant_bytes(graph, blocks) - trace.peak_bytes
+    simulation = simulate(graph, chain_to_schedule(graph, blocks, solution.ops, keep_inputs=False))
+    slack = solution.peak_bytes + constant_bytes(graph, blocks) - simulation.peak_bytes
     assert 0 <= slack <= 1010  # at most one tensor: the output that a backward pass may not need
-    assert trace.time_s <= solution.cost_s
+    assert simulation.time_s <= solution.cost_s

@@ -32,9 +32,9 @@ def test_equals_the_truth(seed: int) -> None:
                 assert proposal.schedule is None
                 continue
             assert proposal.schedule is not None
-            trace = simulate(graph, proposal.schedule)
-            assert trace.peak_bytes <= budget_bytes
-            assert trace.time_s == pytest.approx(truth.time_s, abs=1e-9)
+            simulation = simulate(graph, proposal.schedule)
+            assert simulation.peak_bytes <= budget_bytes
+            assert simulation.time_s == pytest.approx(truth.time_s, abs=1e-9)
 
 
 def test_needs_two_sweeps_where_the_graph_order_is_the_wrong_one() -> None:

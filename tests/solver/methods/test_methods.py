@@ -8,14 +8,14 @@ import pytest
 
 from graphs.graph import Graph
 from graphs.synthetic import nets
-from solver.chain.blocks import cut
+from solver.chain.blocks import split_into_blocks
 from solver.methods.every_block import every_block
 from solver.methods.proposal import InterruptedSearchError, Proposal
 from solver.methods.registry import METHODS
 from solver.methods.sqrt import segment_counts, sqrt
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
-from solver.schedule.simulator import Trace, simulate
+from solver.schedule.simulator import Simulation, simulate
 from tests.support.brute_force import fastest
 from tests.support.builders import make, odd_graph, op, uniform_chain
 from tests.support.paths import DATA
@@ -27,7 +27,7 @@ def run(name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float = 30.
     return METHODS[name](graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=0)
 
 
-def judged(graph: Graph, proposal: Proposal) -> Trace | None:
+def judged(graph: Graph, proposal: Proposal) -> Simulation | None:
     return simulate(graph, proposal.schedule) if proposal.schedule else None
 
 
@@ -55,20 +55,20 @@ def test_whatever_the_graph_what_is_proposed_is_legal_and_fits(name: str, block:
         graph = odd_graph(seed, n_forward=rng.randint(0, 14), n_later=rng.randint(0, 10))
         for part in (1.0, 0.9, 0.6):
             budget_bytes = share(graph, part)
-            trace = judged(graph, run(name, graph, budget_bytes))
-            if trace:
+            simulation = judged(graph, run(name, graph, budget_bytes))
+            if simulation:
                 n_found += 1
-                assert trace.peak_bytes <= budget_bytes
-                assert trace.time_s >= graph.baseline_time_s
+                assert simulation.peak_bytes <= budget_bytes
+                assert simulation.time_s >= graph.baseline_time_s
     assert n_found > (0 if name == "none" else 40)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "every_block"])
 def test_where_nothing_need_be_recomputed_nothing_is(name: str) -> None:
     for graph in (uniform_chain(6), odd_graph(5), odd_graph(9), make([], {"x": 3})):
-        trace = judged(graph, run(name, graph, peak_of(graph)))
-        assert trace is not None
-        assert trace.time_s == pytest.approx(graph.baseline_time_s)
+        simulation = judged(graph, run(name, graph, peak_of(graph)))
+        assert simulation is not None
+        assert simulation.time_s == pytest.approx(graph.baseline_time_s)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -88,8 +88,8 @@ def test_the_same_question_has_the_same_answer(name: str) -> None:
 def test_a_time_limit_leaves_a_legal_answer_or_none(name: str) -> None:
     graph = nets.recurrent(n_steps=40)
     proposal = run(name, graph, share(graph, 0.5), time_limit_s=0.0)
-    trace = judged(graph, proposal)
-    assert trace is None or trace.peak_bytes <= share(graph, 0.5)
+    simulation = judged(graph, proposal)
+    assert simulation is None or simulation.peak_bytes <= share(graph, 0.5)
 
 
 SHAPES = {
@@ -110,10 +110,10 @@ def test_shapes_of_nets(name: str, shape: str) -> None:
     found = []
     for part in (0.9, 0.7, 0.5):
         budget_bytes = share(graph, part)
-        trace = judged(graph, run(name, graph, budget_bytes))
-        if trace:
-            assert trace.peak_bytes <= budget_bytes
-            found.append(trace.time_s)
+        simulation = judged(graph, run(name, graph, budget_bytes))
+        if simulation:
+            assert simulation.peak_bytes <= budget_bytes
+            found.append(simulation.time_s)
     assert found == sorted(found) or name == "revolve"  # less memory is not faster
     if name == "sqrt":
         assert len(found) >= 2
@@ -128,17 +128,17 @@ def gpt2() -> Graph:
     return Graph.load(DATA / "gpt2_small_b8_t1024.json")
 
 
-def overhead(graph: Graph, trace: Trace) -> float:
-    return trace.time_s / graph.baseline_time_s - 1
+def overhead(graph: Graph, simulation: Simulation) -> float:
+    return simulation.time_s / graph.baseline_time_s - 1
 
 
 def test_every_block_on_gpt2(gpt2: Graph) -> None:
     """What is recomputed: of each branch all but the matrix product and the sum at its end."""
-    trace = judged(gpt2, run("every_block", gpt2, peak_of(gpt2)))
-    assert trace is not None
-    assert trace.n_recomputed == 12 * 3 + 12 * 3 + 2  # norm, qkv, attention; norm, mlp, gelu
-    assert trace.peak_bytes < share(gpt2, 0.57)
-    assert 0.13 < overhead(gpt2, trace) < 0.14
+    simulation = judged(gpt2, run("every_block", gpt2, peak_of(gpt2)))
+    assert simulation is not None
+    assert simulation.n_recomputed == 12 * 3 + 12 * 3 + 2  # norm, qkv, attention; norm, mlp, gelu
+    assert simulation.peak_bytes < share(gpt2, 0.57)
+    assert 0.13 < overhead(gpt2, simulation) < 0.14
     assert run("every_block", gpt2, share(gpt2, 0.55)).schedule is None
 
 
@@ -147,9 +147,9 @@ def test_every_block_on_gpt2(gpt2: Graph) -> None:
     [(1.0, 0.0), (0.9, 0.035), (0.8, 0.07), (0.7, 0.1), (0.6, 0.13), (0.52, 0.21)],
 )
 def test_sqrt_on_gpt2(gpt2: Graph, part: float, most: float) -> None:
-    trace = judged(gpt2, run("sqrt", gpt2, share(gpt2, part)))
-    assert trace is not None
-    assert overhead(gpt2, trace) <= most
+    simulation = judged(gpt2, run("sqrt", gpt2, share(gpt2, part)))
+    assert simulation is not None
+    assert overhead(gpt2, simulation) <= most
 
 
 # A uniform chain of n blocks: unit tensors x_0 (resident) .. x_n, gradients g_n .. g_0, n forward
@@ -159,8 +159,8 @@ def test_sqrt_on_gpt2(gpt2: Graph, part: float, most: float) -> None:
 
 def recomputed(name: str, n_blocks: int, budget_bytes: int) -> int | None:
     graph = uniform_chain(n_blocks)
-    trace = judged(graph, run(name, graph, budget_bytes))
-    return trace.n_recomputed if trace else None
+    simulation = judged(graph, run(name, graph, budget_bytes))
+    return simulation.n_recomputed if simulation else None
 
 
 def test_every_block_of_one_op_keeps_everything() -> None:
@@ -184,9 +184,9 @@ def test_no_method_beats_the_truth_on_small_chains(name: str, n_blocks: int) -> 
     graph = uniform_chain(n_blocks)
     for budget_bytes in range(n_blocks + 2, 2, -1):
         truth = fastest(graph, budget_bytes=budget_bytes)
-        trace = judged(graph, run(name, graph, budget_bytes))
-        if trace:
-            assert trace.time_s >= truth.time_s
+        simulation = judged(graph, run(name, graph, budget_bytes))
+        if simulation:
+            assert simulation.time_s >= truth.time_s
 
 
 def test_segment_counts() -> None:
@@ -206,14 +206,14 @@ def test_the_last_block_is_dropped_only_if_it_must_be() -> None:
     sizes = {"x": 1, "a": 1, "h": 9, "y": 1, "gy": 1, "ga": 1, "gx": 1}
     graph = make(nodes, sizes, outputs="gx")
     assert peak_of(graph) == 1 + 9 + 1 + 1 + 20
-    assert [len(block) for block in cut(graph).forward] == [1, 2]
+    assert [len(block) for block in split_into_blocks(graph).forward] == [1, 2]
     roomy = judged(graph, every_block(graph, budget_bytes=32, time_limit_s=9.0, seed=0))
     tight = judged(graph, every_block(graph, budget_bytes=31, time_limit_s=9.0, seed=0))
     assert roomy is not None
     assert tight is not None
     assert (roomy.n_recomputed, tight.n_recomputed) == (0, 1)
-    again = judged(graph, sqrt(graph, budget_bytes=31, time_limit_s=9.0, seed=0))
-    assert again is not None
+    recomputable = judged(graph, sqrt(graph, budget_bytes=31, time_limit_s=9.0, seed=0))
+    assert recomputable is not None
 
 
 @pytest.mark.parametrize("name", ON_BLOCKS)
@@ -223,7 +223,7 @@ def test_an_interrupted_search_hands_on_the_best_so_far(
     graph = nets.residual(n_blocks=6)
     n_judged = 0
 
-    def judge(graph: Graph, schedule: Schedule) -> Trace:
+    def judge(graph: Graph, schedule: Schedule) -> Simulation:
         nonlocal n_judged
         n_judged += 1
         if n_judged == 2:

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from solver.module_checkpointing.simulate_chain import schedule_from_regions
 from torch import nn
 
 from graphs.graph import Graph, Node, Tensor
 from graphs.trace import trace
 from solver.module_checkpointing.eager import EagerStep
 from solver.module_checkpointing.regions import Region, RegionError, dropped_by
-from solver.module_checkpointing.replay import replay_regions
 from solver.schedule.ops import Compute, Free
 from solver.schedule.simulator import simulate
 
@@ -46,7 +46,7 @@ def whole(graph: Graph) -> Region:
 
 def test_a_region_runs_again_at_once_when_the_first_of_it_is_missing() -> None:
     graph = step()
-    replayed = replay_regions(graph, [whole(graph)])
+    replayed = schedule_from_regions(graph, [whole(graph)])
     order = [op.node for op in replayed.schedule.ops if isinstance(op, Compute)]
     assert order == ["f", "g", "h", "bh", "f", "g", "bg", "bf"]
     assert replayed.n_reruns == {"m": 1}
@@ -59,7 +59,7 @@ def test_what_a_region_saves_does_not_run_again_but_sets_off_the_rest() -> None:
     """The first tensor that the backward pass asks for is a saved one: PyTorch runs all then."""
     graph = step()
     region = dataclasses.replace(whole(graph), saved=frozenset({"g"}))
-    ops = replay_regions(graph, [region]).schedule.ops
+    ops = schedule_from_regions(graph, [region]).schedule.ops
     order = [op.node for op in ops if isinstance(op, Compute)]
     assert order == ["f", "g", "h", "bh", "f", "bg", "bf"]
     assert ops.index(Free("b")) < ops.index(Compute("bf"))
@@ -68,7 +68,7 @@ def test_what_a_region_saves_does_not_run_again_but_sets_off_the_rest() -> None:
 def test_a_backward_function_holds_all_that_it_reads_until_its_end() -> None:
     together = step(backward_functions=[["bg", "bf"]])
     region = dataclasses.replace(whole(together), saved=frozenset({"g"}))
-    ops = replay_regions(together, [region]).schedule.ops
+    ops = schedule_from_regions(together, [region]).schedule.ops
     assert ops.index(Free("b")) > ops.index(Compute("bf"))
     assert ops.index(Free("gc")) > ops.index(Compute("bf"))
 

@@ -107,9 +107,9 @@ def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: fl
     plain, batch = convolutions(inplace=inplace)
     model = copy.deepcopy(plain)
     solution, plain_bytes = planned(model, batch, share)
-    assert solution.trace is not None
-    assert solution.trace == simulate(solution.graph, solution.schedule)
-    assert solution.trace.peak_bytes <= share * plain_bytes
+    assert solution.simulation is not None
+    assert solution.simulation == simulate(solution.graph, solution.schedule)
+    assert solution.simulation.peak_bytes <= share * plain_bytes
     assert any(segment.last > segment.first for segment in solution.segments)
     if share < 0.5:
         assert any(segment.depth > 1 for segment in solution.segments)
@@ -117,7 +117,7 @@ def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: fl
     assert list(model.state_dict()) == list(plain.state_dict())
     assert type(model) is nn.Sequential
     measured = measure(copy.deepcopy(model), batch, n_steps=1, **STEP).peak_bytes
-    assert measured <= solution.trace.peak_bytes
+    assert measured <= solution.simulation.peak_bytes
     for seed in range(2):
         for expected, got in zip(bits(plain, batch, seed), bits(model, batch, seed), strict=True):
             assert torch.equal(expected, got)

@@ -54,7 +54,7 @@ def test_the_report_is_the_commands(solution):
     report(solution, file=out)
     text = out.getvalue()
     assert "Memory at the peak of the step" in text
-    assert f"{solution.trace.n_recomputed}" in text
+    assert f"{solution.simulation.n_recomputed}" in text
     assert "lower bound" in text
     assert "roofline" in text
     assert "evaluation mode" not in text
@@ -97,7 +97,7 @@ def test_what_cannot_be_drawn_is_refused(graph, solution, tmp_path):
 def test_a_plan_is_verified(solution):
     found = verify(solution, model=make_model, batch=make_batch, loss=mean)
     assert found.differences == ()
-    assert found.predicted_peak_bytes == solution.trace.peak_bytes
+    assert found.predicted_peak_bytes == solution.simulation.peak_bytes
     assert found.measured_peak_bytes < found.baseline_measured_peak_bytes
     assert found.n_gradients == 8
     with pytest.raises(TypeError, match=r"model=lambda: \.\.\."):

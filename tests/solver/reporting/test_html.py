@@ -15,7 +15,7 @@ from graphs.synthetic.nets import residual
 from solver.analysis.advice import advise
 from solver.analysis.by_block import block_rows
 from solver.analysis.pareto import Curve, sweep
-from solver.chain.blocks import cut
+from solver.chain.blocks import split_into_blocks
 from solver.cli.command import main
 from solver.common.format import format_time
 from solver.common.sizes import format_size
@@ -138,10 +138,10 @@ def test_it_says_what_the_report_says(whole, planned):
 def test_the_tables_rows_are_the_blocks_and_the_methods(whole, planned):
     rows = whole.count("<tr") - whole.count("<thead>")
     n_categories, n_measured, n_methods = 8, 2, 3
-    assert rows == cut(planned.graph).n_blocks + n_categories + n_measured + n_methods
+    assert rows == split_into_blocks(planned.graph).n_blocks + n_categories + n_measured + n_methods
     widest = max(block_rows(planned), key=lambda row: row.dropped_bytes)
     cells = [str(widest.n_ops), format_size(widest.kept_bytes), format_size(widest.dropped_bytes)]
-    cells += [str(widest.n_again), format_time(widest.again_s)]
+    cells += [str(widest.n_recomputed), format_time(widest.again_s)]
     assert "".join(f'<td class="number">{cell}</td>' for cell in cells) in whole
 
 
@@ -150,9 +150,9 @@ def test_the_bound_in_words(planned):
     assert f"takes less than {format_time(planned.lower_bound_s)} a step" in says
     assert f"{100 * planned.gap:.2f} %, can still be won" in says
     assert "integer program" in why
-    (nothing,) = bound_words(dataclasses.replace(planned, lower_bound_s=math.inf, trace=None))
+    (nothing,) = bound_words(dataclasses.replace(planned, lower_bound_s=math.inf, simulation=None))
     assert "proven" in nothing
-    unsolved = dataclasses.replace(planned, schedule=None, trace=None)
+    unsolved = dataclasses.replace(planned, schedule=None, simulation=None)
     assert "can still be won" not in bound_words(unsolved)[0]
 
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from graphs.synthetic.nets import chain, residual
 from solver.analysis.pareto import Curve, sweep
-from solver.chain.blocks import cut
+from solver.chain.blocks import split_into_blocks
 from solver.reporting import plot
 from solver.reporting.plot import of_memory as plot_memory
 from solver.reporting.plot import of_schedule as plot_schedule
@@ -50,8 +50,10 @@ def test_memory_is_the_judges_line(planned):
     highest = max(max(data.values) for data in stairs)
     assert highest * 1e9 == pytest.approx(PEAK_BYTES) or highest * 1e6 == pytest.approx(PEAK_BYTES)
     widths = sorted({data.edges[-1] for data in stairs})
-    assert planned.trace is not None
-    assert widths[1] / widths[0] == pytest.approx(planned.trace.time_s / planned.baseline.time_s)
+    assert planned.simulation is not None
+    assert widths[1] / widths[0] == pytest.approx(
+        planned.simulation.time_s / planned.baseline.time_s
+    )
     assert any("without checkpointing" in label for label in labels(axes))
     assert "with the plan" in axes.get_title(loc="left")
     assert any(label.startswith("budget:") for label in labels(axes))
@@ -103,9 +105,9 @@ def test_before_and_after_are_on_the_same_scales(planned):
     above, below = plot.before_and_after(planned)
     assert above.get_xlim() == below.get_xlim()
     assert above.get_ylim() == below.get_ylim()
-    assert planned.trace is not None
+    assert planned.simulation is not None
     assert stack(above)[-1].values.max() / stack(below)[-1].values.max() == pytest.approx(
-        PEAK_BYTES / planned.trace.peak_bytes
+        PEAK_BYTES / planned.simulation.peak_bytes
     )
     assert "without checkpointing" in above.get_title(loc="left")
     assert "with the plan" in below.get_title(loc="left")
@@ -119,30 +121,30 @@ def texts(axes) -> list[str]:
 
 
 def test_the_op_of_the_peak_is_named_where_it_stands(planned):
-    for axes, schedule, trace in zip(
+    for axes, schedule, simulation in zip(
         plot.before_and_after(planned),
         (baseline(GRAPH), planned.schedule),
-        (planned.baseline, planned.trace),
+        (planned.baseline, planned.simulation),
         strict=True,
     ):
         (note,) = [text for text in axes.texts if text.get_text().startswith("peak ")]
-        assert note.get_text().endswith(f" at {node_at(GRAPH, schedule, trace).name}")
+        assert note.get_text().endswith(f" at {node_at(GRAPH, schedule, simulation).name}")
         assert note.xy[1] == pytest.approx(stack(axes)[-1].values.max())
         totals = occupancy(GRAPH, schedule).total_bytes
         edges = stack(axes)[-1].edges
-        index = totals.index(trace.peak_bytes)
+        index = totals.index(simulation.peak_bytes)
         assert edges[index] <= note.xy[0] <= edges[index + 1]
 
 
 def test_the_time_axis_shows_where_the_backward_pass_and_each_block_start(planned):
-    blocks = cut(GRAPH)
+    blocks = split_into_blocks(GRAPH)
     assert blocks.n_blocks > 1
     axes = plot.memory(planned)
     assert "backward" in texts(axes)
     assert f"forward, {blocks.n_blocks} blocks" in texts(axes)
     (turn,) = [text for text in axes.texts if text.get_text() == "backward"]
     forward_s = sum(node.time_s for node in GRAPH.forward_nodes)
-    share = forward_s / planned.trace.time_s
+    share = forward_s / planned.simulation.time_s
     assert turn.xy[0] == pytest.approx(share * axes.get_xlim()[1])
     ticks = [c.get_segments() for c in axes.collections if isinstance(c, LineCollection)]
     assert [len(segments) for segments in ticks] == [blocks.n_blocks] * 2
@@ -151,7 +153,7 @@ def test_the_time_axis_shows_where_the_backward_pass_and_each_block_start(planne
     assert [block for _, block in forward] == list(range(1, blocks.n_blocks + 1))
     assert [block for _, block in backward] == list(range(blocks.n_blocks, 0, -1))
     assert forward[0][0] == 0.0
-    assert forward_s <= backward[0][0] < backward[-1][0] < planned.trace.time_s
+    assert forward_s <= backward[0][0] < backward[-1][0] < planned.simulation.time_s
 
 
 def test_a_long_schedule_is_thinned_and_keeps_its_peak(planned, monkeypatch):
@@ -210,12 +212,16 @@ def bars(axes, colour: str) -> list[tuple[float, float, int]]:
 def test_the_schedule_shows_every_run_in_its_blocks_row(planned):
     axes = plot.schedule(planned)
     assert len(bars(axes, plot_style.BLUE)) == len(GRAPH.forward_nodes)
-    assert len(bars(axes, plot_style.ORANGE)) == planned.trace.n_recomputed > 0
+    assert len(bars(axes, plot_style.ORANGE)) == planned.simulation.n_recomputed > 0
     assert len(bars(axes, plot_style.GREEN)) == len(GRAPH.later_nodes)
     colours = (plot_style.BLUE, plot_style.ORANGE, plot_style.GREEN)
     everything = [bar for colour in colours for bar in bars(axes, colour)]
-    assert sum(width for _, width, _ in everything) == pytest.approx(planned.trace.time_s)
-    row_of = {name: i for i, names in enumerate(cut(GRAPH).forward, start=1) for name in names}
+    assert sum(width for _, width, _ in everything) == pytest.approx(planned.simulation.time_s)
+    row_of = {
+        name: i
+        for i, names in enumerate(split_into_blocks(GRAPH).forward, start=1)
+        for name in names
+    }
     first_rows = [row for _, _, row in sorted(bars(axes, plot_style.BLUE))]
     assert first_rows == [row_of[node.name] for node in GRAPH.forward_nodes]
 
@@ -224,7 +230,7 @@ def test_the_schedule_shows_what_is_held():
     graph = chain(n_blocks=4)
     whole = solve(graph, budget="1GB", method="none")
     held = [data.values - data.baseline for data in stack(plot.schedule(whole))]
-    assert len(held) == cut(graph).n_blocks == 5
+    assert len(held) == split_into_blocks(graph).n_blocks == 5
     full = 2 * plot_schedule.HALF
     # Block 1 is held from its run until its reader in the backward pass has run.
     assert held[0].tolist() == pytest.approx([full] * 9 + [0.0])

@@ -86,12 +86,12 @@ def test_the_parts_add_up_to_the_judges_figure_at_every_op(graph):
     if found is not None:
         schedules.append(found)
     for schedule in schedules:
-        trace = simulate(graph, schedule)
+        simulation = simulate(graph, schedule)
         for position in range(0, len(schedule.ops), 1 + len(schedule.ops) // 200):
             parts = memory_at(graph, schedule, position)
             assert tuple(parts) == CATEGORIES
-            assert sum(parts.values()) == trace.live_bytes[position]
-        assert sum(memory_at(graph, schedule, trace.peak_op).values()) == trace.peak_bytes
+            assert sum(parts.values()) == simulation.live_bytes[position]
+        assert sum(memory_at(graph, schedule, simulation.peak_op).values()) == simulation.peak_bytes
 
 
 def test_each_kind_is_told_apart():
@@ -153,9 +153,9 @@ def test_nothing_is_cut_off(planned, width):
 
 @pytest.mark.parametrize("width", [60, 72, 80, 120])
 def test_a_comparison_cuts_no_name_and_no_figure(planned, width):
-    trace = dataclasses.replace(planned.trace, peak_bytes=999_900_000, n_recomputed=12345)
+    simulation = dataclasses.replace(planned.simulation, peak_bytes=999_900_000, n_recomputed=12345)
     wide = dataclasses.replace(
-        planned, status="infeasible", trace=trace, solve_time_s=612.0, lower_bound_s=1.0
+        planned, status="infeasible", simulation=simulation, solve_time_s=612.0, lower_bound_s=1.0
     )
     text = shown(report_of(wide, planned, refused=(("revolve", "unequal"),)), width=width)
     rows = text[text.index("Methods") : text.index("Answer")].splitlines()[1:]
@@ -173,7 +173,7 @@ def test_a_comparison_cuts_no_name_and_no_figure(planned, width):
 
 def test_the_answer_says_all_there_is_to_say(planned):
     text = shown(report_of(planned))
-    assert planned.trace is not None
+    assert planned.simulation is not None
     for words in (
         "Answer  feasible",
         "every_block",
@@ -181,7 +181,7 @@ def test_the_answer_says_all_there_is_to_say(planned):
         "+13.65 %",
         "lower bound",
         "gap",
-        f"ops run again    {planned.trace.n_recomputed}",
+        f"ops run again    {planned.simulation.n_recomputed}",
         "-o schedule.json writes it",
     ):
         assert words in text

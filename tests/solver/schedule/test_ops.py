@@ -110,8 +110,8 @@ def orders(graph: Graph, rng: random.Random, n: int) -> Iterator[list[str]]:
 
 def during(graph: Graph, schedule: Schedule) -> list[int]:
     """Bytes at each compute: where peaks stand."""
-    trace = simulate(graph, schedule)
-    pairs = zip(schedule.ops, trace.live_bytes, strict=True)
+    simulation = simulate(graph, schedule)
+    pairs = zip(schedule.ops, simulation.live_bytes, strict=True)
     return [live_bytes for o, live_bytes in pairs if isinstance(o, Compute)]
 
 

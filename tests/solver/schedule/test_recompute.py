@@ -10,9 +10,9 @@ from graphs.graph import Graph
 from solver.schedule.ops import free_after_last_use
 from solver.schedule.recompute import (
     baseline,
+    is_recomputable,
     keep,
     keep_order,
-    may_run_again,
     missing_computes,
     without_dead_computes,
 )
@@ -25,8 +25,8 @@ def test_baseline_runs_each_node_once() -> None:
     schedule = baseline(graph)
     assert schedule.order == tuple(node.name for node in graph.nodes)
     # x_0 .. x_4 and the first gradient: the loss reads x_4 and makes g_4
-    trace = simulate(graph, schedule)
-    assert (trace.peak_bytes, trace.n_recomputed, trace.time_s) == (6, 0, 9.0)
+    simulation = simulate(graph, schedule)
+    assert (simulation.peak_bytes, simulation.n_recomputed, simulation.time_s) == (6, 0, 9.0)
 
 
 def test_keeping_nothing_recomputes_each_forward_node_once() -> None:
@@ -83,8 +83,8 @@ def test_a_view_that_stays_forbids_another_run() -> None:
         aliases={"view.a": "a", "view.b": "b"},
         outputs="d",
     )
-    assert not may_run_again(graph, graph.node_by_name["f"])
-    assert not may_run_again(graph, graph.node_by_name["g"])
+    assert not is_recomputable(graph, graph.node_by_name["f"])
+    assert not is_recomputable(graph, graph.node_by_name["g"])
     assert keep_order(graph, ()) == words("f g u v q")
     simulate(graph, keep(graph, ()))
 
@@ -143,10 +143,10 @@ def test_any_choice_is_legal_and_pruning_only_helps(seed: int) -> None:
     for _ in range(5):
         kept = rng.sample(roots, rng.randint(0, len(roots)))
         order = keep_order(graph, kept)
-        trace = simulate(graph, free_after_last_use(graph, order))
+        simulation = simulate(graph, free_after_last_use(graph, order))
         pruned = without_dead_computes(graph, order)
         after = simulate(graph, free_after_last_use(graph, pruned))
-        assert after.time_s <= trace.time_s
+        assert after.time_s <= simulation.time_s
         assert recomputes_nothing_dead(graph, pruned)
 
 

@@ -41,22 +41,27 @@ def step() -> Graph:
 
 
 def test_baseline_by_hand(step: Graph) -> None:
-    trace = simulate(step, plan(step, "f g loss q -a -b"))
+    simulation = simulate(step, plan(step, "f g loss q -a -b"))
     # f: 13 + 5; g: 18 + 7 + 20 workspace; loss: 25 + 1; q: 26 + 2; frees
-    assert trace.live_bytes == (18, 45, 26, 28, 23, 16)
-    assert (trace.peak_bytes, trace.peak_op, trace.time_s, trace.n_recomputed) == (45, 1, 30.0, 0)
+    assert simulation.live_bytes == (18, 45, 26, 28, 23, 16)
+    assert (
+        simulation.peak_bytes,
+        simulation.peak_op,
+        simulation.time_s,
+        simulation.n_recomputed,
+    ) == (45, 1, 30.0, 0)
 
 
 def test_recomputation_by_hand(step: Graph) -> None:
-    trace = simulate(step, plan(step, "f g -a loss -b f g q -a -b"))
-    assert trace.live_bytes == (18, 45, 20, 21, 14, 19, 46, 28, 23, 16)
-    assert (trace.time_s, trace.n_recomputed, trace.peak_op) == (36.0, 2, 6)
+    simulation = simulate(step, plan(step, "f g -a loss -b f g q -a -b"))
+    assert simulation.live_bytes == (18, 45, 20, 21, 14, 19, 46, 28, 23, 16)
+    assert (simulation.time_s, simulation.n_recomputed, simulation.peak_op) == (36.0, 2, 6)
 
 
 def test_a_graph_without_nodes_holds_what_is_resident() -> None:
     graph = make([], {"x": 7})
-    trace = simulate(graph, plan(graph, ""))
-    assert (trace.peak_bytes, trace.peak_op, trace.live_bytes) == (7, None, ())
+    simulation = simulate(graph, plan(graph, ""))
+    assert (simulation.peak_bytes, simulation.peak_op, simulation.live_bytes) == (7, None, ())
 
 
 def test_an_output_may_be_dropped_and_made_again(step: Graph) -> None:
@@ -219,9 +224,13 @@ def agree(graph: Graph, schedule: Schedule) -> bool:
         with pytest.raises(IllegalScheduleError):
             simulate(graph, schedule)
         return False
-    trace = simulate(graph, schedule)
-    assert (trace.time_s, trace.peak_bytes, trace.live_bytes) == (time_s, peak_bytes, live_bytes)
-    assert trace.n_recomputed == len(schedule.order) - len(graph.nodes)
+    simulation = simulate(graph, schedule)
+    assert (simulation.time_s, simulation.peak_bytes, simulation.live_bytes) == (
+        time_s,
+        peak_bytes,
+        live_bytes,
+    )
+    assert simulation.n_recomputed == len(schedule.order) - len(graph.nodes)
     return True
 
 

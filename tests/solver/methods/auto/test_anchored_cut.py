@@ -12,11 +12,11 @@ from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.analysis.pareto import sweep
 from solver.bound.cut import solve_cuts
-from solver.bound.folded import Step
+from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
 from solver.common.deadline import Deadline
 from solver.methods.auto.anchored_cut import offer_anchored
-from solver.methods.auto.from_cuts import replay
+from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.search import Search
 from solver.methods.auto.stages import auto
 from solver.methods.proposal import Proposal
@@ -29,7 +29,7 @@ RECURRENT = nets.recurrent(n_steps=60)
 
 def budget_at(graph: Graph, share: float) -> int:
     """Bytes at this share of the way from the least budget to the baseline's peak."""
-    least_bytes, _ = proven_least_budget_bytes(Step.of(graph))
+    least_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     return least_bytes + int(share * (peak_bytes - least_bytes))
 
@@ -37,15 +37,17 @@ def budget_at(graph: Graph, share: float) -> int:
 @pytest.mark.parametrize(("share", "gap"), [(0.5, 1e-3), (0.4, 1e-3), (0.3, 0.02), (0.1, 0.02)])
 def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> None:
     graph = nets.recurrent(n_steps=200)
-    step, budget_bytes = Step.of(graph), budget_at(graph, share)
-    base, lost_share = binding_cut(step, budget_bytes=budget_bytes, gap=1e-3).ranked[0]
-    alone = solve_cuts(step, positions=[base], budget_bytes=budget_bytes, whole=True)
+    folded, budget_bytes = FoldedGraph.of(graph), budget_at(graph, share)
+    base, lost_share = binding_cut(folded, budget_bytes=budget_bytes, gap=1e-3).ranked[0]
+    alone = solve_cuts(folded, positions=[base], budget_bytes=budget_bytes, whole=True)
     assert alone.kept is not None
-    assert simulate(graph, replay(step, {base: alone.kept[0]})).peak_bytes > budget_bytes
-    search = Search(step, budget_bytes, Deadline.after(60), lost_share=lost_share)
+    assert (
+        simulate(graph, schedule_from_cuts(folded, {base: alone.kept[0]})).peak_bytes > budget_bytes
+    )
+    search = Search(folded, budget_bytes, Deadline.after(60), lost_share=lost_share)
     offer_anchored(search, base=base)
     assert search.best is not None
-    assert search.best.trace.peak_bytes <= budget_bytes
+    assert search.best.simulation.peak_bytes <= budget_bytes
     assert search.gap <= gap
 
 
@@ -82,8 +84,7 @@ def test_a_sweep_hands_each_search_the_schedule_before(monkeypatch: pytest.Monke
         handed.append((options["budget_bytes"], tuple(starts), found.schedule))
         return found
 
-    # The package's name for this module is the function.
-    front_door = importlib.import_module("solver.solve")
+    front_door = importlib.import_module("solver.solving")
     monkeypatch.setattr(front_door, "METHODS", {"auto": spy})
     monkeypatch.setattr(front_door, "WARM_METHODS", {"auto": spy})
     budgets = [budget_at(RECURRENT, share) for share in (0.5, 0.6, 0.7)]

@@ -16,9 +16,9 @@ from graphs.synthetic.nets import (
     transformer,
     u_shape,
 )
-from solver.bound.folded import Step
+from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import proven_least_budget_bytes
-from solver.methods.auto.drop_reruns import improve
+from solver.methods.auto.leaner import drop_recomputation
 from solver.methods.auto.search import DONE_GAP
 from solver.methods.auto.stages import auto
 from solver.methods.evict import evict
@@ -46,7 +46,7 @@ def overhead(graph: Graph, time_s: float) -> float:
 
 def budget(graph: Graph, share: float) -> int:
     """The budget at this place between the proven least budget and the baseline's peak."""
-    low = proven_least_budget_bytes(Step.of(graph))[0]
+    low = proven_least_budget_bytes(FoldedGraph.of(graph))[0]
     return low + int(share * (simulate(graph, baseline(graph)).peak_bytes - low))
 
 
@@ -62,9 +62,9 @@ def test_bound_truth_schedule(seed: int) -> None:
             proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
             assert proposal.lower_bound_s <= truth.time_s + 1e-9
             if proposal.schedule is not None:
-                trace = simulate(graph, proposal.schedule)
-                assert trace.peak_bytes <= budget_bytes
-                assert trace.time_s >= truth.time_s - 1e-9
+                simulation = simulate(graph, proposal.schedule)
+                assert simulation.peak_bytes <= budget_bytes
+                assert simulation.time_s >= truth.time_s - 1e-9
                 n_found += 1
             n_cells += truth.ops is not None
     assert n_found >= 0.95 * n_cells  # the least budgets of all are for brute force
@@ -78,9 +78,9 @@ def test_gpt2_optima(share: float, percent: float) -> None:
     budget_bytes = int(GPT2.resident_bytes + share * (peak_bytes - GPT2.resident_bytes))
     proposal = auto(GPT2, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
     assert proposal.schedule is not None
-    trace = simulate(GPT2, proposal.schedule)
-    assert trace.peak_bytes <= budget_bytes
-    assert 100 * overhead(GPT2, trace.time_s) == pytest.approx(percent, abs=0.006)
+    simulation = simulate(GPT2, proposal.schedule)
+    assert simulation.peak_bytes <= budget_bytes
+    assert 100 * overhead(GPT2, simulation.time_s) == pytest.approx(percent, abs=0.006)
     assert 100 * overhead(GPT2, proposal.lower_bound_s) == pytest.approx(percent, abs=0.006)
 
 
@@ -154,13 +154,13 @@ def test_no_time_gives_the_best_so_far() -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_eviction_stays_within_the_budget_and_improvement_never_harms(name: str) -> None:
     graph = NETS[name]
-    step = Step.of(graph)
+    folded = FoldedGraph.of(graph)
     for share in (0.7, 0.4, 0.2):
         budget_bytes = budget(graph, share)
-        schedule = evict(step, budget_bytes=budget_bytes).schedule
+        schedule = evict(folded, budget_bytes=budget_bytes).schedule
         assert schedule is not None
         before = simulate(graph, schedule)
-        after = simulate(graph, improve(step, schedule, budget_bytes=budget_bytes))
+        after = simulate(graph, drop_recomputation(folded, schedule, budget_bytes=budget_bytes))
         assert before.peak_bytes <= budget_bytes
         assert after.peak_bytes <= budget_bytes
         assert after.time_s <= before.time_s

@@ -9,14 +9,14 @@ import pytest
 
 from graphs.graph import Graph
 from graphs.synthetic.nets import dense, pyramid, random_dag, residual, transformer, u_shape
-from solver.bound.cut import CutProgram, solve_cuts
-from solver.bound.folded import Step
+from solver.bound.cut import CutMilp, solve_cuts
+from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
 from solver.common.deadline import NEVER
-from solver.methods.auto.from_cuts import play, replay
+from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
-from solver.methods.auto.several_cuts import refine
+from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.evict import evict
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -31,70 +31,75 @@ NETS = {
 
 
 def budget(graph: Graph, share: float) -> int:
-    low = proven_least_budget_bytes(Step.of(graph))[0]
+    low = proven_least_budget_bytes(FoldedGraph.of(graph))[0]
     return low + int(share * (simulate(graph, baseline(graph)).peak_bytes - low))
 
 
-def lp_share(step: Step, positions: list[int], budget_bytes: int) -> float:
-    return solve_cuts(step, positions=positions, budget_bytes=budget_bytes, whole=False).lost_share
+def lp_share(folded: FoldedGraph, positions: list[int], budget_bytes: int) -> float:
+    return solve_cuts(
+        folded, positions=positions, budget_bytes=budget_bytes, whole=False
+    ).lost_share
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_several_cuts_bound_as_well_as_each_alone_already_as_an_lp(name: str) -> None:
     graph = NETS[name]
-    step = Step.of(graph)
+    folded = FoldedGraph.of(graph)
     rng = random.Random(0)
     for share in (0.2, 0.5):
         budget_bytes = budget(graph, share)
-        full = [p for p in range(step.n_nodes) if step.baseline_bytes[p] > budget_bytes]
+        full = [p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes]
         positions = sorted(rng.sample(full, min(4, len(full))))
-        alone = max(lp_share(step, [p], budget_bytes) for p in positions)
-        assert lp_share(step, positions, budget_bytes) >= alone - 1e-6
+        alone = max(lp_share(folded, [p], budget_bytes) for p in positions)
+        assert lp_share(folded, positions, budget_bytes) >= alone - 1e-6
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
     graph = NETS[name]
-    step = Step.of(graph)
+    folded = FoldedGraph.of(graph)
     budget_bytes = budget(graph, 0.4)
-    full = list(range(step.n_forward, step.n_nodes))
+    full = list(range(folded.n_forward, folded.n_nodes))
     positions = full[:: max(1, len(full) // 4)]
-    cuts = solve_cuts(step, positions=positions, budget_bytes=budget_bytes, whole=True, gap=1e-3)
+    cuts = solve_cuts(folded, positions=positions, budget_bytes=budget_bytes, whole=True, gap=1e-3)
     assert cuts.kept is not None
     guide = dict(zip(cuts.positions, cuts.kept, strict=True))
-    lost_s = play(step, replay(step, guide)).trace.time_s - graph.baseline_time_s
+    lost_s = (
+        fold_simulation(folded, schedule_from_cuts(folded, guide)).simulation.time_s
+        - graph.baseline_time_s
+    )
     assert lost_s <= (cuts.cost_share + 1e-6) * graph.baseline_time_s
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
     graph = random_dag(seed=seed, n_forward=8, n_later=6)
-    step = Step.of(graph)
+    folded = FoldedGraph.of(graph)
     budget_bytes = budget(graph, 0.3)
-    for p in range(step.n_forward, step.n_nodes):
-        program = CutProgram(step, positions=[p], budget_bytes=budget_bytes)
+    for p in range(folded.n_forward, folded.n_nodes):
+        program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
         cuts = program.rounded(program.program.solve(whole=False))
         if cuts.kept is None or math.isinf(cuts.cost_share):
             continue
         (kept,) = cuts.kept
-        held_bytes = sum(step.unit_bytes[u] for u in kept if not step.is_pinned(u, p))
-        held_bytes += int(step.held_bytes[p] + step.own_bytes[p])
+        held_bytes = sum(folded.unit_bytes[u] for u in kept if not folded.is_pinned(u, p))
+        held_bytes += int(folded.held_bytes[p] + folded.own_bytes[p])
         assert held_bytes <= budget_bytes
         assert cuts.cost_share >= cuts.lost_share - 1e-9
-        assert all(u in kept for u in step.reads[p] if step.maker[u] < step.n_forward)
+        assert all(u in kept for u in folded.reads[p] if folded.maker[u] < folded.n_forward)
 
 
 def searched(graph: Graph, share: float) -> tuple[Search, int]:
     """A search whose menu holds what cuts and evictions ran again, and the moment that binds."""
-    step = Step.of(graph)
-    search = Search(step, budget(graph, share), NEVER)
-    binding = binding_cut(step, budget_bytes=search.budget_bytes)
+    folded = FoldedGraph.of(graph)
+    search = Search(folded, budget(graph, share), NEVER)
+    binding = binding_cut(folded, budget_bytes=search.budget_bytes)
     search.lost_share = binding.lost_share
     assert binding.cuts is not None
-    guide = refine(search, binding.cuts)
+    guide = offer_several_cuts(search, binding.cuts)
     for patience in (0.5, 1.0, 2.0):
         for chosen in (guide, {}):
-            found = evict(step, budget_bytes=search.budget_bytes, guide=chosen, patience=patience)
+            found = evict(folded, budget_bytes=search.budget_bytes, guide=chosen, patience=patience)
             if found.schedule is not None:
                 search.offer(found.schedule)
     return search, binding.ranked[0][0]

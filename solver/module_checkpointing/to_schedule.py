@@ -13,23 +13,23 @@ from solver.module_checkpointing.regions import (
     Region,
     RegionError,
     RegionLayout,
+    is_recomputed,
     n_common,
-    runs_again,
 )
 from solver.schedule import Schedule, free_after_last_use
 
 
 @dataclass(frozen=True)
-class Replayed:
+class RegionsSchedule:
     """schedule: for the judge. n_reruns: path -> how often its region runs again in a step."""
 
     schedule: Schedule
     n_reruns: Mapping[str, int]
 
 
-def replay_regions(
+def schedule_from_regions(
     graph: Graph, regions: Sequence[Region], *, locals_held: bool = True
-) -> Replayed:
+) -> RegionsSchedule:
     """The step when these disjoint regions are checkpointed. Raises RegionError.
 
     locals_held: rule 6. False for regions whose code is a loop over their modules with one
@@ -56,7 +56,7 @@ class _Replay:
         self._last_backward: dict[str, int] = {}
         self._function_of = EagerStep.of(graph).function_of
 
-    def run(self) -> Replayed:
+    def run(self) -> RegionsSchedule:
         graph, layout = self._graph, self._layout
         for region in (r for top in layout.regions for r in top.flat()):
             self._n_reruns[region.path] = 0
@@ -81,7 +81,7 @@ class _Replay:
             if region.path in self._last_backward:
                 self._held[self._last_backward[region.path]] += layout.arguments(region)
         schedule = free_after_last_use(graph, self._order, held=self._held)
-        return Replayed(schedule=schedule, n_reruns=self._n_reruns)
+        return RegionsSchedule(schedule=schedule, n_reruns=self._n_reruns)
 
     def _read_by(self, function: Iterable[str]) -> list[str]:
         """The tensors that were made for these nodes."""
@@ -137,8 +137,8 @@ class _Replay:
                 self._restore(name, chain[:-1])
         wanted = self._layout.wanted(region)
         start = len(self._order)
-        for name in region.nodes[: self._layout.n_again(region)]:
-            if self._runs_again(name, region):
+        for name in region.nodes[: self._layout.n_recomputed(region)]:
+            if self._is_recomputed(name, region):
                 self._order.append(name)
         emitted = self._order[start:]
         self._hold_locals(start)
@@ -146,12 +146,12 @@ class _Replay:
             self._n_reruns[inside.path] += not set(emitted).isdisjoint(inside.nodes)
         self._available.update(wanted)
 
-    def _runs_again(self, name: str, region: Region) -> bool:
-        """`runs_again`, and False for what is still there."""
+    def _is_recomputed(self, name: str, region: Region) -> bool:
+        """`is_recomputed`, and False for what is still there."""
         outputs = self._graph.node_by_name[name].outputs
         if outputs and all(o in self._available and self._left_readers[o] for o in outputs):
             return False  # the framework would make a second copy, which is dropped at once
-        return runs_again(self._graph, name, region)
+        return is_recomputed(self._graph, name, region)
 
     def _hold_locals(self, start: int) -> None:
         """Of what was run from `start` on inside regions: held until the calls are over."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from solver.bound import Step
+from solver.bound import FoldedGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import (
     Compute,
     IllegalScheduleError,
     Schedule,
-    Trace,
+    Simulation,
     free_after_last_use,
     simulate,
     without_dead_computes,
@@ -32,8 +32,8 @@ from solver.schedule import (
 MAX_PASSES = 20
 
 
-def improve(
-    step: Step, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
+def drop_recomputation(
+    folded: FoldedGraph, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
 ) -> Schedule:
     """A schedule at most as slow, within the budget if the given one is.
 
@@ -42,7 +42,7 @@ def improve(
     for _ in range(MAX_PASSES):
         if deadline.passed:
             return schedule
-        shorter = _one_pass(step, schedule, budget_bytes, deadline)
+        shorter = _one_pass(folded, schedule, budget_bytes, deadline)
         if shorter is None:
             return schedule
         schedule = shorter
@@ -50,14 +50,14 @@ def improve(
 
 
 def _one_pass(
-    step: Step, schedule: Schedule, budget_bytes: int, deadline: Deadline
+    folded: FoldedGraph, schedule: Schedule, budget_bytes: int, deadline: Deadline
 ) -> Schedule | None:
     """Take out all runs that fit, by the bytes there at the start and what was added since."""
-    graph = step.graph
-    trace = simulate(graph, schedule)
+    graph = folded.graph
+    simulation = simulate(graph, schedule)
     order = schedule.order
-    live = _live_by_run(schedule, trace)
-    runs = _Runs.of(step, order)
+    live = _live_by_run(schedule, simulation)
+    runs = _Runs.of(folded, order)
     gone: set[int] = set()
     for i in sorted(runs.repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
         if deadline.passed:
@@ -68,7 +68,7 @@ def _one_pass(
         first = min((start for _, start, _ in held), default=i)
         more = np.zeros(i - first, dtype=np.int64)
         for u, start, _ in held:
-            more[start - first :] += step.unit_bytes[u]
+            more[start - first :] += folded.unit_bytes[u]
         if len(more) and int((live[first:i] + more).max()) > budget_bytes:
             continue
         live[first:i] += more
@@ -85,11 +85,11 @@ def _one_pass(
     return shorter if fits else None
 
 
-def _live_by_run(schedule: Schedule, trace: Trace) -> npt.NDArray[np.int64]:
+def _live_by_run(schedule: Schedule, simulation: Simulation) -> npt.NDArray[np.int64]:
     return np.array(
         [
             live_bytes
-            for op, live_bytes in zip(schedule.ops, trace.live_bytes, strict=True)
+            for op, live_bytes in zip(schedule.ops, simulation.live_bytes, strict=True)
             if isinstance(op, Compute)
         ],
         dtype=np.int64,
@@ -104,42 +104,42 @@ class _Runs:
     making itself). repeats: positions of runs that are not a node's first.
     """
 
-    step: Step
+    folded: FoldedGraph
     made: list[list[int]]
     last: list[list[int]]
     repeats: list[int]
     node_at: list[int]
 
     @classmethod
-    def of(cls, step: Step, order: Sequence[str]) -> _Runs:
-        index = {node.name: p for p, node in enumerate(step.graph.nodes)}
-        made: list[list[int]] = [[] for _ in range(step.n_units)]
-        last: list[list[int]] = [[] for _ in range(step.n_units)]
+    def of(cls, folded: FoldedGraph, order: Sequence[str]) -> _Runs:
+        index = {node.name: p for p, node in enumerate(folded.graph.nodes)}
+        made: list[list[int]] = [[] for _ in range(folded.n_units)]
+        last: list[list[int]] = [[] for _ in range(folded.n_units)]
         ran: set[int] = set()
         repeats = []
         node_at = []
         for i, name in enumerate(order):
             n = index[name]
             node_at.append(n)
-            for u in step.reads[n]:
+            for u in folded.reads[n]:
                 if last[u]:
                     last[u][-1] = i
-            for u in step.makes[n]:
+            for u in folded.makes[n]:
                 made[u].append(i)
                 last[u].append(i)
             if n in ran:
                 repeats.append(i)
             ran.add(n)
-        for u, uses in enumerate(step.uses):
-            if uses and uses[-1] == step.n_nodes:
+        for u, uses in enumerate(folded.uses):
+            if uses and uses[-1] == folded.n_nodes:
                 last[u][-1] = len(order)
-        return cls(step, made, last, repeats, node_at)
+        return cls(folded, made, last, repeats, node_at)
 
     def held_instead(self, i: int) -> list[tuple[int, int, int]] | None:
         """(unit, first position after its last use, index of the life that i began) for what the
         run at i makes and something reads; None if it makes nothing of its own (a view).
         """
-        makes = self.step.makes[self.node_at[i]]
+        makes = self.folded.makes[self.node_at[i]]
         if not makes:
             return None
         held = []
@@ -153,7 +153,7 @@ class _Runs:
 
     def take_out(self, i: int, held: Sequence[tuple[int, int, int]]) -> None:
         """The life before i lasts as long as the one that i began."""
-        for u in self.step.makes[self.node_at[i]]:
+        for u in self.folded.makes[self.node_at[i]]:
             k = self.made[u].index(i)
             self.last[u][k - 1] = max(
                 self.last[u][k - 1],
