@@ -21,7 +21,7 @@ Values = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class FoldedGraph:
+class Step:
     """operation: its name in OPERATIONS. layer: which layer of its kind. reads: earlier values."""
 
     operation: str
@@ -33,7 +33,7 @@ class FoldedGraph:
 class Recipe:
     """What a module does; two modules of one recipe and seed are the same."""
 
-    steps: tuple[FoldedGraph, ...]
+    steps: tuple[Step, ...]
     returned: tuple[int, ...]
     frozen: tuple[int, ...]
     n_layers: int = 2
@@ -118,7 +118,7 @@ def random_recipe(choice: random.Random) -> Recipe:
     for index in range(choice.randint(3, 16)):
         # Most values read the latest ones; some reach far back.
         reads = tuple(_earlier(choice, index + 1) for _ in range(3))
-        steps.append(FoldedGraph(choice.choice(list(OPERATIONS)), choice.randrange(2), reads))
+        steps.append(Step(choice.choice(list(OPERATIONS)), choice.randrange(2), reads))
     n_values = len(steps) + 1
     returned = choice.sample(range(n_values), choice.choice([0, 0, 1, 2]))
     return Recipe(tuple(steps), tuple(sorted(returned)), frozen(choice))
@@ -140,6 +140,6 @@ def described(recipe: Recipe) -> str:
     return "; ".join(_line(index, step) for index, step in enumerate(recipe.steps, 1))
 
 
-def _line(index: int, step: FoldedGraph) -> str:
+def _line(index: int, step: Step) -> str:
     reads: Sequence[str] = [f"v{read}" for read in step.reads]
     return f"v{index} = {step.operation} {step.layer} of {', '.join(reads)}"

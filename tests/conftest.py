@@ -1,10 +1,32 @@
-"""One thread for each worker: two workers of two threads wait for one another on two cores."""
+"""One thread for each worker, and the lanes of the tests.
+
+Two workers of two threads wait for one another on two cores. The limit is set in the environment,
+so that tests which need no torch import none; child processes inherit it.
+"""
 
 from __future__ import annotations
 
 import os
 
-import torch
+import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+    for library in ("OMP", "MKL"):
+        os.environ[f"{library}_NUM_THREADS"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Take the mark from the first N cases of a test marked `slow(sample=N)`: they run by default.
+
+    Comes before pytest selects by marks.
+    """
+    n_seen: dict[str, int] = {}
+    for item in items:
+        slow = item.get_closest_marker("slow")
+        if slow is None or "sample" not in slow.kwargs:
+            continue
+        test = item.nodeid.partition("[")[0]
+        n_seen[test] = n_seen.get(test, 0) + 1
+        if n_seen[test] <= slow.kwargs["sample"]:
+            item.own_markers.remove(slow)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from benchmarks.gpu.bench import emptied, limited
 from benchmarks.gpu.operators import hardware_of
 from graphs.costs import Measured, OpCall
-from scheduler_runtime.execute import run_again, run_and_keep_state
+from scheduler_runtime.execute import recompute_random, run_and_keep_state
 from scheduler_runtime.measuring import context_bytes
 
 aten = torch.ops.aten
@@ -81,16 +81,16 @@ def random_operators_run_again_with_the_same_numbers(bench: Bench) -> str:
     for operator, args in calls:
         first, state = run_and_keep_state(operator, device, *args)
         following = torch.rand(3, device=device)
-        second = run_again(operator, device, state, *args)
+        second = recompute_random(operator, device, state, *args)
         after = torch.rand(3, device=device)
         pairs = zip(_tensors(first), _tensors(second), strict=True)
         must(all(torch.equal(a, b) for a, b in pairs), f"{operator} gave other numbers")
         must(not torch.equal(following, after), "the stream went back")
-        run_again(operator, device, state, *args)
+        recompute_random(operator, device, state, *args)
         torch.manual_seed(3)
         one = torch.rand(3, device=device)
         torch.manual_seed(3)
-        run_again(operator, device, state, *args)
+        recompute_random(operator, device, state, *args)
         must(torch.equal(one, torch.rand(3, device=device)), "the stream was moved")
     return f"{len(calls)} operators, state of {state.numel()} bytes on {state.device}"
 
@@ -105,7 +105,7 @@ def attention_runs_again_with_the_same_numbers(bench: Bench) -> str:
             found.append(f"{name} does not run here ({str(error).splitlines()[0][:90]})")
             continue
         torch.rand(5, device=bench.device)
-        second = run_again(call, bench.device, state)
+        second = recompute_random(call, bench.device, state)
         pairs = list(zip(_tensors(first), _tensors(second), strict=True))
         must(torch.equal(*pairs[0]), f"{name} gave another output")
         where = [f"{str(t.dtype)[6:]}{list(t.shape)} {t.device}" for t in _tensors(first)[2:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -69,6 +70,7 @@ def test_what_pytorchs_partitioner_keeps_is_judged() -> None:
         assert peers.best_overhead(step.graph, traces, budget_bytes=1) is None
 
 
+@pytest.mark.slow
 def test_a_deep_chain_is_planned_beside_the_exact_chain_program() -> None:
     row = deep_chains.measure(residual(n_blocks=60), share=0.2, limit_s=20.0)
     ours, exact = row["auto"], row["chain"]

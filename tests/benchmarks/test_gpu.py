@@ -42,6 +42,7 @@ def test_every_case_of_a_part_has_a_name_of_its_own():
                 assert len(set(cases)) == len(cases)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     "way",
     ["eager", "every block", "every second block", "selective", "compile", "ours"],
@@ -72,6 +73,7 @@ def test_the_part_on_bits_compares_a_plan_that_runs_something_again():
     assert row["different"] == []
 
 
+@pytest.mark.slow
 def test_the_largest_batch_lies_between_one_that_fits_and_one_that_does_not():
     row = run("batch", "gpt2/eager/4 MB")
     assert row["batch_size"] >= 1
@@ -172,6 +174,7 @@ print('ran')
 """
 
 
+@pytest.mark.slow
 def test_what_the_gpu_machine_may_lack_is_not_needed():
     missing = ("rich", "pulp", "highspy", "transformers", "hypothesis", "checkpoint_schedules")
     done = subprocess.run(
@@ -282,6 +285,7 @@ def test_batch_norm_of_cudnn_is_planned_by_an_operator_that_tells_what_it_writes
     assert operator.py_kernels[key] is before
 
 
+@pytest.mark.slow
 def test_what_differs_without_a_plan_as_well_is_told_apart(monkeypatch):
     made = lambda: SMALL["llama"].made(CPU)  # noqa: E731
     model, batch = made()

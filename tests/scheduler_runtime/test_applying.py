@@ -93,6 +93,7 @@ def assert_same_bits(plain: nn.Module, planned: nn.Module, batch: Any, loss: Any
         assert torch.equal(expected, got)
 
 
+@pytest.mark.slow(sample=5)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("gradients", ["fresh", "accumulate"])
 def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
@@ -103,6 +104,7 @@ def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 
 
+@pytest.mark.slow(sample=6)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) -> None:
@@ -113,6 +115,7 @@ def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) ->
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("make", MODELS)
 def test_recomputing_again_and_again_gives_the_same_bits(make: Any) -> None:
     """Nothing made again is held: every later op makes all that it reads anew."""
@@ -153,6 +156,7 @@ class Tower(nn.Module):
         return torch.randn(512, 16)
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_same_bits(method: str) -> None:
     model, batch, graph = traced(Tower)

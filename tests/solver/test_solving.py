@@ -136,6 +136,7 @@ def test_planning_anew_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "shapes is [[4, 16]], planned was [[8, 16]]" in caplog.text
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", NETS)
 def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
     graph = NETS[name]
@@ -159,6 +160,7 @@ def test_a_search_that_the_clock_ended_says_so() -> None:
     assert not solve(graph, budget=peak_bytes).timed_out
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_proof_is_explained() -> None:
     graph = NETS["pyramid"]
     least_bytes = find_obstacle(graph).proven_bytes
@@ -168,6 +170,7 @@ def test_a_budget_below_the_proof_is_explained() -> None:
     assert solution.obstacle.reached_bytes >= least_bytes
 
 
+@pytest.mark.slow
 def test_a_search_that_ran_out_of_time_answers_with_the_least_schedule_where_it_fits(monkeypatch):
     def hurried(graph, **options):
         return Proposal(None, timed_out=True)

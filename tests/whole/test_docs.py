@@ -87,6 +87,7 @@ def test_the_options_that_are_named_exist():
     assert sorted(named - set(re.findall(r"--[a-z-]+", help_text()))) == []
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs(tmp_path):
     """Its Python blocks, one after the other, at a size that takes seconds."""
     text = (DOCS / "tutorial.md").read_text()

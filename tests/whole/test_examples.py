@@ -64,6 +64,7 @@ def solution(name: str, share: float) -> Solution:
     return found
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_measured_step_stays_inside_the_budget(name: str, share: float) -> None:
@@ -99,6 +100,7 @@ def run_step(model: nn.Module, batch: Any, seed: int) -> list[torch.Tensor | Non
     ]
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SIZES)
 def test_gradients_are_the_same_bits(name: str, share: float) -> None:
@@ -113,6 +115,7 @@ def test_gradients_are_the_same_bits(name: str, share: float) -> None:
             assert a is None or b is None or torch.equal(a, b)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", ["gpt2", "resnet50", "lstm"])
 def test_exactly_the_planned_operators_run_again(name: str) -> None:
     """FLOPs of the planned step = FLOPs of the plain one + those of what the plan runs again."""
@@ -144,6 +147,7 @@ def test_exactly_the_planned_operators_run_again(name: str) -> None:
     assert counted(planned) == counted(plain) + again
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", SIZES)
 def test_planning_the_full_size_allocates_no_weights(name: str) -> None:
     if name == "lstm":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return Recipe(tuple(steps), tuple(sorted(returned)), draw(st.sampled_from([(), (1,)])))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=30,
     deadline=None,
@@ -50,6 +52,7 @@ def test_a_bit_that_differs_is_told() -> None:
     assert different({}, {"loss": one["loss"]}) == ["loss is there with the plan only"]
 
 
+@pytest.mark.slow
 def test_every_operation_can_be_planned() -> None:
     tally = Tally()
     for name in OPERATIONS:

@@ -27,6 +27,7 @@ def test_a_notebook_is_kept_without_output(path):
     assert all(set(cell.metadata) == set() for cell in notebook.cells)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # this tree's code, whatever is installed

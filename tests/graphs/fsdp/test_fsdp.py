@@ -271,6 +271,7 @@ def test_the_command(tmp_path, capsys):
     assert "--fsdp: a graph file is traced already" in capsys.readouterr().err
 
 
+@pytest.mark.distributed
 def test_what_two_ranks_hold_is_what_was_predicted():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.fsdp_ranks", str(N)],

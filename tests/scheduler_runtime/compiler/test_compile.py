@@ -93,6 +93,7 @@ def plainly(model: nn.Module, backend: str):
     )
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("kind", [Perceptrons, Convolutions, TiedLanguageModel])
 def test_the_budget_is_kept_and_the_bits_are_those_without_one(kind):
     torch.manual_seed(0)
@@ -119,6 +120,7 @@ def test_the_budget_is_kept_and_the_bits_are_those_without_one(kind):
     assert measured_bytes <= budget_bytes < before_bytes
 
 
+@pytest.mark.slow
 def test_inductor_keeps_the_budget():
     torch.manual_seed(0)
     model, batch = Perceptrons(n_blocks=2), Perceptrons.batch()

@@ -13,6 +13,8 @@ from torch import nn
 from scheduler_runtime import FitError, fit
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.distributed
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

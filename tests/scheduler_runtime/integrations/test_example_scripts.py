@@ -19,6 +19,7 @@ LAUNCH = {"ddp": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}
 OPTIONS = {"plain_loop": ["--fit"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs(script: str) -> None:
     path = ROOT / "examples" / "integrations" / f"{script}.py"

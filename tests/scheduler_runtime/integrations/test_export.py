@@ -24,6 +24,7 @@ from tests.scheduler_runtime.test_export import planned, put, small_gpt2, tokens
 from tests.support.paths import ROOT
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_torch_compile_takes_whole_and_selective_checkpoints(dropout: float) -> None:
     """aot_eager runs eager's operators, so the bits are eager's."""
@@ -73,6 +74,7 @@ def assert_same_bits_in_less_memory(plain: nn.Module, model: nn.Module) -> int:
     return peaks[1]
 
 
+@pytest.mark.slow
 def test_peft_and_then_export() -> None:
     model = get_peft_model(llama(), LORA).train()
     plain = copy.deepcopy(model)
@@ -99,6 +101,7 @@ def test_peft_after_an_export_works_for_whole_checkpoints_and_else_says_so() -> 
         one_step(adapted[2], sentences(), 3)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("example", ["export_ddp", "export_fsdp2"])
 def test_two_processes_train_with_the_same_bits(example: str) -> None:
     done = subprocess.run(

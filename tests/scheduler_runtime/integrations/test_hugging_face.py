@@ -80,6 +80,7 @@ def trainer(model: Any, folder: Path, callbacks: list[Any], **options: Any) -> T
     return Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("make", "options", "budget", "n_plans"),
     [

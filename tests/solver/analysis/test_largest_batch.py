@@ -51,6 +51,7 @@ def planner(budget_bytes: int, *, method: str = "every_block", asked: list[int] 
     return plan
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("shown", [3, 10, 13])
 @pytest.mark.parametrize("first", [1, 3, 16, 50])
 @pytest.mark.parametrize("method", ["none", "every_block"])
@@ -200,6 +201,7 @@ def test_the_command_finds_the_largest_batch(tmp_path, capsys):
     assert f"batch size {n})" in found["problem"]
 
 
+@pytest.mark.slow
 def test_the_report_and_the_files(tmp_path, capsys):
     model = write_model(tmp_path)
     names = ("s.json", "g.json", "t.svg", "page.html")

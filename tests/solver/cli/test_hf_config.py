@@ -64,6 +64,7 @@ def written(directory: Path, configuration: Any, **changes: Any) -> str:
     return f"hf:{path}"
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("configuration", "sizes", "batch_bytes", "dtype", "verify"),
     [
@@ -148,6 +149,7 @@ def test_a_directory_is_taken_for_its_config(tmp_path):
     assert hf_config.load(tmp_path).title == "ViTForImageClassification"
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_configuration(tmp_path, capsys):
     problem = written(tmp_path, VIT)
     assert main(["--budget", "600KB", "--max-batch", "--time-limit", "1", *OPTIONS, problem]) == 0

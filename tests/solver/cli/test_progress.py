@@ -56,6 +56,7 @@ def started(*argv: str, stderr: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no pseudo-terminals here")
 def test_a_sweep_says_how_far_it_is(tmp_path):
     master, slave = os.openpty()

@@ -20,6 +20,7 @@ def tiny(seed: int) -> Graph:
     return random_dag(seed=seed, n_forward=rng.randint(2, 6), n_later=rng.randint(1, 4))
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("seed", range(0, 80, 10))
 def test_equals_the_truth(seed: int) -> None:
     for graph in map(tiny, range(seed, seed + 10)):

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from solver.module_checkpointing.simulate_chain import schedule_from_regions
 from torch import nn
 
 from graphs.graph import Graph, Node, Tensor
 from graphs.trace import trace
 from solver.module_checkpointing.eager import EagerStep
 from solver.module_checkpointing.regions import Region, RegionError, dropped_by
+from solver.module_checkpointing.to_schedule import schedule_from_regions
 from solver.schedule.ops import Compute, Free
 from solver.schedule.simulator import simulate
 

@@ -105,6 +105,7 @@ def searched(graph: Graph, share: float) -> tuple[Search, int]:
     return search, binding.ranked[0][0]
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", ["residual", "u_shape", "pyramid"])
 def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
     search, base = searched(NETS[name], 0.2)
@@ -118,6 +119,7 @@ def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
     assert {n for n, _ in search.best.reruns} <= nodes
 
 
+@pytest.mark.slow
 def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
     search, base = searched(NETS["u_shape"], 0.15)
     before = search.gap
