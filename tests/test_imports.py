@@ -71,6 +71,14 @@ def test_planning_a_saved_graph_imports_nothing_heavy(tmp_path):
     assert imported_by(program, str(GRAPH), *options) == dict.fromkeys(HEAVY, False)
 
 
+def test_tests_of_the_solver_collect_without_torch():
+    folders = ("bound", "chain", "common", "methods", "schedule", "analysis")
+    paths = [f"tests/solver/{name}" for name in folders]
+    paths += ["tests/graphs/test_graph.py", "tests/graphs/test_files.py"]
+    program = "import pytest, sys; assert pytest.main(sys.argv[1:]) == 0"
+    assert not imported_by(program, "--collect-only", "-q", "-n0", *paths)["torch"]
+
+
 def test_solving_a_saved_graph_from_python_imports_nothing_heavy():
     program = "import sys; from solver import solve; solve(sys.argv[1], budget='4GB')"
     assert imported_by(program, str(GRAPH)) == dict.fromkeys(HEAVY, False)
