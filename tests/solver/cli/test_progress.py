@@ -32,7 +32,9 @@ def test_what_is_said_on_a_terminal():
     console = Console(file=text, force_terminal=True, width=80)
     with Progress(quiet=False, console=console).says("sweeping") as say:
         say("3 of 20 plans")
-        time.sleep(0.3)  # the spinner is drawn some twelve times a second
+        until_s = time.monotonic() + 60  # drawn by a thread, some twelve times a second
+        while "3 of 20" not in text.getvalue() and time.monotonic() < until_s:
+            time.sleep(0.02)
     assert "sweeping: 3 of 20 plans" in text.getvalue()
 
 
