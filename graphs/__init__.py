@@ -5,12 +5,14 @@ Torch is imported by `graphs.trace` (`from graphs.trace import trace`) and its h
 
 from graphs.files import FormatError
 from graphs.graph import Graph, GraphError, Node, Tensor
+from graphs.meta import GraphMeta
 from graphs.moved import announce_moves
 
 __all__ = [
     "FormatError",
     "Graph",
     "GraphError",
+    "GraphMeta",
     "Node",
     "Tensor",
 ]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from graphs.files import FormatError, Record, read_json, write_json
+from graphs.meta import GraphMeta
 
 Kind = Literal[
     "parameter", "buffer", "optimizer_state", "input", "tangent", "activation", "gradient", "output"
@@ -78,16 +79,19 @@ class Node:
 class Graph:
     """A training step: nodes in the framework's order, tensors, and what must be there at its end.
 
-    Validated on construction; raises GraphError. `meta` is for people and for `apply` (model,
-    device, cost model, environment): it is no part of the structure and not of `graph_id`.
+    Validated on construction; raises GraphError.
     """
 
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
     outputs: tuple[str, ...] = ()
-    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    meta: GraphMeta = field(default_factory=GraphMeta, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(
+            self.meta, dict
+        ):  # a graph written by hand: Graph(..., meta={"model": "mine"})
+            object.__setattr__(self, "meta", GraphMeta.from_json(self.meta))
         _validate(self)
 
     def __repr__(self) -> str:
@@ -211,7 +215,7 @@ class Graph:
         """The plain dictionary of format graph/1."""
         return {
             "format": FORMAT,
-            "meta": dict(self.meta),
+            "meta": self.meta.to_json(),
             "outputs": list(self.outputs),
             "tensors": [
                 {
@@ -250,7 +254,7 @@ class Graph:
                 nodes=nodes,
                 tensors=tensors,
                 outputs=record.strings("outputs"),
-                meta=record.mapping("meta", default={}),
+                meta=GraphMeta.from_json(record.mapping("meta", default={})),
             )
         except GraphError as error:
             raise FormatError(f"{source}: {error}") from error

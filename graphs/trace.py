@@ -33,6 +33,7 @@ from graphs.capture import Capture, Layout, at_each_checkpoint, capture, extract
 from graphs.costs import Cost, CostModel, Measured, OpCall, default_costs, save_costs
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
+from graphs.meta import GraphMeta
 from graphs.training_step import (
     MetaOutputs,
     OutsideLoss,
@@ -133,7 +134,7 @@ def trace(
         graph = with_optimizer(graph, figures)
     save_costs(costs)
     if checkpoints_itself.is_set():
-        graph = replace(graph, meta={**graph.meta, "own_checkpoints": True})
+        graph = replace(graph, meta=replace(graph.meta, own_checkpoints=True))
     return graph
 
 
@@ -191,38 +192,34 @@ def trace_module(
     captured = capture(model, call, device=device, choose=choose)
     cost = _Asked(costs)
     layout = extract(captured, cost=cost)
-    names = {source.name: node.name for node, source in captured.sources.items()}
+    tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
+    for source_node, source in captured.sources.items():
+        tensors_of.setdefault(source.kind, {})[source.name] = source_node.name
     graph = Graph(
         nodes=tuple(layout.nodes),
         tensors=tuple(layout.tensors),
         outputs=tuple(layout.outputs),
-        meta={
-            "model": type(model).__name__,
-            "gradients": gradients,
-            **{
-                f"{kind}s": {
-                    source.name: names[source.name]
-                    for source in captured.sources.values()
-                    if source.kind == kind
-                }
-                for kind in ("parameter", "buffer")
-            },
-            "parameter_layout": _parameter_layout(model, captured, layout),
-            "in_place": list(layout.in_place),
-            "gradient_sums": list(layout.sums),
-            "backward_functions": [nodes for nodes in layout.functions.values() if len(nodes) > 1],
-            "parameter_bytes": _bytes_by_dtype(model),
-            "parameter_forms": parameter_forms(model),
-            "buffer_forms": buffer_forms(model),
-            "input_forms": input_forms(call.tensors),
-            "costs": cost.description,
-            "environment": {
+        meta=GraphMeta(
+            model=type(model).__name__,
+            gradients=gradients,
+            parameters=tensors_of["parameter"],
+            buffers=tensors_of["buffer"],
+            parameter_layout=_parameter_layout(model, captured, layout),
+            in_place=list(layout.in_place),
+            gradient_sums=list(layout.sums),
+            backward_functions=[nodes for nodes in layout.functions.values() if len(nodes) > 1],
+            parameter_bytes=_bytes_by_dtype(model),
+            parameter_forms=parameter_forms(model),
+            buffer_forms=buffer_forms(model),
+            input_forms=input_forms(call.tensors),
+            costs=cost.description,
+            environment={
                 **environment_of(call, model, device=device),
                 "device": _kind_of(device),
                 "gradients": gradients,
                 "gradient_outputs": list(captured.gradient_outputs),
             },
-        },
+        ),
     )
     if gradients == "accumulate":
         added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}

@@ -189,7 +189,7 @@ class PlannedForward(ForwardReplacement):
     def _difference(self, graph: Graph, call: Call) -> str:
         """The first thing in which the call differs from the plan."""
         planned = self.plan.graph
-        words = self._environment_difference(call, device=graph.meta["environment"]["device"])
+        words = self._environment_difference(call, device=graph.meta.environment["device"])
         if words:
             return words
         if planned is None:

@@ -179,7 +179,7 @@ def to_torch_checkpoint(
         baseline_time_s=solution.baseline.time_s,
         budget_bytes=solution.request.available_bytes,
         lost=tuple(_lost(solution, plan)),
-        sharded=sharding_words(solution.graph.meta),
+        sharded=sharding_words(solution.environment),
         _model=model,
     )
 
@@ -188,7 +188,7 @@ def _nothing_fits(model: nn.Module, solution: Solution, error: NoModulesFitError
     assert solution.simulation is not None
     least_bytes = error.least.peak_bytes
     finer = f"apply(model, solution) keeps to {solution.simulation.peak_bytes} bytes; or "
-    if words := sharding_words(solution.graph.meta):
+    if words := sharding_words(solution.environment):
         finer = f"these are bytes {words}; "
     return ExportError(
         f"the budget is {solution.request.available_bytes} bytes, and checkpointing modules of "
@@ -208,17 +208,17 @@ def _check_model(model: nn.Module, graph: Graph) -> None:
             raise ExportError(
                 f"a plan is exported to this model already (module {path!r}); remove() it first"
             )
-    if not graph.meta.get("parameters"):
+    if not graph.meta.parameters:
         raise ExportError(
             "the solution was made for a graph file that no module was traced into; export needs "
             "one from solve(model, batch, ...)"
         )
-    planned = set(graph.meta["parameters"])
+    planned = set(graph.meta.parameters)
     missing = sorted(planned.symmetric_difference(dict(model.named_parameters())))
     missing += sorted({n.module for n in graph.forward_nodes if n.module not in modules})
     if missing:
         raise ExportError(
-            f"the solution was made for a {graph.meta.get('model', 'model')} that differs from "
+            f"the solution was made for a {graph.meta.model or 'model'} that differs from "
             f"this {type(model).__name__} in {missing[0]!r}; export to the module that was given "
             "to solve, before it is wrapped by anything else"
         )
@@ -310,7 +310,7 @@ def _put(model: nn.Module, graph: Graph, plan: ModulePlan) -> None:
 
 def _changed_buffers(model: nn.Module, graph: Graph) -> list[str]:
     """The buffers that the forward pass changes: those that a node without outputs writes."""
-    paths = {tensor: path for path, tensor in graph.meta.get("buffers", {}).items()}
+    paths = {tensor: path for path, tensor in graph.meta.buffers.items()}
     written = {n for node in graph.forward_nodes if not node.outputs for n in node.inputs}
     return [paths[name] for name in sorted(written) if name in paths]
 

@@ -42,7 +42,7 @@ def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Modul
 
 
 def _planned(solution: Solution) -> Sharding:
-    sharding = sharding_of(solution.graph.meta)
+    sharding = sharding_of(solution.environment)
     if sharding is None:
         raise ShardingError(
             "the solution is for a step that is not sharded; solve(model, batch, ..., fsdp=N) "

@@ -97,7 +97,7 @@ def solve(
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
     if reserve is None:
-        on_cuda = graph.meta.get("environment", {}).get("device") == "cuda"
+        on_cuda = graph.meta.environment.get("device") == "cuda"
         on_cuda = on_cuda or (hardware is not None and hardware.kind == "cuda")
         is_module = not isinstance(problem, Graph | str | Path)
         reserve = CUDA_RESERVE_BYTES if on_cuda and is_module else 0

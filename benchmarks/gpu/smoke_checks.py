@@ -182,7 +182,7 @@ def optimizers_take_what_is_predicted(bench: Bench) -> str:
         model, batch = made("gpt2 with dropout", bench)
         optimizer = kind(model.parameters(), lr=1e-5, **options)
         graph = trace(model, batch, optimizer=optimizer, costs=Roofline(hardware_of(bench.device)))
-        predicted = graph.meta["environment"]["optimizer"]
+        predicted = graph.meta.environment["optimizer"]
         model(*batch).backward()
         optimizer.step()
         state = sum(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphs.fsdp.spec import ShardingError, shard_rows
@@ -52,8 +52,8 @@ class Group:
 
 
 def read_parameters(graph: Graph, n_ranks: int) -> list[ShardedParameter]:
-    layout = graph.meta.get("parameter_layout")
-    if not isinstance(layout, Mapping) or not layout:
+    layout = graph.meta.parameter_layout
+    if not layout:
         raise ShardingError(
             "the graph does not say which parameters it has, of which shapes; trace the model again"
         )
@@ -90,7 +90,7 @@ class _Finder:
         self._forward = graph.forward_nodes
         self._later = graph.later_nodes
         self._position = {node.name: i for i, node in enumerate(self._later)}
-        self._sums = set(graph.meta.get("gradient_sums", ()))
+        self._sums = set(graph.meta.gradient_sums)
         self._with_gradient = self._requiring_gradient(parameters)
 
     def found(self) -> list[Group]:

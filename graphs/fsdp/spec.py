@@ -37,16 +37,15 @@ def shard_rows(n_rows: int, n_ranks: int) -> int:
     return -(-n_rows // n_ranks)
 
 
-def sharding_of(meta: Mapping[str, Any]) -> Sharding | None:
-    """What a graph's meta, or a plan's environment, says of sharding; None: nothing."""
-    found = meta.get("environment", meta)
-    found = found.get("sharding") if isinstance(found, Mapping) else None
+def sharding_of(environment: Mapping[str, Any]) -> Sharding | None:
+    """The sharding in the environment of a graph or plan; None: the step is not sharded."""
+    found = environment.get("sharding")
     if not isinstance(found, Mapping):
         return None
     return Sharding(n_ranks=found.get("n_ranks", 0), groups=tuple(found.get("groups", ())))
 
 
-def sharding_words(meta: Mapping[str, Any]) -> str:
+def sharding_words(environment: Mapping[str, Any]) -> str:
     """ "per rank of 8, FSDP2"; "" for a step that is not sharded."""
-    sharding = sharding_of(meta)
+    sharding = sharding_of(environment)
     return "" if sharding is None else f"per rank of {sharding.n_ranks}, FSDP2"

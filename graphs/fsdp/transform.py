@@ -63,8 +63,10 @@ def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str], on_cpu: bool =
         raise ShardingError(
             "the graph has an optimizer's step: shard first, then add the optimizer"
         )
-    if sharding_of(graph.meta) is not None:
-        raise ShardingError(f"the graph is sharded already: {sharding_words(graph.meta)}")
+    if sharding_of(graph.meta.environment) is not None:
+        raise ShardingError(
+            f"the graph is sharded already: {sharding_words(graph.meta.environment)}"
+        )
     sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups))
     return _Transform(graph, sharding, on_cpu).run()
 
@@ -107,13 +109,12 @@ class _Transform:
         )
         paths = [group.path for group in self._groups if group.path != ROOT]
         described = {"n_ranks": self.sharding.n_ranks, "groups": paths}
-        environment = {**graph.meta.get("environment", {}), "sharding": described}
         outputs = tuple(name for name in graph.outputs if name not in whole_gradients)
         return Graph(
             nodes=tuple(self.nodes),
             tensors=(*resized, *self.tensors),
             outputs=outputs if self._accumulated else (*outputs, *reduced),
-            meta={**graph.meta, "environment": environment},
+            meta=graph.meta.with_environment(sharding=described),
         )
 
     def _forward(self) -> None:

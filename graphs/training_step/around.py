@@ -79,12 +79,11 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
         recomputable=False,
     )
     state = Tensor("optimizer_state", int(optimizer["state_bytes"]), "optimizer_state")
-    environment = {**graph.meta.get("environment", {}), "optimizer": dict(optimizer)}
     return dataclasses.replace(
         graph,
         nodes=(*graph.nodes, step),
         tensors=(*graph.tensors, state),
-        meta={**graph.meta, "environment": environment},
+        meta=graph.meta.with_environment(optimizer=dict(optimizer)),
     )
 
 
@@ -109,11 +108,10 @@ def with_unknown_loss(graph: Graph, *, workspace_bytes: int) -> Graph:
         phase="outside",
         recomputable=False,
     )
-    environment = {**graph.meta.get("environment", {}), "loss": "outside"}
     return dataclasses.replace(
         graph,
         nodes=(*graph.forward_nodes, loss, *graph.later_nodes),
-        meta={**graph.meta, "environment": environment},
+        meta=graph.meta.with_environment(loss="outside"),
     )
 
 

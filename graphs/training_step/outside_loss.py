@@ -112,10 +112,7 @@ class OutsideLoss:
             nodes=(*graph.forward_nodes, *outside, *graph.later_nodes),
             tensors=(*graph.tensors, *extra),
             outputs=tuple(dict.fromkeys((*graph.outputs, *loss_names))),
-            meta={
-                **graph.meta,
-                "environment": {**graph.meta.get("environment", {}), "loss": "outside"},
-            },
+            meta=graph.meta.with_environment(loss="outside"),
         )
 
     def _names(self, captured: Capture, layout: Layout, loss_layout: Layout) -> dict[str, str]:

@@ -11,6 +11,7 @@ from torch import nn
 from graphs.calls import Call, environment_of
 from graphs.capture import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph, Node, Tensor
+from graphs.meta import GraphMeta
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, ObservedPart
 from scheduler_runtime.execute import runs_in_a_loop
@@ -162,12 +163,12 @@ def coarse_graph(
         nodes=(*forward, *reversed(backward)),
         tensors=tuple(tensors),
         outputs=tuple(outputs),
-        meta={
-            "model": type(model).__name__,
-            "scope": SCOPE,
-            "costs": {"model": "measured", "device": "here"},
-            "environment": environment_of(call, model),
-        },
+        meta=GraphMeta(
+            model=type(model).__name__,
+            scope=SCOPE,
+            costs={"model": "measured", "device": "here"},
+            environment=environment_of(call, model),
+        ),
     )
 
 

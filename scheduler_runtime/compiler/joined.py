@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from graphs.capture import Capture, Layout, Source, extract, is_random
 from graphs.costs import CostModel, OpCall
 from graphs.graph import Graph
+from graphs.meta import GraphMeta
 
 _BACKWARD = "is_backward"
 
@@ -92,7 +93,7 @@ def join(
         nodes=nodes,
         tensors=tuple(t for t in layout.tensors if t.name not in random_state),
         outputs=tuple(layout.outputs),
-        meta={"model": "compiled", "costs": dict(costs.description)},
+        meta=GraphMeta(model="compiled", costs=dict(costs.description)),
     )
     return Joined(
         module=line.module,

@@ -94,7 +94,7 @@ class _Line:
         self._ends: list[int] = []  # number of line nodes at the end of each piece
         self._finished: list[list[tuple[fx.Node, Value]]] = []
         self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the piece that is not ended
-        self._accumulates = step.graph.meta.get("gradients") == "accumulate"
+        self._accumulates = step.graph.meta.gradients == "accumulate"
         self._outputs: tuple[Any, ...] = ()
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
         self._position = {node.name: p for p, node in enumerate(step.graph.nodes)}

@@ -75,18 +75,18 @@ def _positional_names(model: nn.Module) -> list[str]:
 
 def forms_difference(planned: Graph, call: Call, model: nn.Module) -> str:
     """The first parameter, buffer or argument that has another form than planned; "": none has."""
-    forms = planned.meta.get("parameter_forms", {})
+    forms = planned.meta.parameter_forms
     if forms and (words := other_parameters(forms, parameter_forms(model))):
         return words
     return next(_other_forms(planned, call, model), "")
 
 
 def _other_forms(planned: Graph, call: Call, model: nn.Module) -> Iterator[str]:
-    forms = planned.meta.get("buffer_forms", {})
+    forms = planned.meta.buffer_forms
     for name, form in buffer_forms(model).items():
         if name in forms and forms[name] != form:
             yield f"buffer {name!r} is {form}, planned was {forms[name]}"
-    inputs = planned.meta.get("input_forms", ())
+    inputs = planned.meta.input_forms
     here = input_forms(call.tensors)
     if len(inputs) == len(here):
         for name, old, new in zip(argument_names(call, model), inputs, here, strict=True):
@@ -136,8 +136,8 @@ def _titles(graph: Graph) -> dict[str, str]:
     """What people call the tensors of parameters and buffers."""
     return {
         tensor: f"{kind} {path!r}"
-        for kind in ("parameter", "buffer")
-        for path, tensor in graph.meta.get(f"{kind}s", {}).items()
+        for kind, paths in (("parameter", graph.meta.parameters), ("buffer", graph.meta.buffers))
+        for path, tensor in paths.items()
     }
 
 

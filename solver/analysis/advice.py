@@ -85,7 +85,7 @@ def _state(solution: Solution) -> Iterator[str]:
         f"Parameters, gradients and optimizer state come to {format_size(state_bytes)}, {words}; "
         "recomputation frees none of it. "
     )
-    sharding = sharding_of(graph.meta)
+    sharding = sharding_of(graph.meta.environment)
     if sharding is None:
         text += "Sharding them over k devices (FSDP, ZeRO) divides them by k"
     else:
@@ -141,11 +141,8 @@ def _held(node: Node, own_bytes: int) -> str:
 def _precision(solution: Solution) -> Iterator[str]:
     """Activations count, and they are in a wide dtype."""
     graph = solution.graph
-    environment = graph.meta.get("environment")
-    dtypes = graph.meta.get("parameter_bytes")
-    if not isinstance(environment, Mapping) or "autocast" not in environment:
-        return
-    if environment["autocast"] is not None or not _are_wide(dtypes):
+    dtypes = graph.meta.parameter_bytes
+    if graph.meta.environment.get("autocast", "unknown") is not None or not _are_wide(dtypes):
         return
     parts = memory_at(graph, baseline(graph), solution.baseline.peak_op)
     share = parts["activations"] / solution.baseline.peak_bytes

@@ -144,7 +144,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
         name=arguments.problem,
         graph=graph,
         device=device,
-        costs=cost_words(graph.meta.get("costs", graph.meta.get("cost"))),
+        costs=cost_words(graph.meta.cost_model),
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         reserve_reason=why_reserve,
@@ -215,10 +215,10 @@ def _model_problem(
         graph, notes = _traced(file, target, arguments)
         size = "" if arguments.largest is None else f", {_size_words(file, arguments.largest)}"
         return Problem(
-            name=f"{arguments.problem} ({file.title or graph.meta.get('model', 'model')}{size})",
+            name=f"{arguments.problem} ({file.title or graph.meta.model or 'model'}{size})",
             graph=graph,
             device=target.hardware.title,
-            costs=cost_words(graph.meta.get("costs")),
+            costs=cost_words(graph.meta.cost_model),
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
             reserve_reason=why_reserve,
@@ -239,7 +239,7 @@ def _model_problem(
         )
         graph = planned.solution.graph
         return Problem(
-            name=f"{arguments.problem} ({file.title or graph.meta.get('model', 'model')})",
+            name=f"{arguments.problem} ({file.title or graph.meta.model or 'model'})",
             graph=graph,
             device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
             costs="measured here, submodule by submodule",

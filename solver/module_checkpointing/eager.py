@@ -12,9 +12,8 @@ Graph files without them, or with names that the graph has not, are taken for ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from graphs.graph import Graph
 
@@ -33,23 +32,17 @@ class EagerStep:
     def of(cls, graph: Graph) -> EagerStep:
         """Cost: linear in the size of the graph."""
         forward = {node.name: position for position, node in enumerate(graph.forward_nodes)}
-        in_place = frozenset(n for n in _names(graph.meta.get("in_place")) if n in forward)
+        in_place = frozenset(n for n in graph.meta.in_place if n in forward)
         later = {node.name for node in graph.later_nodes}
-        functions = graph.meta.get("backward_functions")
         function_of: dict[str, tuple[str, ...]] = {}
-        for each in functions if isinstance(functions, list | tuple) else ():
-            nodes = tuple(name for name in _names(each) if name in later)
+        for each in graph.meta.backward_functions:
+            nodes = tuple(name for name in each if name in later)
             function_of.update(dict.fromkeys(nodes, nodes))
         return cls(
             in_place=in_place,
             last_write=_last_writes(graph, in_place),
             function_of=function_of,
         )
-
-
-def _names(value: Any) -> Iterator[str]:
-    if isinstance(value, list | tuple):
-        yield from (name for name in value if isinstance(name, str))
 
 
 def _last_writes(graph: Graph, in_place: frozenset[str]) -> dict[str, int]:

@@ -41,12 +41,10 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
     from solver.reporting import terminal
 
     graph = solution.graph
-    environment = graph.meta.get("environment", {})
-    device = environment.get("device") if isinstance(environment, dict) else None
     shown = Report(
-        problem=str(graph.meta.get("model", "graph")),
-        device=str(device or "not named"),
-        costs=cost_words(graph.meta.get("costs", graph.meta.get("cost"))),
+        problem=graph.meta.model or "graph",
+        device=str(graph.meta.environment.get("device") or "not named"),
+        costs=cost_words(graph.meta.cost_model),
         solutions=(solution,),
         notes=(*step_notes(graph), *optimizer_note(graph)),
         advice=advise(solution),

@@ -69,8 +69,7 @@ OPTIMIZER = (
 
 def optimizer_note(graph: Graph) -> list[str]:
     """A sentence where a traced training step has no optimizer."""
-    traced = isinstance(graph.meta.get("environment"), dict)
-    if not traced or any(node.phase == "optimizer" for node in graph.nodes):
+    if not graph.meta.environment or any(node.phase == "optimizer" for node in graph.nodes):
         return []
     return [OPTIMIZER]
 
@@ -82,30 +81,28 @@ def step_notes(graph: Graph) -> list[str]:
 
 def _sharding_note(graph: Graph) -> list[str]:
     """Sentences where the graph is what one rank of FSDP2 sees."""
-    sharding = sharding_of(graph.meta)
+    sharding = sharding_of(graph.meta.environment)
     if sharding is None:
         return []
     n_modules = len(sharding.groups or ())
     words = (
-        f"All figures are {sharding_words(graph.meta)} (fully_shard on {n_modules} modules, then "
-        "on the model), with the batch of one rank: parameters, gradients and optimizer state as "
-        "shards, and what is gathered, with its buffers, for as long as it is. Communication "
-        "takes no time in them. Such a plan is exported: to_torch_checkpoint(model, solution)."
+        f"All figures are {sharding_words(graph.meta.environment)} (fully_shard on {n_modules} "
+        "modules, then on the model), with the batch of one rank: parameters, gradients and "
+        "optimizer state as shards, and what is gathered, with its buffers, for as long as it is. "
+        "Communication takes no time in them. Such a plan is exported: "
+        "to_torch_checkpoint(model, solution)."
     )
     return [words]
 
 
 def _evaluation_note(graph: Graph) -> list[str]:
     """A sentence where the graph is of a model in evaluation mode."""
-    environment = graph.meta.get("environment", {})
-    if not isinstance(environment, dict) or environment.get("train", True) is not False:
-        return []
-    return [EVALUATION]
+    return [EVALUATION] if graph.meta.environment.get("train", True) is False else []
 
 
 def _checkpoints_note(graph: Graph) -> list[str]:
     """A sentence where the model checkpoints by itself (`graphs.capture.own_checkpoints`)."""
-    return [OWN_CHECKPOINTS] if graph.meta.get("own_checkpoints") else []
+    return [OWN_CHECKPOINTS] if graph.meta.own_checkpoints else []
 
 
 def best(solutions: Iterable[Solution]) -> Solution:

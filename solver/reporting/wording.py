@@ -145,7 +145,7 @@ def emitted(report: Report, found: Emitted) -> Iterator[tuple[str, str]]:
 
 def _what_is_planned(solution: Solution) -> str:
     """What a proof is about, where it is not about every operator by itself."""
-    return " of whole submodules" if "scope" in solution.graph.meta else ""
+    return " of whole submodules" if solution.graph.meta.scope else ""
 
 
 def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:

@@ -100,7 +100,7 @@ class Solution:
     def __repr__(self) -> str:
         """One line: what was asked, what was found, what is proven."""
         asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
-        if words := sharding_words(self.graph.meta):
+        if words := sharding_words(self.graph.meta.environment):
             asked += f" {words}"
         if self.simulation is None or self.overhead is None:
             return f"Solution({asked}: no schedule{self._obstacle_words})"
@@ -168,10 +168,7 @@ class Solution:
     @property
     def environment(self) -> Mapping[str, Any]:
         """Where the graph was traced: torch, device, shapes, dtypes, train, autocast, costs."""
-        value = self.graph.meta.get("environment", {})
-        if not isinstance(value, Mapping):
-            return {}
-        return {**value, "costs": self.graph.meta.get("costs", {})}
+        return {**self.graph.meta.environment, "costs": self.graph.meta.costs}
 
     def save(self, path: str | Path) -> None:
         """Write schedule.json (format schedule/1), whole or not at all."""

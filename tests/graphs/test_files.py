@@ -334,3 +334,25 @@ def test_a_file_too_large_to_parse_safely_is_refused_unread(tmp_path: Path) -> N
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(FormatError, match="are refused"):
         Graph.load(path)
+
+
+def test_the_metadata_of_a_file_is_written_back_unchanged():
+    meta = {
+        "mine": [1, {"a": None}],
+        "costs": "by hand",
+        "environment": 5,  # of another type than the field's: kept, and not read
+        "in_place": ["a", 1],
+        "model": "mine",
+        "buffers": {},
+    }
+    value = {**a_graph(), "meta": meta}
+    graph = Graph.from_json(value)
+    assert graph.meta.costs == "by hand"
+    assert graph.meta.environment == {}
+    assert graph.meta.in_place == ()
+    assert graph.meta.extra == {"mine": meta["mine"], "environment": 5, "in_place": ["a", 1]}
+    assert json.dumps(graph.to_json()["meta"]) == json.dumps(meta)
+    assert graph.meta.with_environment(loss="outside").to_json() == {
+        **meta,
+        "environment": {"loss": "outside"},
+    }

@@ -50,9 +50,9 @@ def test_parameters_gradients_and_optimizer_state_take_what_they_take() -> None:
 def test_the_parameters_bytes_are_told_by_dtype() -> None:
     model = TiedLanguageModel()
     n_bytes = parameter_bytes(model)
-    assert trace(model, model.batch()).meta["parameter_bytes"] == {"float32": n_bytes}
+    assert trace(model, model.batch()).meta.parameter_bytes == {"float32": n_bytes}
     half = model.to(torch.bfloat16)
-    assert trace(half, half.batch()).meta["parameter_bytes"] == {"bfloat16": n_bytes // 2}
+    assert trace(half, half.batch()).meta.parameter_bytes == {"bfloat16": n_bytes // 2}
 
 
 def test_batch_norm_writes_its_buffers_once() -> None:

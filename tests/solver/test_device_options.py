@@ -30,7 +30,7 @@ def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
 def test_a_named_card_gives_its_rates_and_its_memory():
     model, batch = model_and_batch()
     solution = solve(model, batch, budget="50%", device="h100")
-    assert solution.graph.meta["costs"]["device"] == "h100"
+    assert solution.graph.meta.costs["device"] == "h100"
     assert solution.request.budget_bytes == named("h100").capacity_bytes // 2
     assert solution.request.reserve_bytes == CUDA_RESERVE_BYTES  # as on the command line
     same = solve(model, batch, budget="1GB", device="H100", costs="roofline")
@@ -40,8 +40,7 @@ def test_a_named_card_gives_its_rates_and_its_memory():
 def test_a_graph_file_has_no_reserve_of_its_own(tmp_path):
     model, batch = model_and_batch()
     graph = trace(model, batch)
-    environment = {**graph.meta["environment"], "device": "cuda"}
-    graph = dataclasses.replace(graph, meta={**graph.meta, "environment": environment})
+    graph = dataclasses.replace(graph, meta=graph.meta.with_environment(device="cuda"))
     path = tmp_path / "graph.json"
     graph.save(path)
     for problem in (graph, path):
@@ -51,7 +50,7 @@ def test_a_graph_file_has_no_reserve_of_its_own(tmp_path):
 def test_costs_are_measured_on_the_device_that_is_here():
     model, batch = model_and_batch()
     solution = solve(model, batch, budget="1GB", device="cpu", costs="measured")
-    assert solution.graph.meta["costs"]["model"] == "measured"
+    assert solution.graph.meta.costs["model"] == "measured"
     with pytest.raises(ValueError, match="'cpu' or 'cuda', not 'h100'"):
         solve(model, batch, budget="1GB", device="h100", costs="measured")
 
@@ -59,7 +58,7 @@ def test_costs_are_measured_on_the_device_that_is_here():
 def test_a_cost_model_is_taken_as_it_is():
     model, batch = model_and_batch()
     solution = solve(model, batch, budget="1GB", costs=Roofline(named("t4")))
-    assert solution.graph.meta["costs"]["device"] == "t4"
+    assert solution.graph.meta.costs["device"] == "t4"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_a_file_of_another_device_or_none_at_all_is_refused(tmp_path):
 def test_costs_alone_are_for_the_device_of_the_model():
     model, batch = model_and_batch()
     solution = solve(model, batch, budget="1GB", costs="measured")
-    assert solution.graph.meta["costs"]["model"] == "measured"
+    assert solution.graph.meta.costs["model"] == "measured"
 
 
 def test_a_class_in_the_place_of_a_module_is_refused():

@@ -97,12 +97,12 @@ class Loss(nn.Linear):
 
 def test_the_roofline_stands_beside_what_was_measured():
     graph = trace(Loss(16, 16), torch.randn(4, 16), costs=Measured("cpu"))
-    described = graph.meta["costs"]
+    described = graph.meta.costs
     total_s = sum(node.time_s for node in graph.nodes)
     assert described["measured_s"] == pytest.approx(total_s)
     plain = trace(Loss(16, 16), torch.randn(4, 16), costs=Measured("cpu").roofline)
     assert described["roofline_s"] == pytest.approx(sum(node.time_s for node in plain.nodes))
-    assert "roofline_s" not in plain.meta["costs"]
+    assert "roofline_s" not in plain.meta.costs
     words = cost_words({**described, "measured_s": 3e-3, "roofline_s": 2e-3})
     assert words.endswith("; 3.00 ms, 1.50 times the roofline's 2.00 ms")
     assert "times" not in cost_words({**described, "measured_s": "a", "roofline_s": float("nan")})

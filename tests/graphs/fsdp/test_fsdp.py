@@ -199,7 +199,7 @@ def test_groups_that_fsdp2_could_not_run():
             trace(model, batch, fsdp=Sharding(n_ranks=N, groups=groups))
     assert default_groups(model) == ("twice", "read")
     whole = trace(model, batch, fsdp=Sharding(n_ranks=N, groups=()))
-    assert sharding_of(whole.meta) == Sharding(n_ranks=N, groups=())
+    assert sharding_of(whole.meta.environment) == Sharding(n_ranks=N, groups=())
     half_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) // 2
     resident = [t.size_bytes for t in whole.resident if t.kind == "parameter"]
     assert sum(resident) == half_bytes
@@ -245,7 +245,7 @@ def test_a_plan_of_a_rank_is_told_exported_and_not_applied(tmp_path, capsys):
 
 
 def groups(graph: Graph) -> tuple[str, ...]:
-    sharding = sharding_of(graph.meta)
+    sharding = sharding_of(graph.meta.environment)
     assert sharding is not None
     return sharding.groups or ()
 

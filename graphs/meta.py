@@ -1,0 +1,93 @@
+"""What a graph says about the model and the run it was traced from, beside its structure."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class GraphMeta:
+    """Metadata of a graph; no part of its structure or of `graph_id`. Every field may be empty.
+
+    model: the class of the module, or a title.
+    scope: what one node stands for, where it is not one operator.
+    gradients: "fresh", or "accumulate" where new gradients are added to existing ones.
+    parameters, buffers: path in the module -> tensor of the graph.
+    parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).
+    in_place: forward nodes that overwrite an input in eager mode.
+    gradient_sums: nodes that sum the gradients of one tensor.
+    backward_functions: the nodes of each autograd function that has several.
+    parameter_bytes: dtype -> bytes of all parameters of that dtype.
+    parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.
+    costs: the description of the cost model.
+    environment: what the traced graph depends on (`environment_of`), and the chosen loss,
+        optimizer and sharding.
+    own_checkpoints: whether the model calls torch.utils.checkpoint by itself.
+    extra: every other key of the file, and known keys with a value of another type.
+    key_order: the file's keys in their order; a file is written back unchanged.
+    """
+
+    model: str = ""
+    scope: str = ""
+    gradients: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    buffers: Mapping[str, str] = field(default_factory=dict)
+    parameter_layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    in_place: Sequence[str] = ()
+    gradient_sums: Sequence[str] = ()
+    backward_functions: Sequence[Sequence[str]] = ()
+    parameter_bytes: Mapping[str, int] = field(default_factory=dict)
+    parameter_forms: Mapping[str, str] = field(default_factory=dict)
+    buffer_forms: Mapping[str, str] = field(default_factory=dict)
+    input_forms: Sequence[str] = ()
+    costs: Mapping[str, Any] | str = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    own_checkpoints: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    key_order: Sequence[str] = field(default=(), repr=False, compare=False)
+
+    @property
+    def cost_model(self) -> Mapping[str, Any] | str:
+        """The description of the cost model; older files call it "cost"."""
+        return self.costs or str(self.extra.get("cost", ""))
+
+    def with_environment(self, **changes: Any) -> GraphMeta:
+        return dataclasses.replace(self, environment={**self.environment, **changes})
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
+        """Read the `meta` object of a graph/1 file: known keys of the right type become fields."""
+        known = {k: v for k, v in values.items() if k in _TYPES and _is_a(v, _TYPES[k])}
+        extra = {key: value for key, value in values.items() if key not in known}
+        return cls(**known, extra=extra, key_order=tuple(values))
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `from_json` was given, with what has changed since."""
+        values = {key: getattr(self, key) for key in _TYPES}
+        changed = {key: value for key, value in values.items() if value}
+        return {key: values.get(key) for key in self.key_order} | dict(self.extra) | changed
+
+
+_TYPES = {
+    name: kind
+    for name, kind in get_type_hints(GraphMeta).items()
+    if name not in ("extra", "key_order")
+}
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether a JSON value has the type of a field, down to its elements."""
+    if kind is Any:
+        return True
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_is_a(value, each) for each in arguments)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(_is_a(v, arguments[1]) for v in value.values())
+    if origin is Sequence:
+        return isinstance(value, list) and all(_is_a(v, arguments[0]) for v in value)
+    return isinstance(value, kind)
