@@ -40,16 +40,17 @@ from scheduler_runtime.planned import (
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
+    budget_on,
     memory_now,
     no_auto,
     no_checkpoints,
     refuse_checkpointing,
+    size_on,
     step_bytes_now,
     why_not_planned,
 )
-from solver.common import CUDA_RESERVE_BYTES, BudgetError, format_both, parse_size
+from solver.common import BudgetError, format_both
 from solver.methods import METHODS
-from solver.reporting import least_words
 from solver.schedule import Request, Solution
 from solver.solving import answer
 
@@ -130,7 +131,7 @@ def fit(
         if not torch.cuda.is_available():
             raise BudgetError(no_auto(device_of(model).type))
     else:
-        _bytes(budget, device_of(model))
+        budget_on(device_of(model), budget, reserve)
     refuse_second(model)
     _refuse_wrapped(model)
     refuse_checkpointing(model)
@@ -213,24 +214,17 @@ class FittedForward(ForwardReplacement):
             if buckets is not None and not buckets.are_gradients:
                 step_bytes += buckets.size_bytes
             self._budget_bytes = memory_now(device, step_bytes).budget_bytes
-        elif self._budget_bytes is None:
-            self._budget_bytes = _bytes(options.budget, device)
-        reserve = options.reserve
-        if reserve is None:
-            reserve = CUDA_RESERVE_BYTES if device.type == "cuda" else 0
-        request = Request(
+        known = self._budget_bytes
+        self._budget_bytes, reserve_bytes = budget_on(
+            device, options.budget if known is None else known, options.reserve
+        )
+        return Request(
             budget_bytes=self._budget_bytes,
-            reserve_bytes=_bytes(reserve, device, what="reserve"),
+            reserve_bytes=reserve_bytes,
             method=options.method,
             time_limit_s=options.time_limit_s,
             seed=options.seed,
         )
-        if request.available_bytes <= 0:
-            raise BudgetError(
-                f"the reserve of {request.reserve_bytes} bytes takes all of the budget of "
-                f"{request.budget_bytes} bytes"
-            )
-        return request
 
     def _choose(self, output: Any) -> tuple[int, ...]:
         """Indices of the flat outputs that get a gradient."""
@@ -288,23 +282,15 @@ class FittedForward(ForwardReplacement):
 
     def _loss_bytes(self, outputs: Sequence[torch.Tensor], device: torch.device) -> int:
         if self.options.loss_reserve is not None:
-            return _bytes(self.options.loss_reserve, device, what="loss_reserve")
+            return size_on(device, self.options.loss_reserve, what="loss_reserve")
         return sum(t.numel() * 4 * (2 if t.element_size() >= 4 else 3) for t in outputs)
 
     def _why_not(self, solution: Solution) -> str:
         return (
             f"no schedule of {type(self._model).__name__}'s step fits "
             f"{format_both(solution.request.available_bytes)} ({solution.status})"
-            f"{least_words(solution)}"
+            f"{solution.obstacle_text}"
         )
-
-
-def _bytes(size: int | str, device: torch.device, *, what: str = "budget") -> int:
-    capacity_bytes = None
-    if device.type == "cuda":
-        capacity_bytes = torch.cuda.get_device_properties(device).total_memory
-    least_bytes = 1 if what == "budget" else 0
-    return parse_size(size, capacity_bytes=capacity_bytes, what=what, least_bytes=least_bytes)
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

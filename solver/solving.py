@@ -20,14 +20,11 @@ from graphs.files import FormatError
 from graphs.graph import Graph
 from solver.bound import lower_bound_s
 from solver.common import (
-    CUDA_RESERVE_BYTES,
     KEPT_SHARE,
-    BudgetError,
     Deadline,
     check_time_limit,
     now_s,
-    parse_size,
-    refuse_bare,
+    parse_budget,
 )
 from solver.methods import (
     METHODS,
@@ -96,26 +93,23 @@ def solve(
     graph, hardware = _as_graph(problem, batch, trace_options)
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
-    if reserve is None:
-        on_cuda = graph.meta.environment.get("device") == "cuda"
-        on_cuda = on_cuda or (hardware is not None and hardware.kind == "cuda")
-        is_module = not isinstance(problem, Graph | str | Path)
-        reserve = CUDA_RESERVE_BYTES if on_cuda and is_module else 0
+    # A graph file may be planned for another device than it was traced on: no default reserve.
+    is_module = not isinstance(problem, Graph | str | Path)
+    on_cuda = graph.meta.environment.get("device") == "cuda"
+    budget_bytes, reserve_bytes = parse_budget(
+        budget,
+        reserve,
+        capacity_bytes=capacity_bytes,
+        on_cuda=is_module and (on_cuda or (hardware is not None and hardware.kind == "cuda")),
+        resident_bytes=graph.resident_bytes,
+    )
     request = Request(
-        budget_bytes=parse_size(budget, capacity_bytes=capacity_bytes),
-        reserve_bytes=parse_size(
-            reserve, capacity_bytes=capacity_bytes, what="reserve", least_bytes=0
-        ),
+        budget_bytes=budget_bytes,
+        reserve_bytes=reserve_bytes,
         method=method,
         time_limit_s=time_limit_s,
         seed=seed,
     )
-    refuse_bare(budget, resident_bytes=graph.resident_bytes)
-    if request.available_bytes <= 0:
-        raise BudgetError(
-            f"the reserve of {request.reserve_bytes} bytes takes all of the budget of "
-            f"{request.budget_bytes} bytes"
-        )
     return answer(graph, request, started_s=started_s)
 
 
@@ -316,7 +310,7 @@ def _as_graph(
             "with: a tensor, a tuple or a dict of tensors"
         )
     from graphs.trace import trace
-    from solver.device import trace_target
+    from solver.device import find_target
 
     known = [*inspect.signature(solve).parameters, *inspect.signature(trace).parameters]
     for name in trace_options:
@@ -327,7 +321,9 @@ def _as_graph(
     options = dict(trace_options)
     device, costs = options.pop("device", None), options.pop("costs", None)
     if device is None and isinstance(costs, str):
-        kind = next((parameter.device.type for parameter in problem.parameters()), "cpu")
-        device = "cpu" if kind == "meta" else kind
-    target = trace_target(device, costs)
-    return trace(problem, batch, **options, **target.options), target.hardware
+        device = next((parameter.device for parameter in problem.parameters()), "cpu")
+    if device is None:  # the device of the model, found and checked by trace
+        return trace(problem, batch, **options, costs=costs), None
+    target = find_target(device, costs)
+    graph = trace(problem, batch, **options, device=target.torch_device, costs=target.costs)
+    return graph, target.hardware

@@ -44,7 +44,8 @@ from scheduler_runtime.by_submodule.eager_step import NoLossError, ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, chain_of, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
 from scheduler_runtime.execute import torch_checkpoint
-from solver.common import CUDA_RESERVE_BYTES, counted, format_size
+from scheduler_runtime.surroundings import budget_on
+from solver.common import counted, format_size
 from solver.module_checkpointing import (
     ModuleTree,
     NoModulesFitError,
@@ -91,8 +92,7 @@ def plan_chain(
         raise FallbackError(
             f"the model is on {device}; real steps are measured on cpu and cuda alone"
         )
-    if reserve is None:
-        reserve = CUDA_RESERVE_BYTES if device.type == "cuda" else 0
+    budget_bytes, reserve_bytes = budget_on(device, budget, reserve)
     step = ObservedStep(model, batch, loss, inputs)
     try:
         watched = _watched(model, step)
@@ -113,7 +113,9 @@ def plan_chain(
         )
         if figures is not None:
             graph = with_optimizer(graph, figures)
-        solution = solve(graph, budget=budget, reserve=reserve, time_limit_s=time_limit_s)
+        solution = solve(
+            graph, budget=budget_bytes, reserve=reserve_bytes, time_limit_s=time_limit_s
+        )
         if chosen is not None:  # it ran, and took what is counted now
             chosen = chosen.judged_on(graph, watched.loop)
             if chosen.simulation.peak_bytes <= solution.request.available_bytes:

@@ -33,13 +33,12 @@ from scheduler_runtime.compiler.partitioner import BudgetPartitioner
 from scheduler_runtime.compiler.rehearsal import Rehearsal
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import ForwardReplacement, refuse_second
+from scheduler_runtime.surroundings import budget_on
 from solver.common import (
-    CUDA_RESERVE_BYTES,
     BudgetError,
     counted,
     format_share,
     format_size,
-    parse_size,
 )
 
 logger = logging.getLogger(__name__)
@@ -123,19 +122,7 @@ def compile(
     device = device_of(model)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the model is on {device}; peaks can be measured on cpu and cuda")
-    capacity_bytes = (
-        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    )
-    if reserve is None:
-        reserve = CUDA_RESERVE_BYTES if device.type == "cuda" else 0
-    budget_bytes = parse_size(budget, capacity_bytes=capacity_bytes)
-    reserve_bytes = parse_size(
-        reserve, capacity_bytes=capacity_bytes, what="reserve", least_bytes=0
-    )
-    if reserve_bytes >= budget_bytes:
-        raise BudgetError(
-            f"the reserve of {reserve_bytes} bytes takes all of the budget of {budget_bytes} bytes"
-        )
+    budget_bytes, reserve_bytes = budget_on(device, budget, reserve)
     partitioner = functools.partial(
         BudgetPartitioner, method=method, time_limit_s=time_limit_s, seed=seed, costs=costs
     )

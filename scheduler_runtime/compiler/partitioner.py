@@ -24,7 +24,6 @@ from graphs.costs import Roofline, measured, save_costs
 from scheduler_runtime.compiler.fused_costs import FusedCosts
 from scheduler_runtime.compiler.joined import Joined, join
 from scheduler_runtime.compiler.split import split
-from solver.reporting import least_words
 from solver.schedule import Request, Solution
 from solver.solving import answer
 
@@ -141,7 +140,7 @@ class BudgetPartitioner(CustomPartitionerFn):
             obstacle = solution.obstacle
             raise NothingFitsError(
                 f"no plan of the compiled graph fits {budget_bytes} bytes ({solution.status})"
-                f"{least_words(solution)}",
+                f"{solution.obstacle_text}",
                 reached_bytes=None if obstacle is None else obstacle.reached_bytes,
             )
         return solution

@@ -8,7 +8,6 @@ import logging
 from graphs.graph import Graph
 from graphs.training_step import with_optimizer
 from scheduler_runtime.planned.plan import Plan
-from solver.reporting import least_words
 from solver.schedule import Schedule
 from solver.solving import answer
 
@@ -28,7 +27,7 @@ def replan(graph: Graph, plan: Plan, reason: str) -> Schedule:
     if solution.schedule is None:
         raise ReplanError(
             f"{reason}, and nothing fits {plan.request.available_bytes} bytes there "
-            f"({solution.status}){least_words(solution)}"
+            f"({solution.status}){solution.obstacle_text}"
         )
     logger.warning("planned in %.2f s: %r", solution.solve_time_s, solution)
     return solution.schedule

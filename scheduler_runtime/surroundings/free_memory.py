@@ -15,7 +15,7 @@ from torch import nn
 
 from graphs.calls import Call
 from scheduler_runtime.measuring import bytes_of, resident_tensors
-from solver.common import BudgetError
+from solver.common import BudgetError, parse_budget, parse_size
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,26 @@ class DeviceMemory:
         """What the whole step may take: its own tensors and all that nobody else has."""
         others_bytes = max(0, self.allocated_bytes - self.step_bytes)
         return self.free_bytes + self.reserved_bytes - others_bytes
+
+
+def budget_on(
+    device: torch.device, budget: int | str, reserve: int | str | None
+) -> tuple[int, int]:
+    """`solver.common.parse_budget` for a model that is on this device."""
+    return parse_budget(
+        budget, reserve, capacity_bytes=_capacity_bytes(device), on_cuda=device.type == "cuda"
+    )
+
+
+def size_on(device: torch.device, size: int | str, *, what: str) -> int:
+    """`solver.common.parse_size` for a model that is on this device; may be 0."""
+    return parse_size(size, capacity_bytes=_capacity_bytes(device), what=what, least_bytes=0)
+
+
+def _capacity_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def memory_now(device: torch.device, step_bytes: int) -> DeviceMemory:

@@ -15,7 +15,7 @@ from typing import Literal
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
 from solver.chain import Blocks, checkpoints, split_into_blocks
-from solver.common import counted, format_share, format_size
+from solver.common import counted, describe_op, format_share, format_size
 from solver.schedule import Solution, baseline, keep, memory_at, node_at, simulate
 
 Kind = Literal["state", "logits", "one_op", "precision", "theory"]
@@ -131,11 +131,7 @@ def _one_op(solution: Solution) -> Iterator[str]:
 
 
 def _held(node: Node, own_bytes: int) -> str:
-    where = f" in {node.module}" if node.module else ""
-    return (
-        f"At the peak {node.name} ({node.op}, {node.phase}){where} alone holds "
-        f"{format_size(own_bytes)}"
-    )
+    return f"At the peak {describe_op(node)} alone holds {format_size(own_bytes)}"
 
 
 def _precision(solution: Solution) -> Iterator[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from solver.analysis import Size
-from solver.common import UsageError
 from solver.emit import SYSTEMS
 from solver.methods import METHODS
 
@@ -44,6 +43,10 @@ sizes:  16GB = 16*10^9, 15.5GiB = 15.5*2^30, 800MB, 1TB, plain bytes, 60% of the
 exit codes:  0 solved   2 wrong usage   3 infeasible   4 the model cannot be loaded or traced
              5 --verify failed   6 nothing found within the time limit   130 interrupted
 """
+
+
+class UsageError(ValueError):
+    """An invalid command line; the message says what would be valid."""
 
 
 @dataclass(frozen=True)

@@ -24,20 +24,18 @@ from graphs.files import FormatError
 from graphs.graph import GraphError
 from solver.analysis import SizeSearch, advise
 from solver.cli import explain, outputs
-from solver.cli.arguments import Arguments, parse
+from solver.cli.arguments import Arguments, UsageError, parse
 from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import LoadError, SizeError
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
-from solver.common import BudgetError, UsageError, counted, format_both, refuse_bare
+from solver.common import BudgetError, counted, format_both, reject_missing_unit
+from solver.device import DeviceError
 from solver.emit import NoLayersError, layers, nearest
 from solver.methods import MissingSolverError, TooLargeError
 from solver.reporting import (
     Report,
     best,
-    described,
-    proven_infeasible,
-    reached_least_budget_bytes,
     terminal,
     to_json,
 )
@@ -88,7 +86,7 @@ def _ended(run: Callable[[], int], *, as_json: bool) -> int:
     """The exit status of what is run, whatever a person got wrong."""
     try:
         return run()
-    except (UsageError, BudgetError, SizeError) as error:
+    except (UsageError, BudgetError, DeviceError, SizeError) as error:
         return _failed(Exit.USAGE, str(error), as_json=as_json)
     except (LoadError, FormatError, GraphError) as error:
         return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
@@ -112,7 +110,7 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress=progress.says, planner=_plan_submodules) as problem:
-        refuse_bare(arguments.budget, resident_bytes=problem.graph.resident_bytes)
+        reject_missing_unit(arguments.budget, resident_bytes=problem.graph.resident_bytes)
         _check_layers(arguments, problem)
         if arguments.largest is not None:
             problem, search = maximised(arguments, problem, progress)
@@ -320,7 +318,7 @@ def _exit_code(report: Report) -> Exit:
         found = report.verification
         failed = report.verify_error or (found is not None and not found.passed)
         return Exit.NOT_VERIFIED if failed else Exit.SOLVED
-    proven = any(proven_infeasible(solution) for solution in report.solutions)
+    proven = any(solution.proven_infeasible for solution in report.solutions)
     late = any(solution.status == "time_limit" for solution in report.solutions)
     return Exit.NOT_FOUND if late and not proven else Exit.INFEASIBLE
 
@@ -338,12 +336,6 @@ def _why(code: Exit, report: Report) -> str:
     if code is Exit.NOT_FOUND:
         return f"nothing found for {budget} within the time limit; --time-limit gives it longer"
     line = f"infeasible: nothing fits {budget}"
-    if not any(proven_infeasible(s) for s in report.solutions):
+    if not any(s.proven_infeasible for s in report.solutions):
         line = f"infeasible: method {solution.method} finds nothing that fits {budget}"
-    least_bytes = reached_least_budget_bytes(solution)
-    if least_bytes is not None:
-        line += f"; the least budget found is {format_both(least_bytes)}"
-    if solution.obstacle is not None and solution.obstacle.op in solution.graph.node_by_name:
-        node = solution.graph.node_by_name[solution.obstacle.op]
-        line += f"; in the way is {described(node)}"
-    return line
+    return line + solution.obstacle_text

@@ -25,11 +25,11 @@ from solver.analysis import (
     step_bytes_for,
     why_recomputed,
 )
-from solver.cli.arguments import Parser, seconds
+from solver.cli.arguments import Parser, UsageError, seconds
 from solver.cli.progress import Progress
 from solver.common import (
-    UsageError,
     counted,
+    describe_op,
     format_both,
     format_percent,
     format_share,
@@ -37,7 +37,7 @@ from solver.common import (
     format_time,
     parse_size,
 )
-from solver.reporting import described, heading, pairs, part, written
+from solver.reporting import heading, pairs, part, written
 from solver.schedule import CATEGORIES, Solution
 
 FORMAT = "explanation/1"
@@ -160,7 +160,7 @@ def _plan_rows(solution: Solution) -> Iterator[tuple[str, str]]:
 
 
 def _peak_rows(found: Peak) -> Iterator[tuple[str, str]]:
-    yield "stands at", described(found.node)
+    yield "stands at", describe_op(found.node)
     yield "when", f"op {found.position} of {found.n_ops}"
     for name in CATEGORIES:
         size, share = part(name, found.memory_bytes)
@@ -178,7 +178,7 @@ def _peak_rows(found: Peak) -> Iterator[tuple[str, str]]:
 def _again_rows(found: Explanation) -> Iterator[tuple[str, str]]:
     for node, n in found.again[:N_AGAIN]:
         times = "" if n == 1 else f"{n} times "
-        yield format_time(node.time_s * n), f"{times}{described(node)}"
+        yield format_time(node.time_s * n), f"{times}{describe_op(node)}"
     if len(found.again) > N_AGAIN:
         rest_s = math.fsum(node.time_s * n for node, n in found.again[N_AGAIN:])
         others = counted(len(found.again) - N_AGAIN, "other op")
@@ -188,7 +188,7 @@ def _again_rows(found: Explanation) -> Iterator[tuple[str, str]]:
 def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, str]]:
     baseline_s = solution.baseline.time_s or 1.0
     node = found.node
-    yield "is", described(node)
+    yield "is", describe_op(node)
     size = format_size(found.output_bytes)
     yield "makes", f"{size} in {format_time(node.time_s)}"
     yield "runs", "once" if found.n_runs == 1 else f"{found.n_runs} times"
@@ -199,7 +199,7 @@ def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, st
             continue
         through = " -> ".join(other.name for other in rerun.through)
         via = f", through {through}" if through else ""
-        yield "runs again for", f"{described(rerun.reader)}{via}"
+        yield "runs again for", f"{describe_op(rerun.reader)}{via}"
     if found.n_runs == 1:
         yield "last read by", found.last_reader.name if found.last_reader else "no op"
         return

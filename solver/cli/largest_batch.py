@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from solver.analysis import FIRST, Candidate, CannotBeMadeError, SameStepError, SizeSearch, largest
-from solver.cli.arguments import Arguments
+from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
-from solver.common import UsageError
 from solver.methods import MissingSolverError, TooLargeError
 from solver.schedule import Request, Solution
 from solver.solving import attempt

@@ -22,7 +22,7 @@ from graphs.graph import Graph
 from graphs.hardware import Hardware
 from solver.analysis import FIRST
 from solver.cli import hf_config
-from solver.cli.arguments import Arguments
+from solver.cli.arguments import Arguments, UsageError
 from solver.cli.by_submodule import plan_by_submodules
 from solver.cli.model_file import (
     CONFIGURATION,
@@ -34,15 +34,11 @@ from solver.cli.model_file import (
     parse_source,
 )
 from solver.common import (
-    CUDA_RESERVE_BYTES,
-    BudgetError,
-    UsageError,
-    format_both,
     format_size,
-    parse_size,
+    parse_budget,
 )
-from solver.device import Target, cost_words, find_target, named_device
-from solver.reporting import step_notes
+from solver.device import Target, find_hardware, find_target
+from solver.reporting import describe_costs, step_notes
 from solver.runtime_hooks import SubmodulePlanner, Verification, Verifier, VerifyError
 from solver.schedule import Solution
 
@@ -123,7 +119,7 @@ def opened_problem(
 
 def _graph_problem(arguments: Arguments) -> Problem:
     _refuse_for_graphs(arguments)
-    hardware = None if arguments.device is None else named_device(arguments.device)
+    hardware = None if arguments.device is None else find_hardware(arguments.device)
     budget_bytes, reserve_bytes, why_reserve = _sizes(arguments, hardware)
     try:
         graph = Graph.load(arguments.problem)
@@ -144,7 +140,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
         name=arguments.problem,
         graph=graph,
         device=device,
-        costs=cost_words(graph.meta.cost_model),
+        costs=describe_costs(graph.meta.cost_model),
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         reserve_reason=why_reserve,
@@ -181,21 +177,15 @@ def _sizes(arguments: Arguments, hardware: Hardware | None) -> tuple[int, int, s
             "--budget is required: how much memory there is is not known here; give it, or name a "
             "device that has it (--device h100)"
         )
-    budget = "100%" if arguments.budget is None else arguments.budget
-    budget_bytes = parse_size(budget, capacity_bytes=capacity_bytes)
-    reserve_bytes, reason = 0, ""
-    if arguments.reserve is not None:
-        reserve_bytes = parse_size(
-            arguments.reserve, capacity_bytes=capacity_bytes, what="reserve", least_bytes=0
-        )
-    elif hardware is not None and hardware.kind == "cuda":
-        reserve_bytes = CUDA_RESERVE_BYTES
-        reason = "for CUDA's context and its allocator's rounding; --reserve sets another"
-    if reserve_bytes >= budget_bytes:
-        raise BudgetError(
-            f"the reserve of {format_both(reserve_bytes)} takes all of the budget of "
-            f"{format_both(budget_bytes)}; give a larger --budget or a smaller --reserve"
-        )
+    on_cuda = hardware is not None and hardware.kind == "cuda"
+    budget_bytes, reserve_bytes = parse_budget(
+        "100%" if arguments.budget is None else arguments.budget,
+        arguments.reserve,
+        capacity_bytes=capacity_bytes,
+        on_cuda=on_cuda,
+    )
+    is_default = on_cuda and arguments.reserve is None
+    reason = "CUDA context and allocator rounding; set with --reserve" if is_default else ""
     return budget_bytes, reserve_bytes, reason
 
 
@@ -204,7 +194,7 @@ def _model_problem(
     arguments: Arguments, source: ModelSource, progress: Progress, planner: SubmodulePlanner
 ) -> Iterator[Problem]:
     with progress("loading PyTorch"):
-        target = find_target(arguments.device, costs=arguments.costs)
+        target = find_target(arguments.device, arguments.costs)
     budget_bytes, reserve_bytes, why_reserve = _sizes(arguments, target.hardware)
     asked = {"batch_size": arguments.batch_size, "seq_length": arguments.seq_length}
     sizes = {name: size for name, size in asked.items() if size is not None}
@@ -218,7 +208,7 @@ def _model_problem(
             name=f"{arguments.problem} ({file.title or graph.meta.model or 'model'}{size})",
             graph=graph,
             device=target.hardware.title,
-            costs=cost_words(graph.meta.cost_model),
+            costs=describe_costs(graph.meta.cost_model),
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
             reserve_reason=why_reserve,

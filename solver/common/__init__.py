@@ -1,4 +1,4 @@
-"""Sizes, deadlines, number formatting and errors that every other part uses."""
+"""Sizes, deadlines, number formatting that every other part uses."""
 
 from solver.common.deadline import (
     KEPT_SHARE,
@@ -8,15 +8,15 @@ from solver.common.deadline import (
     check_time_limit,
     now_s,
 )
-from solver.common.errors import UsageError
-from solver.common.format import counted, format_percent, format_share, format_time
+from solver.common.format import counted, describe_op, format_percent, format_share, format_time
 from solver.common.sizes import (
     CUDA_RESERVE_BYTES,
     BudgetError,
     format_both,
     format_size,
+    parse_budget,
     parse_size,
-    refuse_bare,
+    reject_missing_unit,
 )
 
 __all__ = [
@@ -26,15 +26,16 @@ __all__ = [
     "BudgetError",
     "Deadline",
     "OutOfTimeError",
-    "UsageError",
     "check_time_limit",
     "counted",
+    "describe_op",
     "format_both",
     "format_percent",
     "format_share",
     "format_size",
     "format_time",
     "now_s",
+    "parse_budget",
     "parse_size",
-    "refuse_bare",
+    "reject_missing_unit",
 ]

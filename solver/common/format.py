@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphs.graph import Node
+
 N_TIMES_FROM = 10.0
 """From this overhead on a step's time is told as a multiple: a percentage of five digits says no
 more than "3526 x as long", and reads worse."""
@@ -34,3 +39,11 @@ def format_time(time_s: float) -> str:
 def counted(n: int, thing: str, things: str | None = None) -> str:
     """ "1 op", "2 ops"; things: the plural, where it is not the word and an s."""
     return f"{n} {thing if n == 1 else things or thing + 's'}"
+
+
+def describe_op(node: Node | None) -> str:
+    """Name, operator, phase and module of an op; None: the state before the first op."""
+    if node is None:
+        return "before the first op (all of it is resident)"
+    module = f" in {node.module}" if node.module else ""
+    return f"{node.name} ({node.op}, {node.phase}){module}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -12,20 +13,50 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {unit.removesuffix("B"): size for unit, size in _UNITS.items() if len(unit) > 1}
 _NUMBER = r"[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][0-9]{1,2}(?![0-9a-zA-Z]))?|\.[0-9]{1,30}"
 _SIZE = re.compile(rf"\s*({_NUMBER})\s*([a-zA-Z]*|%)\s*")
-_RIGHT = "write 16GB, 15.5GiB, 800MB, 60% or a number of bytes"
+_VALID = "write 16GB, 15.5GiB, 800MB, 60% or a number of bytes"
 
 CUDA_RESERVE_BYTES = 750 * 10**6
-"""What a step on a CUDA device leaves free unless the caller says otherwise.
+"""The default reserve on a CUDA device.
 
-The context with every kernel of PyTorch loaded takes 667 MB, 287 MB when kernels load as they are
-used (measured in pytorch#86509); cuBLAS keeps a workspace of up to 32 MiB; the allocator takes
-memory in segments of 2 and 20 MiB, of which the last ones stay partly empty. Fragmentation beyond
-that is not in it.
+The context takes 667 MB with every kernel of PyTorch loaded, 287 MB with lazy loading (measured in
+pytorch#86509); cuBLAS keeps a workspace of up to 32 MiB; the allocator requests segments of 2 and
+20 MiB, the last of which are partly empty. Fragmentation beyond that is not included.
 """
 
 
 class BudgetError(ValueError):
-    """The text is no size that can be planned for."""
+    """A budget or reserve is invalid, or nothing fits it."""
+
+
+def parse_budget(
+    budget: str | int | float,
+    reserve: str | int | float | None = None,
+    *,
+    capacity_bytes: int | None = None,
+    on_cuda: bool = False,
+    resident_bytes: int = 0,
+) -> tuple[int, int]:
+    """Bytes of the budget and of the reserve, the part of it that the step may not use.
+
+    reserve: None: CUDA_RESERVE_BYTES for a step on CUDA, else 0.
+    capacity_bytes: the device's memory, which percentages refer to.
+    resident_bytes: of the step, to reject "16" where 16 GB was meant (`reject_missing_unit`).
+
+    Raises BudgetError.
+    """
+    budget_bytes = parse_size(budget, capacity_bytes=capacity_bytes)
+    if reserve is None:
+        reserve = CUDA_RESERVE_BYTES if on_cuda else 0
+    reserve_bytes = parse_size(
+        reserve, capacity_bytes=capacity_bytes, what="reserve", least_bytes=0
+    )
+    reject_missing_unit(budget, resident_bytes=resident_bytes)
+    if reserve_bytes >= budget_bytes:
+        raise BudgetError(
+            f"the reserve of {format_both(reserve_bytes)} leaves nothing of the budget of "
+            f"{format_both(budget_bytes)}; give a larger budget or a smaller reserve"
+        )
+    return budget_bytes, reserve_bytes
 
 
 def parse_size(
@@ -38,71 +69,67 @@ def parse_size(
     """Bytes of "16GB" or "16G" (10^9), "15.5GiB" or "15.5Gi" (2^30), "800MB", "123456", 123456 or
     1e9, rounded down.
 
-    "60%" is a share of `capacity_bytes`, the named device's memory. `what` is the size's name in
-    messages. Raises BudgetError for what is no size, for less than `least_bytes`, and for a
-    percentage of a device whose capacity is unknown, or above all of it.
+    "60%" is a share of `capacity_bytes`, the device's memory. `what` names the size in messages.
+
+    Raises BudgetError for an invalid size, for less than `least_bytes`, and for a percentage above
+    100 or of an unknown capacity.
     """
-    shown = f"{what} {_shown(text)}"
-    if isinstance(text, float) and not text.is_integer():
-        raise BudgetError(f"{shown} is no whole number of bytes; {_RIGHT}")
+    shown = repr(text) if len(repr(text)) <= 40 else repr(text)[:37] + "..."
+
+    def invalid(reason: str) -> BudgetError:
+        return BudgetError(f"invalid {what} {shown}: {reason}")
+
     if isinstance(text, bool) or not isinstance(text, int | float | str):
-        raise BudgetError(f"{shown} is no size; {_RIGHT}")
-    if isinstance(text, str) and text.strip().startswith("-"):
-        raise BudgetError(f"{shown} is negative; {_RIGHT}")
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    unit = match.group(2).upper() if match else ""
-    if isinstance(text, str) and (match is None or (unit != "%" and unit not in _UNITS)):
-        raise BudgetError(f"{shown} is no size; {_RIGHT}")
-    amount = Fraction(match.group(1)) if match else Fraction(int(text))
-    if not unit and amount.denominator != 1:
-        raise BudgetError(f"{shown} is no whole number of bytes; {_RIGHT}")
-    if unit == "%":
-        size_bytes = _share(amount, capacity_bytes, shown)
+        raise invalid(_VALID)
+    if isinstance(text, str):
+        match = _SIZE.fullmatch(text)
+        unit = match.group(2).upper() if match else ""
+        if text.strip().startswith("-"):
+            raise invalid(f"negative; {_VALID}")
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise invalid(_VALID)
+        amount = Fraction(match.group(1))
+    elif not math.isfinite(text):
+        raise invalid(_VALID)
     else:
+        amount, unit = Fraction(text), ""
+    if not unit and amount.denominator != 1:
+        raise invalid(f"not a whole number of bytes; {_VALID}")
+    if unit != "%":
         size_bytes = int(amount * _UNITS[unit])
+    elif capacity_bytes is None:
+        raise invalid(
+            "the memory of the device is unknown; name a device (--device h100), or give bytes"
+        )
+    elif amount > 100:
+        raise invalid(f"more than the device has ({format_both(capacity_bytes)})")
+    else:
+        size_bytes = int(amount * capacity_bytes / 100)
     if size_bytes < least_bytes:
-        least = "above zero" if least_bytes == 1 else f"at least {least_bytes}"
-        raise BudgetError(f"{shown} is {size_bytes} bytes; it must be {least}")
+        raise invalid("must be above zero" if least_bytes == 1 else f"at least {least_bytes} bytes")
     if size_bytes > 2**60:
-        raise BudgetError(f"{shown} is more than an exbibyte (2**60 bytes)")
+        raise invalid("more than an exbibyte (2**60 bytes)")
     return size_bytes
 
 
 SMALLEST_BARE_BYTES = 10**6
-"""A bare number below it that is too small for the step was meant in another unit."""
+"""A number without a unit below this, and too small for the step, was meant in another unit."""
 
 
-def refuse_bare(text: object, *, resident_bytes: int, what: str = "budget") -> None:
-    """Raises BudgetError for "16" where what stays on the device is larger by itself.
+def reject_missing_unit(text: object, *, resident_bytes: int) -> None:
+    """Raise BudgetError for a budget of "16" where the resident tensors alone are larger.
 
-    Only what was written as text and without a unit, and is less than SMALLEST_BARE_BYTES: that is
-    no step's memory. A number of bytes that is not absurd stays one.
+    Only for text without a unit and below SMALLEST_BARE_BYTES; other numbers are taken as bytes.
     """
     if not isinstance(text, str) or not text.strip().isascii() or not text.strip().isdigit():
         return
-    size_bytes = parse_size(text, what=what)
+    size_bytes = parse_size(text)
     if size_bytes < min(SMALLEST_BARE_BYTES, resident_bytes):
         raise BudgetError(
-            f"{what} {_shown(text)} is {counted(size_bytes, 'byte')}; parameters, optimizer state "
-            f"and batch alone take {format_both(resident_bytes)}. Write {size_bytes}GB for "
+            f"invalid budget {text!r}: {counted(size_bytes, 'byte')}, but parameters, optimizer "
+            f"state and batch alone take {format_both(resident_bytes)}; write {size_bytes}GB for "
             "gigabytes"
         )
-
-
-def _share(percent: Fraction, capacity_bytes: int | None, shown: str) -> int:
-    if capacity_bytes is None:
-        raise BudgetError(
-            f"{shown} is a share of the device's memory, which is not known here; "
-            "name a device that has one (--device h100), or give bytes"
-        )
-    if percent > 100:
-        raise BudgetError(f"{shown} is more than the device has ({format_both(capacity_bytes)})")
-    return int(percent * capacity_bytes / 100)
-
-
-def _shown(text: object) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 40 else shown[:37] + "..."
 
 
 def format_size(size_bytes: int | float) -> str:

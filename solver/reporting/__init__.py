@@ -5,25 +5,21 @@ from solver.reporting.html import write_page
 from solver.reporting.rows import (
     Report,
     best,
-    proven_infeasible,
-    reached_least_budget_bytes,
+    describe_costs,
     step_notes,
     to_json,
 )
 from solver.reporting.terminal import heading, pairs, written
-from solver.reporting.wording import described, least_words, part
+from solver.reporting.wording import part
 
 __all__ = [
     "Report",
     "best",
-    "described",
+    "describe_costs",
     "draw",
     "heading",
-    "least_words",
     "pairs",
     "part",
-    "proven_infeasible",
-    "reached_least_budget_bytes",
     "report",
     "step_notes",
     "sweep",

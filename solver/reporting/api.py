@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from graphs.graph import Graph
 from solver.analysis import Curve, advise, pareto
 from solver.common import parse_size
-from solver.device import cost_words
-from solver.reporting.rows import Report, optimizer_note, step_notes
+from solver.reporting.rows import Report, describe_costs, optimizer_note, step_notes
 from solver.runtime_hooks import Verification, Verifier, load_verifier
 from solver.schedule import Solution
 
@@ -44,7 +43,7 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
     shown = Report(
         problem=graph.meta.model or "graph",
         device=str(graph.meta.environment.get("device") or "not named"),
-        costs=cost_words(graph.meta.cost_model),
+        costs=describe_costs(graph.meta.cost_model),
         solutions=(solution,),
         notes=(*step_notes(graph), *optimizer_note(graph)),
         advice=advise(solution),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from graphs.fsdp import sharding_of, sharding_words
 from graphs.graph import Graph, Node
 from solver.analysis import Advice, SizeSearch
+from solver.common import counted, format_time
 from solver.emit import Emitted
 from solver.runtime_hooks import Verification
 from solver.schedule import Schedule, Simulation, Solution, baseline, memory_at, node_at
@@ -117,21 +118,29 @@ def _rank(solution: Solution) -> tuple[float, int]:
     return solution.simulation.time_s, solution.simulation.peak_bytes
 
 
-def proven_infeasible(solution: Solution) -> bool:
-    """No schedule whatever fits, of any method."""
-    obstacle, asked = solution.obstacle, solution.request
-    if solution.simulation is not None:
-        return False
-    return math.isinf(solution.lower_bound_s) or (
-        obstacle is not None and obstacle.proven_bytes > asked.available_bytes
+def describe_costs(described: object) -> str:
+    """The cost model, from its description in the graph's meta; "" if the graph has none."""
+    if not isinstance(described, Mapping):
+        return described if isinstance(described, str) else ""
+    title = described.get("title", described.get("device", ""))
+    text = f"{described.get('model', 'unknown')}, {title}"
+    fallbacks = described.get("n_fallbacks")
+    if fallbacks:
+        text += f"; {counted(int(fallbacks), 'op')} not measured, from the roofline"
+    measured_s, roofline_s = (
+        _seconds(described.get(f"{name}_s")) for name in ("measured", "roofline")
     )
+    if measured_s and roofline_s:
+        text += (
+            f"; {format_time(measured_s)}, {measured_s / roofline_s:.2f} times the roofline's "
+            f"{format_time(roofline_s)}"
+        )
+    return text
 
 
-def reached_least_budget_bytes(solution: Solution) -> int | None:
-    """The least budget, reserve included, for which a schedule was found; None: none was."""
-    if solution.obstacle is None:
-        return None
-    return solution.obstacle.reached_bytes + solution.request.reserve_bytes
+def _seconds(value: object) -> float:
+    """0 for anything but a finite number, as graph files are not trusted."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -202,8 +211,8 @@ def _infeasible(solution: Solution) -> dict[str, Any]:
     node = solution.graph.node_by_name.get(obstacle.op) if obstacle else None
     proven_bytes = obstacle.proven_bytes + solution.request.reserve_bytes if obstacle else None
     return {
-        "proven": proven_infeasible(solution),
-        "least_budget_bytes": reached_least_budget_bytes(solution),
+        "proven": solution.proven_infeasible,
+        "least_budget_bytes": solution.minimum_budget_bytes,
         "proven_budget_bytes": proven_bytes,
         "cut_short": obstacle is not None and obstacle.cut_short,
         "op": _op(node),

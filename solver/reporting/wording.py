@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from graphs.graph import Graph, Node
+from graphs.graph import Graph
 from solver.analysis import Candidate, SizeSearch
 from solver.common import (
     counted,
+    describe_op,
     format_both,
     format_percent,
     format_share,
@@ -19,12 +20,7 @@ from solver.common import (
     format_time,
 )
 from solver.emit import Emitted
-from solver.reporting.rows import (
-    Report,
-    emitted_overhead,
-    proven_infeasible,
-    reached_least_budget_bytes,
-)
+from solver.reporting.rows import Report, emitted_overhead
 from solver.runtime_hooks import Verification
 from solver.schedule import Obstacle, Solution, baseline, memory_at, node_at
 
@@ -73,19 +69,11 @@ def peaks(solution: Solution) -> Iterator[tuple[str, str]]:
     graph = solution.graph
     yield (
         "peak without",
-        f"stands at {described(node_at(graph, baseline(graph), solution.baseline))}",
+        f"stands at {describe_op(node_at(graph, baseline(graph), solution.baseline))}",
     )
     if solution.schedule is not None and solution.simulation is not None and _differs(solution):
         node = node_at(graph, solution.schedule, solution.simulation)
-        yield "peak with", f"stands at {described(node)}"
-
-
-def described(node: Node | None) -> str:
-    """An op for a person: name, operator, phase and the module that called it."""
-    if node is None:
-        return "before the first op (all of it is resident)"
-    where = f" in {node.module}" if node.module else ""
-    return f"{node.name} ({node.op}, {node.phase}){where}"
+        yield "peak with", f"stands at {describe_op(node)}"
 
 
 def answered(report: Report) -> Iterator[tuple[str, str]]:
@@ -153,7 +141,7 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
     asked, obstacle = solution.request, solution.obstacle
     if solution.status == "time_limit":
         yield "result", "nothing found within the time limit; --time-limit gives it longer"
-    elif proven_infeasible(solution):
+    elif solution.proven_infeasible:
         what = _what_is_planned(solution) or " whatever"
         yield "result", f"no schedule{what} fits {format_both(asked.budget_bytes)}"
     else:
@@ -163,7 +151,7 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
     if obstacle.cut_short:
         words = "the time limit ended the search for what follows; --time-limit gives it longer"
         yield "cut short", f"{words}, and less may be enough"
-    least = reached_least_budget_bytes(solution)
+    least = solution.minimum_budget_bytes
     if least is not None:
         words = f"is the least for which method {solution.method} found a schedule"
         yield "least budget", f"{format_both(least)} {words}"
@@ -175,16 +163,8 @@ def _nothing(solution: Solution) -> Iterator[tuple[str, str]]:
             f"no schedule{what} fits below {floor}" if what else f"nothing fits below {floor}",
         )
     if obstacle.op in solution.graph.node_by_name:
-        yield "in the way", described(solution.graph.node_by_name[obstacle.op])
+        yield "in the way", describe_op(solution.graph.node_by_name[obstacle.op])
         yield "which needs", _needed(solution.graph, obstacle)
-
-
-def least_words(solution: Solution) -> str:
-    """What an error says after "nothing fits": "; at least 2.00 GB are needed at mm", or ""."""
-    obstacle = solution.obstacle
-    if obstacle is None:
-        return ""
-    return f"; at least {format_both(obstacle.proven_bytes)} are needed at {obstacle.op}"
 
 
 def _needed(graph: Graph, obstacle: Obstacle) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
-from solver.common import check_time_limit, counted, format_share, format_size
+from solver.common import check_time_limit, counted, describe_op, format_share, format_size
 from solver.schedule.ops import Schedule, ops_from_json
 from solver.schedule.recompute import baseline as baseline_schedule
 from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Simulation, simulate
@@ -103,7 +103,7 @@ class Solution:
         if words := sharding_words(self.graph.meta.environment):
             asked += f" {words}"
         if self.simulation is None or self.overhead is None:
-            return f"Solution({asked}: no schedule{self._obstacle_words})"
+            return f"Solution({asked}: no schedule{self.obstacle_text})"
         return (
             f"Solution({asked}: peak {format_size(self.simulation.peak_bytes)}, "
             f"without checkpointing {format_size(self.baseline.peak_bytes)}; "
@@ -113,22 +113,33 @@ class Solution:
         )
 
     @property
-    def _obstacle_words(self) -> str:
-        """The least budget and the op in the way, where they are known."""
+    def proven_infeasible(self) -> bool:
+        """No schedule of any method fits."""
+        return self.simulation is None and (
+            math.isinf(self.lower_bound_s)
+            or (
+                self.obstacle is not None
+                and self.obstacle.proven_bytes > self.request.available_bytes
+            )
+        )
+
+    @property
+    def minimum_budget_bytes(self) -> int | None:
+        """The smallest budget, reserve included, for which a schedule was found (None: unknown)."""
+        if self.obstacle is None:
+            return None
+        return self.obstacle.reached_bytes + self.request.reserve_bytes
+
+    @property
+    def obstacle_text(self) -> str:
+        """The minimum budget and the bottleneck op, to append to "nothing fits"; "" if unknown."""
         if self.obstacle is None:
             return ""
-        reserve_bytes = self.request.reserve_bytes
-        words = f"; the least budget found is {format_size(self.obstacle.reached_bytes)}"
-        if reserve_bytes:
-            words = (
-                "; the least budget found is "
-                f"{format_size(self.obstacle.reached_bytes + reserve_bytes)}, reserve included"
-            )
+        text = f"; minimum budget found: {format_size(self.minimum_budget_bytes or 0)}"
+        if self.request.reserve_bytes:
+            text += ", reserve included"
         node = self.graph.node_by_name.get(self.obstacle.op)
-        if node is None:
-            return words
-        where = f" in module {node.module}" if node.module else ""
-        return f"{words}; in the way is {node.op} ({node.phase}){where}"
+        return text if node is None else f"{text}; bottleneck op: {describe_op(node)}"
 
     @property
     def overhead(self) -> float | None:

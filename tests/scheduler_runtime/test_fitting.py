@@ -239,7 +239,7 @@ def test_evaluation_and_no_grad_run_the_modules_own_forward() -> None:
 def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
     model = tower()
     fit(model, budget="100KB", optimizer=adamw(model.parameters()))
-    with pytest.raises(FitError, match=r"at least .* are needed at"):
+    with pytest.raises(FitError, match=r"minimum budget found: .*; bottleneck op: "):
         model(numbers(512)[0])
 
 
@@ -360,7 +360,7 @@ def test_options_that_are_none_are_refused() -> None:
     model = tower()
     with pytest.raises(ValueError, match="method is 'best'"):
         fit(model, budget="1GB", method="best")
-    with pytest.raises(BudgetError, match="no size"):
+    with pytest.raises(BudgetError, match="invalid budget 'much': write 16GB"):
         fit(model, budget="much")
     with pytest.raises(ValueError, match="type str"):
         fit(model, budget="1GB", optimizer="adamw")

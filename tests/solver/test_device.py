@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphs.hardware import DEVICES
-from solver.common.errors import UsageError
-from solver.device import card_called, cost_words, named_device
+from solver.device import DeviceError, card_called, find_hardware
+from solver.reporting import describe_costs
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_a_card_that_nobody_listed_is_not_guessed(torch_name):
 
 
 def test_a_device_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(UsageError, match=r"--device z80: .*one of cpu, t4, .*, cuda"):
-        named_device("z80")
+    with pytest.raises(DeviceError, match=r"'z80'.*one of cpu, t4, .*, cuda"):
+        find_hardware("z80")
 
 
 def test_costs_are_told_in_words():
-    assert cost_words({"model": "roofline", "title": "generic CPU"}) == "roofline, generic CPU"
-    assert cost_words({"model": "measured", "device": "cpu", "n_fallbacks": 2}) == (
-        "measured, cpu; 2 ops not measured but by roofline"
+    assert describe_costs({"model": "roofline", "title": "generic CPU"}) == "roofline, generic CPU"
+    assert describe_costs({"model": "measured", "device": "cpu", "n_fallbacks": 2}) == (
+        "measured, cpu; 2 ops not measured, from the roofline"
     )
-    assert cost_words("by hand") == "by hand"
-    assert cost_words(None) == ""
+    assert describe_costs("by hand") == "by hand"
+    assert describe_costs(None) == ""

@@ -17,8 +17,8 @@ from graphs.trace import trace
 from scheduler_runtime import apply
 from scheduler_runtime.by_submodule import observe
 from solver import solve
-from solver.common.errors import UsageError
-from solver.device import cost_words, find_target, trace_target
+from solver.device import DeviceError, find_target
+from solver.reporting import describe_costs
 
 CARDS = ("NVIDIA H200", "NVIDIA Z9000")
 
@@ -41,25 +41,25 @@ def cards(monkeypatch, tmp_path):
 
 def test_a_card_that_is_here_is_measured_unless_something_else_is_asked_for(cards):
     for device in (None, "cuda", "cuda:0"):
-        target = find_target(device, costs=None)
+        target = find_target(device)
         assert isinstance(target.costs, Measured)
         assert target.costs.device.type == target.kind == "cuda"
         assert target.hardware.capacity_bytes == 10**9
         assert target.notes == ()
-    assert isinstance(find_target("cuda", costs="roofline").costs, Roofline)
-    assert isinstance(find_target("h100", costs=None).costs, Roofline)
-    assert isinstance(find_target("cpu", costs=None).costs, Roofline)
-    assert find_target("cpu", costs=None).torch_device == "cpu"
-    assert find_target("h100", costs=None).torch_device == "cuda"
+    assert isinstance(find_target("cuda", "roofline").costs, Roofline)
+    assert isinstance(find_target("h100").costs, Roofline)
+    assert isinstance(find_target("cpu").costs, Roofline)
+    assert find_target("cpu").torch_device == "cpu"
+    assert find_target("h100").torch_device == "cuda"
 
 
 def test_the_second_card_is_named_by_its_index(cards):
-    target = find_target("cuda:1", costs=None)
+    target = find_target("cuda:1")
     assert target.costs.device == torch.device("cuda:1")
     assert (target.torch_device, target.kind) == ("cuda:1", "cuda")
     assert target.hardware.capacity_bytes == 2 * 10**9
-    with pytest.raises(UsageError, match="cuda:2: there are 2 CUDA devices"):
-        find_target("cuda:2", costs=None)
+    with pytest.raises(DeviceError, match="2 CUDA devices, from cuda:0"):
+        find_target("cuda:2")
     again = from_description(target.costs.roofline.description, device=torch.device("cuda:1"))
     assert isinstance(again, Roofline)
     described = {"model": "measured", "device": "cuda", "fallback": "h200"}
@@ -68,26 +68,26 @@ def test_the_second_card_is_named_by_its_index(cards):
 
 
 def test_a_card_of_unknown_rates_is_measured_and_has_no_roofline_of_its_own(cards):
-    target = find_target("cuda:1", costs=None)
+    target = find_target("cuda:1")
     assert target.hardware.title == "NVIDIA Z9000"
-    with pytest.raises(UsageError, match="no rates are known for NVIDIA Z9000; measure them"):
-        find_target("cuda:1", costs="roofline")
+    with pytest.raises(DeviceError, match="no rates are known for NVIDIA Z9000"):
+        find_target("cuda:1", "roofline")
 
 
 def test_in_python_a_card_is_measured_too(cards):
     for device in ("cuda:1", torch.device("cuda:1")):
-        target = trace_target(device, None)
-        assert isinstance(target.options["costs"], Measured)
-        assert target.options["costs"].device == torch.device("cuda:1")
+        target = find_target(device)
+        assert isinstance(target.costs, Measured)
+        assert target.costs.device == torch.device("cuda:1")
         assert target.hardware.capacity_bytes == 2 * 10**9
-    assert isinstance(trace_target("cuda", "roofline").options["costs"], Roofline)
+    assert isinstance(find_target("cuda", "roofline").costs, Roofline)
     assert isinstance(default_costs.default_costs(torch.device("cuda")), Measured)
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu", "mps:0"])
 def test_devices_whose_peak_nobody_can_measure_are_refused_on_the_command_line(name):
-    with pytest.raises(UsageError, match="planned for cpu and cuda alone"):
-        find_target(name, costs=None)
+    with pytest.raises(DeviceError, match="planned for cpu and cuda only"):
+        find_target(name)
 
 
 class Loss(nn.Linear):
@@ -103,9 +103,11 @@ def test_the_roofline_stands_beside_what_was_measured():
     plain = trace(Loss(16, 16), torch.randn(4, 16), costs=Measured("cpu").roofline)
     assert described["roofline_s"] == pytest.approx(sum(node.time_s for node in plain.nodes))
     assert "roofline_s" not in plain.meta.costs
-    words = cost_words({**described, "measured_s": 3e-3, "roofline_s": 2e-3})
+    words = describe_costs({**described, "measured_s": 3e-3, "roofline_s": 2e-3})
     assert words.endswith("; 3.00 ms, 1.50 times the roofline's 2.00 ms")
-    assert "times" not in cost_words({**described, "measured_s": "a", "roofline_s": float("nan")})
+    assert "times" not in describe_costs(
+        {**described, "measured_s": "a", "roofline_s": float("nan")}
+    )
 
 
 def test_what_was_measured_is_kept_and_its_memory_given_back(tmp_path, monkeypatch):

@@ -261,7 +261,7 @@ def test_another_compilation_than_the_measured_one_is_warned_of(caplog):
     [
         ({"budget": "1GB", "backend": "fast"}, "inductor, aot_eager"),
         ({"budget": "1GB", "max_attempts": 0}, "at least 1"),
-        ({"budget": "1GB", "reserve": "1GB"}, "takes all of the budget"),
+        ({"budget": "1GB", "reserve": "1GB"}, "leaves nothing of the budget"),
         ({"budget": "1GB", "loss": lambda o, b: o}, "with a batch"),
     ],
 )

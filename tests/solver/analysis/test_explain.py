@@ -251,7 +251,7 @@ def test_what_the_command_refuses(saved, tmp_path, capsys):
         ([schedule], 2, "graph"),
         ([schedule, graph, "--op", "addmm_666"], 2, "did you mean addmm_6"),
         ([schedule, graph, "--op", "zzz"], 2, "--op zzz: the graph has no op of that name"),
-        ([schedule, graph, "--step", "x"], 2, "step 'x' is no size"),
+        ([schedule, graph, "--step", "x"], 2, "invalid step 'x'"),
         ([schedule, graph, "--time-limit", "0"], 2, "no number of seconds"),
         ([graph, schedule], 4, "expected 'graph/1'"),
         ([schedule, other], 4, "made for another graph"),

@@ -146,7 +146,7 @@ def test_infeasible_names_the_least_budget_and_the_op(capsys):
     assert "least budget" in printed.out
     assert "nothing fits below 2.80 GB" in printed.out
     assert "in the way" in printed.out
-    assert printed.err.startswith("solve: infeasible: nothing fits 2.00 GB (1.86 GiB); the least ")
+    assert printed.err.startswith("solve: infeasible: nothing fits 2.00 GB (1.86 GiB); minimum ")
     assert "_log_softmax_backward_data" in printed.err
 
 
@@ -154,7 +154,7 @@ def test_infeasible_for_one_method_is_not_infeasible(capsys):
     code, line = failed(capsys, "--budget", "4GB", "--method", "none", "--quiet", GPT2)
     assert code == 3
     assert "method none finds nothing that fits" in line
-    assert "the least budget found is 5.24 GB" in line
+    assert "minimum budget found: 5.24 GB" in line
 
 
 def test_infeasible_as_json(capsys):
@@ -221,16 +221,16 @@ def test_ctrl_c_before_anything_is_found(capsys, monkeypatch):
     [
         ([GPT2], "--budget"),
         (["--budget", "4GB"], "problem"),
-        (["--budget", "lots", GPT2], "'lots' is no size; write 16GB"),
+        (["--budget", "lots", GPT2], "invalid budget 'lots': write 16GB"),
         (["--budget", "0", GPT2], "must be above zero"),
-        (["--budget", "-4GB", GPT2], "'-4GB' is negative"),
-        (["--budget=-4GB", GPT2], "'-4GB' is negative"),
-        (["--budget", "60%", GPT2], "not known here"),
+        (["--budget", "-4GB", GPT2], "'-4GB': negative"),
+        (["--budget=-4GB", GPT2], "'-4GB': negative"),
+        (["--budget", "60%", GPT2], "is unknown"),
         (["--budget", "101%", "--device", "t4", GPT2], "more than the device has"),
-        (["--budget", "60%", "--device", "cpu", GPT2], "not known here"),
-        (["--budget", "4GB", "--reserve", "-1", GPT2], "reserve '-1' is negative"),
-        (["--budget", "4GB", "--reserve", "x", GPT2], "reserve 'x' is no size"),
-        (["--budget", "4GB", "--reserve", "4GB", GPT2], "takes all of the budget"),
+        (["--budget", "60%", "--device", "cpu", GPT2], "is unknown"),
+        (["--budget", "4GB", "--reserve", "-1", GPT2], "invalid reserve '-1': negative"),
+        (["--budget", "4GB", "--reserve", "x", GPT2], "invalid reserve 'x'"),
+        (["--budget", "4GB", "--reserve", "4GB", GPT2], "leaves nothing of the budget"),
         (["--budget", "500MB", "--device", "h100", GPT2], "reserve of 750.0 MB"),
         (["--budget", "4GB", "--device", "z80", GPT2], "'z80'; one of cpu, t4"),
         (["--budget", "4GB", "--method", "magic", GPT2], "invalid choice: 'magic'"),
@@ -266,7 +266,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_search(tmp_path, m
     def searched(*_arguments, **_options):
         raise AssertionError("searched")
 
-    monkeypatch.setattr(solver.cli, "attempt", searched)
+    monkeypatch.setattr(solver.cli.command, "attempt", searched)
     assert main(["--budget", "4GB", "-o", str(tmp_path / "no" / "s.json"), GPT2]) == 2
 
 

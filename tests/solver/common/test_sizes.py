@@ -40,29 +40,29 @@ def test_what_people_write(text, size_bytes):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("lots", "is no size"),
-        ("", "is no size"),
-        ("GB", "is no size"),
-        ("16XB", "is no size"),
-        ("16GBs", "is no size"),
-        ("1e9GB", "is no size"),
-        ("0x10", "is no size"),
-        ("inf", "is no size"),
-        ("nan", "is no size"),
-        ("1.2.3GB", "is no size"),
-        ("1,5GB", "is no size"),
-        ("٣GB", "is no size"),  # a digit to Python, not to a person reading the report
-        ("9" * 5000, "is no size"),
-        (True, "is no size"),
-        (1.5, "is no whole number of bytes"),
-        (None, "is no size"),
-        ("-5GB", "is negative"),
+        ("lots", "invalid budget"),
+        ("", "invalid budget"),
+        ("GB", "invalid budget"),
+        ("16XB", "invalid budget"),
+        ("16GBs", "invalid budget"),
+        ("1e9GB", "invalid budget"),
+        ("0x10", "invalid budget"),
+        ("inf", "invalid budget"),
+        ("nan", "invalid budget"),
+        ("1.2.3GB", "invalid budget"),
+        ("1,5GB", "invalid budget"),
+        ("٣GB", "invalid budget"),  # a digit to Python, not to a person reading the report
+        ("9" * 5000, "invalid budget"),
+        (True, "invalid budget"),
+        (1.5, "not a whole number of bytes"),
+        (None, "invalid budget"),
+        ("-5GB", ": negative"),
         (-5, "must be above zero"),
         ("0", "must be above zero"),
         (0, "must be above zero"),
         ("0.0000000001GB", "must be above zero"),
         ("2000000TB", "more than an exbibyte"),
-        ("60%", "not known here"),
+        ("60%", "is unknown"),
     ],
 )
 def test_what_is_no_budget(text, reason):
@@ -73,7 +73,7 @@ def test_what_is_no_budget(text, reason):
 
 
 def test_the_message_names_what_was_given_and_what_would_be_right():
-    with pytest.raises(BudgetError, match=r"reserve '5XB' is no size; write 16GB, 15\.5GiB"):
+    with pytest.raises(BudgetError, match=r"invalid reserve '5XB': write 16GB, 15\.5GiB"):
         parse_size("5XB", what="reserve")
 
 

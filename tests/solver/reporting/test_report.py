@@ -14,11 +14,10 @@ from rich.console import Console
 from graphs.graph import Graph
 from graphs.synthetic.nets import chain, residual
 from solver.analysis.advice import Advice
-from solver.common.format import format_share, format_time
+from solver.common.format import describe_op, format_share, format_time
 from solver.methods.registry import METHODS
 from solver.reporting.rows import Report, best, to_json
 from solver.reporting.terminal import show
-from solver.reporting.wording import described
 from solver.runtime_hooks import Verification
 from solver.schedule.memory import CATEGORIES, memory_at, node_at
 from solver.schedule.recompute import baseline
@@ -131,11 +130,11 @@ def test_before_the_first_op_only_what_is_resident_counts(gpt2):
 def test_the_op_of_the_peak(gpt2):
     node = node_at(gpt2, baseline(gpt2), simulate(gpt2, baseline(gpt2)))
     assert node is not None
-    assert described(node) == (
+    assert describe_op(node) == (
         "_log_softmax_backward_data (aten._log_softmax_backward_data.default, backward)"
     )
-    assert described(dataclasses.replace(node, module="head")).endswith("in head")
-    assert "resident" in described(None)
+    assert describe_op(dataclasses.replace(node, module="head")).endswith("in head")
+    assert "resident" in describe_op(None)
 
 
 # The answer.
