@@ -35,11 +35,11 @@ from scheduler_runtime.execute import (
 from scheduler_runtime.planned import ForwardReplacement, check_order
 from solver.common import counted, format_share, format_size
 from solver.module_checkpointing import (
+    CheckpointRegion,
     EagerStep,
-    ModulePlan,
     ModuleTree,
     NoModulesFitError,
-    Region,
+    RegionPlan,
     by_module,
 )
 from solver.schedule import Schedule, Solution
@@ -163,7 +163,9 @@ def to_torch_checkpoint(
     tree = module_tree(model, solution.graph)
     may_save = _may_save(solution.graph)
     try:
-        plan = by_module(solution, tree, may_save=may_save, beside_bytes=CPU_RANDOM_STATE_BYTES)
+        plan = by_module(
+            solution, tree, may_save=may_save, extra_bytes_per_region=CPU_RANDOM_STATE_BYTES
+        )
     except NoModulesFitError as error:
         if on_excess == "error":
             raise _nothing_fits(model, solution, error) from None
@@ -270,7 +272,7 @@ def _may_save(graph: Graph) -> Any:
         outputs = graph.node_by_name[name].outputs
         return name in eager.in_place or any(out in eager.last_write for out in outputs)
 
-    def may_save(region: Region) -> frozenset[str]:
+    def may_save(region: CheckpointRegion) -> frozenset[str]:
         saved = set()
         draws_later = False
         for name in reversed(region.nodes):
@@ -295,7 +297,7 @@ def _operator(name: str) -> Any:
     return found
 
 
-def _put(model: nn.Module, graph: Graph, plan: ModulePlan) -> None:
+def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
     changed = _changed_buffers(model, graph)
     for region in (inside for top in plan.regions for inside in top.flat()):
         prefix = f"{region.path}."
@@ -315,7 +317,7 @@ def _changed_buffers(model: nn.Module, graph: Graph) -> list[str]:
     return [paths[name] for name in sorted(written) if name in paths]
 
 
-def _saved_calls(graph: Graph, region: Region) -> SavedCalls:
+def _saved_calls(graph: Graph, region: CheckpointRegion) -> SavedCalls:
     seen: Counter[str] = Counter()
     saved: dict[str, set[int]] = {}
     for name in region.nodes:
@@ -331,12 +333,12 @@ def _saved_calls(graph: Graph, region: Region) -> SavedCalls:
     )
 
 
-def _described(plan: ModulePlan) -> Iterator[ExportedModule]:
-    def described(region: Region, inside: tuple[str, ...]) -> Iterator[ExportedModule]:
+def _described(plan: RegionPlan) -> Iterator[ExportedModule]:
+    def described(region: CheckpointRegion, inside: tuple[str, ...]) -> Iterator[ExportedModule]:
         yield ExportedModule(
             path=region.path,
             mode="selective" if region.saved else "checkpoint",
-            n_reruns=plan.n_reruns[region.path],
+            n_reruns=plan.n_recomputations[region.path],
             saved=tuple(name for name in region.nodes if name in region.saved),
             inside=inside,
         )
@@ -347,7 +349,7 @@ def _described(plan: ModulePlan) -> Iterator[ExportedModule]:
         yield from described(region, ())
 
 
-def _lost(solution: Solution, plan: ModulePlan) -> Iterator[str]:
+def _lost(solution: Solution, plan: RegionPlan) -> Iterator[str]:
     assert solution.schedule is not None
     assert solution.simulation is not None
     slower_s = plan.simulation.time_s - solution.simulation.time_s

@@ -25,13 +25,11 @@ SCOPE = "planned by submodules, measured in eager mode"
 class Loop:
     """A row that an nn.Sequential runs in a loop.
 
-    container: its path. row: its steps, each one child or several that cannot be parted. starts:
-    position of the step -> of its first child; one more entry for the end.
+    container: its path. row: its steps, each one child or several that cannot be parted.
     """
 
     container: str
     row: Row
-    starts: dict[int, int]
 
 
 def container_of(model: nn.Module, blocks: Sequence[str]) -> str | None:
@@ -92,8 +90,7 @@ def loop_of(container: str, observed: Observed) -> Loop | None:
         modules=tuple(tuple(pieces[k].path for k in step) for step in steps),
         chain=chain,
     )
-    starts = {position: step[0] - 1 for position, step in enumerate(steps)}
-    return Loop(container, row, starts | {len(steps): steps[-1][-1]})
+    return Loop(container, row)
 
 
 def _workspace_bytes(observed: Observed, piece: ObservedPart) -> int:

@@ -30,7 +30,6 @@ from torch import nn
 
 from graphs.calls import device_of, nested
 from graphs.costs import CostModel, Roofline
-from graphs.graph import Graph
 from graphs.hardware import named
 from graphs.training_step import optimizer_figures, with_optimizer
 from scheduler_runtime.by_submodule.coarse_graph import (
@@ -47,18 +46,16 @@ from scheduler_runtime.execute import torch_checkpoint
 from scheduler_runtime.surroundings import budget_on
 from solver.common import counted, format_size
 from solver.module_checkpointing import (
+    CheckpointRegion,
     ModuleTree,
     NoModulesFitError,
-    Region,
-    Segment,
-    best_segments,
+    RegionPlan,
+    best_in_loop,
     by_module,
-    judged,
-    schedule_from_regions,
-    shifted,
+    plan_regions,
 )
 from solver.runtime_hooks import NoRowError, Planned
-from solver.schedule import Obstacle, Schedule, Simulation, Solution, simulate
+from solver.schedule import Obstacle, Solution
 from solver.solving import solve
 
 N_CORRECTIONS = 4
@@ -106,7 +103,7 @@ def plan_chain(
         else optimizer_figures(optimizer, model, device=device, costs=costs)
     )
     unseen_bytes, excess_bytes = 0, 0
-    chosen: _Chosen | None = None
+    chosen: RegionPlan | None = None
     for _ in range(1 + N_CORRECTIONS):
         graph = coarse_graph(
             model, step, watched.observed, row=watched.loop is not None, unseen_bytes=unseen_bytes
@@ -117,8 +114,8 @@ def plan_chain(
             graph, budget=budget_bytes, reserve=reserve_bytes, time_limit_s=time_limit_s
         )
         if chosen is not None:  # it ran, and took what is counted now
-            chosen = chosen.judged_on(graph, watched.loop)
-            if chosen.simulation.peak_bytes <= solution.request.available_bytes:
+            chosen = plan_regions(graph, chosen.regions, in_loop=chosen.in_loop)
+            if chosen.peak_bytes <= solution.request.available_bytes:
                 return _solution(solution, watched, chosen, changed_buffers)
         chosen, least_bytes = _choose(solution, watched)
         if chosen is None:
@@ -165,61 +162,33 @@ def _watched(model: nn.Module, step: ObservedStep) -> _Watched:
     return _Watched(blocks, observed if loop is None else without, loop)
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """What to checkpoint: neighbours of the loop, in its steps, or single submodules."""
-
-    schedule: Schedule
-    simulation: Simulation
-    segments: tuple[Segment, ...] = ()
-    regions: tuple[Region, ...] = ()
-
-    def judged_on(self, graph: Graph, loop: Loop | None) -> _Chosen:
-        """The same checkpoints on another graph of the same pieces."""
-        if self.segments:
-            assert loop is not None
-            plan = judged(graph, loop.row, self.segments)
-            return dataclasses.replace(self, schedule=plan.schedule, simulation=plan.simulation)
-        schedule = schedule_from_regions(graph, self.regions).schedule
-        return dataclasses.replace(self, schedule=schedule, simulation=simulate(graph, schedule))
-
-
-def _choose(solution: Solution, watched: _Watched) -> tuple[_Chosen | None, int]:
+def _choose(solution: Solution, watched: _Watched) -> tuple[RegionPlan | None, int]:
     """The fastest that fits, and the smallest peak that was found."""
-    found: list[_Chosen] = []
-    available_bytes = solution.request.available_bytes
+    found: list[RegionPlan] = []
     least = [] if solution.obstacle is None else [solution.obstacle.reached_bytes]
     if solution.schedule is not None:
         possible = watched.is_recomputable
         tree = ModuleTree(blocks=possible, parts=dict.fromkeys(possible, ()))
         try:
-            plan = by_module(solution, tree, may_save=_nothing, beside_bytes=0)
-            found.append(_Chosen(plan.schedule, plan.simulation, regions=plan.regions))
+            plan = by_module(solution, tree, may_save=_nothing, extra_bytes_per_region=0)
+            found.append(plan)
         except NoModulesFitError as error:
             least = [error.least.peak_bytes]
     if watched.loop is not None:
-        best, least_bytes = best_segments(
-            solution.graph,
-            watched.loop.row,
-            excess=lambda plan: plan.simulation.peak_bytes - available_bytes,
+        best, least_bytes = best_in_loop(
+            solution.graph, watched.loop.row, budget_bytes=solution.request.available_bytes
         )
         least = [least_bytes]
         if best is not None:
-            found.append(_Chosen(best.schedule, best.simulation, segments=best.segments))
-    chosen = min(found, key=lambda c: (c.simulation.time_s, c.simulation.peak_bytes), default=None)
+            found.append(best)
+    chosen = min(found, key=lambda plan: plan.rank, default=None)
     return chosen, min(least, default=solution.baseline.peak_bytes)
 
 
 def _solution(
-    solution: Solution, watched: _Watched, chosen: _Chosen, changed_buffers: tuple[str, ...]
+    solution: Solution, watched: _Watched, chosen: RegionPlan, changed_buffers: tuple[str, ...]
 ) -> SubmoduleSolution:
     proven = chosen.simulation.time_s - solution.lower_bound_s <= 1e-3 * solution.baseline.time_s
-    segments: tuple[Segment, ...] = ()
-    paths = tuple(region.path for region in chosen.regions)
-    if chosen.segments:
-        assert watched.loop is not None
-        segments = shifted(chosen.segments, watched.loop.starts)
-        paths = tuple(p for s in segments for p in watched.blocks[s.first : s.last + 1])
     return _as_submodules(
         solution,
         watched,
@@ -227,8 +196,8 @@ def _solution(
         simulation=chosen.simulation,
         status="optimal" if proven else "feasible",
         obstacle=None,
-        checkpointed=paths,
-        segments=segments,
+        checkpointed=tuple(path for region in chosen.regions for path in region.modules),
+        segments=chosen.regions if chosen.in_loop else (),
         container=watched.loop.container if watched.loop is not None else "",
         left_alone=tuple(_left_alone(watched)),
         changed_buffers=changed_buffers,
@@ -278,7 +247,7 @@ def _peak_in_step(solution: Solution) -> int:
     return max(before) - state
 
 
-def _nothing(_region: Region) -> frozenset[str]:
+def _nothing(_region: CheckpointRegion) -> frozenset[str]:
     return frozenset()
 
 

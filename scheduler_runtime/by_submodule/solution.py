@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from scheduler_runtime.by_submodule.coarse_graph import SCOPE
 from scheduler_runtime.execute import put_segments, runs_in_a_loop, torch_checkpoint
 from solver.common import counted
-from solver.module_checkpointing import Segment, described
+from solver.module_checkpointing import CheckpointRegion
 from solver.schedule import Solution
 
 
@@ -20,14 +20,14 @@ class SubmoduleSolution(Solution):
 
     scope: what the figures are about. blocks: the submodules that were planned. checkpointed:
     those of them that run again. segments: of an nn.Sequential at `container`, whose children are
-    the blocks: which neighbours are in a checkpoint together, by position; () where
-    each checkpoint is of one submodule. left_alone: sentences on what was not planned.
+    the blocks: which neighbours are in a checkpoint together; () where each checkpoint is of one
+    submodule. left_alone: sentences on what was not planned.
     """
 
     scope: str = SCOPE
     blocks: tuple[str, ...] = ()
     checkpointed: tuple[str, ...] = ()
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[CheckpointRegion, ...] = ()
     container: str = ""
     left_alone: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = field(default=(), repr=False)
@@ -37,16 +37,21 @@ class SubmoduleSolution(Solution):
         """Lines that say which submodules are planned how; those nested further right."""
         if self.schedule is None:
             return ()
-        if self.segments:
-            together = described(self.segments, self.blocks)
-        else:
-            together = iter(self.checkpointed)
+        together = _lines(self.segments) if self.segments else iter(self.checkpointed)
         kept = ", ".join(path for path in self.blocks if path not in self.checkpointed)
         return (*(f"checkpointed: {line}" for line in together), f"kept: {kept or 'none'}")
 
     def __str__(self) -> str:
         lines = [repr(self), f"{self.scope}: {counted(len(self.blocks), 'submodule')}"]
         return "\n".join([*lines, *(f"  {part}" for part in self.parts), *self.left_alone])
+
+
+def _lines(regions: Sequence[CheckpointRegion]) -> Iterator[str]:
+    """Which neighbours are checkpointed together; those inside of others further right."""
+    for region in regions:
+        n_blocks = len(region.modules)
+        yield region.path if n_blocks == 1 else f"{region.path} ({n_blocks} together)"
+        yield from (f"  {line}" for line in _lines(region.inner))
 
 
 def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphs.calls import Call
 from scheduler_runtime.execute.torch_checkpoint import ReplacedForward, with_buffers_kept
-from solver.module_checkpointing import Segment
+from solver.module_checkpointing import CheckpointRegion
 
 
 def runs_in_a_loop(module: nn.Module) -> bool:
@@ -43,15 +43,15 @@ def _has_hooks(module: nn.Module) -> bool:
 class SegmentedForward(ReplacedForward):
     """Runs the children of an nn.Sequential, segment by segment.
 
-    segments: in positions of the children. changed_buffers: names, in the module, of what a step
-    changes. n_runs: how often each child ran with gradients, first and again.
+    segments: regions of neighbours among the children. changed_buffers: names, in the module, of
+    what a step changes. n_runs: how often each child ran with gradients, first and again.
     """
 
     def __init__(
         self,
         module: nn.Sequential,
         *,
-        segments: Sequence[Segment],
+        segments: Sequence[CheckpointRegion],
         changed_buffers: Sequence[str],
     ) -> None:
         super().__init__(module)
@@ -70,9 +70,9 @@ class SegmentedForward(ReplacedForward):
             return self.own_forward(*args, **kwargs)
         return self._run(0, len(self.n_runs) - 1, self.segments, args[0])
 
-    def _run(self, first: int, last: int, segments: Sequence[Segment], value: Any) -> Any:
+    def _run(self, first: int, last: int, segments: Sequence[CheckpointRegion], value: Any) -> Any:
         children = self.children
-        starts = {segment.first: segment for segment in segments}
+        starts = {self._span(segment)[0]: segment for segment in segments}
         position = first
         while position <= last:
             segment = starts.get(position)
@@ -82,10 +82,16 @@ class SegmentedForward(ReplacedForward):
                 position += 1
             else:
                 value = self._checkpointed(segment, value)
-                position = segment.last + 1
+                position = self._span(segment)[1] + 1
         return value
 
-    def _checkpointed(self, segment: Segment, value: Any) -> Any:
+    def _span(self, segment: CheckpointRegion) -> tuple[int, int]:
+        """The positions of its first and last child. Paths end in the child's name."""
+        names = list(self._module._modules)
+        first, last = segment.modules[0], segment.modules[-1]
+        return names.index(first.rpartition(".")[2]), names.index(last.rpartition(".")[2])
+
+    def _checkpointed(self, segment: CheckpointRegion, value: Any) -> Any:
         call = Call.of((value,), {})
         run = functools.partial(self._run_segment, segment, call.rest, call.spec)
         if torch.compiler.is_compiling():  # the compiler functionalises buffers itself
@@ -98,26 +104,30 @@ class SegmentedForward(ReplacedForward):
         )
 
     def _run_segment(
-        self, segment: Segment, rest: list[Any], spec: Any, *tensors: torch.Tensor
+        self, segment: CheckpointRegion, rest: list[Any], spec: Any, *tensors: torch.Tensor
     ) -> Any:
         (value,), _ = Call(list(tensors), rest, spec).arguments(tensors)
-        return self._run(segment.first, segment.last, segment.inner, value)
+        first, last = self._span(segment)
+        return self._run(first, last, segment.inner, value)
 
-    def _contexts(self, segment: Segment) -> tuple[Any, Any]:
+    def _contexts(self, segment: CheckpointRegion) -> tuple[Any, Any]:
         names = tuple(self._changed_in(segment))
         return contextlib.nullcontext(), with_buffers_kept(
             contextlib.nullcontext(), self._module, names
         )
 
-    def _changed_in(self, segment: Segment) -> Iterator[str]:
-        children = list(self._module._modules)[segment.first : segment.last + 1]
+    def _changed_in(self, segment: CheckpointRegion) -> Iterator[str]:
+        children = {path.rpartition(".")[2] for path in segment.modules}
         for name in self.changed_buffers:
             if name.partition(".")[0] in children:
                 yield name
 
 
 def put_segments(
-    module: nn.Sequential, *, segments: Sequence[Segment], changed_buffers: Sequence[str] = ()
+    module: nn.Sequential,
+    *,
+    segments: Sequence[CheckpointRegion],
+    changed_buffers: Sequence[str] = (),
 ) -> SegmentedForward:
     """Replace the module's forward; `torch_checkpoint.take_out` undoes it."""
     forward = SegmentedForward(module, segments=segments, changed_buffers=changed_buffers)

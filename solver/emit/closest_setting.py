@@ -1,8 +1,8 @@
-"""The nearest setting of another system: of all that it offers, the fastest that fits.
+"""The closest setting of another system: of all that it offers, the fastest that fits.
 
-Every candidate (`solver.emit.systems`) is played on the same graph as our plan and judged by the
-same simulator, so that the figures can be compared. They are forecasts of that system: it runs
-other kernels, and what it allocates beside the model is not in the graph.
+Every candidate (`solver.emit.systems`) is simulated on the same graph as our plan, so the figures
+can be compared. They are forecasts of that system: it runs other kernels, and what it allocates
+beside the model is not in the graph.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from graphs.graph import Graph
 from solver.emit.model_layers import layers
 from solver.emit.systems import SYSTEMS, Candidate, Family
-from solver.module_checkpointing import schedule_from_stretches
+from solver.module_checkpointing import forecast
 from solver.schedule import Simulation, simulate
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, judged. text: in the system's words, "" for its default."""
+    """One setting, simulated. text: in the system's words, "" for its default."""
 
     text: str
     simulation: Simulation
@@ -26,8 +26,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Emitted:
-    """The setting nearest to a budget. fits: whether it is within the budget; where none is, it is
-    that of the smallest peak. n_layers: of the model. n_judged: candidates that were tried.
+    """The setting of a system that is closest to a budget.
+
+    fits: whether it is within the budget; where none is, it is that of the smallest peak.
+    n_layers: of the model.
+    n_judged: candidates that were simulated.
     """
 
     system: str
@@ -40,55 +43,52 @@ class Emitted:
 
 
 def nearest(graph: Graph, *, system: str, budget_bytes: int) -> Emitted:
-    """The fastest setting of the system whose peak is at most `budget_bytes`, by the judge.
+    """The fastest setting of the system whose simulated peak is at most `budget_bytes`.
 
     Raises NoLayersError (a graph without layers), KeyError (an unknown system).
     """
     asked = SYSTEMS[system]
     of_model = layers(graph)
-    judged: list[Setting] = []
+    tried: list[Setting] = []
     for family in asked.families(graph, of_model):
-        judged += _judged(graph, family, budget_bytes=budget_bytes)
-    fitting = [setting for setting in judged if setting.simulation.peak_bytes <= budget_bytes]
+        tried += _tried(graph, family, budget_bytes=budget_bytes)
+    fitting = [setting for setting in tried if setting.simulation.peak_bytes <= budget_bytes]
     if fitting:
         chosen = min(fitting, key=lambda s: (s.simulation.time_s, s.simulation.peak_bytes))
     else:
-        chosen = min(judged, key=lambda s: (s.simulation.peak_bytes, s.simulation.time_s))
+        chosen = min(tried, key=lambda s: (s.simulation.peak_bytes, s.simulation.time_s))
     return Emitted(
         system=system,
         title=asked.title,
         setting=chosen,
         fits=bool(fitting),
         n_layers=len(of_model),
-        n_judged=len(judged),
+        n_judged=len(tried),
         note=asked.note,
     )
 
 
 SHORT_FAMILY = 8
-"""Up to so many candidates all are judged."""
+"""Families of up to so many candidates are simulated whole."""
 
 
-def _judged(graph: Graph, family: Family, *, budget_bytes: int) -> list[Setting]:
+def _tried(graph: Graph, family: Family, *, budget_bytes: int) -> list[Setting]:
     """A short family whole. Of a long one, each member of which recomputes more than the one
     before, the first that fits, by bisection, and the last.
     """
+
+    def simulated(candidate: Candidate) -> Setting:
+        return Setting(candidate.text, simulate(graph, forecast(graph, candidate.regions)))
+
     if len(family) <= SHORT_FAMILY:
-        return [_setting(graph, candidate) for candidate in family]
-    found = [_setting(graph, family[-1])]
-    low, high = -1, len(family) - 1  # those up to low do not fit, high is judged
-    while high - low > 1 and found[0].simulation.peak_bytes <= budget_bytes:
+        return [simulated(candidate) for candidate in family]
+    tried = [simulated(family[-1])]
+    low, high = -1, len(family) - 1  # those up to low do not fit, high is simulated
+    while high - low > 1 and tried[0].simulation.peak_bytes <= budget_bytes:
         middle = (low + high) // 2
-        setting = _setting(graph, family[middle])
-        found.append(setting)
-        if setting.simulation.peak_bytes <= budget_bytes:
+        tried.append(simulated(family[middle]))
+        if tried[-1].simulation.peak_bytes <= budget_bytes:
             high = middle
         else:
             low = middle
-    return found
-
-
-def _setting(graph: Graph, candidate: Candidate) -> Setting:
-    return Setting(
-        candidate.text, simulate(graph, schedule_from_stretches(graph, candidate.stretches))
-    )
+    return tried

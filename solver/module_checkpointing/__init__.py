@@ -1,33 +1,21 @@
 """Plans made of whole-module checkpoints, as torch.utils.checkpoint runs them."""
 
 from solver.module_checkpointing.eager import EagerStep
-from solver.module_checkpointing.nested import (
-    Row,
-    Segment,
-    best_segments,
-    described,
-    judged,
-    shifted,
-)
-from solver.module_checkpointing.regions import Region
-from solver.module_checkpointing.search import ModulePlan, ModuleTree, NoModulesFitError, by_module
-from solver.module_checkpointing.stretches import Stretch, schedule_from_stretches
-from solver.module_checkpointing.to_schedule import schedule_from_regions
+from solver.module_checkpointing.forecasts import forecast
+from solver.module_checkpointing.nested import Row, best_in_loop
+from solver.module_checkpointing.region_plan import RegionPlan, plan_regions
+from solver.module_checkpointing.regions import CheckpointRegion
+from solver.module_checkpointing.search import ModuleTree, NoModulesFitError, by_module
 
 __all__ = [
+    "CheckpointRegion",
     "EagerStep",
-    "ModulePlan",
     "ModuleTree",
     "NoModulesFitError",
-    "Region",
+    "RegionPlan",
     "Row",
-    "Segment",
-    "Stretch",
-    "best_segments",
+    "best_in_loop",
     "by_module",
-    "described",
-    "judged",
-    "schedule_from_regions",
-    "schedule_from_stretches",
-    "shifted",
+    "forecast",
+    "plan_regions",
 ]

@@ -1,33 +1,33 @@
-"""What checkpointing whole parts of a model does to a step, as a schedule for the judge.
+"""Checkpoint regions: parts of the forward pass that are recomputed as a whole.
 
-A region is a part of the forward pass that a framework runs again as a whole, as
-`torch.utils.checkpoint` (use_reentrant=False) does with a module. Its rules are coarser than those
-of a schedule, and they are followed here one by one:
+A schedule recomputes single operators. Frameworks recompute what one checkpointed call runs, as
+`torch.utils.checkpoint` does with a module. Its rules (`use_reentrant=False`) are coarser, and
+`plan_regions` follows them one by one:
 
-1. What a region's operators put by for the backward pass is dropped; what they read from outside of
-   the region, its arguments, stays until the region's backward is over.
-2. When the backward pass first asks for anything that was put by in a region, be it a parameter or
-   a saved result, all of the region runs again, from its arguments, until the last thing was put by
-   a second time. Then it is all there at once, each tensor until its last use.
+1. What a region's operators save for backward is dropped; what they read from outside of the
+   region, its arguments, stays until the region's backward is over.
+2. When the backward pass first unpacks anything that was saved in a region, be it a parameter or
+   an activation, all of the region is recomputed, from its arguments, until the last tensor has
+   been saved a second time. Then all of it is live at once, each tensor until its last use.
 3. `saved` names operators whose results stay from the forward pass on (selective checkpointing):
-   they do not run again, everything else of the region does, needed or not.
-4. A region inside a region drops its own part again when the outer one has run again, and runs once
-   more when its backward comes.
-5. A function of the backward pass asks for everything that it has put by at once, and holds it
-   until it is done, however many operators it runs (`solver.module_checkpointing.eager`).
+   they are not recomputed; everything else of the region is, needed or not.
+4. A region inside a region drops its own part again when the outer one has been recomputed, and is
+   recomputed once more when its own backward comes.
+5. A function of the backward pass unpacks everything that it has saved at once, and holds it until
+   it is done, however many operators it runs (`EagerStep`).
 6. While a region runs, Python's local variables hold results: each stays until the call of the
-   innermost module is over in which it was made and read. So the peak errs on the large side.
+   innermost module that both makes and reads it has returned. So the peak errs on the large side.
 
-A region must not overwrite what it reads, nor may anything after it: it would run again from other
-values.
+A region must not overwrite what it reads, nor may anything after it: it would be recomputed from
+other values.
 
-What regions cannot say: recompute a tensor in time for one reader alone, drop it between two
+What regions cannot say: recompute a tensor just in time for one reader alone, drop it between two
 readers, or recompute operators that are called outside of any region.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -37,28 +37,51 @@ from solver.module_checkpointing.eager import EagerStep
 
 
 class RegionError(ValueError):
-    """These nodes cannot be run again as a whole; says which and why."""
+    """These nodes cannot be recomputed as a whole; says which and why."""
 
 
 @dataclass(frozen=True)
-class Region:
-    """path: of the module, "blocks.3". nodes: its forward nodes, contiguous in graph order.
-    saved: those of them whose results are kept. inner: regions inside, in order."""
+class CheckpointRegion:
+    """A part of the forward pass that is recomputed as a whole.
 
-    path: str
+    nodes: its forward nodes, in graph order.
+    modules: paths of the modules that make it up: one, or neighbours in an nn.Sequential; () for a
+        part of a module, which `forecast` alone can plan.
+    saved: those of its nodes whose results are kept.
+    inner: regions inside, disjoint and in order.
+    stops_early: recomputing ends as soon as everything needed has been recomputed.
+    drops_output: what it hands on is dropped as well once the forward pass has read it, which
+        `forecast` alone can plan.
+
+    Raises RegionError for a region that both saves and has regions inside.
+    """
+
     nodes: tuple[str, ...]
+    modules: tuple[str, ...] = ()
     saved: frozenset[str] = frozenset()
-    inner: tuple[Region, ...] = ()
+    inner: tuple[CheckpointRegion, ...] = ()
+    stops_early: bool = True
+    drops_output: bool = False
 
     def __post_init__(self) -> None:
         if self.saved and self.inner:
             raise RegionError(f"region {self.path!r} cannot both save and have regions inside")
 
-    def flat(self) -> Iterator[Region]:
+    @property
+    def path(self) -> str:
+        """For people, and unique among the regions of a plan: "blocks.3", or "0 .. 4"."""
+        return " .. ".join(dict.fromkeys((*self.modules[:1], *self.modules[-1:])))
+
+    def flat(self) -> Iterator[CheckpointRegion]:
         """This region and all inside."""
         yield self
         for region in self.inner:
             yield from region.flat()
+
+    @property
+    def depth(self) -> int:
+        """How many are nested, 1 for a region with none inside."""
+        return 1 + max((region.depth for region in self.inner), default=0)
 
 
 def nodes_of(graph: Graph, path: str) -> tuple[str, ...]:
@@ -67,34 +90,31 @@ def nodes_of(graph: Graph, path: str) -> tuple[str, ...]:
     Raises RegionError where they cannot be one call of it.
     """
     positions = [p for p, node in enumerate(graph.forward_nodes) if is_under(node.module, path)]
-    if positions and positions[-1] - positions[0] + 1 != len(positions):
+    nodes = [graph.forward_nodes[p] for p in positions]
+    readers = Counter(
+        name
+        for node in nodes
+        for name in set(node.inputs)
+        if graph.tensor_by_name[name].kind == "parameter"
+    )
+    is_contiguous = not positions or positions[-1] - positions[0] + 1 == len(positions)
+    # a module that is called twice in a row reads all of its parameters twice
+    if not is_contiguous or (readers and min(readers.values()) > 1):
         raise RegionError(f"module {path!r} is called several times in a step")
-    names = tuple(graph.forward_nodes[p].name for p in positions)
-    readers: dict[str, int] = defaultdict(int)
-    for name in names:
-        for read in dict.fromkeys(graph.node_by_name[name].inputs):
-            if graph.tensor_by_name[read].kind == "parameter":
-                readers[read] += 1
-    if readers and min(readers.values()) > 1:
-        raise RegionError(f"module {path!r} is called several times in a step")
-    return names
+    return tuple(node.name for node in nodes)
 
 
-def dropped_by(graph: Graph, region: Region) -> tuple[str, ...]:
-    """The tensors that the region drops after the forward pass and its backward misses.
+def dropped_by(graph: Graph, region: CheckpointRegion) -> tuple[str, ...]:
+    """The tensors that the region drops after the forward pass and that its backward needs.
 
-    Raises RegionError where it cannot run again.
+    Raises RegionError where it cannot be recomputed.
     """
     layout = RegionLayout(graph, (region,))
     names = tuple(name for name in layout.made_by(region.nodes) if not layout.stays(name))
-    if names:
-        for node in region.nodes[: layout.n_recomputed(region)]:
-            is_recomputed(graph, node, region)
-        _refuse_overwritten(graph, layout, region)
-    return names
-
-
-def _refuse_overwritten(graph: Graph, layout: RegionLayout, region: Region) -> None:
+    if not names:
+        return ()
+    for node in region.nodes[: layout.n_nodes_recomputed(region)]:
+        is_recomputed(graph, node, region)
     last_write = EagerStep.of(graph).last_write
     first = next(p for p, n in enumerate(graph.forward_nodes) if n.name == region.nodes[0])
     for name in layout.arguments(region):
@@ -104,10 +124,15 @@ def _refuse_overwritten(graph: Graph, layout: RegionLayout, region: Region) -> N
                 f"{name!r}, which module {region.path!r} reads, is overwritten in place by "
                 f"{writer.name!r} in module {writer.module!r}"
             )
+    return names
 
 
-def is_recomputed(graph: Graph, name: str, region: Region) -> bool:
-    """False for what is saved and for updates of buffers. Raises RegionError for what may not."""
+def is_recomputed(graph: Graph, name: str, region: CheckpointRegion) -> bool:
+    """Whether recomputing the region recomputes this node of it.
+
+    False for what is saved and for updates of buffers. Raises RegionError where the node is not
+    recomputable.
+    """
     node = graph.node_by_name[name]
     if name in region.saved:
         return False
@@ -122,69 +147,74 @@ def is_recomputed(graph: Graph, name: str, region: Region) -> bool:
     return False
 
 
-Chain: TypeAlias = tuple[Region, ...]
-"""Regions around something, the outermost first."""
+Nesting: TypeAlias = tuple[CheckpointRegion, ...]
+"""The regions around something, the outermost first."""
 
 
 class RegionLayout:
-    """Which regions a node is in, and in which of them each tensor is put by."""
+    """Which regions a node is in, and in which of them each tensor is saved for backward.
 
-    def __init__(self, graph: Graph, regions: Sequence[Region]) -> None:
+    Raises RegionError where a node is in two regions of which neither is inside the other.
+    """
+
+    def __init__(self, graph: Graph, regions: Sequence[CheckpointRegion]) -> None:
         self.graph = graph
-        self.chain_of: dict[str, Chain] = {}
+        self.regions = tuple(regions)
+        self._around: dict[str, Nesting] = {}
         self._depth: dict[str, int] = {}
         self._homes: dict[str, frozenset[int]] = {}
         self._outputs = frozenset(graph.outputs)
         for region in regions:
             self._enter(region, ())
-        self.regions = tuple(regions)
+        # which backward node belongs to which call is told by its module alone
         by_path = {path: self._by_path(path) for path in {n.module for n in graph.later_nodes}}
-        self._read_later: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        self._read_later: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         for node in graph.later_nodes:
-            self.chain_of[node.name] = by_path[node.module]
-            if by_path[node.module]:
-                self._read_later[node.module, by_path[node.module][-1].path] += node.inputs
+            self._around[node.name] = around = by_path[node.module]
+            if around:
+                self._read_later[node.module, around[-1].path].update(node.inputs)
 
-    def _enter(self, region: Region, outside: Chain) -> None:
-        chain = (*outside, region)
-        self._depth[region.path] = len(chain)
+    def _enter(self, region: CheckpointRegion, outside: Nesting) -> None:
+        around = (*outside, region)
+        self._depth[region.path] = len(around)
         for name in region.nodes:
-            if self.chain_of.get(name, ()) != outside:
+            if self._around.get(name, ()) != outside:
                 raise RegionError(f"node {name!r} is in two regions, one of them {region.path!r}")
-            self.chain_of[name] = chain
+            self._around[name] = around
         for inner in region.inner:
-            self._enter(inner, chain)
+            self._enter(inner, around)
 
-    def _by_path(self, path: str) -> Chain:
-        chain: Chain = ()
+    def _by_path(self, path: str) -> Nesting:
+        around: Nesting = ()
         regions = self.regions
         while True:
-            inside = next((r for r in regions if is_under(path, r.path)), None)
+            inside = next((r for r in regions if any(is_under(path, m) for m in r.modules)), None)
             if inside is None:
-                return chain
-            chain = (*chain, inside)
+                return around
+            around = (*around, inside)
             regions = inside.inner
 
-    def chain(self, node: str) -> Chain:
-        return self.chain_of.get(node, ())
+    def around(self, node: str) -> Nesting:
+        """The regions that the node is in."""
+        return self._around.get(node, ())
 
     def made_by(self, nodes: Iterable[str]) -> list[str]:
         return [name for node in nodes for name in self.graph.node_by_name[node].outputs]
 
     def homes(self, name: str) -> frozenset[int]:
-        """How many regions deep the frames are that put a tensor of the forward pass by.
+        """How many regions deep the calls are that save a tensor of the forward pass.
 
-        0: it is put by outside of all, so it stays. A tensor is put by where a backward node reads
+        0: it is saved outside of all, so it stays. A tensor is saved where a backward node reads
         it, in the innermost region that it was also made in; and as argument of a region, outside.
         """
         if name not in self._homes:
             maker = self.graph.producer[name].name
-            made_in = self.chain(maker)
-            found = {0} if name in self._outputs else set()
-            if any(maker in region.saved for region in made_in):
+            made_in = self.around(maker)
+            found = set()
+            if name in self._outputs or any(maker in region.saved for region in made_in):
                 found.add(0)
             for reader in self.graph.consumers[name]:
-                read_in = self.chain(reader.name)
+                read_in = self.around(reader.name)
                 depth = n_common(made_in, read_in)
                 if reader.phase != "forward" or len(read_in) > depth:
                     found.add(depth)
@@ -192,44 +222,46 @@ class RegionLayout:
         return self._homes[name]
 
     def stays(self, name: str) -> bool:
-        """Whether it is there after the forward pass, or nobody asks for it then."""
+        """Whether it is live after the forward pass, or nothing needs it then."""
         return not self.homes(name) or 0 in self.homes(name)
 
-    def wanted(self, region: Region) -> list[str]:
-        """What of the region its backward misses, where nothing of it is saved, and what inner
-        regions take as arguments."""
+    def wanted(self, region: CheckpointRegion) -> list[str]:
+        """What of the region its backward lacks, and what inner regions take as arguments."""
         depth = self._depth[region.path]
         return [name for name in self.made_by(region.nodes) if depth in self.homes(name)]
 
-    def n_recomputed(self, region: Region) -> int:
-        """How many of the region's nodes are over when it has put by everything once more.
+    def n_nodes_recomputed(self, region: CheckpointRegion) -> int:
+        """How many of the region's nodes have run when everything has been saved once more.
 
-        An operator puts by what it reads before it runs, and what it makes afterwards. Which one
-        of the forward pass belongs to a backward node is not known: it is taken for the last one of
+        An operator saves what it reads before it runs, and what it makes afterwards. Which operator
+        of the forward pass a backward node belongs to is not known: it is taken for the last one of
         the same module that reads or makes the tensor.
         """
-        n_over = 0
+        if not region.stops_early:
+            return len(region.nodes)
+        n_run = 0
         wanted = set(self.wanted(region))
         for position, name in enumerate(region.nodes):
             node = self.graph.node_by_name[name]
             if not wanted.isdisjoint(node.outputs):
-                n_over = position + 1
-            inside = self.chain(name)[-1]
-            if inside is not region:  # an inner region's arguments
-                if inside.nodes[0] == name:
-                    n_over = max(n_over, position)
-            elif not set(self._read_later[node.module, region.path]).isdisjoint(node.inputs):
-                n_over = max(n_over, position)
-        return n_over
+                n_run = position + 1
+            innermost = self.around(name)[-1]
+            if innermost is not region:
+                if innermost.nodes[0] == name:  # its arguments are saved before it runs
+                    n_run = max(n_run, position)
+            elif not self._read_later[node.module, region.path].isdisjoint(node.inputs):
+                n_run = max(n_run, position)
+        return n_run
 
-    def arguments(self, region: Region) -> list[str]:
+    def arguments(self, region: CheckpointRegion) -> list[str]:
         """The tensors from outside that a region reads."""
         made = set(self.made_by(region.nodes))
         read = (name for node in region.nodes for name in self.graph.node_by_name[node].inputs)
         return [n for n in dict.fromkeys(read) if n not in made and n in self.graph.producer]
 
 
-def n_common(one: Chain, other: Chain) -> int:
+def n_common(one: Nesting, other: Nesting) -> int:
+    """How many regions are around both."""
     depth = 0
     for a, b in zip(one, other, strict=False):
         if a is not b:

@@ -12,7 +12,6 @@ from solver.schedule.memory import (
 )
 from solver.schedule.ops import Compute, Free, Schedule, free_after_last_use, needs
 from solver.schedule.recompute import (
-    after_forward,
     baseline,
     is_recomputable,
     keep,
@@ -48,7 +47,6 @@ __all__ = [
     "Simulation",
     "Solution",
     "Status",
-    "after_forward",
     "baseline",
     "free_after_last_use",
     "held_at_turn",

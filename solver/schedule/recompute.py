@@ -7,7 +7,7 @@ which block to run when (`revolve`, `dp`). Both become an order of node names he
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from graphs.graph import Graph, Node
 from solver.schedule.ops import Schedule, free_after_last_use, needs
@@ -28,25 +28,29 @@ def keep(graph: Graph, kept: Collection[str]) -> Schedule:
     return free_after_last_use(graph, keep_order(graph, kept))
 
 
-def keep_order(graph: Graph, kept: Collection[str]) -> list[str]:
-    """The order of nodes behind `keep`. What may not be made again is kept in any case."""
+def keep_order(
+    graph: Graph,
+    kept: Collection[str],
+    *,
+    together: Callable[[Node], Iterable[str]] = lambda _node: (),
+) -> list[str]:
+    """The order of nodes behind `keep`. What is not recomputable is kept in any case.
+
+    together: node -> the tensors to recompute along with it when its output is missing.
+    """
     order = [node.name for node in graph.forward_nodes]
-    available = after_forward(graph, kept)
-    for node in graph.later_nodes:
-        order.extend(missing_computes(graph, needs(graph, node), available))
-        order.append(node.name)
-        available.update(node.outputs)
-    order.extend(missing_computes(graph, lost_views(graph, order), available))
-    return order
-
-
-def after_forward(graph: Graph, kept: Collection[str]) -> set[str]:
-    """The tensors that are there when all of the forward pass has run once."""
     available = {tensor.name for tensor in graph.resident}
     for node in graph.forward_nodes:
-        again = is_recomputable(graph, node)
-        available.update(n for n in node.outputs if not again or graph.root(n) in kept)
-    return available
+        is_kept = not is_recomputable(graph, node)
+        available.update(name for name in node.outputs if is_kept or graph.root(name) in kept)
+    for node in graph.later_nodes:
+        while missing := [name for name in needs(graph, node) if name not in available]:
+            first = graph.producer[missing[0]]
+            order += missing_computes(graph, (*together(first), *missing), available)
+        order.append(node.name)
+        available.update(node.outputs)
+    order += missing_computes(graph, lost_views(graph, order), available)
+    return order
 
 
 def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:

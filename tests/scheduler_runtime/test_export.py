@@ -31,9 +31,8 @@ from scheduler_runtime.export import (
 )
 from scheduler_runtime.measuring import measure
 from solver.methods.least_budget import find_obstacle
-from solver.module_checkpointing.regions import Region, RegionError, dropped_by, nodes_of
-from solver.module_checkpointing.search import ModulePlan
-from solver.module_checkpointing.to_schedule import schedule_from_regions
+from solver.module_checkpointing.region_plan import plan_regions
+from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by, nodes_of
 from solver.schedule.ops import Compute, Schedule
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
@@ -150,19 +149,21 @@ def test_eager_mode_runs_the_operators_of_the_judged_schedule(seed: int) -> None
         assert count.calls[operator] == n_calls, operator
 
 
-def regions_by_chance(graph: Graph, model: nn.Module, choice: random.Random) -> list[Region]:
+def regions_by_chance(
+    graph: Graph, model: nn.Module, choice: random.Random
+) -> list[CheckpointRegion]:
     """Blocks and parts of them, whole or with some of what they make saved, some nested."""
     tree = export.module_tree(model, graph)
     may_save = export._may_save(graph)
 
-    def whole(path: str) -> Region | None:
+    def whole(path: str) -> CheckpointRegion | None:
         try:
-            region = Region(path, nodes_of(graph, path))
+            region = CheckpointRegion(nodes_of(graph, path), modules=(path,))
             return region if dropped_by(graph, region) else None
         except RegionError:
             return None
 
-    def regions(path: str, depth: int) -> Iterator[Region]:
+    def regions(path: str, depth: int) -> Iterator[CheckpointRegion]:
         region = whole(path)
         kind = choice.choice(["leave", "whole", "save", "save", "parts", "nest"])
         if kind in ("parts", "nest") and depth:
@@ -182,14 +183,10 @@ def regions_by_chance(graph: Graph, model: nn.Module, choice: random.Random) -> 
     return [region for block in tree.blocks for region in regions(block, 2)]
 
 
-def put(model: nn.Module, graph: Graph, regions: list[Region]) -> Any:
-    replayed = schedule_from_regions(graph, regions)
-    trace_ = simulate(graph, replayed.schedule)
-    plan = ModulePlan(
-        tuple(regions), replayed.n_reruns, replayed.schedule, trace_, trace_.peak_bytes, {}
-    )
+def put(model: nn.Module, graph: Graph, regions: list[CheckpointRegion]) -> Any:
+    plan = plan_regions(graph, regions)
     export._put(model, graph, plan)
-    return replayed.schedule
+    return plan.schedule
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -249,7 +246,14 @@ def test_copies_are_checkpointed_too_and_by_themselves(again: Any) -> None:
     nodes = [nodes_of(graph, path) for path in ("blocks.0", "blocks.1")]
     saved = frozenset(n for n in nodes[0] if "attention" in graph.node_by_name[n].op)
     assert saved
-    put(model, graph, [Region("blocks.0", nodes[0], saved=saved), Region("blocks.1", nodes[1])])
+    put(
+        model,
+        graph,
+        [
+            CheckpointRegion(nodes[0], modules=("blocks.0",), saved=saved),
+            CheckpointRegion(nodes[1], modules=("blocks.1",)),
+        ],
+    )
     copied = again(model)
     for expected, got in zip(one_step(plain, batch, 3), one_step(copied, batch, 3), strict=True):
         assert torch.equal(expected, got)
@@ -366,7 +370,7 @@ def test_another_program_than_the_planned_one_is_an_error() -> None:
     graph = trace(model, batch)
     path = "blocks.1"
     nodes = nodes_of(graph, path)
-    put(model, graph, [Region(path, nodes, saved=frozenset(nodes[:1]))])
+    put(model, graph, [CheckpointRegion(nodes, modules=(path,), saved=frozenset(nodes[:1]))])
     model(batch).backward()
     model.blocks[1].twice = True
     with pytest.raises(CountMismatchError, match=r"blocks\.1 called aten\.addmm\.default 4 times"):

@@ -18,7 +18,7 @@ from graphs.trace import trace
 from scheduler_runtime.execute.torch_checkpoint import CountMismatchError
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.measuring import measure
-from solver.module_checkpointing.regions import Region, nodes_of
+from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from tests.scheduler_runtime.test_applying import one_step
 from tests.scheduler_runtime.test_export import planned, put, small_gpt2, tokens
 from tests.support.paths import ROOT
@@ -33,7 +33,14 @@ def test_torch_compile_takes_whole_and_selective_checkpoints(dropout: float) -> 
     graph = trace(model, batch)
     nodes = [nodes_of(graph, f"blocks.{i}") for i in range(3)]
     saved = frozenset(n for n in nodes[0] if "attention" in graph.node_by_name[n].op)
-    put(model, graph, [Region("blocks.0", nodes[0], saved=saved), Region("blocks.1", nodes[1])])
+    put(
+        model,
+        graph,
+        [
+            CheckpointRegion(nodes[0], modules=("blocks.0",), saved=saved),
+            CheckpointRegion(nodes[1], modules=("blocks.1",)),
+        ],
+    )
     compiled = [torch.compile(m, backend="aot_eager", fullgraph=True) for m in (plain, model)]
     for expected, got in zip(*(one_step(each, batch, 3) for each in compiled), strict=True):
         assert torch.equal(expected, got)
@@ -87,9 +94,9 @@ def test_peft_after_an_export_works_for_whole_checkpoints_and_else_says_so() -> 
     graph = trace(plain, sentences())
     nodes = nodes_of(graph, "model.layers.1")
     whole, selective = copy.deepcopy(plain), copy.deepcopy(plain)
-    put(whole, graph, [Region("model.layers.1", nodes)])
+    put(whole, graph, [CheckpointRegion(nodes, modules=("model.layers.1",))])
     products = frozenset(n for n in nodes if graph.node_by_name[n].op == "aten.mm.default")
-    put(selective, graph, [Region("model.layers.1", nodes, saved=products)])
+    put(selective, graph, [CheckpointRegion(nodes, modules=("model.layers.1",), saved=products)])
     adapted = []
     for each in (plain, whole, selective):
         torch.manual_seed(1)

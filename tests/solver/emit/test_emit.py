@@ -20,7 +20,8 @@ from solver.cli.command import main
 from solver.emit.closest_setting import nearest
 from solver.emit.model_layers import NoLayersError, layers
 from solver.emit.systems import SYSTEMS
-from solver.module_checkpointing.stretches import Stretch, schedule_from_stretches
+from solver.module_checkpointing.forecasts import forecast
+from solver.module_checkpointing.regions import CheckpointRegion
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.command import failed, write_model
@@ -77,23 +78,21 @@ HANDED_ON_BYTES = 1024 * 64 * 4
     [(3, False, 0), (6, False, 0), (6, True, HANDED_ON_BYTES)],
 )
 def test_a_forecast_is_what_a_checkpointed_model_takes(graph, n_layers, reentrant, more_bytes):
-    stretches = [Stretch(layer.names, stops_early=not reentrant) for layer in layers(graph)]
-    predicted = simulate(graph, schedule_from_stretches(graph, stretches[:n_layers]))
+    regions = [CheckpointRegion(layer.names, stops_early=not reentrant) for layer in layers(graph)]
+    predicted = simulate(graph, forecast(graph, regions[:n_layers]))
     model = Net(checkpointed=n_layers, reentrant=reentrant)
     measured = measure(model, batch(), n_steps=1)
     assert predicted.peak_bytes + more_bytes == pytest.approx(measured.peak_bytes, abs=10**5)
 
 
-def test_without_stretches_the_step_is_the_baseline(graph):
-    assert schedule_from_stretches(graph, []) == baseline(graph)
+def test_without_regions_the_step_is_the_baseline(graph):
+    assert forecast(graph, []) == baseline(graph)
 
 
 def test_every_layer_runs_once_more(graph):
     found = layers(graph)
     assert [layer.path for layer in found] == [f"layers.{i}" for i in range(6)]
-    schedule = schedule_from_stretches(
-        graph, [Stretch(layer.names, stops_early=True) for layer in found]
-    )
+    schedule = forecast(graph, [CheckpointRegion(layer.names, stops_early=True) for layer in found])
     n_runs = {name: 0 for layer in found for name in layer.names}
     for op in schedule.ops:
         if getattr(op, "node", "") in n_runs:
@@ -103,14 +102,14 @@ def test_every_layer_runs_once_more(graph):
     assert again == [2, 1] * 6  # the last product's output is read by the sum alone: never needed
 
 
-@given(seed=st.integers(0, 10**6), n_stretches=st.integers(1, 4), early=st.booleans())
+@given(seed=st.integers(0, 10**6), n_regions=st.integers(1, 4), early=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_stretches_of_any_graph_make_a_legal_schedule(seed, n_stretches, early):
+def test_regions_of_any_graph_make_a_legal_schedule(seed, n_regions, early):
     graph = random_dag(n_forward=12, n_later=12, seed=seed)
     names = [node.name for node in graph.forward_nodes]
-    size = -(-len(names) // n_stretches)
-    stretches = [
-        Stretch(
+    size = -(-len(names) // n_regions)
+    regions = [
+        CheckpointRegion(
             tuple(names[start : start + size]),
             saved=frozenset(names[start : start + size : 3]) if seed % 2 else frozenset(),
             drops_output=bool(seed % 3 == 0),
@@ -118,10 +117,8 @@ def test_stretches_of_any_graph_make_a_legal_schedule(seed, n_stretches, early):
         )
         for start in range(0, len(names), size)
     ]
-    trace_of = simulate(
-        graph, schedule_from_stretches(graph, stretches)
-    )  # raises where a rule is broken
-    assert trace_of.time_s >= graph.baseline_time_s
+    simulation = simulate(graph, forecast(graph, regions))  # raises where a rule is broken
+    assert simulation.time_s >= graph.baseline_time_s
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -137,7 +134,7 @@ def test_the_nearest_setting_is_the_fastest_that_fits(graph, system):
     assert tight.setting.simulation.time_s > plain.time_s
     assert not none.fits
     candidates = [c for f in SYSTEMS[system].families(graph, layers(graph)) for c in f]
-    judged = [simulate(graph, schedule_from_stretches(graph, c.stretches)) for c in candidates]
+    judged = [simulate(graph, forecast(graph, c.regions)) for c in candidates]
     fitting = [t.time_s for t in judged if t.peak_bytes <= 0.7 * plain.peak_bytes]
     assert tight.setting.simulation.time_s == min(fitting)
     assert none.setting.simulation.peak_bytes == min(t.peak_bytes for t in judged)

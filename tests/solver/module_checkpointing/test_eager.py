@@ -11,10 +11,9 @@ from torch import nn
 from graphs.graph import Graph, Node, Tensor
 from graphs.trace import trace
 from solver.module_checkpointing.eager import EagerStep
-from solver.module_checkpointing.regions import Region, RegionError, dropped_by
-from solver.module_checkpointing.to_schedule import schedule_from_regions
+from solver.module_checkpointing.region_plan import plan_regions
+from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by
 from solver.schedule.ops import Compute, Free
-from solver.schedule.simulator import simulate
 
 
 def step(**meta: object) -> Graph:
@@ -40,26 +39,27 @@ def step(**meta: object) -> Graph:
     return Graph(nodes=nodes, tensors=tensors, outputs=("ga",), meta=meta)
 
 
-def whole(graph: Graph) -> Region:
-    return Region("m", tuple(n.name for n in graph.forward_nodes if n.module.startswith("m")))
+def whole(graph: Graph) -> CheckpointRegion:
+    nodes = tuple(n.name for n in graph.forward_nodes if n.module.startswith("m"))
+    return CheckpointRegion(nodes, modules=("m",))
 
 
 def test_a_region_runs_again_at_once_when_the_first_of_it_is_missing() -> None:
     graph = step()
-    replayed = schedule_from_regions(graph, [whole(graph)])
-    order = [op.node for op in replayed.schedule.ops if isinstance(op, Compute)]
+    plan = plan_regions(graph, [whole(graph)])
+    order = [op.node for op in plan.schedule.ops if isinstance(op, Compute)]
     assert order == ["f", "g", "h", "bh", "f", "g", "bg", "bf"]
-    assert replayed.n_reruns == {"m": 1}
+    assert plan.n_recomputations == {"m": 1}
     # with f, g and bg: x, a, b, gc, gb; without the region a and b are there all the time
-    assert simulate(graph, replayed.schedule).peak_bytes == 7 + 100 + 10 + 5 + 5
-    assert Free("a") in replayed.schedule.ops[: replayed.schedule.ops.index(Compute("bh"))]
+    assert plan.simulation.peak_bytes == 7 + 100 + 10 + 5 + 5
+    assert Free("a") in plan.schedule.ops[: plan.schedule.ops.index(Compute("bh"))]
 
 
 def test_what_a_region_saves_does_not_run_again_but_sets_off_the_rest() -> None:
     """The first tensor that the backward pass asks for is a saved one: PyTorch runs all then."""
     graph = step()
     region = dataclasses.replace(whole(graph), saved=frozenset({"g"}))
-    ops = schedule_from_regions(graph, [region]).schedule.ops
+    ops = plan_regions(graph, [region]).schedule.ops
     order = [op.node for op in ops if isinstance(op, Compute)]
     assert order == ["f", "g", "h", "bh", "f", "bg", "bf"]
     assert ops.index(Free("b")) < ops.index(Compute("bf"))
@@ -68,14 +68,14 @@ def test_what_a_region_saves_does_not_run_again_but_sets_off_the_rest() -> None:
 def test_a_backward_function_holds_all_that_it_reads_until_its_end() -> None:
     together = step(backward_functions=[["bg", "bf"]])
     region = dataclasses.replace(whole(together), saved=frozenset({"g"}))
-    ops = schedule_from_regions(together, [region]).schedule.ops
+    ops = plan_regions(together, [region]).schedule.ops
     assert ops.index(Free("b")) > ops.index(Compute("bf"))
     assert ops.index(Free("gc")) > ops.index(Compute("bf"))
 
 
 def test_a_region_that_overwrites_what_it_reads_is_refused() -> None:
     graph = step(in_place=["g"])
-    second = Region("m.second", ("g",))
+    second = CheckpointRegion(("g",), modules=("m.second",))
     with pytest.raises(RegionError, match=r"'a', which module 'm.second' reads, is overwritten"):
         dropped_by(graph, second)
     assert dropped_by(graph, whole(graph))  # x is not overwritten

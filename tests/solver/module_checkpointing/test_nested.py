@@ -20,7 +20,8 @@ from scheduler_runtime.execute.sequential_segments import SegmentedForward
 from scheduler_runtime.measuring import measure
 from solver.chain.problem import Backward, Chain
 from solver.chain.rotor import solve_chain
-from solver.module_checkpointing.nested import Segment, nested_segments
+from solver.module_checkpointing.nested import Row, nested_regions
+from solver.module_checkpointing.regions import CheckpointRegion
 from solver.schedule.simulator import simulate
 from tests.support.command import failed, main, write_model
 
@@ -68,13 +69,10 @@ def planned(model: nn.Module, batch: Batch, share: float) -> tuple[SubmoduleSolu
     return plan_chain(model, batch, budget=budget, time_limit_s=1, **STEP), plain_bytes
 
 
-def n_runs(segments: tuple[Segment, ...], n_steps: int) -> list[int]:
-    """Each step runs once, and once more for each checkpoint around it."""
-    counts = [1] * n_steps
-    for segment in (inside for each in segments for inside in each.flat()):
-        for position in range(segment.first, segment.last + 1):
-            counts[position] += 1
-    return counts
+def n_runs(regions: tuple[CheckpointRegion, ...], n_steps: int) -> list[int]:
+    """Each step runs once, and once more for each checkpoint around it; steps are named 0, 1, .."""
+    around = Counter(path for each in regions for inside in each.flat() for path in inside.modules)
+    return [1 + around[str(position)] for position in range(n_steps)]
 
 
 def test_every_persistent_schedule_is_a_tree_of_checkpoints() -> None:
@@ -95,10 +93,11 @@ def test_every_persistent_schedule_is_a_tree_of_checkpoints() -> None:
             answer = solve_chain(chain, budget_bytes=budget_bytes)
             if answer is None:
                 continue
-            segments = nested_segments(answer.ops, n)
-            n_nested += any(segment.depth > 1 for segment in segments)
+            steps = tuple((str(position),) for position in range(n))
+            regions = nested_regions(answer.ops, Row(nodes=steps, modules=steps, chain=chain))
+            n_nested += any(region.depth > 1 for region in regions)
             forwards = Counter(op.block for op in answer.ops if not isinstance(op, Backward))
-            assert n_runs(segments, n) == [forwards[block] for block in range(1, n + 1)]
+            assert n_runs(regions, n) == [forwards[block] for block in range(1, n + 1)]
     assert n_nested > 10
 
 
@@ -110,9 +109,9 @@ def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: fl
     assert solution.simulation is not None
     assert solution.simulation == simulate(solution.graph, solution.schedule)
     assert solution.simulation.peak_bytes <= share * plain_bytes
-    assert any(segment.last > segment.first for segment in solution.segments)
+    assert any(len(region.modules) > 1 for region in solution.segments)
     if share < 0.5:
-        assert any(segment.depth > 1 for segment in solution.segments)
+        assert any(region.depth > 1 for region in solution.segments)
     apply(model, solution)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert type(model) is nn.Sequential
@@ -143,9 +142,8 @@ def test_children_run_as_often_as_they_are_nested() -> None:
 def test_the_report_names_who_runs_again_together() -> None:
     model, batch = convolutions(inplace=True)
     solution, _ = planned(model, batch, 0.45)
-    first = next(s for s in solution.segments if s.last > s.first)
-    n_steps = first.last - first.first + 1
-    assert f"checkpointed: {first.first} .. {first.last} ({n_steps} together)" in str(solution)
+    paths = next(region.modules for region in solution.segments if len(region.modules) > 1)
+    assert f"checkpointed: {paths[0]} .. {paths[-1]} ({len(paths)} together)" in str(solution)
     assert "run again only together with what is before them: 3" in str(solution)
 
 

@@ -1,0 +1,221 @@
+"""A step whose regions are checkpointed, as a schedule; `regions` has the rules."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphs.graph import Graph, Node, is_under
+from solver.module_checkpointing.eager import EagerStep
+from solver.module_checkpointing.regions import (
+    CheckpointRegion,
+    Nesting,
+    RegionError,
+    RegionLayout,
+    is_recomputed,
+    n_common,
+)
+from solver.schedule import Schedule, Simulation, free_after_last_use, simulate
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """Checkpointed regions, and what a step takes with them.
+
+    regions: disjoint, in order.
+    in_loop: a loop over the children of an nn.Sequential runs them.
+    n_recomputations: path -> how often a step recomputes that region.
+    schedule, simulation: of the whole step.
+    extra_bytes: what the framework holds for the checkpointed calls and the graph does not show.
+    refused: path -> why that module cannot be checkpointed.
+    """
+
+    regions: tuple[CheckpointRegion, ...]
+    in_loop: bool
+    n_recomputations: Mapping[str, int]
+    schedule: Schedule = field(repr=False)
+    simulation: Simulation
+    extra_bytes: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.simulation.peak_bytes + self.extra_bytes
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Faster plans first; of equally fast ones, that with the smaller peak."""
+        return self.simulation.time_s, self.peak_bytes
+
+
+def plan_regions(
+    graph: Graph,
+    regions: Sequence[CheckpointRegion],
+    *,
+    in_loop: bool = False,
+    extra_bytes_per_region: int = 0,
+) -> RegionPlan:
+    """The step when these disjoint regions are checkpointed. Raises RegionError.
+
+    in_loop: the regions' code is a loop over modules with a single variable (nn.Sequential): only
+        the arguments of a region are held while it runs, instead of rule 6.
+
+    Cost: linear in the number of operators that run, times the depth of regions.
+    """
+    if any(region.drops_output for region in regions):
+        raise RegionError("stock checkpoints keep the output of a region; give it to `forecast`")
+    step = _Step(graph, RegionLayout(graph, regions), in_loop=in_loop)
+    step.run()
+    schedule = free_after_last_use(graph, step.order, held=step.held)
+    n_regions = len(step.n_recomputations)
+    return RegionPlan(
+        regions=tuple(regions),
+        in_loop=in_loop,
+        n_recomputations=step.n_recomputations,
+        schedule=schedule,
+        simulation=simulate(graph, schedule),
+        # one more while a region is recomputed: the state that this interrupts
+        extra_bytes=extra_bytes_per_region * (n_regions + 1) if n_regions else 0,
+    )
+
+
+class _Step:
+    """Walks through the step, collecting the order of nodes and what is held until when.
+
+    order: the nodes as they run. held: position in it -> tensors that Python code, a backward
+    function or a region holds while that node runs.
+    """
+
+    def __init__(self, graph: Graph, layout: RegionLayout, *, in_loop: bool) -> None:
+        self.order: list[str] = []
+        self.held: defaultdict[int, list[str]] = defaultdict(list)
+        self.n_recomputations = {r.path: 0 for top in layout.regions for r in top.flat()}
+        self._graph = graph
+        self._layout = layout
+        self._in_loop = in_loop
+        self._available: set[str] = {tensor.name for tensor in graph.resident}
+        self._done: set[str] = set()  # paths of regions that have been recomputed
+        self._readers_left = {
+            name: sum(reader.phase != "forward" for reader in graph.consumers[name])
+            for node in graph.forward_nodes
+            for name in node.outputs
+        }
+
+    def run(self) -> None:
+        graph, layout = self._graph, self._layout
+        self.order += [node.name for node in graph.forward_nodes]
+        self._hold_while_called(0)
+        for node in graph.forward_nodes:
+            self._available.update(name for name in node.outputs if layout.stays(name))
+        function_of = EagerStep.of(graph).function_of
+        last_backward: dict[str, int] = {}
+        for node in graph.later_nodes:
+            function = function_of.get(node.name, (node.name,))
+            if node.name == function[0]:
+                self._unpack(function)
+            for region in layout.around(node.name):
+                last_backward[region.path] = len(self.order)
+            if node.name == function[-1]:
+                self.held[len(self.order)] += self._made_and_read_by(function)
+            self.order.append(node.name)
+            self._available.update(node.outputs)
+            for name in dict.fromkeys(node.inputs):
+                if name in self._readers_left:
+                    self._readers_left[name] -= 1
+        for region in (r for top in layout.regions for r in top.flat()):
+            if region.path in last_backward:
+                self.held[last_backward[region.path]] += layout.arguments(region)
+
+    def _made_and_read_by(self, function: Iterable[str]) -> list[str]:
+        """Of what these nodes read, the tensors that the step makes."""
+        read = (name for each in function for name in self._graph.node_by_name[each].inputs)
+        return [name for name in dict.fromkeys(read) if name in self._graph.producer]
+
+    def _unpack(self, function: Sequence[str]) -> None:
+        """Make everything available that this backward function reads of the forward pass."""
+        graph = self._graph
+        around = self._layout.around(function[0])
+        if around and around[-1].path not in self._done:
+            read = {name for each in function for name in graph.node_by_name[each].inputs}
+            if any(self._was_saved(name) for name in read):
+                self._recompute(around)
+        for name in self._made_and_read_by(function):
+            if name not in self._available and graph.producer[name].phase == "forward":
+                self._restore(name, around)
+
+    def _was_saved(self, name: str) -> bool:
+        maker = self._graph.producer.get(name)
+        if maker is None:
+            return self._graph.tensor_by_name[name].kind in ("parameter", "buffer", "input")
+        return maker.phase == "forward"
+
+    def _restore(self, name: str, reader: Nesting) -> None:
+        """Recompute the region that saved the tensor for a reader inside these regions."""
+        made_in = self._layout.around(self._graph.producer[name].name)
+        depth = n_common(made_in, reader)
+        if not depth:
+            raise RegionError(f"tensor {name!r} is missing outside of all regions")
+        self._recompute(made_in[:depth])
+        if name not in self._available:
+            raise RegionError(f"recomputing region {made_in[depth - 1].path!r} misses {name!r}")
+
+    def _recompute(self, around: Nesting) -> None:
+        """Recompute the innermost of these regions."""
+        graph, layout = self._graph, self._layout
+        *outside, region = around
+        self._done.add(region.path)
+        if outside and outside[-1].path not in self._done:  # where its arguments were saved
+            self._recompute(tuple(outside))
+        for name in layout.arguments(region):
+            if name not in self._available:
+                self._restore(name, tuple(outside))
+        wanted = layout.wanted(region)
+        start = len(self.order)
+        for node in region.nodes[: layout.n_nodes_recomputed(region)]:
+            outputs = graph.node_by_name[node].outputs
+            # what is still there the framework makes a second time and drops at once
+            there = outputs and all(o in self._available and self._readers_left[o] for o in outputs)
+            if not there and is_recomputed(graph, node, region):
+                self.order.append(node)
+        self._hold_while_called(start)
+        recomputed = set(self.order[start:])
+        for inside in region.flat():
+            self.n_recomputations[inside.path] += not recomputed.isdisjoint(inside.nodes)
+        self._available.update(wanted)
+
+    def _hold_while_called(self, start: int) -> None:
+        """Of what ran from `start` on inside regions: held until the calls have returned."""
+        graph, layout = self._graph, self._layout
+        run = [(p, graph.node_by_name[self.order[p]]) for p in range(start, len(self.order))]
+        if self._in_loop:
+            last_in = {
+                region.path: (region, position)
+                for position, node in run
+                for region in layout.around(node.name)
+            }
+            for region, position in last_in.values():
+                self.held[position] += layout.arguments(region)
+            return
+        last_of: dict[str, int] = {}  # module, those around it among them -> its last node
+        for position, node in run:
+            path = node.module
+            while path:
+                last_of[path] = position
+                path = path.rpartition(".")[0]
+            last_of[""] = position
+        for _, node in run:
+            if layout.around(node.name):
+                self.held[last_of[self._scope(node)]] += node.outputs
+
+    def _scope(self, node: Node) -> str:
+        """The innermost module, within the region, that both makes and reads what the node makes"""
+        outermost = self._layout.around(node.name)[0]
+        scope = node.module
+        for name in node.outputs:
+            for reader in self._graph.consumers[name]:
+                around = self._layout.around(reader.name)
+                if reader.phase == "forward" and around and around[0] is outermost:
+                    while not is_under(reader.module, scope):
+                        scope = scope.rpartition(".")[0]
+        return scope
