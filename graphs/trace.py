@@ -30,7 +30,7 @@ from graphs.calls import (
     nested,
 )
 from graphs.capture import Capture, Layout, at_each_checkpoint, capture, extract, one_at_a_time
-from graphs.costs import Cost, CostModel, Measured, OpCall, default_costs, save_costs
+from graphs.costs import Cost, CostModel, Measured, OpCall, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
 from graphs.meta import GraphMeta
@@ -132,7 +132,7 @@ def trace(
     if optimizer is not None:
         figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
         graph = with_optimizer(graph, figures)
-    save_costs(costs)
+    finish_measuring(costs)
     if checkpoints_itself.is_set():
         graph = replace(graph, meta=replace(graph.meta, own_checkpoints=True))
     return graph
@@ -154,26 +154,17 @@ def _refuse_replaced(model: nn.Module) -> None:
 
 
 def refuse_plans(model: nn.Module, *, also_its_own: bool = True) -> None:
-    """Raise TraceError where a plan stands in the place of a forward pass that would be traced.
+    """Raise TraceError where something planned replaces a forward pass that would be traced.
+
+    A replaced `forward` says so by a method `why_not_traced(title)` that returns the reason.
 
     also_its_own: False for whoever traces the module from within its own plan.
     """
-    name = type(model).__name__
     for path, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if not getattr(forward, "is_plan", False) or not (path or also_its_own):
-            continue
-        if getattr(forward, "is_export", False):
-            raise TraceError(
-                f"{name} has an exported plan (to_torch_checkpoint) in it, which would be traced "
-                "as part of the model: exported.remove() or scheduler_runtime.remove(model) first, "
-                "and export again afterwards"
-            )
-        part = f"its submodule {path} has" if path else "it has"
-        raise TraceError(
-            f"{name} cannot be traced: {part} a plan already, which would be traced in its place; "
-            f"scheduler_runtime.remove({'that submodule' if path else 'model'}) first"
-        )
+        why_not = getattr(module.__dict__.get("forward"), "why_not_traced", None)
+        if why_not is not None and (path or also_its_own):
+            title = f"its submodule {path}" if path else "it"
+            raise TraceError(f"{type(model).__name__} cannot be traced: {why_not(title)}")
 
 
 @one_at_a_time

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphs.calls import Call, TraceError, device_of
-from graphs.costs import CostModel, from_description, save_costs
+from graphs.costs import CostModel, finish_measuring, from_description
 from graphs.graph import Graph
 from graphs.trace import CapturedStep
 from scheduler_runtime.by_submodule import SubmoduleSolution, put
@@ -159,7 +159,7 @@ class PlannedForward(ForwardReplacement):
             described = self.plan.environment.get("costs", {})
             costs = from_description(described, device=device_of(self._model))
             step = self._trace(call, costs=costs)
-            save_costs(costs)
+            finish_measuring(costs)
             schedule = module_schedule(
                 replan(step.graph, self.plan, reason), step.graph.module_part()
             )

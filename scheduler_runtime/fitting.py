@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from graphs.calls import Call, TraceError, device_of, find_loss, nested
-from graphs.costs import CostModel, default_costs, save_costs
+from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.graph import Graph
 from graphs.trace import CapturedStep
 from graphs.training_step import (
@@ -190,7 +190,7 @@ class FittedForward(ForwardReplacement):
                 costs=costs,
             )
         whole, notes = self._whole_step(step, device, costs, buckets)
-        save_costs(costs)
+        finish_measuring(costs)
         solution = answer(whole, request)
         if solution.schedule is None:
             raise FitError(self._why_not(solution))

@@ -32,6 +32,12 @@ def load_submodule_planner() -> SubmodulePlanner:
     return planner
 
 
+PLAN_BY_SUBMODULES = (
+    "to plan by submodules: scheduler_runtime.fallback.plan_chain(model, batch, budget=...)"
+)
+"""Added to a TraceError of a model that runs."""
+
+
 class VerifyError(ValueError):
     """The step cannot be run both ways here; says why."""
 

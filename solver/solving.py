@@ -35,6 +35,7 @@ from solver.methods import (
     find_obstacle,
     least_by_method,
 )
+from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import OPTIMAL_GAP, Request, Schedule, Simulation, Solution, Status, simulate
 from solver.schedule import baseline as baseline_schedule
 
@@ -309,7 +310,7 @@ def _as_graph(
             "a batch is missing: solve(model, batch, budget=...), with what the model is called "
             "with: a tensor, a tuple or a dict of tensors"
         )
-    from graphs.trace import trace
+    from graphs.trace import TraceError, trace
     from solver.device import find_target
 
     known = [*inspect.signature(solve).parameters, *inspect.signature(trace).parameters]
@@ -322,8 +323,13 @@ def _as_graph(
     device, costs = options.pop("device", None), options.pop("costs", None)
     if device is None and isinstance(costs, str):
         device = next((parameter.device for parameter in problem.parameters()), "cpu")
-    if device is None:  # the device of the model, found and checked by trace
-        return trace(problem, batch, **options, costs=costs), None
-    target = find_target(device, costs)
-    graph = trace(problem, batch, **options, device=target.torch_device, costs=target.costs)
+    try:
+        if device is None:  # the device of the model, found and checked by trace
+            return trace(problem, batch, **options, costs=costs), None
+        target = find_target(device, costs)
+        graph = trace(problem, batch, **options, device=target.torch_device, costs=target.costs)
+    except TraceError as error:
+        if error.runs_in_eager:
+            error.add_note(PLAN_BY_SUBMODULES)
+        raise
     return graph, target.hardware

@@ -16,12 +16,18 @@ from graphs.calls import nested
 class TraceError(ValueError):
     """The step cannot be captured as one graph; the message says why and what to change.
 
-    why: the message without `otherwise`, the other road that it ends with.
+    runs_in_eager: the module may still run in eager mode; only recording it as one graph fails, so
+        it can be planned from measured submodules, and the message says so.
+    why: the message without that sentence.
     """
 
-    def __init__(self, why: str, *, otherwise: str = "") -> None:
-        super().__init__(why + otherwise)
+    def __init__(self, why: str, *, runs_in_eager: bool = False) -> None:
+        super().__init__(why + (_BY_SUBMODULES if runs_in_eager else ""))
         self.why = why
+        self.runs_in_eager = runs_in_eager
+
+
+_BY_SUBMODULES = ". A model that runs but cannot be traced can still be planned by its submodules"
 
 
 @dataclass

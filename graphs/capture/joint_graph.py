@@ -153,10 +153,8 @@ def capture(
             shell.mode.read.refuse_hidden(call.rest)
         except TraceError:
             raise
-        except SideEffectError as error:
-            raise _has_side_effect(model, error) from error
         except Exception as error:
-            raise TraceError(_reason(model, error), otherwise=_BY_SUBMODULES) from error
+            raise TraceError(_reason(model, error), runs_in_eager=True) from error
         return _read(joint, shell)
 
 
@@ -171,10 +169,8 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
                 return shell.call(shell.batch)
         except TraceError:
             raise
-        except SideEffectError as error:
-            raise _has_side_effect(model, error) from error
         except Exception as error:
-            raise TraceError(_reason(model, error), otherwise=_BY_SUBMODULES) from error
+            raise TraceError(_reason(model, error), runs_in_eager=True) from error
 
 
 def _read(joint: Any, shell: Shell) -> Capture:
@@ -327,18 +323,6 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
             entered.pop().close()
 
 
-_BY_SUBMODULES = (
-    ". What runs but cannot be traced can be planned by its submodules: "
-    "scheduler_runtime.fallback.plan_chain"
-)
-
-
-def _has_side_effect(model: nn.Module, error: SideEffectError) -> TraceError:
-    return TraceError(
-        f"{type(model).__name__} cannot be planned: {error}", otherwise=_BY_SUBMODULES
-    )
-
-
 _LOOKED_AT = (DataDependentOutputException, DynamicOutputShapeException)
 _LOOKS = (
     "forward looks at numbers that the step computes (an `if` on a tensor, .item(), int(), a "
@@ -350,6 +334,8 @@ _LOOKS = (
 
 def _reason(model: nn.Module, error: Exception) -> str:
     """One line: what failed and where in the user's code."""
+    if isinstance(error, SideEffectError):
+        return f"{type(model).__name__} cannot be planned: {error}"
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     what = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
     if isinstance(error, _LOOKED_AT):

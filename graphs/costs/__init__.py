@@ -1,7 +1,7 @@
 """Seconds and workspace bytes of an operator: roofline, measured, cached on disk."""
 
 from graphs.costs.cache import CostCache
-from graphs.costs.defaults import default_costs, measured, save_costs
+from graphs.costs.defaults import default_costs, finish_measuring, measured
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 from graphs.costs.models import Cost, CostModel, Measured, OpCall, Roofline, from_description
 from graphs.costs.operators import bytes_moved, flops_of
@@ -18,8 +18,8 @@ __all__ = [
     "cpu_peak_bytes",
     "cpu_peak_bytes_by_part",
     "default_costs",
+    "finish_measuring",
     "flops_of",
     "from_description",
     "measured",
-    "save_costs",
 ]

@@ -1,5 +1,4 @@
-"""The cost model of a device where nobody names one, and what is done when a step has been asked
-about."""
+"""The default cost model of a device."""
 
 from __future__ import annotations
 
@@ -21,36 +20,30 @@ def default_costs(device: torch.device) -> CostModel:
 
 
 def measured(device: torch.device, *, fallback: Hardware | None = None) -> Measured:
-    """Measured on this device; on CUDA with what is known from earlier processes.
+    """Measured on this device; on CUDA starting from the costs that earlier processes saved.
 
     fallback: as in `graphs.costs.models.Measured`.
     """
-    return Measured(device, fallback=fallback, cache=_cache(device))
+    cache = None
+    if device.type == "cuda":
+        try:
+            cache = CostCache(default_cache_file(device), device)
+        except FormatError as error:  # nobody asked for the cache: a corrupt one must not fail
+            logger.warning("measured costs will not be saved: %s", error)
+    return Measured(device, fallback=fallback, cache=cache)
 
 
-def _cache(device: torch.device) -> CostCache | None:
-    """What nobody asked to be kept must not be in the way: a file that is none is set aside."""
-    if device.type != "cuda":
-        return None
-    path = default_cache_file(device)
-    try:
-        return CostCache(path, device)
-    except FormatError as error:
-        logger.warning("measured costs are not kept: %s", error)
-        return None
+def finish_measuring(costs: CostModel) -> None:
+    """Save measured costs to the cache, and release the memory that measuring left cached on CUDA.
 
-
-def save_costs(costs: CostModel) -> None:
-    """A step's operators have been asked about: keep what was measured, and give back its memory.
-
-    What the allocator holds of the measured calls has sizes of all kinds; a step that comes after
-    would take its own beside it, and the process more than the budget.
+    The allocator caches blocks of all the sizes that were measured; a step that runs afterwards
+    would allocate its own beside them, and the process would exceed the budget.
     """
     if not isinstance(costs, Measured):
         return
     try:
         costs.save()
     except OSError as error:
-        logger.warning("measured costs are not kept: %s", error)
+        logger.warning("measured costs were not saved: %s", error)
     if costs.device.type == "cuda":
         torch.cuda.empty_cache()

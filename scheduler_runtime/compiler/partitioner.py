@@ -20,7 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from graphs import hardware
-from graphs.costs import Roofline, measured, save_costs
+from graphs.costs import Roofline, finish_measuring, measured
 from scheduler_runtime.compiler.fused_costs import FusedCosts
 from scheduler_runtime.compiler.joined import Joined, join
 from scheduler_runtime.compiler.split import split
@@ -112,7 +112,7 @@ class BudgetPartitioner(CustomPartitionerFn):
             static_inputs=static_inputs,
             costs=costs,
         )
-        save_costs(costs.products)
+        finish_measuring(costs.products)
         solution = self._solve(joined)
         saved_bytes = joined.saved_bytes
         assert solution.simulation is not None

@@ -100,18 +100,20 @@ def functional_name(operator: str) -> str:
 class ReplacedForward:
     """Stands in for `module.forward`; this one changes nothing, and marks what a plan that leaves
     all as it is was applied to.
-
-    is_plan, is_export: tell who would trace the module (`graphs.trace`) that this is not its own
-    forward.
     """
-
-    is_plan = True
-    is_export = True
 
     def __init__(self, module: nn.Module) -> None:
         self.instance_forward = module.__dict__.get("forward")
         self._module = module
         functools.update_wrapper(self, self.own_forward, updated=())
+
+    def why_not_traced(self, title: str) -> str:
+        """Asked by `graphs.trace`, which would trace this instead of the module's own forward."""
+        return (
+            f"{title} has an exported plan (to_torch_checkpoint), which would be traced as part of "
+            "the model: exported.remove() or scheduler_runtime.remove(model) first, and export "
+            "again afterwards"
+        )
 
     @property
     def own_forward(self) -> Callable[..., Any]:

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from graphs.calls import Call, argument_order, device_of
+from graphs.calls import Call, TraceError, argument_order, device_of
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import CapturedStep, refuse_plans, trace_module
 from scheduler_runtime.execute import has_checkpoints
 from scheduler_runtime.planned.guards import Records
 from scheduler_runtime.planned.program_cache import N_KEPT, ProgramCache, StepProgram, kind_of
+from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import Compute, Schedule
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,7 @@ class ForwardReplacement(abc.ABC):
 
     instance_forward: what another library had put in the place of the class's forward before.
     n_kept: programs at most.
-    is_plan: tells who would trace the module (`graphs.trace`) that this is not its own forward.
     """
-
-    is_plan = True
 
     n_kept = N_KEPT
 
@@ -50,6 +48,14 @@ class ForwardReplacement(abc.ABC):
         self._records = Records()
         self._argument_order = argument_order(self._own_forward)
         functools.update_wrapper(self, self._own_forward, updated=())
+
+    def why_not_traced(self, title: str) -> str:
+        """Asked by `graphs.trace`, which would trace this instead of the module's own forward."""
+        owner = "model" if title == "it" else "that submodule"
+        return (
+            f"{title} has a plan already, which would be traced instead; "
+            f"scheduler_runtime.remove({owner}) first"
+        )
 
     @property
     def _own_forward(self) -> Any:
@@ -132,6 +138,10 @@ class ForwardReplacement(abc.ABC):
                 gradients=gradients,
                 costs=costs,
             )
+        except TraceError as error:
+            if error.runs_in_eager:
+                error.add_note(PLAN_BY_SUBMODULES)
+            raise
         finally:
             self._tracing = False
             del model.forward

@@ -404,7 +404,7 @@ def test_what_cannot_be_exported_is_refused_by_name() -> None:
 def test_an_exported_model_is_not_traced_and_removing_twice_does_nothing() -> None:
     model, solution = small_gpt2(), solution_within("gpt2", 0.35)
     found = to_torch_checkpoint(model, solution)
-    with pytest.raises(TraceError, match=r"GPT2 has an exported plan .* exported\.remove\(\)"):
+    with pytest.raises(TraceError, match=r"GPT2 .* an exported plan .* exported\.remove\(\)"):
         trace(model, tokens())
     found.remove()
     found.remove()

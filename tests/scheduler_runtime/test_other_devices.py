@@ -69,10 +69,10 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
     class SeenError(Exception):
         pass
 
-    save_costs: list[int] = []
+    finish_measuring: list[int] = []
 
     def noted(_graph, *, budget, reserve, time_limit_s):
-        save_costs.append(reserve)
+        finish_measuring.append(reserve)
         raise SeenError
 
     monkeypatch.setattr(fallback, "solve", noted)
@@ -84,7 +84,7 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
         model.where = where
         with contextlib.suppress(SeenError):
             fallback.plan_chain(model, torch.randn(2, 4), budget="1GB", reserve=reserve)
-    assert save_costs == [CUDA_RESERVE_BYTES, 5, 0]
+    assert finish_measuring == [CUDA_RESERVE_BYTES, 5, 0]
 
 
 class SeenStep:

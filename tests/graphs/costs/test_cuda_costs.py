@@ -11,7 +11,7 @@ from torch import nn
 
 from graphs.costs import defaults as default_costs
 from graphs.costs.cache import CostCache
-from graphs.costs.defaults import save_costs
+from graphs.costs.defaults import finish_measuring
 from graphs.costs.models import Measured, Roofline, from_description
 from graphs.trace import trace
 from scheduler_runtime import apply
@@ -119,7 +119,7 @@ def test_what_was_measured_is_kept_and_its_memory_given_back(tmp_path, monkeypat
     assert len(CostCache(path, "cpu")) > 3
     assert not emptied
     costs.device = torch.device("cuda")
-    save_costs(costs)
+    finish_measuring(costs)
     assert emptied == [True]
 
 

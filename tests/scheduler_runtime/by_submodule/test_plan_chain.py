@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes_by_part
-from graphs.trace import TraceError, trace
+from graphs.trace import TraceError
 from scheduler_runtime import apply, remove
 from scheduler_runtime.by_submodule.coarse_graph import SCOPE
 from scheduler_runtime.by_submodule.observe import chain_of, observe
 from scheduler_runtime.by_submodule.planning import FallbackError, plan_chain
 from scheduler_runtime.measuring import measure
 from solver.schedule.simulator import simulate
+from solver.solving import solve
 from tests.scheduler_runtime.test_applying import one_step
 
 
@@ -70,7 +71,7 @@ def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
 def test_what_cannot_be_traced_is_told_the_way_out() -> None:
     model, batch = model_and_batch()
     with pytest.raises(TraceError, match=r"scheduler_runtime\.fallback\.plan_chain"):
-        trace(model, batch)
+        solve(model, batch, budget="1GB")
 
 
 @pytest.mark.parametrize("share", [1.1, 0.8, 0.5])
