@@ -1,17 +1,16 @@
-"""From a compiler's two halves of a step, forward and backward, to one Graph to plan on.
+"""A compiler's two halves of a step, forward and backward, joined into one Graph to plan.
 
-PyTorch's partitioner has cut the joint graph already: what its backward half reads from the forward
-half is saved, what is cheaper to compute again than to read it computes again. Here both halves are
-joined to one line again, the saved values being the wires between them. So the Graph's baseline is
-what the compiler does by itself, node by node, and a schedule of it says which of the saved values
-to drop and what to run again for them.
+PyTorch's partitioner has cut the joint graph already: it chose what the forward half saves, and
+copied what is cheaper to recompute into the backward half. Here both halves become one fx graph
+again, with the saved values as the edges between them. So the Graph's baseline is exactly what the
+compiler does by itself, and a schedule of it says which of the saved values to drop and recompute.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +24,17 @@ from graphs.costs import CostModel, OpCall
 from graphs.graph import Graph
 from graphs.meta import GraphMeta
 
-_BACKWARD = "is_backward"
-
 
 @dataclass(frozen=True)
 class Joined:
-    """Both halves on one line.
+    """Both halves as one fx graph.
 
-    module: the line, its output that of the forward half and then that of the backward half.
-    n_outputs: how many of them are the forward half's. saved: the values of the forward half that
-    the backward half reads, as the compiler chose them. tangents: what comes in for the backward
-    half. graph, layout: the problem, and what its
-    names are on the line.
+    module: returns the outputs of the forward half, then those of the backward half.
+    n_outputs: how many of them are the forward half's.
+    saved: the values that the forward half saves for backward, as the compiler chose them.
+    tangents: the placeholders of incoming gradients.
+    graph: the problem to plan.
+    layout: the fx node and the storage that each of its names stands for.
     """
 
     module: fx.GraphModule
@@ -46,17 +44,15 @@ class Joined:
     graph: Graph
     layout: Layout
 
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of the storages that are saved and not there anyway, each once."""
-        return saved_bytes_of(self, self.saved)
+    def bytes_of(self, saved: Collection[fx.Node]) -> int:
+        """Bytes of the storages of these values, each once, without those of the step's inputs."""
+        resident = {tensor.name for tensor in self.graph.resident}
+        storages = {self.layout.storage.get(node) for node in saved} - resident - {None}
+        return sum(self.graph.tensor_by_name[name].size_bytes for name in storages if name)
 
 
-def saved_bytes_of(joined: Joined, saved: Collection[fx.Node]) -> int:
-    """Bytes of the storages of these values of the line, but for those of its inputs."""
-    resident = {tensor.name for tensor in joined.graph.resident}
-    storages = {joined.layout.storage.get(node) for node in saved} - resident - {None}
-    return sum(joined.graph.tensor_by_name[name].size_bytes for name in storages if name)
+def is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def join(
@@ -67,123 +63,141 @@ def join(
     static_inputs: Collection[int],
     costs: CostModel,
 ) -> Joined:
-    """The two halves as one line and as a Graph.
+    """Join the two halves and make a Graph of them.
 
     n_outputs: of the forward half's outputs those that the caller gets; the others are saved.
     static_inputs: positions of inputs that live on between steps (parameters, buffers).
     costs: seconds and workspace of each operator
-    (`scheduler_runtime.compiler.fused_costs.FusedCosts`).
+        (`scheduler_runtime.compiler.fused_costs.FusedCosts`).
 
     Raises TraceError where sizes depend on the data or on symbols.
     """
-    line = _Line(forward, backward, n_outputs=n_outputs)
-    _settle_storages(line.graph)
-    captured = _as_capture(line, static_inputs)
-    layout = extract(captured, cost=lambda node: costs.cost(OpCall.from_node(node)))
-    nodes = tuple(
-        dataclasses.replace(
-            node, recomputable=node.recomputable and not _has_effect(layout.calls[node.name])
-        )
-        if node.name in layout.calls
-        else node
-        for node in layout.nodes
+    halves = _Halves(forward, backward, n_outputs=n_outputs)
+    _separate_storages(halves.graph)
+    layout = extract(
+        _as_capture(halves, set(static_inputs)),
+        cost=lambda node: costs.cost(OpCall.from_node(node)),
     )
-    random_state = {"random_state"}  # nothing random runs again, so no state is kept
+
+    def may_recompute(name: str) -> bool:
+        call = layout.calls.get(name)
+        if call is None:
+            return True
+        schema = getattr(call.target, "_schema", None)  # none: a higher-order operator
+        return schema is not None and not schema.is_mutable and not is_random(call)
+
     graph = Graph(
-        nodes=nodes,
-        tensors=tuple(t for t in layout.tensors if t.name not in random_state),
+        nodes=tuple(
+            dataclasses.replace(node, recomputable=node.recomputable and may_recompute(node.name))
+            for node in layout.nodes
+        ),
+        # nothing random is recomputed, so no random state is kept
+        tensors=tuple(tensor for tensor in layout.tensors if tensor.name != "random_state"),
         outputs=tuple(layout.outputs),
         meta=GraphMeta(model="compiled", costs=dict(costs.description)),
     )
     return Joined(
-        module=line.module,
+        module=halves.module,
         n_outputs=n_outputs,
-        saved=tuple(line.saved),
-        tangents=tuple(line.tangents),
+        saved=tuple(halves.saved),
+        tangents=tuple(halves.tangents),
         graph=graph,
         layout=layout,
     )
 
 
-class _Line:
+class _Halves:
     """Copies both halves into one graph; each copy has metadata of its own."""
 
     def __init__(
         self, forward: fx.GraphModule, backward: fx.GraphModule, *, n_outputs: int
     ) -> None:
         self.graph = fx.Graph()
-        self.saved: list[fx.Node] = []
         self.inputs: list[fx.Node] = []
         self.tangents: list[fx.Node] = []
-        outputs, descriptions = _outputs_of(forward)
-        values = self._copy_half(forward, {}, is_backward=False)
-        saved = {
-            node.name: values[node] for node in outputs[n_outputs:] if isinstance(node, fx.Node)
-        }
-        self.returned = _mapped(outputs[:n_outputs], values)
-        values = self._copy_half(backward, saved, is_backward=True)
-        gradients, of_gradients = _outputs_of(backward)
-        self.gradients = _mapped(gradients, values)
-        self.saved = list(dict.fromkeys(saved.values()))
+        outputs, descriptions = self._copy(forward, {}, is_backward=False)
+        self.returned, saved = outputs[:n_outputs], outputs[n_outputs:]
+        self.saved = list(dict.fromkeys(node for node in saved if isinstance(node, fx.Node)))
+        # the backward half's placeholders have the names of the values that the forward half saves
+        names = [getattr(node, "name", "") for node in _outputs_of(forward)[n_outputs:]]
+        self.gradients, of_gradients = self._copy(
+            backward, dict(zip(names, saved, strict=True)), is_backward=True
+        )
         output = self.graph.output((*self.returned, *self.gradients))
         output.meta["desc"] = [*descriptions[:n_outputs], *of_gradients]
-        attributes = {**_attributes(forward), **_attributes(backward)}
+        attributes = {
+            node.target: operator.attrgetter(str(node.target))(half)
+            for half in (forward, backward)
+            for node in half.graph.find_nodes(op="get_attr")
+        }
         self.module = fx.GraphModule(attributes, self.graph)
 
-    def _copy_half(
-        self, half: fx.GraphModule, known: dict[str, fx.Node], *, is_backward: bool
-    ) -> dict[fx.Node, fx.Node]:
-        values: dict[fx.Node, fx.Node] = {}
+    def _copy(
+        self, half: fx.GraphModule, saved: dict[str, Any], *, is_backward: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs of the copied half, and their descriptions."""
+        copies: dict[fx.Node, fx.Node] = {}
         for node in half.graph.nodes:
             if node.op == "output":
                 continue
-            if node.op == "placeholder" and node.name in known:
-                values[node] = known[node.name]
+            if node.op == "placeholder" and node.name in saved:
+                copies[node] = saved[node.name]
                 continue
-            copy = self.graph.node_copy(node, values.__getitem__)
-            copy.meta = dict(node.meta)
+            copy = self.graph.node_copy(node, copies.__getitem__)
             if node.op == "placeholder":
                 copy.name = copy.target = node.name
                 (self.tangents if is_backward else self.inputs).append(copy)
             elif is_backward:
-                copy.meta["partitioner_tag"] = _BACKWARD
-            elif copy.meta.get("partitioner_tag") == _BACKWARD:
+                copy.meta["partitioner_tag"] = "is_backward"
+            elif copy.meta.get("partitioner_tag") == "is_backward":
                 del copy.meta["partitioner_tag"]
-            values[node] = copy
-        return values
+            copies[node] = copy
+        outputs = _outputs_of(half)
+        (output,) = half.graph.find_nodes(op="output")
+        descriptions = list(output.meta.get("desc", [None] * len(outputs)))
+        return [copies[v] if isinstance(v, fx.Node) else v for v in outputs], descriptions
 
 
-def _settle_storages(graph: fx.Graph) -> None:
-    """Say anew what shares a storage: a view and what it is a view of, and nothing else.
+def _outputs_of(half: fx.GraphModule) -> list[Any]:
+    (output,) = half.graph.find_nodes(op="output")
+    return pytree.arg_tree_leaves(*output.args)
 
-    Passes over the joint graph put new nodes in, whose values on paper are their own; and what the
-    backward half computes again has the very value on paper of its first computation.
+
+def _separate_storages(graph: fx.Graph) -> None:
+    """Let the fake values share a storage where the operators do: a view with its base, no others.
+
+    Passes over the joint graph insert nodes whose fake values have storages of their own, even of
+    views; and what the backward half recomputes has the very fake value of its first computation.
     """
     seen: set[int] = set()
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            seen.update(map(_storage_id, _fakes(node.meta.get("val"))))
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda item: item.meta.get("val"))
-        given = _fakes((args, kwargs))
-        if given and _is_view_operator(node.target):
-            with given[0].fake_mode:
-                node.meta["val"] = node.target(*args, **kwargs)
-        else:
-            others = seen - set(map(_storage_id, given))
-            node.meta["val"] = _on_own_storages(node.meta.get("val"), others)
-        seen.update(map(_storage_id, _fakes(node.meta["val"])))
-        for part in node.users:
-            if part.target is operator.getitem:
-                part.meta["val"] = node.meta["val"][part.args[1]]
+        if node.op == "call_function" and node.target is not operator.getitem:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda item: item.meta.get("val"))
+            given = _fakes((args, kwargs))
+            schema = getattr(node.target, "_schema", None)
+            is_view = schema is not None and not schema.is_mutable
+            if is_view and given and any(each.alias_info is not None for each in schema.returns):
+                with given[0].fake_mode:
+                    node.meta["val"] = node.target(*args, **kwargs)
+            else:
+                others = seen - set(map(_storage_id, given))
+                node.meta["val"] = _moved_off(others, node.meta.get("val"))
+            for part in node.users:
+                if part.target is operator.getitem:
+                    part.meta["val"] = node.meta["val"][part.args[1]]
+        seen.update(map(_storage_id, _fakes(node.meta.get("val"))))
 
 
-def _on_own_storages(value: Any, others: set[int]) -> Any:
-    """The value, with what stands on a storage among `others` moved off it."""
+def _moved_off(storages: set[int], value: Any) -> Any:
+    """The fake value; a tensor on one of these storages gets a storage of its own."""
 
     def moved(fake: FakeTensor) -> FakeTensor:
-        return _apart(fake) if _storage_id(fake) in others else fake
+        if _storage_id(fake) not in storages:
+            return fake
+        with fake.fake_mode:
+            return torch.empty_strided(  # type: ignore[return-value]
+                fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+            )
 
     return pytree.tree_map_only(FakeTensor, moved, value)
 
@@ -196,96 +210,49 @@ def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _apart(fake: FakeTensor) -> FakeTensor:
-    """Of the same shape, strides and type, on a storage of its own."""
-    with fake.fake_mode:
-        return torch.empty_strided(  # type: ignore[return-value]
-            fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
-        )
-
-
-def _is_view_operator(target: Any) -> bool:
-    """By its schema: the result is on the storage of an argument, and none is written."""
-    schema = getattr(target, "_schema", None)
-    if schema is None or schema.is_mutable:
-        return False
-    return any(returned.alias_info is not None for returned in schema.returns)
-
-
-def _outputs_of(half: fx.GraphModule) -> tuple[list[Any], list[Any]]:
-    (output,) = half.graph.find_nodes(op="output")
-    values = pytree.arg_tree_leaves(*output.args)
-    return values, list(output.meta.get("desc", [None] * len(values)))
-
-
-def _mapped(items: Sequence[Any], values: dict[fx.Node, fx.Node]) -> list[Any]:
-    return [values[item] if isinstance(item, fx.Node) else item for item in items]
-
-
-def _attributes(half: fx.GraphModule) -> dict[str, Any]:
-    """What the half's get_attr nodes read, by name."""
-    found: dict[str, Any] = {}
-    for node in half.graph.find_nodes(op="get_attr"):
-        value: Any = half
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        found[str(node.target)] = value
-    return found
-
-
-def _as_capture(line: _Line, static_inputs: Collection[int]) -> Capture:
-    """The line in the words of `graphs.capture.joint_graph`, for `graphs.capture.extraction`."""
-    static = set(static_inputs)
+def _as_capture(halves: _Halves, static_inputs: set[int]) -> Capture:
+    """What `graphs.capture.extract` takes."""
     sources: dict[fx.Node, Source] = {}
-    for index, node in enumerate(line.inputs):
-        kind = "parameter" if index in static else "input"
+    for index, node in enumerate(halves.inputs):
+        kind = "parameter" if index in static_inputs else "input"
         sources[node] = Source(kind, f"{kind}.{index}", index)
-    for index, node in enumerate(line.tangents):
+    for index, node in enumerate(halves.tangents):
         sources[node] = Source("tangent", f"tangent.{index}", index)
-    gradients = {
-        placeholder: gradient
-        for placeholder, gradient in zip(line.inputs, line.gradients, strict=False)
-        if isinstance(gradient, fx.Node) and gradient.op != "placeholder"
-    }
     return Capture(
-        graph=line.graph,
-        module=line.module,
+        graph=halves.graph,
+        module=halves.module,
         sources=sources,
-        outputs=tuple(line.returned),
+        outputs=tuple(halves.returned),
         output_spec=pytree.tree_flatten(())[1],
         gradient_outputs=(),
         differentiable=(),
-        tangents=dict(enumerate(line.tangents)),
-        gradients=gradients,
-        mutations=_mutations(line),
+        tangents=dict(enumerate(halves.tangents)),
+        gradients={
+            placeholder: gradient
+            for placeholder, gradient in zip(halves.inputs, halves.gradients, strict=False)
+            if isinstance(gradient, fx.Node) and gradient.op != "placeholder"
+        },
+        mutations=_mutations(halves),
         guards=(),
         held=(),
     )
 
 
-def _mutations(line: _Line) -> dict[fx.Node, fx.Node]:
-    """Inputs that the step writes, and what it writes into them.
+def _mutations(halves: _Halves) -> dict[fx.Node, fx.Node]:
+    """Inputs that the step overwrites, and the value that it writes.
 
-    Either the line copies into them itself, or the new value is an output whose description names
+    Either the graph copies into them itself, or the new value is an output whose description names
     the input that the runtime will copy it to.
     """
     found: dict[fx.Node, fx.Node] = {}
-    for node in line.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+    for node in halves.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written, value = node.args[:2]
-        if written in line.inputs and isinstance(value, fx.Node):
+        if written in halves.inputs and isinstance(value, fx.Node):
             found[written] = value
-    (output,) = line.graph.find_nodes(op="output")
-    described = {node.meta["desc"]: node for node in line.inputs if "desc" in node.meta}
-    for value, description in zip(line.returned, output.meta["desc"], strict=False):
+    (output,) = halves.graph.find_nodes(op="output")
+    described = {node.meta["desc"]: node for node in halves.inputs if "desc" in node.meta}
+    for value, description in zip(halves.returned, output.meta["desc"], strict=False):
         target = described.get(getattr(description, "mutated_input", None))
         if target is not None and isinstance(value, fx.Node):
             found[target] = value
     return found
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Whether the call may not run twice: it draws random numbers, or writes into its inputs."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:  # a higher-order operator may do anything
-        return True
-    return is_random(node) or bool(schema.is_mutable)

@@ -114,7 +114,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         )
         finish_measuring(costs.products)
         solution = self._solve(joined)
-        saved_bytes = joined.saved_bytes
+        saved_bytes = joined.bytes_of(joined.saved)
         assert solution.simulation is not None
         assert solution.schedule is not None
         if solution.simulation.n_recomputed:
@@ -153,7 +153,7 @@ def _partition(joined: Joined, solution: Solution, saved_bytes: int) -> Partitio
         predicted_bytes=solution.simulation.peak_bytes,
         baseline_bytes=solution.baseline.peak_bytes,
         saved_bytes=saved_bytes,
-        baseline_saved_bytes=joined.saved_bytes,
+        baseline_saved_bytes=joined.bytes_of(joined.saved),
         overhead=solution.simulation.time_s / plain_s - 1.0,
         lower_bound=max(0.0, solution.lower_bound_s / plain_s - 1.0),
         n_recomputed=solution.simulation.n_recomputed,
