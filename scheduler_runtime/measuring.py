@@ -1,4 +1,4 @@
-"""What a training step really takes: peak bytes and seconds, beside what was predicted.
+"""Run real training steps, and measure their peak memory and time.
 
 On the CPU the profiler's memory events are added up (they agree with a malloc hook within 0.1 MB);
 on CUDA the allocator's peak counts. What is there before the step (parameters, buffers, optimizer
@@ -7,6 +7,7 @@ state, accumulated gradients, batch) is added by size, storage by storage.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -17,22 +18,91 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import as_call, check_call, device_of, find_loss, nested
+from graphs.calls import TraceError, as_call, check_call, device_of, find_loss, nested
 from graphs.costs import cpu_peak_bytes
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """peak_bytes: the most on the device during the step, resident included. time_s: the median
-    of the steps timed without a profiler; spread_s: the slowest less the fastest. reserved_bytes:
-    what CUDA's allocator took from the device; context_bytes: what was taken of it beside that, by
-    contexts, kernels and other processes (None on the CPU)."""
+    """What a training step took.
+
+    peak_bytes: the most on the device during the step, resident bytes included.
+    time_s: median of the steps timed without a profiler.
+    spread_s: the slowest of them less the fastest.
+    reserved_bytes: what CUDA's allocator took from the device (None on the CPU).
+    context_bytes: what else was taken of the device, by contexts, kernels and other processes.
+    """
 
     peak_bytes: int
     time_s: float
     spread_s: float = 0.0
     reserved_bytes: int | None = None
     context_bytes: int | None = None
+
+
+class TrainingStep:
+    """A training step as people write it, to be run several times.
+
+    batch, loss, inputs: as in `graphs.trace.trace`.
+    optimizer: its step is part of `run` (None: forward and backward pass only).
+    autocast: dtype of the forward pass and the loss (None: no autocast).
+
+    Raises TraceError for a batch that the model does not take.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        inputs: Callable[[Any], Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.batch, self._loss = model, batch, loss
+        self.args, self.kwargs = as_call(batch, inputs)
+        check_call(model, self.args, self.kwargs)
+        self._optimizer = optimizer
+        self._autocast = autocast
+        self._output: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.model)
+
+    def forward(self) -> torch.Tensor:
+        """The loss. The model's output is held meanwhile, as by a loop that gives it a name."""
+        self.release()
+        on = self._autocast is not None
+        with torch.autocast(self.device.type, self._autocast) if on else contextlib.nullcontext():
+            self._output = self.model(*self.args, **self.kwargs)
+            if self._loss is None:
+                return find_loss(self._output)
+            loss = self._loss(self._output, self.batch)
+        if not isinstance(loss, torch.Tensor):
+            raise TraceError(
+                f"the loss function returned a {type(loss).__name__}; it must return a tensor: "
+                "loss=lambda output, batch: ..."
+            )
+        return loss
+
+    def run(self) -> torch.Tensor:
+        """One step; returns its loss. Gradients add up."""
+        loss = self.forward()
+        loss.backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.release()
+        return loss
+
+    def release(self) -> None:
+        """Let go of the model's output."""
+        self._output = None
+
+    def clear_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
 
 def measure(
@@ -42,53 +112,46 @@ def measure(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    autocast: torch.dtype | None = None,
     gradients: str = "fresh",
     n_steps: int = 3,
 ) -> Measurement:
-    """Run training steps and measure them. The model's parameters change if there is an optimizer.
+    """Run training steps and measure them. An optimizer changes the model's parameters.
 
-    The first step warms up (the optimizer makes its state then), `n_steps` are timed, one more is
-    measured for memory. loss, inputs: as in `graphs.trace.trace`. gradients: "fresh" (set to None
-    before each step) or "accumulate". Raises TraceError for a batch that the model does not take.
+    loss, inputs: as in `graphs.trace.trace`.
+    optimizer, autocast: as in `TrainingStep`.
+    gradients: "fresh" (set to None before each step) or "accumulate".
+    n_steps: how many are timed; one before them warms up (the optimizer creates its state then),
+        and memory is measured on one after them.
+
+    Raises TraceError for a batch that the model does not take.
     """
     if gradients not in ("fresh", "accumulate"):
         raise ValueError(f"gradients is {gradients!r}; 'fresh' or 'accumulate'")
-    step = _step(model, batch, loss, inputs, optimizer)
-    device = device_of(model)
-
-    def clear() -> None:
-        if gradients == "fresh":
-            for parameter in model.parameters():
-                parameter.grad = None
-
-    clear()
-    step()
-    times_s = []
-    for _ in range(n_steps):
-        clear()
-        times_s.append(seconds_of(step, device))
-    clear()
-    resident = bytes_of(
-        resident_tensors(model, batch, () if optimizer is None else (optimizer,)), device
+    step = TrainingStep(
+        model, batch, loss=loss, inputs=inputs, optimizer=optimizer, autocast=autocast
     )
-    if device.type == "cuda":
+    device = step.device
+    times_s = []
+    for _ in range(1 + n_steps):
+        if gradients == "fresh":
+            step.clear_gradients()
+        times_s.append(seconds_of(step.run, device))
+    if gradients == "fresh":
+        step.clear_gradients()
+    is_cuda = device.type == "cuda"
+    if is_cuda:
         gc.collect()
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # else what an earlier run left would be reserved here
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        return Measurement(
-            peak_bytes=torch.cuda.max_memory_allocated(device),
-            time_s=statistics.median(times_s),
-            spread_s=max(times_s) - min(times_s),
-            reserved_bytes=torch.cuda.max_memory_reserved(device),
-            context_bytes=context_bytes(device),
-        )
-    used = cpu_peak_bytes(step)
+        torch.cuda.empty_cache()  # else what an earlier run left would count as reserved here
+    optimizers = () if optimizer is None else (optimizer,)
+    peak_bytes = absolute_peak_bytes(step.run, device, resident_tensors(model, batch, optimizers))
     return Measurement(
-        peak_bytes=resident + used.peak_bytes,
-        time_s=statistics.median(times_s),
-        spread_s=max(times_s) - min(times_s),
+        peak_bytes=peak_bytes,
+        time_s=statistics.median(times_s[1:]),
+        spread_s=max(times_s[1:]) - min(times_s[1:]),
+        reserved_bytes=torch.cuda.max_memory_reserved(device) if is_cuda else None,
+        context_bytes=context_bytes(device) if is_cuda else None,
     )
 
 
@@ -98,36 +161,26 @@ def context_bytes(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _step(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[[Any, Any], torch.Tensor] | None,
-    inputs: Callable[[Any], Any] | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> Callable[[], None]:
-    """One training step as people write it: the output is held until the step is over."""
-    args, kwargs = as_call(batch, inputs)
-    check_call(model, args, kwargs)
-
-    def step() -> None:
-        output = model(*args, **kwargs)
-        value = find_loss(output) if loss is None else loss(output, batch)
-        value.backward()
-        if optimizer is not None:
-            optimizer.step()
-
-    return step
-
-
-def seconds_of(step: Callable[[], None], device: torch.device) -> float:
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     """By the host's clock, until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started_s = time.perf_counter()
-    step()
+    run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started_s
+
+
+def absolute_peak_bytes(
+    run: Callable[[], object], device: torch.device, resident: Iterable[torch.Tensor]
+) -> int:
+    """The most on the device during a run: on CUDA all of this process, on the CPU the resident
+    tensors and what the run adds."""
+    before_bytes = (
+        torch.cuda.memory_allocated(device) if device.type == "cuda" else bytes_of(resident, device)
+    )
+    return before_bytes + peak_above_bytes(run, device)
 
 
 def peak_above_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -143,7 +196,7 @@ def peak_above_bytes(run: Callable[[], object], device: torch.device) -> int:
 class CudaPeaks:
     """By the allocator: the most that each part of a run takes above that part's start.
 
-    `begin` opens a part and ends the one before; of several of one name the most is told. Nothing
+    `begin` opens a part and ends the one before; of several of one name the largest counts. Nothing
     waits for the device: the allocator counts when the host hands work over.
     """
 
@@ -156,20 +209,31 @@ class CudaPeaks:
     def begin(self, part: str) -> None:
         if part == self._part:
             return
-        self._note()
+        self.ended()
         self._part = part
         self._start_bytes = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def ended(self) -> dict[str, int]:
-        self._note()
-        self._part = None
-        return self._peaks
-
-    def _note(self) -> None:
         if self._part is not None:
             peak = torch.cuda.max_memory_allocated(self._device) - self._start_bytes
             self._peaks[self._part] = max(peak, self._peaks.get(self._part, 0))
+            self._part = None
+        return self._peaks
+
+
+@contextlib.contextmanager
+def buffers_and_random_state_restored(model: nn.Module) -> Iterator[None]:
+    """Restored afterwards, whatever happens; copies are kept on the host meanwhile."""
+    buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
+    devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def resident_tensors(

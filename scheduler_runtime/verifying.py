@@ -1,10 +1,10 @@
-"""One training step run both ways, on this machine: is the plan kept, and are the bits the same.
+"""Verify a plan: run one training step with and without it, on this machine.
 
     solve --budget 8GB --verify model.py
 
 First the bits: from the same parameters, buffers and random state, the step is run without the plan
-and with it, and loss, every gradient and every buffer must be equal bit for bit; what is not equal
-in two steps without the plan (sums in no fixed order, on CUDA) is told apart. Then the figures:
+and with it, and the loss, every gradient and every buffer must be bitwise identical. What already
+differs between two steps without the plan (sums in no fixed order, on CUDA) is reported apart. Then
 peak and time of the step, optimizer included, without and with the plan, beside the prediction.
 """
 
@@ -13,21 +13,21 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphs.calls import as_call, check_call, device_of, find_loss, nested
+from graphs.calls import nested
 from scheduler_runtime.applying import apply, remove
-from scheduler_runtime.measuring import Measurement, measure
+from scheduler_runtime.measuring import Measurement, TrainingStep, measure
 from solver.runtime_hooks import Verification
 from solver.schedule import Solution
 
 SEED = 0
 N_TIMED_STEPS = 3
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -53,181 +53,137 @@ def verify(
         raise ValueError(f"there is no plan to verify: the status is {solution.status}")
     torch.manual_seed(SEED)
     bench = _Bench(
-        inner=model().to(device),
-        batch=_moved(batch(), device),
-        loss=loss,
-        inputs=inputs,
+        model=model().to(device),
+        batch=nested.map_tensors(lambda tensor: tensor.to(device), batch()),
+        step={"loss": loss, "inputs": inputs, "autocast": _DTYPES[autocast]},
         optimizer=optimizer,
-        autocast=autocast,
         gradients=str(solution.environment.get("gradients", "fresh")),
     )
-    start = bench.state()
-    plain = bench.bits(start)
+    plain = bench.bits()
     with bench.planned(solution):
-        differences = _differences(plain, bench.bits(start))
+        planned = bench.bits()
+    differences = _differences(plain, planned)
     unsteady: tuple[str, ...] = ()
-    if differences:  # what differs without a plan as well tells nothing of the plan
-        again = bench.bits(start)
-        unsteady = tuple(name for name in plain if not _same_bits(plain[name], again[name]))
-        differences = [line for line in differences if line.split(":")[0] not in unsteady]
-    baseline = bench.measured(start)
+    if differences:  # what differs without a plan as well says nothing about the plan
+        repeated = bench.bits()
+        unsteady = tuple(name for name in plain if not _same_bits(plain[name], repeated[name]))
+    baseline = bench.measured()
     with bench.planned(solution):
-        planned = bench.measured(start)
+        measured = bench.measured()
+    where = torch.device(device)
     return Verification(
-        device=_title(device),
+        device=(
+            torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU of this machine"
+        ),
         available_bytes=solution.request.available_bytes,
         predicted_peak_bytes=solution.simulation.peak_bytes,
-        measured_peak_bytes=planned.peak_bytes,
+        measured_peak_bytes=measured.peak_bytes,
         baseline_predicted_peak_bytes=solution.baseline.peak_bytes,
         baseline_measured_peak_bytes=baseline.peak_bytes,
         predicted_time_s=solution.simulation.time_s,
-        measured_time_s=planned.time_s,
+        measured_time_s=measured.time_s,
         baseline_predicted_time_s=solution.baseline.time_s,
         baseline_measured_time_s=baseline.time_s,
-        spread_s=max(planned.spread_s, baseline.spread_s),
+        spread_s=max(measured.spread_s, baseline.spread_s),
         n_timed_steps=N_TIMED_STEPS,
         n_gradients=sum(name.startswith("gradient of ") for name in plain),
-        differences=tuple(differences),
+        differences=tuple(words for name, words in differences.items() if name not in unsteady),
         unsteady=unsteady,
-        reserved_bytes=planned.reserved_bytes,
-        context_bytes=planned.context_bytes,
+        reserved_bytes=measured.reserved_bytes,
+        context_bytes=measured.context_bytes,
     )
 
 
 @dataclass(frozen=True)
 class _Bench:
-    """A model and all that its step needs, to be run several times from the same state."""
+    """A model and its step, to be run several times from the same state.
 
-    inner: nn.Module
+    step: options of `TrainingStep`.
+    start: parameters and buffers at first, on the host, so that they take no device memory.
+    """
+
+    model: nn.Module
     batch: Any
-    loss: Loss | None
-    inputs: Callable[[Any], Any] | None
+    step: dict[str, Any]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    autocast: str | None
     gradients: str
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def device(self) -> torch.device:
-        return device_of(self.inner)
+    def __post_init__(self) -> None:
+        self.start.update(_on_host(self._state()))
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers as they are, on the host, so that they take no device memory."""
-        named = {**dict(self.inner.named_parameters()), **dict(self.inner.named_buffers())}
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Back to `state`, without gradients, with the random numbers that follow the seed."""
-        named = {**dict(self.inner.named_parameters()), **dict(self.inner.named_buffers())}
+    def _restore(self) -> None:
+        """Back to the start, without gradients, with the random numbers that follow the seed."""
         with torch.no_grad():
-            for name, tensor in named.items():
-                tensor.copy_(state[name])
-        for parameter in self.inner.parameters():
+            for name, tensor in self._state().items():
+                tensor.copy_(self.start[name])
+        for parameter in self.model.parameters():
             parameter.grad = None
         gc.collect()
         torch.manual_seed(SEED)
 
     @contextlib.contextmanager
     def planned(self, solution: Solution) -> Iterator[None]:
-        apply(self.inner, solution)
+        apply(self.model, solution)
         try:
             yield
         finally:
-            remove(self.inner)
+            remove(self.model)
 
-    def bits(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Loss, gradients and buffers after a step; two steps where gradients add up."""
-        self.restore(state)
-        args, kwargs = as_call(self.batch, self.inputs)
-        check_call(self.inner, args, kwargs)
-        for _ in range(2 if self.gradients == "accumulate" else 1):
-            with self._autocast():
-                output = self.inner(*args, **kwargs)
-                value = find_loss(output) if self.loss is None else self.loss(output, self.batch)
-            value.backward()
-        found = {"the loss": value}
-        for name, parameter in self.inner.named_parameters():
+    def bits(self) -> dict[str, torch.Tensor]:
+        """Loss, gradients and buffers after a step; after two where gradients add up."""
+        self._restore()
+        step = TrainingStep(self.model, self.batch, **self.step)
+        if self.gradients == "accumulate":
+            step.run()
+        found = {"the loss": step.run()}
+        for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad
-        found.update({f"buffer {name}": b for name, b in self.inner.named_buffers()})
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
+        found.update({f"buffer {name}": b for name, b in self.model.named_buffers()})
+        return _on_host(found)
 
-    def measured(self, state: Mapping[str, torch.Tensor]) -> Measurement:
+    def measured(self) -> Measurement:
         """Peak and time of the step with its optimizer."""
-        self.restore(state)
+        self._restore()
         return measure(
-            _ForwardUnder(self.inner, self._autocast),
+            self.model,
             self.batch,
-            loss=None if self.loss is None else self._loss_under_autocast,
-            inputs=self.inputs,
-            optimizer=self.optimizer(self.inner),
+            optimizer=self.optimizer(self.model),
             gradients=self.gradients,
             n_steps=N_TIMED_STEPS,
+            **self.step,
         )
 
-    def _loss_under_autocast(self, output: Any, batch: Any) -> torch.Tensor:
-        assert self.loss is not None
-        with self._autocast():
-            return self.loss(output, batch)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = torch.autocast(
-            self.device.type, dtype=_DTYPES[self.autocast]
-        )
-        return context
-
-
-class _ForwardUnder(nn.Module):
-    """Calls a module inside a context: autocast is for the forward pass, not for the backward."""
-
-    def __init__(
-        self, inner: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> None:
-        super().__init__()
-        self.inner = inner
-        self.context = context
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.context():
-            return self.inner(*args, **kwargs)
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def _differences(
     plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """What is not the same bits, in words."""
-    missing = [f"{name} is missing" for name in plain if name not in planned]
-    extra = [f"{name} is there with the plan only" for name in planned if name not in plain]
-    changed = [
-        f"{name}: {_how(plain[name], planned[name])}"
-        for name in plain
-        if name in planned and not _same_bits(plain[name], planned[name])
-    ]
-    return missing + extra + changed
+) -> dict[str, str]:
+    """What is not bitwise identical, by name, in words."""
+    found = {name: f"{name} is missing" for name in plain if name not in planned}
+    for name, other in planned.items():
+        if name not in plain:
+            found[name] = f"{name} exists only with the plan"
+        elif not _same_bits(one := plain[name], other):
+            found[name] = (
+                f"{name}: {tuple(other.shape)} {other.dtype}, "
+                f"without the plan {tuple(one.shape)} {one.dtype}"
+                if (one.shape, one.dtype) != (other.shape, other.dtype)
+                else f"{name}: {int((one != other).sum())} of {one.numel()} numbers differ"
+            )
+    return found
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal as bytes: NaN equals NaN, and -0 is not 0."""
+    """Compared byte by byte: -0 differs from 0, NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
     return bool(torch.equal(*as_bytes))
-
-
-def _how(one: torch.Tensor, other: torch.Tensor) -> str:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return (
-            f"{tuple(other.shape)} {other.dtype}, without the plan {tuple(one.shape)} {one.dtype}"
-        )
-    n_different = int((one != other).sum())
-    return f"{n_different} of {one.numel()} numbers differ"
-
-
-def _moved(batch: Any, device: str) -> Any:
-    return nested.map_tensors(lambda tensor: tensor.to(device), batch)
-
-
-def _title(device: str) -> str:
-    where = torch.device(device)
-    return torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU of this machine"

@@ -1,52 +1,45 @@
-"""A training step as people write it: forward, loss, backward, in eager mode."""
+"""A training step in eager mode that can be watched and measured, and leaves no trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
 
-import torch
 from torch import nn
 
-from graphs.calls import as_call, device_of, find_loss, nested
-from scheduler_runtime.by_submodule.observe import as_before
-from scheduler_runtime.measuring import peak_above_bytes
+from graphs.calls import nested
+from scheduler_runtime.measuring import (
+    TrainingStep,
+    buffers_and_random_state_restored,
+    peak_above_bytes,
+)
 
 
-class NoLossError(ValueError):
-    """What was returned is no loss."""
+@contextlib.contextmanager
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Without gradients inside; buffers, gradients and random state are as before afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with buffers_and_random_state_restored(model):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
-class ObservedStep:
-    """The training step as people write it."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Callable[[Any, Any], torch.Tensor] | None,
-        inputs: Callable[[Any], Any] | None,
-    ) -> None:
-        self.model, self._batch, self._loss = model, batch, loss
-        self.args, self.kwargs = as_call(batch, inputs)
-        self.batch_tensors = nested.tensors(batch)
-        self._held: Any = None
-
-    def forward(self) -> torch.Tensor:
-        self._held = self.model(*self.args, **self.kwargs)  # the caller holds it
-        loss = self._loss
-        value = find_loss(self._held) if loss is None else loss(self._held, self._batch)
-        if not isinstance(value, torch.Tensor):
-            raise NoLossError("the model returns no loss; give loss=lambda output, batch: ...")
-        return value
+class ObservedStep(TrainingStep):
+    """The training step that is planned by submodules."""
 
     def resident_bytes(self) -> dict[str, int]:
+        """Bytes of parameters, buffers and batch by kind, each storage once."""
         sizes: dict[str, int] = {}
         seen: set[int] = set()
         for kind, tensors in (
             ("parameter", self.model.parameters()),
             ("buffer", self.model.buffers()),
-            ("input", iter(self.batch_tensors)),
+            ("input", nested.tensors(self.batch)),
         ):
             for tensor in tensors:
                 storage = tensor.untyped_storage()
@@ -58,27 +51,24 @@ class ObservedStep:
     def changed_buffers(self) -> tuple[str, ...]:
         """The names of the buffers that a step changes."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        with as_before(self.model):
+        with state_restored(self.model):
             self.forward()
-            self._held = None
+            self.release()
             return tuple(
                 name
                 for name, buffer in self.model.named_buffers()
-                if not torch.equal(buffer, before[name])
+                if not buffer.equal(before[name])
             )
 
-    def measured_bytes(self, put: Callable[[], object], take_out: Callable[[], object]) -> int:
+    def peak_bytes(self, put: Callable[[], object], take_out: Callable[[], object]) -> int:
         """The peak of one step with a plan in place, resident bytes included."""
-        self._held = None
         put()
         try:
-            with as_before(self.model):
-                self.forward().backward()  # makes what is made once
-            self._held = None
-            with as_before(self.model):
-                device = device_of(self.model)
-                used = peak_above_bytes(lambda: self.forward().backward(), device)
+            with state_restored(self.model):
+                self.run()  # allocates what is allocated once
+            with state_restored(self.model):
+                above_bytes = peak_above_bytes(self.run, self.device)
         finally:
-            self._held = None
+            self.release()
             take_out()
-        return sum(self.resident_bytes().values()) + used
+        return sum(self.resident_bytes().values()) + above_bytes

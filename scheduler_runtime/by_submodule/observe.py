@@ -1,9 +1,9 @@
-"""A step watched in eager mode: which submodules run one after another, and what each takes.
+"""A step observed in eager mode: which submodules run in sequence, and what each takes.
 
-Nothing is traced: real steps run, with hooks on modules and tensors. A step is cut into pieces, in
-turn what runs outside of the chosen submodules and one of these. Of each piece it is noted how long
-its forward and its backward take, which memory it puts by for its backward, and how much more it
-takes for a moment. Everything that the steps change (buffers, gradients, random state) is put back.
+Nothing is traced: real steps run, with hooks on modules and tensors. A step is cut into parts, in
+turn what runs outside of the chosen submodules and one of these. For each part: how long its
+forward and its backward take, what it saves for backward, and its peak memory above that. All that
+the steps change (buffers, gradients, random state) is restored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import statistics
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.calls import device_of, nested
 from graphs.costs import begin_part, cpu_peak_bytes_by_part
+from scheduler_runtime.by_submodule.eager_step import state_restored
 from scheduler_runtime.measuring import CudaPeaks
 
 N_TIMED_STEPS = 3
@@ -30,8 +31,14 @@ N_TIMED_STEPS = 3
 
 @dataclass
 class ObservedPart:
-    """path: of the submodule; "" outside of them. made, saved, read: storages by number, in the
-    order in which they were met. Times in seconds; peaks in bytes above the piece's start."""
+    """One submodule of the sequence, or what runs between two of them.
+
+    path: of the submodule; "" outside of them.
+    made, saved, read: storages by number: allocated here, saved here for backward, given to it.
+    forward_s, backward_s: seconds.
+    forward_peak_bytes, backward_peak_bytes: above what is there when it starts.
+    overwritten: an argument of it is written in place after it was read.
+    """
 
     path: str
     made: list[int] = field(default_factory=list)
@@ -52,42 +59,27 @@ class Observed:
     storage_bytes: tuple[int, ...]
 
 
-@contextlib.contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
-    """Put back buffers, gradients and the random state."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+def find_sequence(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[str, ...]:
+    """The submodules to plan: they run in sequence, called by the same module, once each.
 
-
-def chain_of(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[str, ...]:
-    """The submodules that run one after another, called by the same module, once each: of all such
-    rows the one that puts by the most beside its largest member. Paths; empty: there is none."""
+    Of all such sequences the one that saves the most for backward beside its largest member, for
+    that is what checkpoints can win. Returns paths; empty where there is none.
+    """
     calls = _Calls(model)
-    with as_before(model), calls.watched():
+    with state_restored(model), calls.recorded():
         step()
-    rows: dict[int, list[int]] = {}
-    for index, call in enumerate(calls.calls):
-        rows.setdefault(call.parent, []).append(index)
     n_calls = Counter(call.path for call in calls.calls)
-    best: tuple[int, tuple[str, ...]] = (0, ())
-    for row in rows.values():
-        once = [calls.calls[i] for i in row if n_calls[calls.calls[i].path] == 1]
-        sizes = [call.saved_bytes for call in once]
-        if len(once) > 1 and sum(sizes) - max(sizes) > best[0]:
-            best = sum(sizes) - max(sizes), tuple(call.path for call in once)
-    return best[1]
+    sequences: dict[int, list[_Call]] = defaultdict(list)
+    for call in calls.calls:
+        if n_calls[call.path] == 1:
+            sequences[call.parent].append(call)
+
+    def gain_bytes(sequence: list[_Call]) -> int:
+        sizes = [call.saved_bytes for call in sequence]
+        return sum(sizes) - max(sizes)
+
+    best = max(sequences.values(), key=gain_bytes, default=[])
+    return tuple(call.path for call in best) if best and gain_bytes(best) else ()
 
 
 def observe(
@@ -97,64 +89,78 @@ def observe(
     *,
     resident: Sequence[torch.Tensor] = (),
 ) -> Observed:
-    """step: forward and loss. blocks: submodules called once each, one after another. resident:
-    what is there before the step beside parameters and buffers (the batch)."""
-    watch = _Watch(model, blocks)
-    watch.keep_out(resident)
+    """Run real steps and observe these submodules.
+
+    step: forward pass and loss.
+    blocks: submodules called once each, one after another.
+    resident: what is there before the step beside parameters and buffers (the batch).
+    """
+    watch = _Watch(model, blocks, resident)
 
     def run() -> None:
         loss = step()
-        watch.start_backward()
+        watch.mark(f"backward {len(watch.parts) - 1}")
         loss.backward()
 
-    with as_before(model), watch.hooked(saving=True):
+    with state_restored(model), watch.hooked(saving=True):
         run()
     device = device_of(model)
-    with as_before(model), watch.hooked(saving=False):
+    with state_restored(model), watch.hooked(saving=False):
         if device.type == "cuda":
             watch.cuda_peaks = CudaPeaks(device)
             run()
             peaks, watch.cuda_peaks = watch.cuda_peaks.ended(), None
         else:
             peaks = cpu_peak_bytes_by_part(run)
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = defaultdict(list)
     for _ in range(N_TIMED_STEPS):
-        with as_before(model), watch.hooked(saving=False):
+        with state_restored(model), watch.hooked(saving=False):
             run()
         for name, seconds in watch.seconds().items():
-            times.setdefault(name, []).append(seconds)
-    for index, piece in enumerate(watch.pieces):
+            times[name].append(seconds)
+    for index, part in enumerate(watch.parts):
         forward, backward = f"forward {index}", f"backward {index}"
-        piece.forward_peak_bytes = peaks.get(forward, 0)
-        piece.backward_peak_bytes = peaks.get(backward, 0)
-        piece.forward_s = statistics.median(times[forward])
-        piece.backward_s = statistics.median(times.get(backward, [0.0]))
-    return Observed(tuple(watch.pieces), tuple(watch.storage_bytes))
+        part.forward_peak_bytes = peaks.get(forward, 0)
+        part.backward_peak_bytes = peaks.get(backward, 0)
+        part.forward_s = statistics.median(times[forward])
+        part.backward_s = statistics.median(times.get(backward, [0.0]))
+    return Observed(tuple(watch.parts), tuple(watch.storage_bytes))
 
 
 @dataclass
 class _Call:
+    """parent: number of the call inside of which it runs; -1: none."""
+
     path: str
     parent: int
     saved_bytes: int = 0
 
 
 class _Calls:
-    """Which module calls which, and how much is put by inside of each call."""
+    """Which module calls which, and how many bytes are saved for backward inside of each call."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._paths = {module: path for path, module in model.named_modules() if path}
-        self._resident = {t.untyped_storage()._cdata for t in _state(model)}
+        self._model = model
         self._open: list[int] = [-1]
-        self._seen: dict[int, Any] = {}
+        # storages by address; held, so that none gets another's address
+        self._seen = {storage._cdata: storage for storage in _state_storages(model)}
         self.calls: list[_Call] = []
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
+        paths = {module: path for path, module in self._model.named_modules() if path}
+
+        def enter(module: nn.Module, _args: Any) -> None:
+            self.calls.append(_Call(paths[module], self._open[-1]))
+            self._open.append(len(self.calls) - 1)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._open.pop()
+
         handles: list[Any] = []
-        for module in self._paths:
-            handles.append(module.register_forward_pre_hook(self._enter))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        for module in paths:
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             with saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield
@@ -162,54 +168,42 @@ class _Calls:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, module: nn.Module, _args: Any) -> None:
-        self.calls.append(_Call(self._paths[module], self._open[-1]))
-        self._open.append(len(self.calls) - 1)
-
-    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self._open.pop()
-
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._resident and storage._cdata not in self._seen:
+        if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
             for index in self._open[1:]:
                 self.calls[index].saved_bytes += storage.nbytes()
         return tensor
 
 
-def _state(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return nested.tensors(value)
+def _state_storages(model: nn.Module) -> Iterator[Any]:
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield tensor.untyped_storage()
 
 
 class _Watch:
-    """Marks where pieces begin, and in a first step what they make, read and put by."""
+    """Marks where parts begin, and in a first step what they allocate, read and save."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], resident: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._model = model
         self._blocks = tuple(blocks)
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
         self.storage_bytes: list[int] = []
-        self.pieces = [ObservedPart("")]
+        self.parts = [ObservedPart("")]
         for path in self._blocks:
-            self.pieces += [ObservedPart(path), ObservedPart("")]
-        self._resident = {t.untyped_storage()._cdata for t in _state(model)}
+            self.parts += [ObservedPart(path), ObservedPart("")]
+        self._resident = {storage._cdata for storage in _state_storages(model)}
+        self._resident |= {tensor.untyped_storage()._cdata for tensor in resident}
         self._arguments: list[tuple[ObservedPart, torch.Tensor, int]] = []
         self._marks: list[tuple[str, float]] = []
-        self._marked: list[weakref.ref[torch.Tensor]] = []
-        self._now = 0
+        self._direct: list[weakref.ref[torch.Tensor]] = []  # outputs of the last submodule
+        self._now = 0  # index of the part that runs
         self._cards = {p.device for p in model.parameters() if p.is_cuda}
         self.cuda_peaks: CudaPeaks | None = None
-
-    def keep_out(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These are there before the step: they are no piece's."""
-        self._resident |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     @contextlib.contextmanager
     def hooked(self, *, saving: bool) -> Iterator[None]:
@@ -225,59 +219,55 @@ class _Watch:
             with contextlib.ExitStack() as stack:
                 if saving:
                     stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
-                self._mark("forward 0")
+                self.mark("forward 0")
                 yield
-                self._mark("end")
+                self.mark("end")
         finally:
             for handle in handles:
                 handle.remove()
-            for piece, tensor, version in self._arguments:
-                piece.overwritten |= tensor._version != version
+            for part, tensor, version in self._arguments:
+                part.overwritten |= tensor._version != version
             self._arguments.clear()
             self._alive.clear()
 
     def _hooks(self, index: int, *, saving: bool) -> tuple[Any, Any]:
-        piece, outside = self.pieces[index], self.pieces[index - 1]
+        part, outside = self.parts[index], self.parts[index - 1]
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in nested.tensors((args, kwargs)):
                 if saving:
-                    self._add(piece.read, tensor, maker=outside)
-                    self._arguments.append((piece, tensor.detach(), tensor._version))
-                # what comes right from a submodule marks that one's backward, and nothing between
-                direct = any(tensor is made() for made in self._marked)
-                if tensor.requires_grad and not direct:
+                    self._add(part.read, tensor, maker=outside)
+                    self._arguments.append((part, tensor.detach(), tensor._version))
+                # a gradient of what comes directly from a submodule is where its backward begins
+                is_direct = any(tensor is output() for output in self._direct)
+                if tensor.requires_grad and not is_direct:
                     tensor.register_hook(self._marking(f"backward {index - 1}"))
             self._now = index
-            self._mark(f"forward {index}")
+            self.mark(f"forward {index}")
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._marked = [weakref.ref(tensor) for tensor in _tensors(output)]
-            for tensor in _tensors(output):
+            self._direct = [weakref.ref(tensor) for tensor in nested.tensors(output)]
+            for tensor in nested.tensors(output):
                 if saving:
-                    self._add(self.pieces[index + 1].read, tensor, maker=piece)
+                    self._add(self.parts[index + 1].read, tensor, maker=part)
                 if tensor.requires_grad:
                     tensor.register_hook(self._marking(f"backward {index}"))
             self._now = index + 1
-            self._mark(f"forward {index + 1}")
+            self.mark(f"forward {index + 1}")
 
         return before, after
 
     def _marking(self, name: str) -> Callable[[Any], None]:
-        return lambda _gradient: self._mark(name)
+        return lambda _gradient: self.mark(name)
 
-    def _mark(self, name: str) -> None:
+    def mark(self, name: str) -> None:
         if self.cuda_peaks is not None:
             self.cuda_peaks.begin(name)
         else:
-            for card in self._cards:  # else the host's time would be told
+            for card in self._cards:  # else the host's time would be measured
                 torch.cuda.synchronize(card)
         self._marks.append((name, time.perf_counter()))
         begin_part(name)
-
-    def start_backward(self) -> None:
-        """The loss is there."""
-        self._mark(f"backward {len(self.pieces) - 1}")
 
     def seconds(self) -> dict[str, float]:
         spent: dict[str, float] = {}
@@ -286,8 +276,8 @@ class _Watch:
         return spent
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        piece = self.pieces[self._now]
-        self._add(piece.saved, tensor, maker=piece)
+        part = self.parts[self._now]
+        self._add(part.saved, tensor, maker=part)
         return tensor
 
     def _add(self, to: list[int], tensor: torch.Tensor, *, maker: ObservedPart) -> None:

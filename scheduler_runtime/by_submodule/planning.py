@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import device_of, nested
+from graphs.calls import TraceError, device_of, nested
 from graphs.costs import CostModel, Roofline
 from graphs.hardware import named
 from graphs.training_step import optimizer_figures, with_optimizer
@@ -39,8 +39,8 @@ from scheduler_runtime.by_submodule.coarse_graph import (
     loop_of,
     without_gaps,
 )
-from scheduler_runtime.by_submodule.eager_step import NoLossError, ObservedStep
-from scheduler_runtime.by_submodule.observe import Observed, chain_of, observe
+from scheduler_runtime.by_submodule.eager_step import ObservedStep
+from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
 from scheduler_runtime.execute import torch_checkpoint
 from scheduler_runtime.surroundings import budget_on
@@ -90,10 +90,10 @@ def plan_chain(
             f"the model is on {device}; real steps are measured on cpu and cuda alone"
         )
     budget_bytes, reserve_bytes = budget_on(device, budget, reserve)
-    step = ObservedStep(model, batch, loss, inputs)
     try:
+        step = ObservedStep(model, batch, loss=loss, inputs=inputs)
         watched = _watched(model, step)
-    except NoLossError as error:
+    except TraceError as error:
         raise FallbackError(str(error)) from error
     changed_buffers = step.changed_buffers()
     costs: CostModel = Roofline(named("cpu"))
@@ -146,14 +146,14 @@ class _Watched:
 
 
 def _watched(model: nn.Module, step: ObservedStep) -> _Watched:
-    blocks = chain_of(model, step.forward)
+    blocks = find_sequence(model, step.forward)
     if not blocks:
         raise FallbackError(
             f"{type(model).__name__} has no two submodules that the same module calls once each in "
             "a step, so there is nothing to checkpoint; split it into submodules, or make it "
             "traceable"
         )
-    observed = observe(model, step.forward, blocks, resident=step.batch_tensors)
+    observed = observe(model, step.forward, blocks, resident=nested.tensors(step.batch))
     container = container_of(model, blocks)
     if container is None:
         return _Watched(blocks, observed, None)
@@ -232,7 +232,7 @@ def _as_submodules(solution: Solution, watched: _Watched, **values: Any) -> Subm
 
 
 def _measured_bytes(model: nn.Module, step: ObservedStep, solution: SubmoduleSolution) -> int:
-    return step.measured_bytes(
+    return step.peak_bytes(
         lambda: put(model, solution), lambda: torch_checkpoint.remove_torch_checkpoint(model)
     )
 

@@ -175,8 +175,11 @@ def _separate_storages(graph: fx.Graph) -> None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda item: item.meta.get("val"))
             given = _fakes((args, kwargs))
             schema = getattr(node.target, "_schema", None)
-            is_view = schema is not None and not schema.is_mutable
-            if is_view and given and any(each.alias_info is not None for each in schema.returns):
+            if schema is None or schema.is_mutable:
+                is_view = False
+            else:
+                is_view = any(returned.alias_info is not None for returned in schema.returns)
+            if is_view and given:
                 with given[0].fake_mode:
                     node.meta["val"] = node.target(*args, **kwargs)
             else:

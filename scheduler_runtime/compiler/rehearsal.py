@@ -1,16 +1,13 @@
-"""One forward and backward pass that leaves no trace, to see what it takes at its worst.
+"""One forward and backward pass that leaves no trace, to measure its peak memory.
 
-Gradients are asked for by `torch.autograd.grad`: nothing is added to `.grad`, and no hook of an
+Gradients come from `torch.autograd.grad`: nothing is added to `.grad`, and no hook of an
 accumulation fires. Buffers, the random state and the modules' attributes are as before afterwards.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +16,11 @@ from torch import nn
 
 from graphs.calls import TraceError, device_of, find_loss, nested
 from graphs.capture import attributes_unchanged
-from graphs.costs import cpu_peak_bytes
-from scheduler_runtime.measuring import bytes_of, resident_tensors
+from scheduler_runtime.measuring import (
+    absolute_peak_bytes,
+    buffers_and_random_state_restored,
+    resident_tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,10 @@ class Rehearsal:
     """A call of a model, to be differentiated.
 
     loss: of what the model returns (None: the loss in it; where there is none, the sum of its
-    floating-point outputs). outside_bytes: of what the step holds and the rehearsal does not
-    (optimizer state that is not there yet).
+        floating-point outputs).
+    optimizer: whose state counts as resident.
+    outside_bytes: what the step will hold and the rehearsal does not (optimizer state that does
+        not exist yet).
     """
 
     model: nn.Module
@@ -39,19 +41,15 @@ class Rehearsal:
     optimizer: torch.optim.Optimizer | None
     outside_bytes: int
 
-    @property
-    def device(self) -> torch.device:
-        return device_of(self.model)
-
     def run(self, forward: Callable[..., Any]) -> None:
-        """Forward by `forward`, then all gradients at once; nothing is kept."""
-        output = forward(*self.args, **self.kwargs)
-        value = self._value(output)
+        """The forward pass by `forward`, then all gradients at once."""
+        output = forward(*self.args, **self.kwargs)  # held until the gradients are there
+        loss = self._loss(output)
         leaves = [p for p in self.model.parameters() if p.requires_grad]
-        with torch.autocast(self.device.type, enabled=False):
-            torch.autograd.grad(value, leaves, allow_unused=True)
+        with torch.autocast(device_of(self.model).type, enabled=False):
+            torch.autograd.grad(loss, leaves, allow_unused=True)
 
-    def _value(self, output: Any) -> torch.Tensor:
+    def _loss(self, output: Any) -> torch.Tensor:
         if self.loss is not None:
             return self.loss(output)
         try:
@@ -63,53 +61,18 @@ class Rehearsal:
             return torch.stack([part.float() for part in parts]).sum()
 
     def peak_bytes(self, forward: Callable[..., Any]) -> int:
-        """The most on the device during a step, what stands around it included.
+        """The most on the device during a step, resident bytes included.
 
-        The step is run twice: the first compiles, tunes and fills caches.
-        """
-        with self._untouched():
-            self.run(forward)
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-                torch.cuda.reset_peak_memory_stats(self.device)
-                self.run(forward)
-                peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            else:
-                optimizers = () if self.optimizer is None else (self.optimizer,)
-                there = resident_tensors(self.model, (self.args, self.kwargs), optimizers)
-                used = cpu_peak_bytes(lambda: self.run(forward))
-                peak_bytes = bytes_of(there, self.device) + used.peak_bytes
-        return peak_bytes + self.outside_bytes
-
-    def time_s(self, forward: Callable[..., Any], *, n_runs: int = 3) -> float:
-        """Median seconds of a forward and backward pass."""
-        times_s = []
-        with self._untouched():
-            for _ in range(n_runs):
-                self._wait()
-                started_s = time.perf_counter()
-                self.run(forward)
-                self._wait()
-                times_s.append(time.perf_counter() - started_s)
-        return statistics.median(times_s)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @contextlib.contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """Buffers and random state as before, whatever happens; kept on the host meanwhile.
-
+        The step runs twice: the first run compiles, tunes and fills caches.
         Raises SideEffectError where a forward pass changes plain attributes of a module.
         """
-        buffers = [(b, b.detach().to("cpu", copy=True)) for b in self.model.buffers()]
-        devices = [self.device] if self.device.type == "cuda" else []
-        try:
-            with attributes_unchanged(self.model), torch.random.fork_rng(devices=devices):
-                yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+        device = device_of(self.model)
+        optimizers = () if self.optimizer is None else (self.optimizer,)
+        resident = resident_tensors(self.model, (self.args, self.kwargs), optimizers)
+        with attributes_unchanged(self.model), buffers_and_random_state_restored(self.model):
+            self.run(forward)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            peak_bytes = absolute_peak_bytes(lambda: self.run(forward), device, resident)
+        return peak_bytes + self.outside_bytes

@@ -8,9 +8,9 @@ Why PyTorch's partitioner does not write the backward half as well, from recompu
 set of saved values: it recomputes a value at most once, where it is first needed, and keeps it from
 there on. Measured with aot_eager on a small ResNet at half of its activations: a plan of 10.12 MB
 runs in 10.12 MB as written here; the same saved values through `_extract_fwd_bwd_modules` and
-`reordering_to_mimic_autograd_engine` take 11.03 MB, and tighter plans more still (a plan of 7.89 MB
-took 15.21 MB), so budgets that are kept today would be lost. `default_partition` refuses batch norm's `copy_`
-beside recompute tags. On a 4-layer GPT all three agree at 75 % and 50 %.
+`reordering_to_mimic_autograd_engine` take 11.03 MB, and a plan of 8.14 MB takes 15.21 MB, so
+budgets that are kept today would be lost. `default_partition` refuses batch norm's `copy_` beside
+recompute tags. On a 4-layer GPT all three agree at 75 % and 50 %.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class _Writer:
 
     def _write_up_to(self, node: fx.Node | None) -> None:
         """The forward pass in its old order, views and effects included, up to this call."""
+        old: fx.Node
         for old in self._unwritten:
             if old is node:
                 self._call(old, is_recomputed=False)

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphs.calls.call import TraceError
 from scheduler_runtime import apply, fit
-from scheduler_runtime.by_submodule import plan_chain as fallback
+from scheduler_runtime.by_submodule import planning as fallback
 from scheduler_runtime.planned import forward as stand_in
 from solver import solve
 from solver.common.sizes import CUDA_RESERVE_BYTES
@@ -49,7 +49,7 @@ def test_applying_and_fitting_on_another_device_is_refused(kind, monkeypatch):
     model, batch = model_and_batch()
     solution = solve(model, batch, budget="1GB", time_limit_s=5.0)
     apply(model, solution)
-    for module in (stand_in, __import__("sys").modules["scheduler_runtime.fit"]):
+    for module in (stand_in, __import__("sys").modules["scheduler_runtime.fitting"]):
         monkeypatch.setattr(module, "device_of", lambda _model: torch.device(kind))
     with pytest.raises(TraceError, match=f"the step is on {kind}; .*cpu and cuda alone"):
         model(batch)
@@ -78,7 +78,7 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
     monkeypatch.setattr(fallback, "solve", noted)
     monkeypatch.setattr(fallback, "_watched", lambda *_: SeenStep())
     monkeypatch.setattr(fallback, "coarse_graph", lambda *_, **__: None)
-    monkeypatch.setattr(fallback, "Step", lambda *_: SeenStep())
+    monkeypatch.setattr(fallback, "ObservedStep", lambda *_, **__: SeenStep())
     for where, reserve in (("cuda:0", None), ("cuda:0", 5), ("cpu", None)):
         model = OnAnother(nn.Linear(4, 4))
         model.where = where

@@ -164,8 +164,8 @@ def test_submodules_are_timed_on_the_device_that_they_are_on(monkeypatch):
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     watch = observe._Watch(nn.Sequential(nn.Linear(2, 2)), ["0"])
-    watch._mark("forward 0")
+    watch.mark("forward 0")
     assert waited == []
     watch._cards = {torch.device("cuda:1")}
-    watch._mark("forward 0")
+    watch.mark("forward 0")
     assert waited == [torch.device("cuda:1")]

@@ -14,7 +14,7 @@ from graphs.costs.memory_events import begin_part, cpu_peak_bytes_by_part
 from graphs.trace import TraceError
 from scheduler_runtime import apply, remove
 from scheduler_runtime.by_submodule.coarse_graph import SCOPE
-from scheduler_runtime.by_submodule.observe import chain_of, observe
+from scheduler_runtime.by_submodule.observe import find_sequence, observe
 from scheduler_runtime.by_submodule.planning import FallbackError, plan_chain
 from scheduler_runtime.measuring import measure
 from solver.schedule.simulator import simulate
@@ -155,7 +155,7 @@ class Scrambled(nn.Module):
 
 def test_the_row_is_what_was_called_and_not_what_is_named() -> None:
     model, x = Scrambled(), torch.randn(4, 8)
-    assert chain_of(model, lambda: model(x)) == ("parts.c", "parts.a", "parts.d")
+    assert find_sequence(model, lambda: model(x)) == ("parts.c", "parts.a", "parts.d")
 
 
 def test_the_pieces_are_what_was_put_by() -> None:
