@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from graphs.graph import Graph
 from solver.chain import split_into_blocks
-from solver.schedule import Compute, Solution, baseline, held_at_turn
+from solver.schedule import Compute, Solution, baseline, saved_for_backward
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     graph, schedule = solution.graph, solution.schedule
     if schedule is None:
         return ()
-    kept = held_at_turn(graph, schedule)
-    plain = held_at_turn(graph, baseline(graph))
+    kept = saved_for_backward(graph, schedule)
+    plain = saved_for_backward(graph, baseline(graph))
     runs = Counter(op.node for op in schedule.ops if isinstance(op, Compute))
     rows = []
     for block, names in enumerate(split_into_blocks(graph).forward, start=1):

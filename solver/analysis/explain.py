@@ -20,7 +20,7 @@ from solver.schedule import (
     Simulation,
     Solution,
     free_after_last_use,
-    held_before,
+    held_during,
     memory_at,
     node_at,
     simulate,
@@ -112,14 +112,7 @@ def peak(solution: Solution) -> Peak:
     """Where the plan's peak is, and what stands there."""
     graph, schedule, simulation = solution.graph, _schedule(solution), _trace(solution)
     node = node_at(graph, schedule, simulation)
-    if simulation.peak_op is None:
-        held: tuple[str, ...] = ()
-    else:
-        held = held_before(graph, schedule, simulation.peak_op)
-        op = schedule.ops[simulation.peak_op]
-        if isinstance(op, Compute):
-            made = graph.node_by_name[op.node].outputs
-            held += tuple(root for root in made if graph.root(root) == root and root not in held)
+    held = held_during(graph, schedule, simulation.peak_op)
     sizes = ((root, graph.tensor_by_name[root].size_bytes) for root in held)
     before = schedule.ops[: 0 if simulation.peak_op is None else simulation.peak_op + 1]
     return Peak(

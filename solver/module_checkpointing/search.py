@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from graphs.graph import Graph, is_under
 from solver.module_checkpointing.region_plan import RegionPlan, plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by, nodes_of
-from solver.schedule import Solution, held_at_turn
+from solver.schedule import Solution, saved_for_backward
 from solver.solving import attempt
 
 N_SMALLER_BUDGETS = 4
@@ -113,7 +113,7 @@ def by_module(
     schedule = solution.schedule
     budget_bytes = solution.request.available_bytes
     for n_solves in range(1 + N_SMALLER_BUDGETS):
-        kept = held_at_turn(graph, schedule)
+        kept = saved_for_backward(graph, schedule)
         excess = min(fewest_blocks_whole(choice.as_kept(kept, depth=depth)) for depth in DEPTHS)
         budget_bytes -= excess
         if excess <= 0 or budget_bytes <= 0 or n_solves == N_SMALLER_BUDGETS:

@@ -4,11 +4,11 @@ from solver.schedule.memory import (
     CATEGORIES,
     LAYERS,
     Occupancy,
-    held_at_turn,
-    held_before,
+    held_during,
     memory_at,
     node_at,
     occupancy,
+    saved_for_backward,
 )
 from solver.schedule.ops import Compute, Free, Schedule, free_after_last_use, needs
 from solver.schedule.recompute import (
@@ -49,8 +49,7 @@ __all__ = [
     "Status",
     "baseline",
     "free_after_last_use",
-    "held_at_turn",
-    "held_before",
+    "held_during",
     "is_recomputable",
     "keep",
     "keep_order",
@@ -60,6 +59,7 @@ __all__ = [
     "needs",
     "node_at",
     "occupancy",
+    "saved_for_backward",
     "simulate",
     "without_dead_computes",
 ]

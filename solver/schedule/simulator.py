@@ -1,19 +1,19 @@
-"""The judge: is a schedule legal, what is its peak, how long does it take.
+"""The simulator: is a schedule legal, what is its peak, how long does it take.
 
-One executor checks every method, and it is the only code that says what a schedule costs. It knows
-the two file formats and nothing of how a schedule was found. The rules:
+It checks every method, and it is the only code that says what a schedule costs. It knows the two
+file formats and nothing of how a schedule was found. The rules:
 
 1. Tensors that no node outputs are resident: there from before the first op to the end.
 2. A storage's bytes are held as long as any tensor on it is on the device.
 3. `Compute` needs all inputs on the device, and the storages of which it makes aliases. It
-   allocates all its outputs: those still there from before are counted a second time while it
-   runs. It is illegal when all of them are there, or when an alias that another node made, or one
+   allocates all its outputs: those still live from before are counted a second time while it
+   runs. It is illegal when all of them are live, or when an alias that another node made, or one
    left over without its root, still holds the old storage. The workspace counts while it runs.
 4. Each forward node runs at least once, first runs in graph order; a node that is not recomputable
    and each node of a later phase runs exactly once, in graph order. All forward nodes have run
    before the first later one.
-5. `Free` drops a tensor that a node made and that is there; an output of the graph is not freed
-   after its last computation.
+5. `Free` drops a live tensor that a node made; an output of the graph is not freed after its last
+   computation.
 6. At the end every output of the graph is on the device.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from graphs.graph import Graph, Node
 from solver.schedule.ops import Compute, Free, Op, Schedule
@@ -46,12 +47,14 @@ class OtherGraphError(IllegalScheduleError):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the judge saw.
+    """What a legal schedule costs.
 
-    time_s: seconds of all computes. peak_bytes: the most on the device at once, resident included.
-    peak_op: index of the op at which the peak stands first (None: no ops, only the resident).
+    time_s: seconds of all computes.
+    peak_bytes: the most on the device at once, resident tensors included.
+    peak_op: position of the first op that reaches the peak (None: no ops, only resident tensors).
     live_bytes: bytes on the device during each op (outputs and workspace included for a compute,
-    after the drop for a free). n_recomputed: computes beyond each node's first.
+        after the drop for a free).
+    n_recomputed: computes beyond each node's first.
     """
 
     time_s: float
@@ -61,25 +64,28 @@ class Simulation:
     n_recomputed: int
 
 
+Layer = Literal["kept", "recomputed", "gradients"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A storage on the device from the op that allocates it to the op that frees it.
+
+    layer: kept (allocated by a forward op's first run, or by the caller's loss), recomputed (by a
+        later run) or gradients (by the backward pass or the optimizer).
+    start, stop: it counts during the ops at positions start .. stop - 1.
+    """
+
+    storage: str
+    layer: Layer
+    start: int
+    stop: int
+
+
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
-    """Run the schedule on paper. Raises IllegalScheduleError; never changes what it judges."""
-    if schedule.graph_id != graph.graph_id:
-        raise IllegalScheduleError(
-            None,
-            f"it was made for another graph (its graph_id is {schedule.graph_id[:19]}…, "
-            f"this graph's is {graph.graph_id[:19]}…)",
-        )
-    device = _Device(graph)
-    live_bytes = []
-    for position, op in enumerate(schedule.ops):
-        try:
-            live_bytes.append(device.run(op))
-        except _BrokenRuleError as broken:
-            raise IllegalScheduleError(position, str(broken)) from None
-    try:
-        device.check_end()
-    except _BrokenRuleError as broken:
-        raise IllegalScheduleError(None, str(broken)) from None
+    """What the schedule costs. Raises IllegalScheduleError."""
+    device = _run(graph, schedule)
+    live_bytes = device.live_bytes
     peak_bytes = max(live_bytes, default=graph.resident_bytes)
     return Simulation(
         time_s=math.fsum(device.times_s),
@@ -90,20 +96,54 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     )
 
 
+def stays(graph: Graph, schedule: Schedule) -> tuple[Stay, ...]:
+    """Which storages the step allocates, and when each is on the device; resident ones left out.
+
+    With the resident tensors and the workspace of the op that runs, they add up to `live_bytes`.
+    Raises IllegalScheduleError.
+    """
+    found: list[Stay] = []
+    _run(graph, schedule, stays=found)
+    return tuple(found)
+
+
+def _run(graph: Graph, schedule: Schedule, *, stays: list[Stay] | None = None) -> _Device:
+    if schedule.graph_id != graph.graph_id:
+        raise IllegalScheduleError(
+            None,
+            f"it was made for another graph (its graph_id is {schedule.graph_id[:19]}…, "
+            f"this graph's is {graph.graph_id[:19]}…)",
+        )
+    device = _Device(graph, stays)
+    for position, op in enumerate(schedule.ops):
+        try:
+            device.live_bytes.append(device.run(op))
+        except _BrokenRuleError as broken:
+            raise IllegalScheduleError(position, str(broken)) from None
+    try:
+        device.end()
+    except _BrokenRuleError as broken:
+        raise IllegalScheduleError(None, str(broken)) from None
+    return device
+
+
 class _BrokenRuleError(Exception):
     """A rule is broken (the op's position is added by the caller)."""
 
 
 class _Device:
-    """What is on the device, and which nodes have run."""
+    """What is on the device, and which nodes have run. stays: to be filled, if anyone asks."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, stays: list[Stay] | None) -> None:
         self.graph = graph
         self.bytes = graph.resident_bytes
+        self.live_bytes: list[int] = []  # during each op so far
         self.times_s: list[float] = []
         self.n_recomputed = 0
         self._live = {tensor.name for tensor in graph.resident}
-        self._holders: dict[str, int] = {}  # storage -> number of tensors on it that are there
+        self._stays = stays
+        self._open_stays: dict[str, tuple[Layer, int]] = {}  # storage -> its layer and start
+        self._holders: dict[str, int] = {}  # storage -> number of live tensors on it
         self._ran: set[str] = set()
         self._forward = [node.name for node in graph.forward_nodes]
         self._later = [node.name for node in graph.later_nodes]
@@ -161,34 +201,36 @@ class _Device:
                     "the device"
                 )
         if node.name in self._ran:
-            self._check_again(node)
+            self._check_recompute(node)
 
-    def _check_again(self, node: Node) -> None:
-        there = [name for name in node.outputs if name in self._live]
-        if len(there) == len(node.outputs):
+    def _check_recompute(self, node: Node) -> None:
+        live = [name for name in node.outputs if name in self._live]
+        if len(live) == len(node.outputs):
             raise _BrokenRuleError(
-                f"{node.name!r} runs again while all its outputs are on the device"
+                f"{node.name!r} is recomputed while all its outputs are on the device"
             )
         for name in node.outputs:
             if self.graph.root(name) != name:
                 continue
             holders = self._holders.get(name, 0)
-            replaced = [other for other in there if self.graph.root(other) == name]
-            if holders and (name not in there or holders > len(replaced)):
+            replaced = [other for other in live if self.graph.root(other) == name]
+            if holders and (name not in live or holders > len(replaced)):
                 raise _BrokenRuleError(
-                    f"{node.name!r} makes {name!r} again while an alias holds its old storage"
+                    f"{node.name!r} recomputes {name!r} while an alias holds its old storage"
                 )
 
     def _compute(self, node: Node) -> int:
         allocated = 0
-        again = 0
+        replaced = 0
         for name in node.outputs:
             tensor = self.graph.tensor_by_name[name]
             if tensor.alias_of is None:
                 allocated += tensor.size_bytes
-                again += tensor.size_bytes if name in self._live else 0
+                replaced += tensor.size_bytes if name in self._live else 0
+                if self._stays is not None:
+                    self._start_stay(name, node)
         during = self.bytes + allocated + node.workspace_bytes
-        self.bytes += allocated - again
+        self.bytes += allocated - replaced
         for name in node.outputs:
             if name not in self._live:
                 self._live.add(name)
@@ -199,6 +241,20 @@ class _Device:
         self._ran.add(node.name)
         self.times_s.append(node.time_s)
         return during
+
+    def _start_stay(self, storage: str, node: Node) -> None:
+        position = len(self.live_bytes)
+        if storage in self._open_stays:  # replaced: both copies count while the node runs
+            self._end_stay(storage, position + 1)
+        layer: Layer = "recomputed" if node.name in self._ran else "kept"
+        if node.phase in ("backward", "optimizer"):
+            layer = "gradients"
+        self._open_stays[storage] = layer, position
+
+    def _end_stay(self, storage: str, stop: int) -> None:
+        assert self._stays is not None
+        layer, start = self._open_stays.pop(storage)
+        self._stays.append(Stay(storage, layer, start, stop))
 
     def _free(self, name: str) -> int:
         producer = self.graph.producer.get(name)
@@ -215,12 +271,16 @@ class _Device:
         self._holders[root] -= 1
         if self._holders[root] == 0 and root in self.graph.producer:
             self.bytes -= self.graph.tensor_by_name[root].size_bytes
+            if self._stays is not None:
+                self._end_stay(root, len(self.live_bytes))
         return self.bytes
 
-    def check_end(self) -> None:
+    def end(self) -> None:
         left = self._forward[self._next_forward :] + self._later[self._next_later :]
         if left:
             raise _BrokenRuleError(f"{left[0]!r} has never run")
         for name in self.graph.outputs:
             if name not in self._live:
                 raise _BrokenRuleError(f"output {name!r} is not on the device")
+        for storage in tuple(self._open_stays):
+            self._end_stay(storage, len(self.live_bytes))

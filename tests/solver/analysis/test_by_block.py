@@ -11,7 +11,7 @@ from graphs.graph import Graph
 from graphs.synthetic.nets import residual
 from solver.analysis.by_block import block_rows
 from solver.chain.blocks import split_into_blocks
-from solver.schedule.memory import held_at_turn
+from solver.schedule.memory import saved_for_backward
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.solving import solve
@@ -35,8 +35,8 @@ def test_the_rows_add_up_to_the_plan(graph, method):
     lost_s = solution.simulation.time_s - solution.baseline.time_s
     assert sum(row.again_s for row in rows) == pytest.approx(lost_s)
     sizes = {name: graph.tensor_by_name[name].size_bytes for name in graph.producer}
-    kept = sum(sizes[name] for name in held_at_turn(graph, solution.schedule))
-    plain = sum(sizes[name] for name in held_at_turn(graph, baseline(graph)))
+    kept = sum(sizes[name] for name in saved_for_backward(graph, solution.schedule))
+    plain = sum(sizes[name] for name in saved_for_backward(graph, baseline(graph)))
     assert sum(row.kept_bytes for row in rows) == kept
     assert sum(row.kept_bytes + row.dropped_bytes for row in rows) == plain
     assert any(row.dropped_bytes for row in rows)
