@@ -24,10 +24,12 @@ MOVED_TO = {
     ),
     "scheduler_runtime": "apply fit measure verify",
     "scheduler_runtime.by_submodule": "coarse observe eager_step submodule_solution",
-    "scheduler_runtime.execute": "program piece function random_state checkpointed segmented",
+    "scheduler_runtime.execute": (
+        "program piece function random_state checkpointed segmented cuda_graph"
+    ),
     "scheduler_runtime.integrations.hugging_face": "hugging_face",
     "scheduler_runtime.integrations.lightning": "lightning",
-    "scheduler_runtime.planned": "cuda_graph compiled plan stand_in settings mismatch replan",
+    "scheduler_runtime.planned": "compiled plan stand_in settings mismatch replan",
     "scheduler_runtime.surroundings": "foreign_checkpoints data_parallel free_memory",
     "solver": "solve report show",
     "solver.analysis": "pareto largest explain advice block_table",

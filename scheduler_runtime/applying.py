@@ -1,12 +1,12 @@
-"""Put a plan into a module: the same object, its forward replaced.
+"""Apply a plan to a module: the same object, its forward replaced.
 
     apply(model, solution)      # train as before
-    remove(model)               # as it was
+    remove(model)               # restores the module's own forward
 
-At the first forward pass in training mode the module is traced again with the real batch. If the
-graph is the one that was planned, its schedule becomes code; if not, the error says what differs,
-or, with `on_mismatch="replan"`, a new plan is made from the request that the plan carries. In
-evaluation mode and without gradients the module's own forward runs.
+At the first forward pass in training mode the module is traced with the real batch. If the graph is
+the planned one, its schedule becomes code; otherwise the error says what differs, or, with
+`on_mismatch="replan"`, the request in the plan is solved for this call. In evaluation mode and
+without gradients the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch import nn
 
 from graphs.calls import Call, TraceError, device_of
 from graphs.costs import CostModel, finish_measuring, from_description
-from graphs.graph import Graph
 from graphs.trace import CapturedStep
 from scheduler_runtime.by_submodule import SubmoduleSolution, put
-from scheduler_runtime.execute import build_program, has_checkpoints, remove_torch_checkpoint
-from scheduler_runtime.planned import (
-    AnyPlan,
+from scheduler_runtime.execute import (
     BoundProgram,
     CudaGraphError,
-    ForwardReplacement,
-    Plan,
-    Recorded,
-    Recordings,
     StepProgram,
+    build_program,
+    has_checkpoints,
+    remove_torch_checkpoint,
+    restore_forward,
+)
+from scheduler_runtime.execute import cuda_graph as cuda_graphs
+from scheduler_runtime.planned import (
+    AnyPlan,
+    Plan,
+    PlannedForward,
     check_arguments,
-    check_model,
     check_module,
     check_order,
-    environment_difference,
-    forms_difference,
-    graph_difference,
+    difference,
     module_schedule,
     refuse_second,
     replan,
 )
-from solver.schedule import Schedule, simulate
+from solver.schedule import simulate
 
 
 class PlanMismatchError(ValueError):
@@ -62,12 +62,12 @@ def apply(
     plan: a Solution, or a schedule file made in another process; or several, for batches of
         several shapes. One of `fallback.plan_chain` puts stock checkpointing into its submodules.
     on_mismatch: "error": PlanMismatchError at the forward pass that no plan fits; "replan": plan
-        anew for it, within the budget of the first plan, and keep that plan beside the others.
+        for it within the budget of the first plan, and keep that plan beside the others.
     cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
-        addresses are then fixed; see `scheduler_runtime.planned.cuda_graph` for what is refused.
+        addresses are then fixed; see `scheduler_runtime.execute.cuda_graph` for what is refused.
 
     Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
-    different steps; applied twice), TypeError (something else than a module and a plan).
+    different steps; applied twice), TypeError (not a module and a plan).
     """
     if on_mismatch not in ("error", "replan"):
         raise ValueError(f"on_mismatch is {on_mismatch!r}; 'error' or 'replan'")
@@ -76,9 +76,9 @@ def apply(
     if isinstance(plan, SubmoduleSolution):
         return put(model, plan)
     if cuda_graph:
-        check_model(model)
+        cuda_graphs.check_model(model)
     plans: Sequence[AnyPlan] = [plan] if isinstance(plan, AnyPlan) else plan
-    model.forward = PlannedForward(
+    model.forward = AppliedForward(
         model,
         [Plan.of(each) for each in plans],
         on_mismatch=on_mismatch,
@@ -88,39 +88,37 @@ def apply(
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """The module's own forward again, after `apply`, `fit`, `compile` or an export; returns it."""
+    """Undo `apply`, `fit`, `compile` or an export: the module's own forward; returns the module."""
     check_module(model, "remove(model)")
     if has_checkpoints(model):
         return remove_torch_checkpoint(model)
-    planned = model.__dict__.get("forward")
-    if not isinstance(planned, ForwardReplacement):
+    if not isinstance(model.__dict__.get("forward"), PlannedForward):
         raise ValueError("no plan is applied to this module")
-    del model.forward
-    if planned.instance_forward is not None:
-        model.forward = planned.instance_forward
+    restore_forward(model)
     return model
 
 
-class PlannedForward(ForwardReplacement):
-    """Runs the plans that it was given, and those that it made for other calls."""
+class AppliedForward(PlannedForward):
+    """Runs the plans that it was given; with on_mismatch="replan" also plans for other calls."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        plans: Sequence[Plan],
-        *,
-        on_mismatch: str,
-        cuda_graph: bool = False,
+        self, model: nn.Module, plans: Sequence[Plan], *, on_mismatch: str, cuda_graph: bool
     ) -> None:
-        _refuse_different_steps(plans)
+        if not plans:
+            raise ValueError("there is no plan to apply: the list is empty")
+        # shapes may differ between plans, but not what is differentiated, nor how
+        for field in ("train", "gradients", "gradient_outputs"):
+            values = [plan.environment.get(field) for plan in plans]
+            if any(value != values[0] for value in values):
+                raise ValueError(f"the plans are for different steps: {field} is {values}")
         super().__init__(model)
         self.plans = tuple(plans)
         self.on_mismatch = on_mismatch
-        self.cuda_graph = cuda_graph
-        self._recordings = Recordings()
+        self._recordings = cuda_graphs.Recordings() if cuda_graph else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_recordings": Recordings()}
+        recordings = None if self._recordings is None else cuda_graphs.Recordings()
+        return {**super().__getstate__(), "_recordings": recordings}
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan, which runs operator by operator; "
@@ -131,7 +129,7 @@ class PlannedForward(ForwardReplacement):
 
     @property
     def plan(self) -> Plan:
-        """The first: what is planned anew takes its budget and its options."""
+        """The first: new plans take its budget and its options."""
         return self.plans[0]
 
     def covers(self) -> bool:
@@ -139,92 +137,58 @@ class PlannedForward(ForwardReplacement):
         return self._model.training or not self.plan.environment.get("train", True)
 
     def program_for(self, call: Call) -> StepProgram:
-        check_arguments(self._model, call, forward=self._own_forward)
+        model = self._model
+        check_arguments(model, call, forward=self.own_forward)
         try:
             step = self._trace(call)
         except TraceError:
-            # What nobody planned for often cannot run at all: then that is the reason.
-            reason = self._environment_difference(call, device=device_of(self._model).type)
-            if not reason and self.plan.graph is not None:
-                reason = forms_difference(self.plan.graph, call, self._model)
-            if not reason or self.on_mismatch != "error":
+            # a call that nobody planned for often cannot be traced at all: say what differs instead
+            reason = difference(self.plan, call, model)
+            if reason is None or self.on_mismatch == "replan":
                 raise
             raise self._mismatch(reason) from None
         part = step.graph.module_part()
-        plan = next((p for p in self.plans if p.module_graph_id == part.graph_id), None)
-        if plan is None:
-            reason = self._difference(part, call)
-            if self.on_mismatch == "error":
-                raise self._mismatch(reason)
+        reasons = [difference(plan, call, model, part) for plan in self.plans]
+        if None in reasons:
+            plan = self.plans[reasons.index(None)]
+            schedule = module_schedule(plan.schedule, part)
+            # A file may say anything. In the module's part the gradients of its outputs count from
+            # the start; without their bytes this is at most what the whole step takes.
+            tangent_bytes = sum(t.size_bytes for t in part.resident if t.kind == "tangent")
+            peak_bytes = simulate(part, schedule).peak_bytes - tangent_bytes
+            if peak_bytes > plan.request.available_bytes:
+                raise PlanMismatchError(
+                    f"the plan takes at least {peak_bytes} bytes, and its budget leaves "
+                    f"{plan.request.available_bytes}: the schedule file was edited; plan again"
+                )
+        elif self.on_mismatch == "error":
+            raise self._mismatch(reasons[0])
+        else:
             described = self.plan.environment.get("costs", {})
-            costs = from_description(described, device=device_of(self._model))
+            costs = from_description(described, device=device_of(model))
             step = self._trace(call, costs=costs)
             finish_measuring(costs)
-            schedule = module_schedule(
-                replan(step.graph, self.plan, reason), step.graph.module_part()
-            )
-        else:
-            schedule = module_schedule(plan.schedule, part)
-            _judge(part, schedule, available_bytes=plan.request.available_bytes)
-        compiled = BoundProgram(step, build_program(step, schedule))
-        if not self.cuda_graph:
-            return compiled
-        return Recorded(compiled, self._model, call, self._recordings)
+            part = step.graph.module_part()
+            schedule = module_schedule(replan(step.graph, self.plan, str(reasons[0])), part)
+        program = BoundProgram(step, build_program(step, schedule))
+        if self._recordings is None:
+            return program
+        return cuda_graphs.Recorded(program, model, call, self._recordings)
 
-    def _mismatch(self, reason: str) -> PlanMismatchError:
+    def _mismatch(self, reason: str | None) -> PlanMismatchError:
         return PlanMismatchError(
             f"the plan does not fit this call of {type(self._model).__name__}: {reason}; "
             'plan again, or apply(..., on_mismatch="replan")'
         )
 
     def _trace(self, call: Call, *, costs: CostModel | None = None) -> CapturedStep:
-        gradient_outputs = tuple(self.plan.environment["gradient_outputs"])
+        environment = self.plan.environment
         return self.traced(
             call,
-            choose=lambda _output: gradient_outputs,
-            gradients=self.plan.environment.get("gradients", "fresh"),
+            choose=lambda _output: tuple(environment["gradient_outputs"]),
+            gradients=environment.get("gradients", "fresh"),
             costs=costs,
         )
-
-    def _difference(self, graph: Graph, call: Call) -> str:
-        """The first thing in which the call differs from the plan."""
-        planned = self.plan.graph
-        words = self._environment_difference(call, device=graph.meta.environment["device"])
-        if words:
-            return words
-        if planned is None:
-            return "the traced operators are not those of the plan"
-        return forms_difference(planned, call, self._model) or graph_difference(
-            planned.module_part(), graph
-        )
-
-    def _environment_difference(self, call: Call, *, device: str) -> str:
-        return environment_difference(self.plan.environment, call, self._model, device=device)
-
-
-def _judge(part: Graph, schedule: Schedule, *, available_bytes: int) -> None:
-    """A file may say anything: the judge has the last word, on the budget too.
-
-    Gradients of outputs count as there from the start in the module's part, so their bytes are
-    taken off: what is left is in no case more than the whole step takes.
-    """
-    tangent_bytes = sum(t.size_bytes for t in part.resident if t.kind == "tangent")
-    least_bytes = simulate(part, schedule).peak_bytes - tangent_bytes
-    if least_bytes > available_bytes:
-        raise PlanMismatchError(
-            f"the plan takes at least {least_bytes} bytes, and its budget leaves "
-            f"{available_bytes}: the schedule file was changed by hand; plan again"
-        )
-
-
-def _refuse_different_steps(plans: Sequence[Plan]) -> None:
-    """Plans may differ in shapes; what is differentiated, and how, must be the same."""
-    if not plans:
-        raise ValueError("there is no plan to apply: the list is empty")
-    for field in ("train", "gradients", "gradient_outputs"):
-        values = [plan.environment.get(field) for plan in plans]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"the plans are for different steps: {field} is {values}")
 
 
 __all__ = ["CudaGraphError", "PlanMismatchError", "TraceError", "apply", "remove"]

@@ -32,7 +32,7 @@ from scheduler_runtime.execute import (
     remove_torch_checkpoint,
     torch_checkpoint,
 )
-from scheduler_runtime.planned import ForwardReplacement, check_order
+from scheduler_runtime.planned import PlannedForward, check_order
 from solver.common import counted, format_share, format_size
 from solver.module_checkpointing import (
     CheckpointRegion,
@@ -204,7 +204,7 @@ def _check_model(model: nn.Module, graph: Graph) -> None:
     modules = dict(model.named_modules())
     for path, module in modules.items():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, ForwardReplacement):
+        if isinstance(forward, PlannedForward):
             raise ExportError("a plan is applied to this model already; remove(model) it first")
         if isinstance(forward, CheckpointedForward):
             raise ExportError(

@@ -30,13 +30,8 @@ from graphs.training_step import (
     with_resident,
     with_unknown_loss,
 )
-from scheduler_runtime.execute import build_program
-from scheduler_runtime.planned import (
-    BoundProgram,
-    ForwardReplacement,
-    module_schedule,
-    refuse_second,
-)
+from scheduler_runtime.execute import BoundProgram, build_program
+from scheduler_runtime.planned import PlannedForward, module_schedule, refuse_second
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
@@ -147,7 +142,7 @@ def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
     return tuple(fitted.plans)
 
 
-class FittedForward(ForwardReplacement):
+class FittedForward(PlannedForward):
     """Makes a plan for each kind of call, in training mode."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from graphs.capture.extraction import CPU_RANDOM_STATE_BYTES, Layout, extract, is_random
 from graphs.capture.joint_graph import Capture, Source, capture, fake_output, one_at_a_time
-from graphs.capture.own_checkpoints import at_each_checkpoint
+from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.refuse import (
     TORCHS_OWN,
     SideEffectError,

@@ -63,7 +63,7 @@ def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
         if path not in modules:
             raise ValueError(f"the plan is for a model with a submodule {path!r}; this has none")
     if not solution.checkpointed:
-        model.forward = torch_checkpoint.ReplacedForward(model)
+        model.forward = torch_checkpoint.ExportedForward(model)
         return model
     if solution.segments:
         container = modules.get(solution.container)

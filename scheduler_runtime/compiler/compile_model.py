@@ -32,7 +32,7 @@ from scheduler_runtime.compiler.loop import Attempt, CompileLoop, shown_bytes
 from scheduler_runtime.compiler.partitioner import BudgetPartitioner
 from scheduler_runtime.compiler.rehearsal import Rehearsal
 from scheduler_runtime.measuring import bytes_of, resident_tensors
-from scheduler_runtime.planned import ForwardReplacement, refuse_second
+from scheduler_runtime.planned import PlannedForward, refuse_second
 from scheduler_runtime.surroundings import budget_on
 from solver.common import (
     BudgetError,
@@ -185,7 +185,7 @@ class _Function:
         return self.function(*args, **kwargs)
 
 
-class BudgetedForward(ForwardReplacement):
+class BudgetedForward(PlannedForward):
     """Compiles for each kind of call, in training mode or in evaluation mode."""
 
     n_kept = N_KEPT

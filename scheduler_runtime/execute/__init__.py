@@ -1,8 +1,10 @@
-"""Running a schedule: generated code, autograd functions, random state, checkpoints."""
+"""Running a schedule: generated code, autograd functions, checkpoints, CUDA graphs."""
 
-from scheduler_runtime.execute.autograd import run_step
+from scheduler_runtime.execute.bound_program import BoundProgram, StepProgram
+from scheduler_runtime.execute.cuda_graph import CudaGraphError
 from scheduler_runtime.execute.program import Program, build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
+from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
 from scheduler_runtime.execute.sequential_segments import put_segments, runs_in_a_loop
 from scheduler_runtime.execute.torch_checkpoint import (
     CheckpointedForward,
@@ -13,16 +15,20 @@ from scheduler_runtime.execute.torch_checkpoint import (
 )
 
 __all__ = [
+    "BoundProgram",
     "CheckpointedForward",
+    "CudaGraphError",
     "Program",
+    "ReplacedForward",
     "SavedCalls",
+    "StepProgram",
     "build_program",
     "functional_name",
     "has_checkpoints",
     "put_segments",
     "recompute_random",
     "remove_torch_checkpoint",
+    "restore_forward",
     "run_and_keep_state",
-    "run_step",
     "runs_in_a_loop",
 ]

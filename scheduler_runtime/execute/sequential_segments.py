@@ -1,16 +1,16 @@
-"""Neighbours of an nn.Sequential put into stock checkpoints together, and these into each other.
+"""Consecutive children of an nn.Sequential in shared stock checkpoints, which may be nested.
 
-The module stays what it is, with its children, hooks and state dict; its forward is replaced on the
-instance. An nn.Sequential's own forward is a loop over its children, so running a part of the loop
-inside of `torch.utils.checkpoint.checkpoint(use_reentrant=False)` is the same computation. Children
-with hooks of their own are no part of this: these would run again with them.
+The module keeps its children, hooks and state dict; its forward is replaced on the instance. An
+nn.Sequential's own forward is a loop over its children, so running a part of the loop inside
+`torch.utils.checkpoint.checkpoint(use_reentrant=False)` is the same computation. Children with
+hooks of their own are excluded: their hooks would run again with each recomputation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphs.calls import Call
-from scheduler_runtime.execute.torch_checkpoint import ReplacedForward, with_buffers_kept
+from scheduler_runtime.execute.torch_checkpoint import ExportedForward, with_buffers_kept
 from solver.module_checkpointing import CheckpointRegion
 
 
@@ -40,11 +40,12 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-class SegmentedForward(ReplacedForward):
+class SegmentedForward(ExportedForward):
     """Runs the children of an nn.Sequential, segment by segment.
 
-    segments: regions of neighbours among the children. changed_buffers: names, in the module, of
-    what a step changes. n_runs: how often each child ran with gradients, first and again.
+    segments: regions of consecutive children.
+    changed_buffers: names, in the module, of buffers that a step changes.
+    n_runs: executions of each child with gradients, recomputations included.
     """
 
     def __init__(
@@ -59,19 +60,14 @@ class SegmentedForward(ReplacedForward):
         self.changed_buffers = tuple(changed_buffers)
         self.n_runs = [0] * len(module)
 
-    @property
-    def children(self) -> list[nn.Module]:
-        """As they are now: one may be wrapped after the plan was put in."""
-        assert isinstance(self._module, nn.Sequential)
-        return list(self._module)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
             return self.own_forward(*args, **kwargs)
         return self._run(0, len(self.n_runs) - 1, self.segments, args[0])
 
     def _run(self, first: int, last: int, segments: Sequence[CheckpointRegion], value: Any) -> Any:
-        children = self.children
+        assert isinstance(self._model, nn.Sequential)
+        children = list(self._model)  # now: one may have been wrapped since
         starts = {self._span(segment)[0]: segment for segment in segments}
         position = first
         while position <= last:
@@ -87,21 +83,20 @@ class SegmentedForward(ReplacedForward):
 
     def _span(self, segment: CheckpointRegion) -> tuple[int, int]:
         """The positions of its first and last child. Paths end in the child's name."""
-        names = list(self._module._modules)
+        names = list(self._model._modules)
         first, last = segment.modules[0], segment.modules[-1]
         return names.index(first.rpartition(".")[2]), names.index(last.rpartition(".")[2])
 
     def _checkpointed(self, segment: CheckpointRegion, value: Any) -> Any:
         call = Call.of((value,), {})
-        run = functools.partial(self._run_segment, segment, call.rest, call.spec)
-        if torch.compiler.is_compiling():  # the compiler functionalises buffers itself
-            return checkpoint(run, *call.tensors, use_reentrant=False)
-        return checkpoint(
-            run,
-            *call.tensors,
-            use_reentrant=False,
-            context_fn=functools.partial(self._contexts, segment),
+        # the compiler functionalises buffers itself
+        options: Any = (
+            {}
+            if torch.compiler.is_compiling()
+            else {"context_fn": functools.partial(self._contexts, segment)}
         )
+        run = functools.partial(self._run_segment, segment, call.rest, call.spec)
+        return checkpoint(run, *call.tensors, use_reentrant=False, **options)
 
     def _run_segment(
         self, segment: CheckpointRegion, rest: list[Any], spec: Any, *tensors: torch.Tensor
@@ -111,16 +106,10 @@ class SegmentedForward(ReplacedForward):
         return self._run(first, last, segment.inner, value)
 
     def _contexts(self, segment: CheckpointRegion) -> tuple[Any, Any]:
-        names = tuple(self._changed_in(segment))
-        return contextlib.nullcontext(), with_buffers_kept(
-            contextlib.nullcontext(), self._module, names
-        )
-
-    def _changed_in(self, segment: CheckpointRegion) -> Iterator[str]:
         children = {path.rpartition(".")[2] for path in segment.modules}
-        for name in self.changed_buffers:
-            if name.partition(".")[0] in children:
-                yield name
+        inside = [name for name in self.changed_buffers if name.partition(".")[0] in children]
+        nothing = contextlib.nullcontext()
+        return nothing, with_buffers_kept(nothing, self._model, inside)
 
 
 def put_segments(
@@ -129,7 +118,7 @@ def put_segments(
     segments: Sequence[CheckpointRegion],
     changed_buffers: Sequence[str] = (),
 ) -> SegmentedForward:
-    """Replace the module's forward; `torch_checkpoint.take_out` undoes it."""
+    """Replace the module's forward; `remove_torch_checkpoint` undoes it."""
     forward = SegmentedForward(module, segments=segments, changed_buffers=changed_buffers)
     module.forward = forward  # type: ignore[method-assign]
     return forward

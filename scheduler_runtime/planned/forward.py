@@ -1,13 +1,12 @@
-"""What stands in for `model.forward`: a program for each kind of call, the module's own otherwise.
+"""What a plan puts in the place of `model.forward`: one program for each kind of call.
 
-`scheduler_runtime.apply` puts one there that has its plans, `scheduler_runtime.fit` one that makes
-them when it is called, `scheduler_runtime.compiler.compile_model` one that compiles.
+Three subclasses: `scheduler_runtime.applying` (the plans are given), `scheduler_runtime.fitting`
+(planned at the first call) and `scheduler_runtime.compiler.compile_model` (torch.compile).
 """
 
 from __future__ import annotations
 
 import abc
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,9 +19,9 @@ from graphs.calls import Call, TraceError, argument_order, device_of
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import CapturedStep, refuse_plans, trace_module
-from scheduler_runtime.execute import has_checkpoints
-from scheduler_runtime.planned.guards import Records
-from scheduler_runtime.planned.program_cache import N_KEPT, ProgramCache, StepProgram, kind_of
+from scheduler_runtime.execute import ReplacedForward, StepProgram, has_checkpoints
+from scheduler_runtime.planned.guards import kind_of
+from scheduler_runtime.planned.program_cache import N_KEPT, ProgramCache
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import Compute, Schedule
 
@@ -31,49 +30,37 @@ logger = logging.getLogger(__name__)
 N_WORTH_A_WARNING = (8, 32, 128)
 
 
-class ForwardReplacement(abc.ABC):
-    """Called in the place of the module's forward; keeps one program for each kind of call.
+class PlannedForward(ReplacedForward):
+    """Keeps one program for each kind of call; calls that are not planned run the module's own.
 
-    instance_forward: what another library had put in the place of the class's forward before.
     n_kept: programs at most.
     """
 
     n_kept = N_KEPT
 
     def __init__(self, model: nn.Module) -> None:
-        self.instance_forward = model.__dict__.get("forward")
-        self._model = model
+        super().__init__(model)
         self._tracing = False
         self._programs = ProgramCache(n_kept=self.n_kept)
-        self._records = Records()
-        self._argument_order = argument_order(self._own_forward)
-        functools.update_wrapper(self, self._own_forward, updated=())
+        self._argument_order = argument_order(self.own_forward)
 
     def why_not_traced(self, title: str) -> str:
-        """Asked by `graphs.trace`, which would trace this instead of the module's own forward."""
         owner = "model" if title == "it" else "that submodule"
         return (
             f"{title} has a plan already, which would be traced instead; "
             f"scheduler_runtime.remove({owner}) first"
         )
 
-    @property
-    def _own_forward(self) -> Any:
-        """The forward that the module had before."""
-        if self.instance_forward is not None:
-            return self.instance_forward
-        return functools.partial(type(self._model).forward, self._model)
-
     @abc.abstractmethod
     def covers(self) -> bool:
-        """Whether a forward pass with gradients is one that is planned (training or evaluation)."""
+        """Whether a forward pass with gradients is planned in the mode (train, eval) it is in."""
 
     @abc.abstractmethod
     def program_for(self, call: Call) -> StepProgram:
-        """A program for a call that none of those which are there fits."""
+        """A program for a call that none of the kept programs fits."""
 
     def situation(self) -> Any:
-        """What the program depends on beside the call."""
+        """What the program depends on besides the module and the call."""
         return None
 
     def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -83,33 +70,34 @@ class ForwardReplacement(abc.ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         if self._tracing or not torch.is_grad_enabled() or not self.covers() or _is_transformed():
-            return self._own_forward(*args, **kwargs)
+            return self.own_forward(*args, **kwargs)
         call = self.call_of(args, kwargs)
-        if not _gets_gradients(model, call):  # an adapter that is switched off for the moment
-            return self._own_forward(*args, **kwargs)
+        if not any(p.requires_grad for p in model.parameters()) and not any(
+            tensor.requires_grad for tensor in call.tensors
+        ):  # nothing to differentiate: the adapters are switched off, say
+            return self.own_forward(*args, **kwargs)
         kind = self.kind(call)
-        compiled = self._programs.find(kind, model, call)
-        if compiled is None:
-            compiled = self.program_for(call)
-            self._programs.add(kind, compiled)
+        program = self._programs.find(kind, model, call)
+        if program is None:
+            program = self.program_for(call)
+            self._programs.add(kind, program)
             if self._programs.n_added in N_WORTH_A_WARNING:
                 logger.warning(
                     "%s has been planned for %d kinds of call; shapes, arguments or attributes "
-                    "that change with every step are a new plan every step: pad the shapes, or "
-                    "hand the value in as a tensor",
+                    "that change with every step need a new plan every step: pad the shapes, or "
+                    "pass the value as a tensor",
                     type(model).__name__,
                     self._programs.n_added,
                 )
-        return compiled.run(model, call)
+        return program.run(model, call)
 
     def kind(self, call: Call) -> Any:
         """Equal for calls that one program can be for."""
-        return kind_of(self._model, call, self._records), self.situation()
+        return kind_of(self._model, call), self.situation()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Programs are not copied or pickled: they are made again at the next forward pass."""
-        fresh = {"_programs": ProgramCache(n_kept=self.n_kept), "_records": Records()}
-        return {**self.__dict__, **fresh}
+        """Programs are not copied or pickled: the next forward pass builds them."""
+        return {**self.__dict__, "_programs": ProgramCache(n_kept=self.n_kept)}
 
     def traced(
         self,
@@ -121,8 +109,8 @@ class ForwardReplacement(abc.ABC):
     ) -> CapturedStep:
         """The module's own forward and backward pass for this call (`graphs.trace`).
 
-        What another library has put around the stand-in since (accelerate's autocast) is running
-        already, and may not bear to run in itself: the stand-in takes its place for the time.
+        Another library may have wrapped the replaced forward since (accelerate's autocast). That
+        wrapper is active already and may not be entered twice, so it is set aside meanwhile.
         """
         model = self._model
         refuse_plans(model, also_its_own=False)
@@ -133,7 +121,7 @@ class ForwardReplacement(abc.ABC):
             return trace_module(
                 model,
                 call,
-                device=device_of(self._model),
+                device=device_of(model),
                 choose=choose,
                 gradients=gradients,
                 costs=costs,
@@ -152,27 +140,20 @@ class ForwardReplacement(abc.ABC):
 def _is_transformed() -> bool:
     """Whether forward-mode differentiation or a transform of torch.func (vmap, grad, jacrev) runs.
 
-    They pass a planned step by: its program knows tensors alone. PyTorch has no public question
-    for it that is asked of no tensor.
+    A program sees plain tensors only and would miss them. PyTorch has no public way to ask
+    without a tensor.
     """
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
-def _gets_gradients(model: nn.Module, call: Call) -> bool:
-    """Whether there is anything that a backward pass would be for."""
-    return any(p.requires_grad for p in model.parameters()) or any(
-        tensor.requires_grad for tensor in call.tensors
-    )
-
-
 def refuse_second(model: nn.Module) -> None:
-    """One plan for a module: raises ValueError where there is one."""
-    if isinstance(model.__dict__.get("forward"), ForwardReplacement) or has_checkpoints(model):
+    """Raises ValueError where the module has a plan already."""
+    if isinstance(model.__dict__.get("forward"), PlannedForward) or has_checkpoints(model):
         raise ValueError("a plan is applied to this module already; remove(model) it first")
 
 
 def module_schedule(schedule: Schedule, part: Graph) -> Schedule:
-    """The schedule without what the caller runs: the loss outside, the optimizer."""
+    """The schedule without the ops that the caller runs: a loss outside, the optimizer."""
     ops = tuple(
         op
         for op in schedule.ops

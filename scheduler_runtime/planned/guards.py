@@ -1,34 +1,31 @@
-"""What a module is set to, as a value that can be compared: a change asks for another program.
+"""What a program depends on besides the values of its tensors: a change asks for another program.
 
-A program is what `forward` did when it was traced. Besides its batch and its tensors (which have
-guards of their own, `graphs.capture.as_eager.known_values`), forward reads Python state:
-attributes, in the module or in what it holds (a peft layer keeps its scaling in a dict, a model of
-transformers its config), of its class, and its own code. All of that is read here before each call:
+A program is what `forward` did when it was traced. Before each call `kind_of` reads what forward
+can see and compares it with what each program was made for:
 
-- plain values (numbers, strings, dtypes) in attributes of modules and of their classes;
-- arrays of NumPy, up to LARGE_BYTES by their numbers, beyond that by which array it is;
-- lists, tuples, dicts, sets and deques of them, nested, up to MANY entries; but a list of numbers
-  or tensors in an attribute that only grows, or is emptied, is a record (of losses, say);
-- objects that hold nothing but such values, in a dict or in slots: configs, dataclasses,
-  namespaces. An object that holds anything else (a trainer, a logger) is known by its type and by
-  which one it is: what is in it changes with every step;
-- functions, classes and modules held elsewhere by identity, a class with its plain attributes too,
-  and functools.partial by its parts; each module's class and its `forward`;
-- settings of torch itself that decide which operators there are.
+- form of the batch, parameters and buffers; arguments that are no tensors; autocast;
+- settings of torch that decide which operators there are, and hooks of all modules;
+- of each module its class, its `forward`, its training flag and the number of its hooks;
+- plain values (numbers, strings, dtypes, ...) in attributes of modules and of their classes, and in
+  lists, tuples, dicts, sets and deques there, nested (peft keeps its scaling in a dict);
+- objects that hold nothing but plain values: configs, dataclasses, namespaces. An object that holds
+  anything else (a trainer, a logger) is known by identity: what is in it changes with every step;
+- functions, classes and modules held elsewhere by identity.
 
-Not seen: globals of a Python module, environment variables, what a closure has caught, and the
-inside of the objects left out. `docs/same_bits.md` says so.
+What numbers forward looked at has guards of its own (`graphs.capture.as_eager.known_values`).
+`docs/limits.md` lists what is not seen.
 """
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import hashlib
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
@@ -37,116 +34,45 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from graphs.capture import TORCHS_OWN, global_hooks
+from graphs.calls import Call
+from graphs.capture import TORCHS_OWN, global_hooks, sharing
 
 MANY = 1000
-"""Entries of a container; one that is longer is known by its length."""
+"""Entries of a container; a longer one is known by its length."""
 LARGE_BYTES = 2**20
-"""Of an array in an attribute: one that is larger is not read before each call."""
-_WRITTEN_OUT = (
-    float,  # NaN is itself, and 0.0 is not -0.0
-    complex,
-    np.generic,
-    range,
-    slice,
-    PurePath,  # its slots are filled as it is used
-    torch.memory_format,
-    torch.layout,
-)
-"""Plain values that are compared as text."""
-_PLAIN = (
-    *_WRITTEN_OUT,
-    *(bool, int, str, bytes, enum.Enum, torch.dtype, torch.device, types.NoneType),
-)
+"""Of an array in an attribute; a larger one is known by identity."""
 _COMMON = frozenset({bool, int, str, types.NoneType})
-"""Most of what there is to read: a set is faster to look in than `_PLAIN`."""
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_BY_IDENTITY = (
-    nn.Module,
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
+"""Compared as they are; a set is faster to look in than `_PLAIN`."""
+_PLAIN = (
+    *(bool, int, str, bytes, float, complex, types.NoneType),
+    *(np.generic, range, slice, enum.Enum, PurePath),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout),
 )
-_ELSEWHERE = (torch.Tensor, weakref.ref)
-"""Tensors have guards of their own; nn.RNN lists references to its weights anew as they are set."""
+_CODE = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class _NoSettingError(Exception):
-    """Something that is no setting."""
-
-
-class Records:
-    """Which lists are records: what each held at the last call, and how often it was changed."""
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[int, str], tuple[tuple[Any, ...], int]] = {}
-
-    def version(self, place: tuple[int, str], value: list[Any], read: Any) -> int:
-        """The same number for as long as the list is only written on."""
-        inside = read[1] if isinstance(read[1], tuple) else ()
-        before, version = self._last.get(place, (inside, 0))
-        grown = len(inside) >= len(before) and inside[: len(before)] == before
-        new = value[len(before) :] if grown else value
-        if not (grown or not value) or not all(_is_number(item) for item in new):
-            version += 1
-        self._last[place] = inside, version
-        return version
-
-
-def settings_of(model: nn.Module, records: Records) -> tuple[Any, ...]:
-    """A hashable value that is equal as long as nothing in the list above changes."""
-    seen: set[int] = set()
+def kind_of(model: nn.Module, call: Call) -> Any:
+    """Equal for calls that one program can be for; compare as `planned == here`."""
     modules = modules_of(model)
-    classes = {kind: _of_class(kind) for kind in {type(module) for module in modules}}
-    return tuple(
-        (
-            type(module),
-            type(module).forward,
-            classes[type(module)],
-            module.training,
-            tuple(len(getattr(module, hooks)) for hooks in _HOOKS),
-            tuple(_attributes(module, seen, records, is_root=module is model)),
-        )
-        for module in modules
-    )
-
-
-def torchs_settings() -> tuple[Any, ...]:
-    """Settings of torch itself that decide while tracing which operators there are: dtype and
-    device of new tensors, which kernels attention may take, hooks of all modules, and whether
-    parametrized weights are shared between calls."""
-    modes = torch.overrides._get_current_function_mode_stack()
+    parameters = {
+        id(p): p for m in modules for p in m._parameters.values() if p is not None
+    }.values()
+    buffers = (b for m in modules for b in m._buffers.values() if b is not None)
+    device = next((p.device.type for p in parameters), "cpu")
     return (
-        tuple((type(mode), getattr(mode, "device", None)) for mode in modes),
-        global_hooks(),
-        parametrize._cache_enabled > 0,
-        torch.get_default_dtype(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
+        tuple(map(_form, call.tensors)),
+        sharing(call.tensors) if len(call.tensors) > 1 else (),
+        tuple(map(_argument, call.rest)),
+        call.spec,
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.is_autocast_cache_enabled(),
+        _torch_settings(),
+        tuple(map(_form, parameters)),
+        tuple(map(_form, buffers)),
+        settings_of(model, modules),
     )
-
-
-def argument_state(value: Any) -> Any:
-    """The same of an argument that is no tensor, and no container that a call is opened into.
-
-    An object is known by identity as well: what is hidden further inside of it cannot be seen. An
-    array of NumPy is known by its numbers: they are constants of the traced step.
-    """
-    if isinstance(value, np.ndarray):
-        return _numbers(value)
-    if isinstance(value, (*_PLAIN, *_BY_IDENTITY, set, frozenset)):
-        return _item(value, set(), within_object=False)
-    state = _state(value)
-    if state is None:
-        return type(value), repr(value)
-    seen = {id(value)}
-    inside = tuple((k, _item(v, seen, within_object=False)) for k, v in state.items())
-    return type(value), id(value), inside
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -161,23 +87,176 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _attributes(
-    module: nn.Module, seen: set[int], records: Records, *, is_root: bool
-) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if name in TORCHS_OWN or (is_root and name == "forward"):  # there the plan itself stands
-            continue
+def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
+    """The Python state of the module and its submodules."""
+    seen: set[int] = set()
+    of_class = {kind: _class_settings(kind) for kind in {type(module) for module in modules}}
+    return tuple(
+        (
+            type(module),
+            type(module).forward,
+            of_class[type(module)],
+            module.training,
+            tuple(len(getattr(module, hooks)) for hooks in _HOOKS),
+            tuple(
+                (name, (type(value) is list and _Record.of(value)) or _setting(value, seen))
+                for name, value in vars(module).items()
+                # the model's own `forward` is the plan itself
+                if name not in TORCHS_OWN and not (name == "forward" and module is model)
+            ),
+        )
+        for module in modules
+    )
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    return tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _torch_settings() -> tuple[Any, ...]:
+    modes = torch.overrides._get_current_function_mode_stack()
+    return (
+        tuple((type(mode), getattr(mode, "device", None)) for mode in modes),
+        global_hooks(),
+        parametrize._cache_enabled > 0,
+        torch.get_default_dtype(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+class _Record:
+    """A list of numbers or tensors: one that only grows (losses, say) is no setting.
+
+    Equal to a list that begins with what was in this one.
+    """
+
+    def __init__(self, items: tuple[Any, ...]) -> None:
+        self._items = items
+
+    @classmethod
+    def of(cls, value: list[Any]) -> _Record | None:
+        """None: something else is in the list."""
+        head = value[:MANY]
+        if not all(isinstance(i, int | float | torch.Tensor) and type(i) is not bool for i in head):
+            return None
+        return cls(tuple(torch.Tensor if isinstance(i, torch.Tensor) else _plain(i) for i in head))
+
+    def __eq__(self, here: object) -> bool:
+        return isinstance(here, _Record) and here._items[: len(self._items)] == self._items
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Same:
+    """Equal to another one of the same object, for as long as the object exists.
+
+    Holds it weakly where Python allows that: a program must not keep the tensors of objects that
+    the model has dropped.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._get: Callable[[], Any]
         try:
-            read = _read(value, seen, within_object=False)
-        except _NoSettingError:
-            read = type(value), _Known(value)
-        if type(value) is list and isinstance(read, tuple) and all(map(_is_number, value)):
-            read = list, records.version((id(module), name), value, read)
-        yield name, read
+            self._get = weakref.ref(value)
+        except TypeError:
+            self._get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        value = self._get()
+        return value is not None and value is other._get()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def _of_class(kind: type) -> tuple[Any, ...]:
-    """Plain attributes of the module's classes, up to PyTorch's own."""
+class _NotPlainError(Exception):
+    """An object holds more than plain values."""
+
+
+def _setting(value: Any, seen: set[int]) -> Any:
+    """A value of an attribute, to be compared. seen: ids of mutable objects read in this pass."""
+    try:
+        return _read(value, seen, in_object=False)
+    except _NotPlainError:
+        return type(value), _Same(value)
+
+
+def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
+    """Raises _NotPlainError for what cannot be compared. in_object: then nothing is let through."""
+    kind = type(value)
+    if kind in _COMMON:
+        return kind, value
+    if isinstance(value, _PLAIN):
+        return _plain(value)
+    if isinstance(value, _CODE):
+        return value
+    if isinstance(value, type):  # a class that is a config: `class Config: dropout = 0.1`
+        return value, _class_settings(value)
+    if isinstance(value, np.ndarray):
+        return _array(value) if value.nbytes <= LARGE_BYTES else _Same(value)
+    if isinstance(value, torch.Tensor | weakref.ref):
+        # tensors have guards of their own; nn.RNN lists references to its weights, new ones often
+        if in_object:
+            raise _NotPlainError
+        return kind
+    if isinstance(value, tuple | set | frozenset):
+        return kind, _parts(value, seen, in_object=in_object)
+    if id(value) in seen:  # the config that all layers share, or a list that holds itself
+        return id(value)
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, value.keywords)
+    elif isinstance(value, _CONTAINERS):
+        seen.add(id(value))
+    else:
+        # In a set of its own: what is read before something cannot be is not known elsewhere.
+        tried = {*seen, id(value)}
+        state = tuple((k, _read(v, tried, in_object=True)) for k, v in _state(value).items())
+        seen |= tried
+        return kind, state
+    return kind, _parts(value, seen, in_object=in_object)
+
+
+def _parts(value: Any, seen: set[int], *, in_object: bool) -> Any:
+    """Items of a container. Each by itself may be known by identity, but not within an object."""
+    if len(value) > MANY:
+        return len(value)
+    read = functools.partial(_read, in_object=True) if in_object else _setting
+    if isinstance(value, dict):
+        return tuple(
+            (_plain(k) if isinstance(k, _PLAIN) else id(k), read(v, seen))
+            for k, v in list(value.items())
+        )
+    items = sorted(value, key=hash) if isinstance(value, set | frozenset) else list(value)
+    return tuple([read(item, seen) for item in items])
+
+
+def _argument(value: Any) -> Any:
+    """An argument that is no tensor, nor a container that a call is opened into."""
+    if isinstance(value, np.ndarray):
+        return _array(value)  # its numbers are constants of the traced step
+    if isinstance(value, (*_PLAIN, *_CODE, type, set, frozenset)):
+        return _setting(value, set())
+    try:
+        state = _state(value)
+    except _NotPlainError:
+        return type(value), repr(value)
+    seen = {id(value)}
+    return type(value), _Same(value), tuple((k, _setting(v, seen)) for k, v in state.items())
+
+
+def _plain(value: object) -> Any:
+    """With its type, 1 is not True; written out, NaN equals itself and 0.0 is not -0.0."""
+    return type(value), value if type(value) in _COMMON else repr(value)
+
+
+def _class_settings(kind: type) -> tuple[Any, ...]:
+    """Plain attributes of a class and of its bases, up to PyTorch's own."""
     return tuple(
         (name, _plain(value))
         for each in kind.__mro__
@@ -187,126 +266,16 @@ def _of_class(kind: type) -> tuple[Any, ...]:
     )
 
 
-def _is_number(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number or isinstance(value, torch.Tensor)
-
-
-def _plain(value: object) -> Any:
-    """With its type: 1 is not True."""
-    return type(value), repr(value) if isinstance(value, _WRITTEN_OUT) else value
-
-
-class _Known:
-    """Known by which object it is: equal to another one of the same object, while that is there.
-
-    It does not keep the object, where Python allows that: what a program was made for would hold
-    the tensors of objects that the model has dropped.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self._of: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self._of = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, _Known) and (it := self._of()) is not None and it is other._of()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-def _numbers(array: np.ndarray[Any, Any]) -> Any:
+def _array(array: np.ndarray[Any, Any]) -> Any:
     digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
     return type(array), array.dtype.str, array.shape, digest
 
 
-def _state(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object, in its dict and in its slots; None: it has none to be read."""
+def _state(value: Any) -> dict[str, Any]:
+    """Attributes of an object, in its dict and its slots; _NotPlainError: Python cannot see any."""
     state = getattr(value, "__dict__", None)
-    slots = [slot for slot in _slots_of(value.__class__) if hasattr(value, slot)]
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
     if not isinstance(state, dict) and not slots:
-        return None
-    found = dict(state) if isinstance(state, dict) else {}
-    return found | {slot: getattr(value, slot) for slot in slots}
-
-
-@functools.cache
-def _slots_of(kind: type) -> tuple[str, ...]:
-    return tuple(slot for each in kind.__mro__ for slot in _own_slots(each))
-
-
-def _own_slots(kind: type) -> Iterator[str]:
-    slots = vars(kind).get("__slots__", ())
-    private = f"_{kind.__name__.lstrip('_')}"
-    for slot in (slots,) if isinstance(slots, str) else tuple(slots):
-        if slot not in ("__dict__", "__weakref__"):
-            hidden = slot.startswith("__") and not slot.endswith("__")
-            yield f"{private}{slot}" if hidden else slot
-
-
-def _read(value: Any, seen: set[int], *, within_object: bool) -> Any:
-    if type(value) in _COMMON:
-        return type(value), value
-    if isinstance(value, _PLAIN):
-        return _plain(value)
-    if isinstance(value, _CONTAINERS):
-        return _container(value, seen, within_object=within_object)
-    if isinstance(value, type):  # a class that is a config: `class Config: dropout = 0.1`
-        return value, _of_class(value)
-    if isinstance(value, functools.partial):
-        return _partial(value, seen, within_object=within_object)
-    if isinstance(value, _BY_IDENTITY):
-        return value  # compared by identity, and kept, so that no other takes its place in memory
-    if isinstance(value, np.ndarray):
-        return _numbers(value) if value.nbytes <= LARGE_BYTES else _Known(value)
-    state = None if isinstance(value, torch.Tensor) else _state(value)
-    if state is None:
-        if within_object or not isinstance(value, _ELSEWHERE):
-            raise _NoSettingError
-        return type(value)
-    if id(value) in seen:
-        return id(value)
-    seen.add(id(value))
-    inside = tuple((k, _read(v, seen, within_object=True)) for k, v in state.items())
-    return type(value), inside
-
-
-def _partial(value: functools.partial[Any], seen: set[int], *, within_object: bool) -> Any:
-    """What it calls and with what: neither is among its attributes."""
-    parts = (value.func, value.args, value.keywords)
-    return type(value), tuple(_item(part, seen, within_object=within_object) for part in parts)
-
-
-def _container(value: Any, seen: set[int], *, within_object: bool) -> Any:
-    if len(value) > MANY:
-        return type(value), len(value)
-    if id(value) in seen:  # may hold itself
-        return id(value)
-    if isinstance(value, dict):
-        seen.add(id(value))
-        items = (
-            (_key(k), _item(v, seen, within_object=within_object)) for k, v in list(value.items())
-        )
-        return type(value), tuple(items)
-    if isinstance(value, list | deque):
-        seen.add(id(value))
-    found = [_item(item, seen, within_object=within_object) for item in list(value)]
-    return type(value), frozenset(found) if isinstance(value, set | frozenset) else tuple(found)
-
-
-def _item(value: Any, seen: set[int], *, within_object: bool) -> Any:
-    if within_object:
-        return _read(value, seen, within_object=True)
-    try:
-        return _read(value, seen, within_object=False)
-    except _NoSettingError:
-        return type(value), _Known(value)
-
-
-def _key(key: Any) -> Any:
-    return _plain(key) if isinstance(key, _PLAIN) else id(key)
+        raise _NotPlainError
+    return {**state, **slots} if isinstance(state, dict) else slots

@@ -1,4 +1,4 @@
-"""What `apply` needs of a Solution or a schedule file."""
+"""What `apply` needs from a Solution or a schedule file."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ def check_order(model: object, plan: object, *, call: str = "apply") -> None:
     right = f"{call}(model, solution)"
     if isinstance(model, AnyPlan) and isinstance(plan, nn.Module):
         raise TypeError(
-            f"{call}() was given the plan first and the {type(plan).__name__} second; the other "
-            f"way round: {right}"
+            f"{call}() was given the plan first and the {type(plan).__name__} second; write {right}"
         )
     check_module(model, right)
-    plans = plan if isinstance(plan, list | tuple) else [plan]
-    for each in plans:
+    for each in plan if isinstance(plan, list | tuple) else [plan]:
         if not isinstance(each, AnyPlan):
             raise TypeError(
-                f"{call}() was given {_title(each)} as the plan; give what solve(model, batch, "
+                f"{call}() was given {_described(each)} as the plan; pass what solve(model, batch, "
                 f"...) returned: {right}"
             )
 
 
 def check_module(model: object, right: str) -> None:
-    """Raises TypeError for what is no module. right: the call as it would be right."""
+    """Raises TypeError for what is not a module. right: the correct call."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is {_title(model)}, and no torch.nn.Module: {right}")
+        raise TypeError(f"the model is {_described(model)}, not a torch.nn.Module: {right}")
 
 
-def _title(value: object) -> str:
+def _described(value: object) -> str:
     return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
@@ -49,8 +47,9 @@ def _title(value: object) -> str:
 class Plan:
     """A schedule, the request that it answers, and the graph it was made for.
 
-    module_graph_id: of the part of the step that the module runs. graph: the whole step, with a
-    loss outside and the optimizer (None: a schedule file does not hold it).
+    environment: shapes, dtypes, mode, ... of the step (`graphs.calls.environment_of`).
+    module_graph_id: of the part of the step that the module runs.
+    graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
     """
 
     schedule: Schedule
@@ -80,8 +79,8 @@ class Plan:
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
         if words := sharding_words(environment):
             raise ValueError(
-                f"the plan is for a sharded step ({words}), whose parameters hooks of submodules "
-                "gather, and a planned step would not run those: export it with "
+                f"the plan is for a sharded step ({words}): FSDP gathers parameters in hooks of "
+                "submodules, which a planned step does not run. Export it with "
                 "scheduler_runtime.export.to_torch_checkpoint(model, solution), then shard the "
                 "model with scheduler_runtime.fsdp.shard(model, solution)"
             )
@@ -93,7 +92,7 @@ class Plan:
             )
         if not chosen:
             raise ValueError(
-                "the plan was made for a graph file that no module was traced into; apply needs a "
-                "plan from solve(model, batch, ...) or `solve model.py`"
+                "the plan was made from a graph file, not from a traced module; apply needs a plan "
+                "from solve(model, batch, ...) or `solve model.py`"
             )
         return cls(plan.schedule, plan.request, environment, module_graph_id, graph)

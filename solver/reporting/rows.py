@@ -102,7 +102,7 @@ def _evaluation_note(graph: Graph) -> list[str]:
 
 
 def _checkpoints_note(graph: Graph) -> list[str]:
-    """A sentence where the model checkpoints by itself (`graphs.capture.own_checkpoints`)."""
+    """A sentence where the model checkpoints by itself (`graphs.capture.own_checkpointing`)."""
     return [OWN_CHECKPOINTS] if graph.meta.own_checkpoints else []
 
 

@@ -20,7 +20,7 @@ from graphs.capture.as_eager import kernels as eager_kernels
 from graphs.capture.extraction import is_random
 from graphs.costs import attention_seeds as seeds
 from scheduler_runtime import CudaGraphError, apply
-from scheduler_runtime.planned.cuda_graph import check_program
+from scheduler_runtime.execute.cuda_graph import check_program
 from solver import solve
 from tests.support.paths import ROOT
 
@@ -138,7 +138,7 @@ def test_a_cuda_graph_of_random_operators_that_run_again_is_refused():
     for solution, is_refused in ((free, False), (solve(model, batch, budget=budget), True)):
         apply(model, solution)
         model(batch).backward()
-        compiled = next(iter(model.forward._programs._programs.values()))
+        _, compiled = model.forward._programs.programs[0]
         del model.forward
         if is_refused:
             with pytest.raises(CudaGraphError, match="which a CUDA graph cannot"):

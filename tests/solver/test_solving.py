@@ -133,7 +133,7 @@ def test_planning_anew_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     apply(model, solution, on_mismatch="replan")
     with caplog.at_level(logging.WARNING):
         model(torch.randn(4, 16)).backward()
-    assert "shapes is [[4, 16]], planned was [[8, 16]]" in caplog.text
+    assert "shapes: [[4, 16]], planned for [[8, 16]]" in caplog.text
 
 
 @pytest.mark.slow(sample=1)

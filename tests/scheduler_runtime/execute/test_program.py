@@ -32,7 +32,7 @@ def planned(gradients: str) -> tuple[nn.Module, nn.Module, torch.Tensor, Program
     apply(model, solve(model, batch, budget="1GB", gradients=gradients, time_limit_s=5.0))
     for each in (model, twin):
         each(batch).backward()
-    (compiled,) = model.forward._programs._programs.values()
+    ((_, compiled),) = model.forward._programs.programs
     return model, twin, batch, compiled.program
 
 

@@ -103,7 +103,7 @@ def test_peft_after_an_export_works_for_whole_checkpoints_and_else_says_so() -> 
         adapted.append(get_peft_model(each, copy.deepcopy(LORA)).train())
     assert_same_bits_in_less_memory(adapted[0], adapted[1])
     with pytest.raises(
-        CountMismatchError, match=r"called aten\.mm\.default 11 times, planned were 7"
+        CountMismatchError, match=r"called aten\.mm\.default 11 times, but the plan expects 7"
     ):
         one_step(adapted[2], sentences(), 3)
 

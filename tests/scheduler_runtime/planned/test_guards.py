@@ -1,4 +1,4 @@
-"""What a module is set to: every change of what `forward` reads asks for another program."""
+"""Guards: a change of Python state that `forward` reads asks for another program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scheduler_runtime import apply
-from scheduler_runtime.planned.guards import Records, settings_of
+from scheduler_runtime.planned.guards import modules_of, settings_of
 from solver.solving import solve
 
 
@@ -93,6 +93,10 @@ class Tripled(nn.Linear):
         return 3 * super().forward(x)
 
 
+def settings(model: nn.Module) -> Any:
+    return settings_of(model, modules_of(model))
+
+
 def _swap_class(model: Settable) -> None:
     model.linear.__class__ = Tripled
 
@@ -132,62 +136,60 @@ def test_a_change_is_seen_and_planned(change: Callable[[Settable], object]) -> N
     plain = copy.deepcopy(model)
     apply(model, solve(model, batch, budget=10**9), on_mismatch="replan")
     model(batch).backward()
-    records = Records()
-    before = settings_of(model, records)
+    before = settings(model)
     for each in (model, plain):
         change(each)
         each.zero_grad()
         each(batch).backward()
-    assert settings_of(model, records) != before
+    assert before != settings(model)
     assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
 
 
 def test_an_attribute_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Settable()
-    before = settings_of(model, Records())
+    before = settings(model)
     monkeypatch.setattr(Settable, "by", 0.5)
-    assert settings_of(model, Records()) != before
+    assert before != settings(model)
 
 
 def test_what_is_no_setting_changes_nothing() -> None:
-    model, records = Settable(), Records()
+    model = Settable()
     model.trainer = Holder()
     model.trainer.model, model.trainer.lock, model.trainer.step = model, threading.Lock(), 0
     model.table["nan"] = math.nan
     model.table["itself"] = model.table
     model.losses = []  # type: ignore[assignment]
-    before = settings_of(model, records)
-    assert settings_of(model, records) == before
-    assert hash(before) == hash(settings_of(model, records))
+    before = settings(model)
+    assert before == settings(model)
     model.trainer.step = 1  # an object that holds more than settings is the same
     for step in range(3):  # a record
         model.losses.append(0.5 * step)  # type: ignore[operator, union-attr]
         model.losses.append(torch.tensor(1.0))  # type: ignore[operator, union-attr]
-        assert settings_of(model, records) == before
+        assert before == settings(model)
     model.losses.clear()  # type: ignore[operator, union-attr]
-    assert settings_of(model, records) == before
+    assert before == settings(model)
 
 
 def test_weak_references_change_nothing() -> None:
     """nn.RNN lists such references to its weights, and lists them anew when these are converted."""
-    model, records = Settable(), Records()
+    model = Settable()
     tensors = [torch.ones(1), torch.ones(1)]
     model.references = [weakref.ref(tensors[0])]
-    before = settings_of(model, records)
+    before = settings(model)
     model.references = [weakref.ref(tensors[1])]
-    assert settings_of(model, records) == before
+    assert before == settings(model)
 
 
 def test_a_list_that_is_rewritten_is_a_setting() -> None:
-    model, records = Settable(), Records()
-    seen = [settings_of(model, records)]
+    model = Settable()
+    seen = [settings(model)]
     for change in (
         lambda: model.row.__setitem__(0, 3.0),
         lambda: model.row.pop(),
         lambda: model.row.append("name"),  # type: ignore[arg-type]
     ):
         change()
-        seen.append(settings_of(model, records))
+        seen.append(settings(model))
         assert seen[-1] not in seen[:-1]
 
 

@@ -39,9 +39,12 @@ def shallower(model: Classifier) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (frozen, r"'layers.0.weight' is float32 \[32, 8\], frozen, planned was float32 \[32, 8\]"),
-        (deeper, r"has 8 parameters, planned were 6: 'layers.5.weight' \(and 1 more\) was not"),
-        (shallower, r"has 4 parameters, planned were 6: 'layers.3.weight' \(and 1 more\) was pl"),
+        (frozen, r"'layers.0.weight' is float32 \[32, 8\], frozen, planned for float32 \[32, 8\]"),
+        (deeper, r"has 8 parameters, planned for 6: 'layers.5.weight' \(and 1 more\) is not"),
+        (
+            shallower,
+            r"has 4 parameters, planned for 6: 'layers.3.weight' \(and 1 more\) is in",
+        ),
     ],
 )
 @pytest.mark.parametrize("after_a_step", [False, True])
@@ -59,11 +62,11 @@ def test_another_model_is_told_by_its_parameters(
 def test_another_dtype_of_a_parameter_is_told() -> None:
     model, batch = planned()
     model.double()
-    with pytest.raises(PlanMismatchError, match=r"dtypes is \['float64', 'int64'\], planned was"):
+    with pytest.raises(PlanMismatchError, match=r"dtypes: \['float64', 'int64'\], planned for"):
         model(batch[0].double(), batch[1])
     language, tokens = planned(TiedLanguageModel)
     language.double()
-    with pytest.raises(PlanMismatchError, match=r"is float64 \[.*planned was float32 \["):
+    with pytest.raises(PlanMismatchError, match=r"is float64 \[.*planned for float32 \["):
         language(tokens)
 
 
@@ -153,15 +156,15 @@ def as_doubles(model: Scaled) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda m, x, y: m(x[:, :4], y), r"shapes is .* \(argument rows\)"),
+        (lambda m, x, y: m(x[:, :4], y), r"shapes: .* \(argument rows\)"),
         (lambda m, x, y: m(x, {"values": y["values"][:1]}), r"\(argument targets\['values'\]\)"),
         (
             lambda m, x, y: m(x, targets={"values": y["values"].double()}),
-            r"dtypes .*\['values'\]\)",
+            r"dtypes: .*\['values'\]\)",
         ),
         (
             lambda m, x, y: m("x", y),
-            r"the tensors of this call: targets\['values'\]; planned were 2",
+            r"the tensors targets\['values'\]; planned for 2",
         ),
         (
             lambda m, x, y: m(x[:1].expand(4, 8), y),
@@ -169,7 +172,7 @@ def as_doubles(model: Scaled) -> None:
         ),
         (
             lambda m, x, y: m(x.clone().requires_grad_(), y),
-            r"argument rows is float32 \[4, 8\], requires a gradient, planned was float32 \[4, 8\]",
+            r"argument rows is float32 \[4, 8\], requires a gradient, planned for float32 \[4, 8\]",
         ),
         (lambda m, x, y: (as_doubles(m), m(x, y)), r"buffer 'scale' is float64 \[8\], planned"),
     ],

@@ -1,0 +1,80 @@
+"""A program, and where its tensors come from in the module and the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from graphs.calls import Call, nested
+from graphs.capture import leaves_of
+from graphs.trace import CapturedStep
+from scheduler_runtime.execute.autograd import run_step
+from scheduler_runtime.execute.program import Program
+
+
+class StepProgram(Protocol):
+    """What runs a call: the generated code, a recording of it, or a compiled function."""
+
+    def fits(self, model: nn.Module, call: Call) -> bool: ...
+
+    def run(self, model: nn.Module, call: Call) -> Any: ...
+
+
+class BoundProgram:
+    """Runs a program with the tensors of a module and a call."""
+
+    def __init__(self, step: CapturedStep, program: Program) -> None:
+        self.program = program
+        self._guards = step.captured.guards
+        self._held = step.captured.held
+        self._output_spec = step.captured.output_spec
+        self._state: list[tuple[fx.Node, tuple[str, ...]]] = []
+        self._inputs: list[tuple[fx.Node, int]] = []
+        for node, source in step.captured.sources.items():
+            if source.kind in ("parameter", "buffer"):
+                self._state.append((node, tuple(source.name.split("."))))
+            elif source.kind == "input":
+                self._inputs.append((node, source.index))
+
+    @property
+    def gradient_outputs(self) -> tuple[int, ...]:
+        """Positions of the flat outputs that a gradient is planned for."""
+        planned = {self.program.made_outputs[index] for index, _ in self.program.tangents}
+        outputs = enumerate(self.program.outputs)
+        return tuple(at for at, item in outputs if isinstance(item, fx.Node) and item in planned)
+
+    def fits(self, model: nn.Module, call: Call) -> bool:
+        """Whether the module would see in this call what it saw when it was traced."""
+        if not all(held.holds(model) for held in self._held):
+            return False
+        if not self._guards:
+            return True
+        leaves = leaves_of(model, call)
+        return all(guard.holds(leaves) for guard in self._guards)
+
+    def run(self, model: nn.Module, call: Call) -> Any:
+        tensors = {node: _tensor_at(model, path) for node, path in self._state}
+        tensors |= {node: call.tensors[index] for node, index in self._inputs}
+        made = iter(run_step(self.program, tensors))
+        flat = [_output(item, tensors, made) for item in self.program.outputs]
+        return nested.unflatten(flat, self._output_spec)
+
+
+def _output(item: Any, tensors: Mapping[fx.Node, torch.Tensor], made: Iterator[Any]) -> Any:
+    """A plain constant, a tensor that was handed in, or the next one that the program made."""
+    if not isinstance(item, fx.Node):
+        return item
+    return tensors[item] if item in tensors else next(made)
+
+
+def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:
+    """The parameter or buffer of that name; `named_parameters` would walk the whole module."""
+    module: Any = model
+    for name in path[:-1]:
+        module = module._modules[name]
+    held = module._parameters if path[-1] in module._parameters else module._buffers
+    tensor: torch.Tensor = held[path[-1]]
+    return tensor
