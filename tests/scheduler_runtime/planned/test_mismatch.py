@@ -199,11 +199,11 @@ def test_swapped_and_wrong_arguments_of_apply_are_told() -> None:
     model = Scaled()
     solution = solve(model, scaled_batch(), budget="1MB")
     with pytest.raises(
-        TypeError, match=r"first and the Scaled second; .*: apply\(model, solution\)"
+        TypeError, match=r"first and the Scaled second; write apply\(model, solution\)"
     ):
         apply(solution, model)  # type: ignore[arg-type]
     for wrong in (None, model, 3, [None]):
-        with pytest.raises(TypeError, match=r"apply\(\) was given .* as the plan; give what solve"):
+        with pytest.raises(TypeError, match=r"apply\(\) was given .* as the plan; pass what solve"):
             apply(model, wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"the model is .*Solution, .*: remove\(model\)"):
         remove(solution)  # type: ignore[arg-type]
