@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import inspect
 import math
 from collections.abc import Sequence
@@ -20,21 +19,12 @@ from graphs.files import FormatError
 from graphs.graph import Graph
 from solver.bound import lower_bound_s
 from solver.common import (
-    KEPT_SHARE,
     Deadline,
     check_time_limit,
     now_s,
     parse_budget,
 )
-from solver.methods import (
-    METHODS,
-    WARM_METHODS,
-    InterruptedSearchError,
-    Method,
-    Proposal,
-    find_obstacle,
-    least_by_method,
-)
+from solver.methods import METHODS, find_obstacle
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import OPTIMAL_GAP, Request, Schedule, Simulation, Solution, Status, simulate
 from solver.schedule import baseline as baseline_schedule
@@ -45,17 +35,8 @@ if TYPE_CHECKING:
     from graphs.hardware import Hardware
 
 
-N_JUDGEMENTS = 5
-"""Times that judging the baseline took: kept for judging the answer, and for what cannot be stopped
-half-way."""
-
-
-class InterruptedSolveError(KeyboardInterrupt):
-    """Ctrl-C ended the search; `solution` is what was best by then (perhaps without a schedule)."""
-
-    def __init__(self, solution: Solution) -> None:
-        super().__init__("the search was interrupted")
-        self.solution = solution
+KEPT_SHARE = 0.1
+"""Of the time limit: kept for the bound, or for saying why nothing was found."""
 
 
 def solve(
@@ -115,7 +96,7 @@ def solve(
 
 
 def answer(graph: Graph, request: Request, *, started_s: float | None = None) -> Solution:
-    """`attempt`, and where nothing was found `explained`. Raises InterruptedSolveError."""
+    """`attempt`, and where nothing was found `explained`."""
     deadline = Deadline.after(request.time_limit_s)
     found = attempt(graph, request, started_s=started_s, deadline=deadline)
     return explained(found, deadline=deadline)
@@ -129,20 +110,29 @@ def attempt(
     starts: Sequence[Schedule] = (),
     deadline: Deadline | None = None,
 ) -> Solution:
-    """Run the requested method on a graph and have its proposal judged.
+    """Run the requested method on a graph and simulate its proposal.
 
-    starts: schedules known for this graph, for a method that can begin from them. started_s: what
-    the solution's time counts from. deadline: when the answer is due (None: the request's time
-    limit from now on).
-
-    Raises InterruptedSolveError on Ctrl-C, with the best so far.
+    started_s: what the solution's time counts from.
+    starts: schedules known for this graph, for a method that can begin from them.
+    deadline: when the answer is due (None: the request's time limit from now on).
     """
     started_s = now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
-    plain, baseline, judging_s = _judged_baseline(graph)
-    proposal, lower_bound_s, interrupted = _propose(
-        graph, request, Proposal(plain), baseline, starts, deadline.earlier(judging_s)
+    baseline = simulate(graph, baseline_schedule(graph))
+    method = METHODS[request.method]
+    proposal = method(
+        graph,
+        budget_bytes=request.available_bytes,
+        time_limit_s=deadline.earlier(KEPT_SHARE * request.time_limit_s).left_s,
+        seed=request.seed,
+        starts=starts,
     )
+    bound_s = max(proposal.lower_bound_s, baseline.time_s)
+    if not method.proves_bound:
+        cut_s = lower_bound_s(
+            graph, budget_bytes=request.available_bytes, time_limit_s=deadline.left_s
+        )
+        bound_s = max(bound_s, cut_s)
     simulation = None
     if proposal.schedule is not None:
         simulation = simulate(graph, proposal.schedule)
@@ -152,60 +142,46 @@ def attempt(
                 f"{simulation.peak_bytes} bytes, above {request.available_bytes}; "
                 "please report this as a bug"
             )
-    solution = Solution(
-        status=_status(proposal.timed_out, simulation, baseline, lower_bound_s),
+    return Solution(
+        status=_status(proposal.timed_out, simulation, baseline, bound_s),
         graph=graph,
         schedule=proposal.schedule,
         simulation=simulation,
         request=request,
         baseline=baseline,
-        lower_bound_s=lower_bound_s,
+        lower_bound_s=bound_s,
         method=request.method,
         solve_time_s=now_s() - started_s,
         timed_out=proposal.timed_out,
     )
-    if interrupted is not None:
-        raise InterruptedSolveError(solution) from interrupted
-    return solution
 
 
 def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
-    """With the obstacle told if there is no schedule: the least budget, and the op in the way.
+    """With the obstacle if there is no schedule: the least budget, and the bottleneck op.
 
     deadline: when the answer is due (None: what the request's time limit leaves, KEPT_SHARE of it
-    at least). A search that finds nothing ends that much sooner, so there is always some time; the
-    obstacle says where it was not enough.
+    at least). The obstacle says where that was not enough.
 
     Where the schedule of the least budget fits after all, because the time limit ended the search
-    before one was found, it is the answer.
-    `auto` reaches the least budget of `find_obstacle`; another method is asked to find its own,
-    in what is left of the time limit. The time that this takes counts as the solution's.
+    before one was found, it is the answer. The time that this takes counts as the solution's.
     """
     if solution.schedule is not None or solution.obstacle is not None:
         return solution
-    started_s, limit_s = now_s(), solution.request.time_limit_s
+    started_s, request = now_s(), solution.request
     if deadline is None:
-        left_s = limit_s - solution.solve_time_s
-        deadline = Deadline.after(max(KEPT_SHARE * limit_s, left_s))
-    *_, judging_s = _judged_baseline(solution.graph)
-    is_auto = solution.method == "auto"
-    here = deadline.earlier(judging_s if is_auto else deadline.left_s / 2)
-    obstacle = find_obstacle(solution.graph, deadline=here)
-    if not is_auto:
-        reached_bytes = least_by_method(
-            solution.graph,
-            proven_bytes=max(obstacle.proven_bytes, solution.request.available_bytes + 1),
-            method=METHODS[solution.method],
-            time_limit_s=max(0.0, deadline.earlier(judging_s).left_s),
-            seed=solution.request.seed,
-        )
-        obstacle = dataclasses.replace(
-            obstacle, reached_bytes=reached_bytes, schedule=None, cut_short=deadline.passed
-        )
+        left_s = request.time_limit_s - solution.solve_time_s
+        deadline = Deadline.after(max(KEPT_SHARE * request.time_limit_s, left_s))
+    obstacle = find_obstacle(
+        solution.graph,
+        method=METHODS[solution.method],
+        above_bytes=request.available_bytes + 1,
+        seed=request.seed,
+        deadline=deadline,
+    )
     solution = dataclasses.replace(
         solution, solve_time_s=solution.solve_time_s + now_s() - started_s
     )
-    if obstacle.schedule is None or obstacle.reached_bytes > solution.request.available_bytes:
+    if obstacle.schedule is None or obstacle.reached_bytes > request.available_bytes:
         return dataclasses.replace(solution, obstacle=obstacle)
     simulation = simulate(solution.graph, obstacle.schedule)
     return dataclasses.replace(
@@ -214,55 +190,6 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
         schedule=obstacle.schedule,
         simulation=simulation,
     )
-
-
-def _judged_baseline(graph: Graph) -> tuple[Schedule, Simulation, float]:
-    """The step without recomputation, simulated, and the seconds to keep for judging the answer."""
-    begun_s = now_s()
-    schedule = baseline_schedule(graph)
-    simulation = simulate(graph, schedule)
-    return schedule, simulation, N_JUDGEMENTS * (now_s() - begun_s)
-
-
-def _propose(
-    graph: Graph,
-    request: Request,
-    plain: Proposal,
-    baseline: Simulation,
-    starts: Sequence[Schedule],
-    deadline: Deadline,
-) -> tuple[Proposal, float, KeyboardInterrupt | None]:
-    """The method's proposal, the best bound, and the Ctrl-C that ended the search, if one did."""
-    if baseline.peak_bytes <= request.available_bytes and request.method == "auto":
-        return plain, baseline.time_s, None
-    is_auto = request.method == "auto"  # its own proof includes the bound
-    kept_s = 0.0 if is_auto else KEPT_SHARE * request.time_limit_s
-    try:
-        proposal = _method(request.method, starts)(
-            graph,
-            budget_bytes=request.available_bytes,
-            time_limit_s=max(0.0, deadline.earlier(kept_s).left_s),
-            seed=request.seed,
-        )
-    except InterruptedSearchError as interrupt:
-        proposal = interrupt.proposal
-        return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt
-    if is_auto:
-        return proposal, max(proposal.lower_bound_s, baseline.time_s), None
-    left_s = deadline.left_s
-    try:
-        bound_s = lower_bound_s(
-            graph, budget_bytes=request.available_bytes, time_limit_s=max(0.0, left_s)
-        )
-    except KeyboardInterrupt as interrupt:
-        return proposal, max(proposal.lower_bound_s, baseline.time_s), interrupt
-    return proposal, max(proposal.lower_bound_s, bound_s, baseline.time_s), None
-
-
-def _method(name: str, starts: Sequence[Schedule]) -> Method:
-    if starts and name in WARM_METHODS:
-        return functools.partial(WARM_METHODS[name], starts=starts)
-    return METHODS[name]
 
 
 def _status(

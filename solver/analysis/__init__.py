@@ -20,7 +20,7 @@ from solver.analysis.largest_batch import (
     SizeSearch,
     largest,
 )
-from solver.analysis.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
+from solver.analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
 
 __all__ = [
     "ABOUT",
@@ -30,7 +30,6 @@ __all__ = [
     "Candidate",
     "CannotBeMadeError",
     "Curve",
-    "InterruptedSweepError",
     "Peak",
     "SameStepError",
     "Size",

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from solver.common import interrupted
 from solver.schedule import Solution
-from solver.solving import InterruptedSolveError
 
 Size = Literal["batch_size", "seq_length"]
 
@@ -109,9 +109,7 @@ def largest(
                 fits = middle
             else:
                 overflows = middle
-    except KeyboardInterrupt as interrupt:
-        if isinstance(interrupt, InterruptedSolveError):
-            search.keep(search.asked, interrupt.solution)
+    except KeyboardInterrupt:
         if not any(c.solution.schedule is not None for c in search.candidates):
             raise
         return search.result(size, interrupted=True)
@@ -144,20 +142,21 @@ class _Search:
     ) -> None:
         self.candidates: list[Candidate] = []
         self.refused: list[tuple[int, str]] = []
-        self.asked = 0
         self._plan = plan
         self._on_candidate = on_candidate
 
     def fits(self, size: int) -> bool:
-        self.asked = size
         try:
             solution = self._plan(size)
         except CannotBeMadeError as error:
             self.refused.append((size, str(error)))
             return False
-        return self.keep(size, solution).solution.schedule is not None
+        self._keep(size, solution)
+        if interrupted():  # `plan` handed over what was best by then
+            raise KeyboardInterrupt
+        return solution.schedule is not None
 
-    def keep(self, size: int, solution: Solution) -> Candidate:
+    def _keep(self, size: int, solution: Solution) -> None:
         for other in self.candidates:
             if other.solution.graph.graph_id == solution.graph.graph_id:
                 raise SameStepError(
@@ -168,7 +167,6 @@ class _Search:
         self.candidates.append(candidate)
         if self._on_candidate is not None:
             self._on_candidate(candidate)
-        return candidate
 
     def result(self, size: Size, *, interrupted: bool = False) -> SizeSearch:
         candidates = tuple(sorted(self.candidates, key=_size))

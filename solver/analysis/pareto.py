@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph
 from solver.bound import FoldedGraph, proven_least_budget_bytes
-from solver.common import Deadline, check_time_limit
-from solver.methods import METHODS, find_obstacle, least_by_method
+from solver.common import Deadline, check_time_limit, interrupted
+from solver.methods import METHODS, find_obstacle
 from solver.schedule import Request, Schedule, Solution, baseline, simulate
-from solver.solving import InterruptedSolveError, attempt
+from solver.solving import attempt
 
 N_BUDGETS = 20
 
@@ -43,14 +43,6 @@ class Curve:
         return tuple(point for point in self.points if point.method == method)
 
 
-class InterruptedSweepError(KeyboardInterrupt):
-    """Ctrl-C ended the sweep; `curve` has the points that were there by then, at least one."""
-
-    def __init__(self, curve: Curve) -> None:
-        super().__init__("the sweep was interrupted")
-        self.curve = curve
-
-
 def sweep(
     graph: Graph,
     *,
@@ -68,10 +60,10 @@ def sweep(
     time_limit_s: of each search, that for the least budget included, so the sweep takes at most
     budgets times methods times this, and once more without `budgets`.
     known: answers for this graph that are there already; their budgets become points as well.
-    on_point: told after each search how many plans there are by now, and of how many.
+    on_point: called after each search with how many plans there are by now, and of how many.
 
-    Raises ValueError for a budget that the reserve takes all of, or when there is none;
-    InterruptedSweepError on Ctrl-C, with the points until then (KeyboardInterrupt without any).
+    Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep with the points until then.
+    Raises ValueError for a budget that the reserve takes all of, or when there is none.
     """
     if budgets is None:
         budgets = default_budgets(
@@ -96,21 +88,16 @@ def sweep(
         for budget_bytes in sorted(asked)
     ]
     points: list[Solution] = []
-    try:
-        for request in requests:
-            found = answers.get((request.method, request.budget_bytes))
-            if found is None:
-                line = [point for point in points if point.method == request.method]
-                found = attempt(graph, request, starts=_last_schedule(line))
-            points.append(found)
-            if on_point is not None:
-                on_point(len(points), len(requests))
-    except InterruptedSolveError as interrupt:
-        raise InterruptedSweepError(_curve(graph, [*points, interrupt.solution])) from interrupt
-    except KeyboardInterrupt as interrupt:
-        if not points:
-            raise
-        raise InterruptedSweepError(_curve(graph, points)) from interrupt
+    for request in requests:
+        if interrupted():
+            break
+        found = answers.get((request.method, request.budget_bytes))
+        if found is None:
+            line = [point for point in points if point.method == request.method]
+            found = attempt(graph, request, starts=_last_schedule(line))
+        points.append(found)
+        if on_point is not None:
+            on_point(len(points), len(requests))
     return _curve(graph, points)
 
 
@@ -142,16 +129,9 @@ def default_budgets(
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     if quick:
         least_bytes = proven_least_budget_bytes(FoldedGraph.of(graph), deadline=deadline)[0]
-    elif method == "auto":
-        least_bytes = find_obstacle(graph, deadline=deadline).reached_bytes
     else:
-        least_bytes = least_by_method(
-            graph,
-            proven_bytes=proven_least_budget_bytes(FoldedGraph.of(graph), deadline=deadline)[0],
-            method=METHODS[method],
-            time_limit_s=max(0.0, deadline.left_s),
-            seed=0,
-        )
+        found = find_obstacle(graph, method=METHODS[method], deadline=deadline)
+        least_bytes = found.reached_bytes
     steps = max(1, n_budgets - 1)
     span_bytes = peak_bytes - least_bytes
     sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}

@@ -317,14 +317,13 @@ def solve_cuts(
     allowance_bytes: Mapping[int, int] | None = None,
     gap: float = 5e-4,
     node_limit: int = 10_000,
-    time_limit_s: float = math.inf,
     deadline: Deadline = NEVER,
 ) -> Cuts:
     """The cuts at these moments as one LP (milliseconds) or, `whole`, as a MILP.
 
     gap: the MILP stops when its bound is within this share of the baseline's time. For a single cut
     it is not even begun where the LP rounds to within that or ROUNDED_GAP.
-    time_limit_s: of the solver. deadline: of everything; past it nothing is proven, and timed_out.
+    deadline: past it nothing is proven, and timed_out.
     """
     try:
         program = CutMilp(
@@ -336,20 +335,13 @@ def solve_cuts(
         )
     except OutOfTimeError:
         return Cuts(tuple(positions), 0.0, None, timed_out=True)
-
-    def left_s() -> float:
-        return min(time_limit_s, deadline.left_s)
-
-    if whole and len(positions) == 1:
-        relaxed = program.program.solve(whole=False, time_limit_s=left_s())
-        cuts = program.rounded(relaxed)
-        if cuts.cost_share - cuts.lost_share <= max(gap, ROUNDED_GAP) or math.isinf(
-            cuts.lost_share
-        ):
-            return cuts
     affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, program.n_columns) ** 2
-    node_limit = min(node_limit, max(1, affordable))
+    if whole and len(positions) == 1:
+        cuts = program.rounded(program.program.solve(whole=False, deadline=deadline))
+        close = cuts.cost_share - cuts.lost_share <= max(gap, ROUNDED_GAP)
+        if close or math.isinf(cuts.lost_share) or not affordable:
+            return cuts
     answer = program.program.solve(
-        whole=whole, gap=gap, node_limit=node_limit, time_limit_s=left_s()
+        whole=whole, gap=gap, node_limit=min(node_limit, max(1, affordable)), deadline=deadline
     )
     return program.read(answer)

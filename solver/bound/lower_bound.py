@@ -33,8 +33,6 @@ from solver.common import NEVER, Deadline
 
 GAP = 1e-4
 """A MILP stops when its bound is within this share of the baseline's time of its solution."""
-WHOLE_SHARE = 0.2
-"""Of the time limit, for one MILP at most: the search for a schedule needs time too."""
 PROOF_TOLERANCE = 1e-5
 """The least budget that is proven is within this share of the least that could be, by these LPs."""
 N_MOMENTS = 12
@@ -46,7 +44,8 @@ def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0
 
     math.inf when nothing fits. The time limit stops the sharpening; what is proven by then counts.
     """
-    found = binding_cut(FoldedGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    deadline = Deadline.after(time_limit_s)
+    found = binding_cut(FoldedGraph.of(graph), budget_bytes=budget_bytes, deadline=deadline)
     return graph.baseline_time_s * (1.0 + found.lost_share)
 
 
@@ -102,10 +101,9 @@ class Binding:
 
 
 def binding_cut(
-    folded: FoldedGraph, *, budget_bytes: int, time_limit_s: float = math.inf, gap: float = GAP
+    folded: FoldedGraph, *, budget_bytes: int, gap: float = GAP, deadline: Deadline = NEVER
 ) -> Binding:
     """Search the moment whose cut loses the most time; see the module."""
-    deadline = Deadline.after(time_limit_s)
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
     bound: dict[int, float] = {}
@@ -130,7 +128,6 @@ def binding_cut(
             budget_bytes=budget_bytes,
             whole=True,
             gap=gap,
-            time_limit_s=WHOLE_SHARE * time_limit_s,
             deadline=deadline,
         )
         timed_out = timed_out or cuts.timed_out

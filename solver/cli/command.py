@@ -29,7 +29,13 @@ from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import LoadError, SizeError
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
-from solver.common import BudgetError, counted, format_both, reject_missing_unit
+from solver.common import (
+    BudgetError,
+    counted,
+    ctrl_c_ends_searches,
+    format_both,
+    reject_missing_unit,
+)
 from solver.device import DeviceError
 from solver.emit import NoLayersError, layers, nearest
 from solver.methods import MissingSolverError, TooLargeError
@@ -48,7 +54,7 @@ from solver.runtime_hooks import (
     load_verifier,
 )
 from solver.schedule import Request, Solution
-from solver.solving import InterruptedSolveError, attempt, explained
+from solver.solving import attempt, explained
 
 EXPLAIN = "explain"
 """The one word that is no problem to plan: a model file ends in .py, a graph in .json, and a module
@@ -262,10 +268,9 @@ def _search(
             time_limit_s=arguments.time_limit_s,
             seed=arguments.seed,
         )
+        what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
         try:
-            with progress.says(
-                f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
-            ):
+            with progress.says(what), ctrl_c_ends_searches() as interrupt:
                 solutions.append(attempt(problem.graph, request))
         except (
             TooLargeError,
@@ -274,14 +279,9 @@ def _search(
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error
             refused.append((method, str(error)))
-        except InterruptedSolveError as interrupt:
-            solutions.append(interrupt.solution)
-            if best(solutions).schedule is None:
-                raise
-            return solutions, refused, True
-        except KeyboardInterrupt:
-            if not solutions:
-                raise
+        if interrupt.is_set():
+            if not solutions or best(solutions).schedule is None:
+                raise KeyboardInterrupt
             return solutions, refused, True
     bound_s = max(solution.lower_bound_s for solution in solutions)
     solutions = [solution.with_bound(bound_s) for solution in solutions]
@@ -292,12 +292,9 @@ def _search(
 
 
 def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
-    """With what stands in the way, if there is no schedule; and whether Ctrl-C left that out."""
-    try:
-        with progress.says("searching for the least budget"):
-            return explained(solution), False
-    except KeyboardInterrupt:
-        return solution, True
+    """With what stands in the way, if there is no schedule; and whether Ctrl-C cut that short."""
+    with progress.says("searching for the least budget"), ctrl_c_ends_searches() as interrupt:
+        return explained(solution), interrupt.is_set()
 
 
 def _verify(problem: Problem, report: Report) -> Report:

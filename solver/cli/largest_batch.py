@@ -9,6 +9,7 @@ from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
+from solver.common import ctrl_c_ends_searches
 from solver.methods import MissingSolverError, TooLargeError
 from solver.schedule import Request, Solution
 from solver.solving import attempt
@@ -51,7 +52,7 @@ def maximised(
 
     what = "batch" if name == "batch_size" else "sequence"
     try:
-        with progress.says(f"looking for the largest {what}") as say:
+        with progress.says(f"looking for the largest {what}") as say, ctrl_c_ends_searches():
             search = largest(
                 plan, size=name, first=first, on_candidate=lambda found: say(_words(found))
             )

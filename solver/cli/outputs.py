@@ -10,7 +10,6 @@ from pathlib import Path
 from solver.analysis import (
     N_BUDGETS,
     Curve,
-    InterruptedSweepError,
     SizeSearch,
     default_budgets,
     sweep,
@@ -18,7 +17,7 @@ from solver.analysis import (
 from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
-from solver.common import counted
+from solver.common import counted, ctrl_c_ends_searches
 from solver.reporting import Report, best
 from solver.schedule import Solution
 
@@ -42,7 +41,10 @@ def swept(
         as_answer_s = 2 * best(solutions).solve_time_s
         limit_s = min(limit_s, LONGEST_QUICK_LIMIT_S, max(QUICK_LIMIT_S, as_answer_s))
     try:
-        with progress.says("sweeping budgets for the curve") as say:
+        with (
+            progress.says("sweeping budgets for the curve") as say,
+            ctrl_c_ends_searches() as interrupt,
+        ):
             budgets = default_budgets(
                 problem.graph,
                 method=methods[0],
@@ -61,11 +63,9 @@ def swept(
                 known=[solution for solution in solutions if solution.method in methods],
                 on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
             )
-    except InterruptedSweepError as interrupt:
-        return interrupt.curve, True
     except KeyboardInterrupt:
         return None, True
-    return curve, False
+    return curve if curve.points else None, interrupt.is_set()
 
 
 def draw_memory(path: Path, solution: Solution) -> None:

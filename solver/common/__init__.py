@@ -1,11 +1,12 @@
 """Sizes, deadlines, number formatting that every other part uses."""
 
 from solver.common.deadline import (
-    KEPT_SHARE,
     NEVER,
     Deadline,
     OutOfTimeError,
     check_time_limit,
+    ctrl_c_ends_searches,
+    interrupted,
     now_s,
 )
 from solver.common.format import counted, describe_op, format_percent, format_share, format_time
@@ -21,19 +22,20 @@ from solver.common.sizes import (
 
 __all__ = [
     "CUDA_RESERVE_BYTES",
-    "KEPT_SHARE",
     "NEVER",
     "BudgetError",
     "Deadline",
     "OutOfTimeError",
     "check_time_limit",
     "counted",
+    "ctrl_c_ends_searches",
     "describe_op",
     "format_both",
     "format_percent",
     "format_share",
     "format_size",
     "format_time",
+    "interrupted",
     "now_s",
     "parse_budget",
     "parse_size",

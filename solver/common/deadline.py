@@ -1,15 +1,20 @@
-"""The moment at which a search has to end.
+"""When a search has to end.
 
-Work is limited by counts (moments, rounds, branch-and-bound nodes, evictions), so that the same
-question has the same answer on every machine; the clock is the last resort. Every loop whose length
-depends on the graph asks the deadline, and every linear program gets the time that is left. What
-cannot be stopped half-way is one judgement of one schedule, linear in its length.
+Searches limit their work by counts (positions, rounds, branch-and-bound nodes, evictions), so that
+the same question has the same answer on every machine and under any load. The clock and Ctrl-C only
+end a search early, and its answer says so. Every loop whose length depends on the graph asks the
+deadline, and every linear program gets the time that is left. What cannot be stopped half-way is
+one simulation of one schedule, linear in its length.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Self
@@ -22,6 +27,45 @@ def now_s() -> float:
 
 class OutOfTimeError(Exception):
     """The deadline has passed in the middle of something of which a part is of no use."""
+
+
+_interrupts: list[threading.Event] = []
+"""Of the active `ctrl_c_ends_searches`: at most one."""
+
+
+def interrupted() -> bool:
+    """Whether Ctrl-C was pressed in the active `ctrl_c_ends_searches`."""
+    return any(event.is_set() for event in _interrupts)
+
+
+@contextlib.contextmanager
+def ctrl_c_ends_searches() -> Iterator[threading.Event]:
+    """The first Ctrl-C makes every deadline pass and sets the event; the second raises
+    KeyboardInterrupt.
+
+    Without effect outside the main thread, and where Ctrl-C does something else than to raise
+    KeyboardInterrupt.
+    """
+    if _interrupts:
+        yield _interrupts[-1]
+        return
+    event = threading.Event()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield event
+        return
+
+    def end(_signal: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        event.set()
+
+    _interrupts.append(event)
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _interrupts.remove(event)
 
 
 @dataclass(frozen=True)
@@ -37,8 +81,10 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until then; negative afterwards."""
-        return self.at_s if math.isinf(self.at_s) else self.at_s - now_s()
+        """Seconds until then, at least 0."""
+        if interrupted():
+            return 0.0
+        return self.at_s if math.isinf(self.at_s) else max(0.0, self.at_s - now_s())
 
     @property
     def passed(self) -> bool:
@@ -55,8 +101,6 @@ class Deadline:
 
 
 NEVER = Deadline(math.inf)
-KEPT_SHARE = 0.1
-"""Of the time limit: kept for saying why, while nothing has been found yet."""
 
 
 def check_time_limit(time_limit_s: object) -> None:

@@ -2,21 +2,18 @@
 
 from solver.methods.dp import chain_to_schedule
 from solver.methods.ilp_stages import MissingSolverError, TooLargeError
-from solver.methods.least_budget import find_obstacle, least_by_method
-from solver.methods.proposal import InterruptedSearchError, Method, Proposal
-from solver.methods.registry import METHODS, WARM_METHODS
+from solver.methods.least_budget import find_obstacle
+from solver.methods.proposal import Method, Proposal
+from solver.methods.registry import METHODS
 from solver.methods.sqrt import segment_counts
 
 __all__ = [
     "METHODS",
-    "WARM_METHODS",
-    "InterruptedSearchError",
     "Method",
     "MissingSolverError",
     "Proposal",
     "TooLargeError",
     "chain_to_schedule",
     "find_obstacle",
-    "least_by_method",
     "segment_counts",
 ]

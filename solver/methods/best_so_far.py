@@ -1,69 +1,76 @@
-"""A method's memory of its search: of all schedules judged so far, the fastest that fits."""
+"""A method's memory of its search: of all schedules simulated so far, the fastest that fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from graphs.graph import Graph
-from solver.common import KEPT_SHARE, Deadline, OutOfTimeError
-from solver.methods.proposal import InterruptedSearchError, Proposal
+from solver.common import Deadline, OutOfTimeError
+from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, Simulation, simulate
 
 
-class Fastest:
-    """Judges schedules for one budget, within one time limit, and keeps the best.
+class BestSoFar:
+    """Simulates schedules for one budget, within one time limit, and keeps the best.
 
-    Of equally fast schedules the one with the smaller peak is kept, then the first. As a context
-    it hands on the best so far when the search is interrupted (Ctrl-C), and ends at the deadline.
+    Of equally fast schedules the one with the smaller peak is kept, then the first. As a context it
+    ends the search quietly at the deadline.
     """
 
     def __init__(self, graph: Graph, *, budget_bytes: int, time_limit_s: float) -> None:
-        self._graph = graph
-        self._budget_bytes = budget_bytes
-        self._end = Deadline.after(time_limit_s)
-        self._kept_s = KEPT_SHARE * time_limit_s
-        self._best: tuple[Simulation, Schedule] | None = None
-        self._stopped = False
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.deadline = Deadline.after(time_limit_s)
+        self.timed_out = False
+        self.best: tuple[Schedule, Simulation] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._stopped = self._stopped or kind in (KeyboardInterrupt, OutOfTimeError)
-        if kind is KeyboardInterrupt:
-            raise InterruptedSearchError(self.proposal()) from None
+        self.timed_out = self.timed_out or kind is OutOfTimeError
         return kind is OutOfTimeError
 
-    @property
-    def deadline(self) -> Deadline:
-        """When the search has to end, as things stand: with nothing found, KEPT_SHARE sooner."""
-        return self._end.earlier(self._kept_s if self._best is None else 0.0)
-
     def fits(self, schedule: Schedule) -> bool:
-        """Have the schedule judged, remember it if it is the best so far."""
-        simulation = simulate(self._graph, schedule)
-        if simulation.peak_bytes > self._budget_bytes:
+        """Simulate the schedule, and remember it if it is the best so far."""
+        return self.keep(schedule, simulate(self.graph, schedule))
+
+    def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
+        """Whether it fits; remembered if it is the best so far."""
+        if simulation.peak_bytes > self.budget_bytes:
             return False
-        if self._best is None or _rank(simulation) < _rank(self._best[0]):
-            self._best = simulation, schedule
+        if self.best is None or _rank(simulation) < _rank(self.best[1]):
+            self.best = schedule, simulation
         return True
 
     def is_faster(self, order: Sequence[str]) -> bool:
         """Whether running these nodes would be faster than the best so far."""
-        if self._best is None:
-            return True
-        nodes = self._graph.node_by_name
-        return math.fsum(nodes[name].time_s for name in order) < self._best[0].time_s
+        nodes = self.graph.node_by_name
+        return self.best is None or (
+            math.fsum(nodes[name].time_s for name in order) < self.best[1].time_s
+        )
 
     def time_is_up(self) -> bool:
         """Whether the search has to stop; the proposal will say that it was stopped."""
-        self._stopped = self._stopped or self.deadline.passed
-        return self._stopped
+        self.timed_out = self.timed_out or self.deadline.passed
+        return self.timed_out
+
+    def bisect(
+        self, fits: Callable[[int], bool], low: int, high: int, *, tolerance: int = 1
+    ) -> tuple[int, int]:
+        """Narrow down where it stops to fit: `low` is taken to fit, `high` not to."""
+        while high - low > tolerance and not self.time_is_up():
+            middle = (low + high) // 2
+            if fits(middle):
+                low = middle
+            else:
+                high = middle
+        return low, high
 
     def proposal(self) -> Proposal:
-        return Proposal(schedule=self._best[1] if self._best else None, timed_out=self._stopped)
+        return Proposal(schedule=self.best[0] if self.best else None, timed_out=self.timed_out)
 
 
 def _rank(simulation: Simulation) -> tuple[float, int]:

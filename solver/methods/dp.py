@@ -36,7 +36,7 @@ from solver.chain import (
     to_chain,
 )
 from solver.common import NEVER, Deadline
-from solver.methods.best_so_far import Fastest
+from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.methods.sqrt import sqrt
 from solver.schedule import Schedule, baseline
@@ -48,11 +48,12 @@ N_SLOTS = 500
 
 def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """The optimal persistent schedule of the chain, for the best chain budget. No randomness."""
-    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+    with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
         search.deadline.check()
-        plain = sqrt(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s / 4, seed=seed)
+        left_s = search.deadline.left_s
+        plain = sqrt(graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed)
         if plain.schedule:
             search.fits(plain.schedule)
         blocks = split_into_blocks(graph, max_blocks=DP_MAX_BLOCKS)
@@ -67,7 +68,7 @@ def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Pr
 class _Chains:
     """The chain of a graph's blocks under one budget after another."""
 
-    def __init__(self, graph: Graph, blocks: Blocks, search: Fastest) -> None:
+    def __init__(self, graph: Graph, blocks: Blocks, search: BestSoFar) -> None:
         self._graph = graph
         self._blocks = blocks
         self._search = search
@@ -75,17 +76,14 @@ class _Chains:
 
     def raise_budget(self, low: int, high: int, *, keep_inputs: bool) -> int:
         """By bisection, the largest chain budget up to `high` whose answer fits the graph."""
-        tolerance = max(1, high // 2**N_BISECTIONS)
-        while high - low > tolerance and not self._search.time_is_up():
-            middle = (low + high) // 2
+
+        def fits(chain_bytes: int) -> bool:
             solution = solve_chain(
-                self._chain, budget_bytes=middle, n_slots=_n_slots(self._chain, middle)
+                self._chain, budget_bytes=chain_bytes, n_slots=_n_slots(self._chain, chain_bytes)
             )
-            if solution is None or self._fits(solution.ops, keep_inputs=keep_inputs):
-                low = middle
-            else:
-                high = middle
-        return high
+            return solution is None or self._fits(solution.ops, keep_inputs=keep_inputs)
+
+        return self._search.bisect(fits, low, high, tolerance=max(1, high // 2**N_BISECTIONS))[1]
 
     def _fits(self, ops: Iterable[ChainOp], *, keep_inputs: bool) -> bool:
         return self._search.fits(

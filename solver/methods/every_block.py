@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from graphs.graph import Graph
 from solver.chain import checkpoints, split_into_blocks
-from solver.methods.best_so_far import Fastest
+from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import keep
 
 
 def every_block(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """One checkpoint per block; the last block is recomputed only if it must be. No randomness."""
-    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+    with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         blocks = split_into_blocks(graph)
         for n_whole in (1, 0):
             search.deadline.check()

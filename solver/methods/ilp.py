@@ -70,7 +70,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
         )
     deadline = Deadline.after(time_limit_s)
     folded = FoldedGraph.of(graph)
-    binding = binding_cut(folded, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    binding = binding_cut(folded, budget_bytes=budget_bytes, deadline=deadline)
     lost_share, timed_out = binding.lost_share, binding.timed_out
     if math.isinf(lost_share):
         return Proposal(None, math.inf)
@@ -129,7 +129,6 @@ def _bound_at_all_moments(folded: FoldedGraph, budget_bytes: int, deadline: Dead
         budget_bytes=budget_bytes,
         whole=True,
         gap=GAP,
-        time_limit_s=deadline.left_s / 2,
         deadline=deadline,
     )
     return cuts.lost_share

@@ -35,14 +35,30 @@ def min_budget_bytes(graph: Graph) -> int:
     return find_obstacle(graph).reached_bytes
 
 
-def find_obstacle(graph: Graph, *, deadline: Deadline = NEVER) -> Obstacle:
+def find_obstacle(
+    graph: Graph,
+    *,
+    method: Method | None = None,
+    above_bytes: int = 0,
+    seed: int = 0,
+    deadline: Deadline = NEVER,
+) -> Obstacle:
     """The least budget, proven and reached, with the schedule and the op that asks for it.
 
-    At the deadline it is what was proven and found by then, and says that it was cut short.
+    method: the one that has to reach it (None: whatever does).
+    above_bytes: the reached budget is only of interest above these.
+    deadline: the obstacle is what was proven and found by then, and says that it was cut short.
     """
     folded = FoldedGraph.of(graph)
     proven_bytes, p = proven_least_budget_bytes(folded, deadline=deadline)
-    schedule, reached_bytes = least_schedule(folded, proven_bytes=proven_bytes, deadline=deadline)
+    schedule = None
+    if method is None or method.reaches_least_budget:
+        schedule, reached_bytes = least_schedule(
+            folded, proven_bytes=proven_bytes, deadline=deadline
+        )
+    else:
+        above_bytes = max(proven_bytes, above_bytes)
+        reached_bytes = _least_by_method(graph, method, above_bytes, seed=seed, deadline=deadline)
     here = [
         (folded.unit_names[u], folded.unit_bytes[u])
         for u in range(folded.n_units)
@@ -96,45 +112,37 @@ def least_schedule(
     def more() -> bool:
         return work < max_work and not deadline.passed
 
-    evicted, peak_bytes = _bisected(graph, attempt, proven_bytes=proven_bytes, more=more)
-    if peak_bytes < least_bytes:
-        best, least_bytes = evicted, peak_bytes
-    return _retried(graph, attempt, best, least_bytes, proven_bytes=proven_bytes, more=more)
+    return _search_down(
+        graph, attempt, proven_bytes=proven_bytes, more=more, known=(best, least_bytes)
+    )
 
 
-def least_by_method(
-    graph: Graph, *, proven_bytes: int, method: Method, time_limit_s: float, seed: int
+def _least_by_method(
+    graph: Graph, method: Method, proven_bytes: int, *, seed: int, deadline: Deadline
 ) -> int:
-    """The smallest peak of a schedule that the method finds within the time limit.
-
-    proven_bytes: known not to be beaten, or not to be of interest.
-    """
-    deadline = Deadline.after(time_limit_s)
+    """The smallest peak of a schedule that the method finds."""
 
     def attempt(budget_bytes: int) -> Schedule | None:
-        found = method(
-            graph, budget_bytes=budget_bytes, time_limit_s=max(0.0, deadline.left_s), seed=seed
-        )
-        return found.schedule
+        left_s = deadline.left_s
+        return method(graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed).schedule
 
-    def more() -> bool:
-        return not deadline.passed
-
-    best, high = _bisected(graph, attempt, proven_bytes=proven_bytes, more=more)
-    return _retried(graph, attempt, best, high, proven_bytes=proven_bytes, more=more)[1]
+    return _search_down(
+        graph, attempt, proven_bytes=proven_bytes, more=lambda: not deadline.passed
+    )[1]
 
 
-def _bisected(
+def _search_down(
     graph: Graph,
     attempt: Callable[[int], Schedule | None],
     *,
     proven_bytes: int,
     more: Callable[[], bool],
+    known: tuple[Schedule, int] | None = None,
 ) -> tuple[Schedule, int]:
-    """The schedule of the smallest peak that bisection meets, and that peak."""
+    """The schedule of the smallest peak that attempts at smaller and smaller budgets meet."""
     best = baseline(graph)
-    peak_bytes = simulate(graph, best).peak_bytes
-    low, high = proven_bytes, peak_bytes  # nothing is found below low, `best` reaches high
+    high = peak_bytes = simulate(graph, best).peak_bytes
+    low = proven_bytes  # nothing is found below low, `best` reaches high
     while high - low > TOLERANCE * peak_bytes and more():
         tried = (low + high) // 2
         schedule = attempt(tried)
@@ -142,19 +150,9 @@ def _bisected(
             low = tried + 1
         else:
             best, high = schedule, simulate(graph, schedule).peak_bytes
-    return best, high
-
-
-def _retried(
-    graph: Graph,
-    attempt: Callable[[int], Schedule | None],
-    best: Schedule,
-    high: int,
-    *,
-    proven_bytes: int,
-    more: Callable[[], bool],
-) -> tuple[Schedule, int]:
-    """Below a budget without a schedule there may be one with: try further down once more."""
+    if known is not None and known[1] <= high:
+        best, high = known
+    # Below a budget without a schedule there may be one with: try further down once more.
     for share in RETRIES:
         tried = proven_bytes + int(share * (high - proven_bytes))
         schedule = attempt(tried) if tried < high and more() else None

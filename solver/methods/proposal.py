@@ -1,10 +1,9 @@
-"""What a method hands to the judge: a schedule, or none, and a lower bound if it proved one."""
+"""What a method is, and what it hands to the simulator."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from graphs.graph import Graph
 from solver.schedule import Schedule
@@ -15,8 +14,8 @@ class Proposal:
     """schedule: None when the method found nothing that fits.
 
     lower_bound_s: no schedule of this graph within the budget is faster, on the clock of
-    `Node.time_s` (0: nothing proven; inf: proven that nothing fits). timed_out: the time limit
-    ended the search, so more time might find more.
+    `Node.time_s` (0: nothing proven; inf: proven that nothing fits).
+    timed_out: the time limit or Ctrl-C ended the search, so more time might find more.
     """
 
     schedule: Schedule | None
@@ -24,29 +23,20 @@ class Proposal:
     timed_out: bool = False
 
 
-class InterruptedSearchError(KeyboardInterrupt):
-    """Ctrl-C ended a search that can still say what was best; to all others a KeyboardInterrupt."""
+@dataclass(frozen=True)
+class Method:
+    """A way to find a schedule, and what callers may rely on.
 
-    def __init__(self, proposal: Proposal) -> None:
-        super().__init__("the search was interrupted")
-        self.proposal = proposal
-
-
-class Method(Protocol):
-    """Finds a schedule whose peak, by the judge, is at most `budget_bytes`.
-
-    `time_limit_s` bounds the search, not the run time of the schedule. Same input and seed, same
-    answer. A method that finds nothing returns Proposal(None); it never returns one that it knows
-    not to fit.
+    propose: called as the method itself, with `starts` only if it takes them.
+    proves_bound: its lower bound is at least as strong as `solver.bound.lower_bound_s`.
+    takes_starts: it can begin from schedules known for the graph, whether they fit or not.
+    reaches_least_budget: it finds a schedule for the least budget that `find_obstacle` reaches.
     """
 
-    def __call__(
-        self, graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int
-    ) -> Proposal: ...
-
-
-class WarmMethod(Protocol):
-    """A method that can begin from schedules known for the graph, whether they fit or not."""
+    propose: Callable[..., Proposal]
+    proves_bound: bool = False
+    takes_starts: bool = False
+    reaches_least_budget: bool = False
 
     def __call__(
         self,
@@ -56,4 +46,12 @@ class WarmMethod(Protocol):
         time_limit_s: float,
         seed: int,
         starts: Sequence[Schedule] = (),
-    ) -> Proposal: ...
+    ) -> Proposal:
+        """A schedule whose peak, by the simulator, is at most `budget_bytes`, or Proposal(None).
+
+        Same input and seed, same answer, unless `time_limit_s` ends the search.
+        """
+        options = {"starts": starts} if self.takes_starts else {}
+        return self.propose(
+            graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=seed, **options
+        )

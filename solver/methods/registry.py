@@ -1,4 +1,4 @@
-"""The methods by name. Each proposes; `solver.solve` has every proposal judged."""
+"""The methods by name. Each proposes a schedule; `solver.solve` has every proposal simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from solver.methods.auto import auto
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.ilp import ilp
-from solver.methods.proposal import Method, Proposal, WarmMethod
+from solver.methods.proposal import Method, Proposal
 from solver.methods.revolve import revolve
 from solver.methods.sqrt import sqrt
 from solver.schedule import baseline, simulate
@@ -18,22 +18,16 @@ from solver.schedule import baseline, simulate
 def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """No checkpointing: each node once, in the framework's order; optimal when it fits."""
     schedule = baseline(graph)
-    simulation = simulate(graph, schedule)
-    return Proposal(
-        schedule=schedule if simulation.peak_bytes <= budget_bytes else None,
-        lower_bound_s=graph.baseline_time_s,
-    )
+    fits = simulate(graph, schedule).peak_bytes <= budget_bytes
+    return Proposal(schedule if fits else None, lower_bound_s=graph.baseline_time_s)
 
 
 METHODS: Mapping[str, Method] = {
-    "auto": auto,
-    "none": none,
-    "every_block": every_block,
-    "sqrt": sqrt,
-    "revolve": revolve,
-    "dp": dp,
-    "ilp": ilp,
+    "auto": Method(auto, proves_bound=True, takes_starts=True, reaches_least_budget=True),
+    "none": Method(none),
+    "every_block": Method(every_block),
+    "sqrt": Method(sqrt),
+    "revolve": Method(revolve),
+    "dp": Method(dp),
+    "ilp": Method(ilp, proves_bound=True),
 }
-
-WARM_METHODS: Mapping[str, WarmMethod] = {"auto": auto}
-"""Those that can begin from schedules that are known."""

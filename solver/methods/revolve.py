@@ -17,7 +17,7 @@ from graphs.graph import Graph
 from solver.chain import Blocks, ChainToSchedule, n_extra_steps, split_into_blocks
 from solver.chain import schedule as reversal
 from solver.common import NEVER, Deadline
-from solver.methods.best_so_far import Fastest
+from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, baseline
 
@@ -28,7 +28,7 @@ MAX_RUNS = 20
 
 def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """The reversal with the most snapshots that fit. No randomness."""
-    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+    with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
         coarse, fine = (
@@ -36,17 +36,15 @@ def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) 
             split_into_blocks(graph),
         )
         for blocks in (coarse, fine) if fine.n_blocks > coarse.n_blocks else (coarse,):
-            fits, overflows = 0, blocks.n_blocks + 1
-            while overflows - fits > 1 and not search.time_is_up():
-                n_snapshots = (fits + overflows) // 2
-                if _is_long(blocks, n_snapshots) or search.fits(
+
+            def fits(n_snapshots: int, blocks: Blocks = blocks) -> bool:
+                return _is_long(blocks, n_snapshots) or search.fits(
                     reversal_to_schedule(
                         graph, blocks, n_snapshots=n_snapshots, deadline=search.deadline
                     )
-                ):
-                    fits = n_snapshots
-                else:
-                    overflows = n_snapshots
+                )
+
+            search.bisect(fits, 0, blocks.n_blocks + 1)
     return search.proposal()
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from graphs.graph import Graph
 from solver.chain import Blocks, checkpoints, split_into_blocks
-from solver.methods.best_so_far import Fastest
+from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import free_after_last_use, keep_order
 
@@ -31,7 +31,7 @@ N_SEGMENTS_GROWTH = 1.5
 
 def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """The fastest of the segment counts whose schedule fits. No randomness."""
-    with Fastest(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+    with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         for n_segments in reversed(
             segment_counts(split_into_blocks(graph).n_blocks)
         ):  # the best come early
@@ -41,20 +41,21 @@ def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
     return search.proposal()
 
 
-def _keep_last_segments(graph: Graph, segments: Blocks, search: Fastest) -> None:
+def _keep_last_segments(graph: Graph, segments: Blocks, search: BestSoFar) -> None:
     """By bisection, as many of the last segments whole as fit.
 
     More whole segments are faster, so a number that would not beat the best is raised unjudged.
     """
-    low, high = -1, segments.n_blocks + 1
-    n_whole = min(1, segments.n_blocks)
-    while low < n_whole < high and not search.time_is_up():
+
+    def fits(n_whole: int) -> bool:
         order = keep_order(graph, checkpoints(graph, segments, n_whole=n_whole))
-        if not search.is_faster(order) or search.fits(free_after_last_use(graph, order)):
-            low = n_whole
-        else:
-            high = n_whole
-        n_whole = (low + high) // 2
+        return not search.is_faster(order) or search.fits(free_after_last_use(graph, order))
+
+    one = min(1, segments.n_blocks)  # often the best that fits, so it is tried first
+    if fits(one):
+        search.bisect(fits, one, segments.n_blocks + 1)
+    elif one:
+        fits(0)
 
 
 def segment_counts(n_blocks: int) -> list[int]:

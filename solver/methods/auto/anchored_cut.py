@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from solver.bound import CutMilp
 from solver.chain import Blocks, split_into_blocks
 from solver.methods.auto.from_cuts import schedule_from_cuts
-from solver.methods.auto.leaner import drop_recomputation
+from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.search import Search
 
 SEGMENT_BLOCKS = (None, 64, 32, 16, 8, 4, 2, 1)
@@ -69,7 +69,7 @@ def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]
             deadline=search.deadline,
         )
         program.hold(anchors)
-        cuts = program.rounded(program.program.solve(whole=False, time_limit_s=search.left_s))
+        cuts = program.rounded(program.program.solve(whole=False, deadline=search.deadline))
         if cuts.kept is None:
             return
         played = search.offer(

@@ -61,14 +61,14 @@ class FoldedSimulation:
     """A schedule with the judge's trace, and the most bytes by moment.
 
     stage_bytes: by moment p, the most on the device from the end of node p - 1's first run to the
-    end of node p's: p itself and the recomputation before it. reruns: (node, p) for every node
+    end of node p's: p itself and the recomputation before it. recomputed: (node, p) for every node
     that runs again between the two.
     """
 
     schedule: Schedule
     simulation: Simulation
     stage_bytes: tuple[int, ...]
-    reruns: frozenset[tuple[int, int]]
+    recomputed: frozenset[tuple[int, int]]
 
 
 def fold_simulation(folded: FoldedGraph, schedule: Schedule) -> FoldedSimulation:
@@ -76,15 +76,18 @@ def fold_simulation(folded: FoldedGraph, schedule: Schedule) -> FoldedSimulation
     simulation = simulate(folded.graph, schedule)
     index = {node.name: n for n, node in enumerate(folded.graph.nodes)}
     stage = [0] * (folded.n_nodes + 1)
-    reruns: set[tuple[int, int]] = set()
+    recomputed: set[tuple[int, int]] = set()
     ran: set[str] = set()
     for op, live_bytes in zip(schedule.ops, simulation.live_bytes, strict=True):
         p = len(ran)
         stage[p] = max(stage[p], live_bytes)
         if isinstance(op, Compute):
             if op.node in ran:
-                reruns.add((index[op.node], p))
+                recomputed.add((index[op.node], p))
             ran.add(op.node)
     return FoldedSimulation(
-        schedule=schedule, simulation=simulation, stage_bytes=tuple(stage), reruns=frozenset(reruns)
+        schedule=schedule,
+        simulation=simulation,
+        stage_bytes=tuple(stage),
+        recomputed=frozenset(recomputed),
     )

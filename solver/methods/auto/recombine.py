@@ -51,16 +51,16 @@ def recombine(search: Search, *, base: int) -> None:
     Nothing happens where the menu is too long for a program that can be solved.
     """
     folded, budget_bytes = search.folded, search.budget_bytes
-    if len(search.reruns) > MAX_RERUNS:
+    if len(search.menu) > MAX_RERUNS:
         return
-    moments = _moments(folded, search.reruns, base=base, budget_bytes=budget_bytes)
+    moments = _moments(folded, search.menu, base=base, budget_bytes=budget_bytes)
     allowance_bytes: dict[int, int] = {}
     before: FoldedSimulation | None = None
     for _ in range(MAX_ROUNDS):
         menu = Menu(
             folded,
             moments=moments,
-            reruns=search.reruns,
+            reruns=search.menu,
             base=base,
             budget_bytes=budget_bytes,
             allowance_bytes=allowance_bytes,
@@ -68,7 +68,7 @@ def recombine(search: Search, *, base: int) -> None:
         )
         if search.done:
             return
-        guide = menu.solve(below=search.best_share, time_limit_s=search.left_s)
+        guide = menu.solve(below=search.best_share)
         if guide is None:
             return
         played = search.offer(schedule_from_cuts(folded, guide, deadline=search.deadline))
@@ -247,7 +247,7 @@ class Menu:
             for u in folded.reads[n]:
                 self._cover(u, keep, total, column)
 
-    def solve(self, *, below: float, time_limit_s: float) -> dict[int, frozenset[int]] | None:
+    def solve(self, *, below: float) -> dict[int, frozenset[int]] | None:
         """By moment, the units that the best solution found holds; None: none found.
 
         below: the time lost must be less, as a share of the baseline's; it prunes the search.
@@ -259,7 +259,7 @@ class Menu:
             whole=True,
             gap=GAP,
             node_limit=max(1, NODES_TIMES_COLUMNS // max(1, len(program.cost))),
-            time_limit_s=time_limit_s,
+            deadline=self.deadline,
         )
         values = answer.values
         if values is None:

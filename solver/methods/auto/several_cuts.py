@@ -73,11 +73,11 @@ def _solve(search: Search, program: CutMilp, allowance_bytes: Mapping[int, int])
         whole=True,
         gap=GAP,
         node_limit=max(1, NODES_TIMES_COLUMNS // max(1, program.n_columns)),
-        time_limit_s=search.left_s,
+        deadline=search.deadline,
     )
     cuts = program.read(answer)
     if not any(allowance_bytes.values()):
-        search.lost_share = max(search.lost_share, cuts.lost_share)
+        search.prove(cuts.lost_share)
     search.timed_out = search.timed_out or cuts.timed_out
     return cuts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from graphs.graph import Graph
 from graphs.synthetic.nets import residual
 from solver.analysis.largest_batch import CannotBeMadeError, SameStepError, SizeSearch, largest
 from solver.cli.command import main
+from solver.common.deadline import ctrl_c_ends_searches
 from solver.reporting import plot
 from solver.reporting.rows import Report, to_json
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
-from solver.solving import InterruptedSolveError, attempt
+from solver.solving import attempt
 from tests.support.command import failed, write_model
 from tests.support.paths import GPT2
 
@@ -139,11 +141,14 @@ def test_ctrl_c_gives_the_largest_so_far():
     assert found.largest.size == 4
 
     def plan_with_one_more(n: int) -> Solution:
+        found = planner(2**50)(n)
         if n > 4:
-            raise InterruptedSolveError(planner(2**50)(n))
-        return planner(2**50)(n)
+            signal.raise_signal(signal.SIGINT)
+        return found
 
-    found = largest(plan_with_one_more)
+    with ctrl_c_ends_searches():
+        found = largest(plan_with_one_more)
+    assert found.interrupted
     assert found.largest is not None
     assert found.largest.size == 8
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 
 import pytest
 
 from graphs.synthetic.nets import chain, residual
-from solver.analysis.pareto import N_BUDGETS, Curve, InterruptedSweepError, default_budgets, sweep
-from solver.methods.least_budget import find_obstacle, least_by_method
-from solver.methods.proposal import Proposal
+from solver.analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
+from solver.common.deadline import Deadline, ctrl_c_ends_searches
+from solver.methods.least_budget import find_obstacle
+from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
-from solver.solving import InterruptedSolveError, attempt, solve
+from solver.solving import attempt, solve
 
 GRAPH = residual(n_blocks=5)
 PEAK_BYTES = simulate(GRAPH, baseline(GRAPH)).peak_bytes
@@ -71,7 +73,7 @@ def test_a_cheaper_schedule_is_carried_up(monkeypatch):
             return METHODS["every_block"](graph, budget_bytes=budget_bytes, **options)
         return METHODS["sqrt"](graph, budget_bytes=budget_bytes, **options)
 
-    monkeypatch.setitem(METHODS, "sqrt_then_worse", odd)
+    monkeypatch.setitem(METHODS, "sqrt_then_worse", Method(odd))
     first, second = sweep(
         GRAPH, budgets=[int(small), int(large)], methods=["sqrt_then_worse"], time_limit_s=5
     ).points
@@ -87,7 +89,7 @@ def test_a_schedule_is_carried_to_budgets_where_nothing_was_found(monkeypatch):
             return Proposal(None)
         return METHODS["every_block"](graph, budget_bytes=budget_bytes, **options)
 
-    monkeypatch.setitem(METHODS, "moody", moody)
+    monkeypatch.setitem(METHODS, "moody", Method(moody))
     budgets = [int(0.9 * PEAK_BYTES), PEAK_BYTES]
     first, second = sweep(GRAPH, budgets=budgets, methods=["moody"], time_limit_s=5).points
     assert first.schedule is not None
@@ -112,47 +114,42 @@ def test_known_answers_are_points_and_not_sought_again(monkeypatch):
 def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
     budgets = [int(share * PEAK_BYTES) for share in (0.7, 0.8, 0.9, 1.0)]
     whole = sweep(GRAPH, budgets=budgets, methods=["sqrt", "none"], time_limit_s=5)
-    told: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
 
-    def interrupted(graph, request, **options):
-        if len(told) == 6:
-            raise KeyboardInterrupt
+    def ctrl_c_in_the_sixth(graph, request, **options):
+        if len(counts) == 5:
+            signal.raise_signal(signal.SIGINT)
         return attempt(graph, request, **options)
 
-    monkeypatch.setattr("solver.analysis.pareto.attempt", interrupted)
-    with pytest.raises(InterruptedSweepError) as caught:
-        sweep(
+    monkeypatch.setattr("solver.analysis.pareto.attempt", ctrl_c_in_the_sixth)
+    with ctrl_c_ends_searches() as interrupt:
+        curve = sweep(
             GRAPH,
             budgets=budgets,
             methods=["sqrt", "none"],
             time_limit_s=5,
-            on_point=lambda n_done, n_all: told.append((n_done, n_all)),
+            on_point=lambda n_done, n_all: counts.append((n_done, n_all)),
         )
-    assert told == [(n, 8) for n in range(1, 7)]
-    curve = caught.value.curve
+    assert interrupt.is_set()
+    assert counts == [(n, 8) for n in range(1, 7)]
     assert [p.overhead for p in curve.of("sqrt")] == [p.overhead for p in whole.of("sqrt")]
     assert [p.request.budget_bytes for p in curve.of("none")] == budgets[:2]
 
 
-def test_ctrl_c_in_a_search_keeps_what_that_search_had_found(monkeypatch):
-    def interrupted(graph, request, **options):
-        raise InterruptedSolveError(attempt(graph, request, **options))
-
-    monkeypatch.setattr("solver.analysis.pareto.attempt", interrupted)
-    with pytest.raises(InterruptedSweepError) as caught:
-        sweep(GRAPH, budgets=[PEAK_BYTES, 2 * PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
-    (point,) = caught.value.curve.points
-    assert point.overhead == 0.0
+def test_ctrl_c_before_any_point_leaves_an_empty_curve():
+    with ctrl_c_ends_searches():
+        signal.raise_signal(signal.SIGINT)
+        curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
+    assert curve.points == ()
 
 
-def test_ctrl_c_before_any_point(monkeypatch):
-    def interrupted(*_arguments, **_options):
-        raise KeyboardInterrupt
+def test_without_a_front_door_ctrl_c_ends_the_sweep(monkeypatch):
+    def ctrl_c(*_arguments, **_options):
+        signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("solver.analysis.pareto.attempt", interrupted)
-    with pytest.raises(KeyboardInterrupt) as caught:
+    monkeypatch.setattr("solver.analysis.pareto.attempt", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
         sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
-    assert not isinstance(caught.value, InterruptedSweepError)
 
 
 def test_the_reserve_is_on_top_of_the_default_budgets():
@@ -200,12 +197,13 @@ def test_a_curve_is_frozen(curve):
 @pytest.mark.parametrize("method", ["none", "every_block", "sqrt"])
 def test_the_least_budget_is_reached_and_little_less_is_not(method):
     options = {"time_limit_s": 20, "seed": 0}
-    least_bytes = least_by_method(GRAPH, proven_bytes=0, method=METHODS[method], **options)
+    least_bytes = find_obstacle(GRAPH, method=METHODS[method]).reached_bytes
     assert METHODS[method](GRAPH, budget_bytes=least_bytes, **options).schedule is not None
     less_bytes = least_bytes - int(0.02 * PEAK_BYTES)
     assert METHODS[method](GRAPH, budget_bytes=less_bytes, **options).schedule is None
 
 
 def test_the_least_budget_without_time_is_the_peak():
-    options = {"proven_bytes": 0, "method": METHODS["sqrt"], "seed": 0}
-    assert least_by_method(GRAPH, time_limit_s=-1, **options) == PEAK_BYTES
+    found = find_obstacle(GRAPH, method=METHODS["sqrt"], deadline=Deadline(-math.inf))
+    assert found.reached_bytes == PEAK_BYTES
+    assert found.cut_short

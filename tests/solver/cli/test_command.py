@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from graphs.graph import Graph
 from graphs.synthetic.nets import residual
 from solver.cli.command import main
 from solver.methods.ilp_stages import TooLargeError
-from solver.methods.proposal import InterruptedSearchError, Proposal
+from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -113,7 +115,7 @@ def test_a_method_that_refuses_the_graph_does_not_end_a_comparison(capsys, monke
     def refuses(graph, **_options):
         raise TooLargeError("364 ops are too many, at most 10")
 
-    monkeypatch.setitem(METHODS, "none", refuses)
+    monkeypatch.setitem(METHODS, "none", Method(refuses))
     monkeypatch.setattr(solver.cli.arguments, "METHODS", {"none": refuses, "sqrt": METHODS["sqrt"]})
     assert main(["--budget", "4GB", "--compare", GPT2]) == 0
     assert "Refused by none: 364 ops are too many, at most 10" in capsys.readouterr().out
@@ -179,7 +181,7 @@ def test_the_time_limit_has_its_own_exit_code(capsys, monkeypatch):
     def too_slow(graph, **_options):
         return Proposal(None, timed_out=True)
 
-    monkeypatch.setitem(METHODS, "sqrt", too_slow)
+    monkeypatch.setitem(METHODS, "sqrt", Method(too_slow))
     code, line = failed(
         capsys, "--budget", "4GB", "--method", "sqrt", "--time-limit", "0.5", "--quiet", GPT2
     )
@@ -187,20 +189,20 @@ def test_the_time_limit_has_its_own_exit_code(capsys, monkeypatch):
     assert "within the time limit" in line
 
 
-def test_ctrl_c_gives_the_best_so_far(capsys, monkeypatch):
-    def interrupted(graph, **_options):
-        raise InterruptedSearchError(Proposal(baseline(graph)))
+def pressed(graph, *, found, **_options):
+    """A search during which Ctrl-C is pressed, and what it has found by then."""
+    signal.raise_signal(signal.SIGINT)
+    return Proposal(baseline(graph) if found else None, timed_out=True)
 
-    monkeypatch.setitem(METHODS, "sqrt", interrupted)
+
+def test_ctrl_c_gives_the_best_so_far(capsys, monkeypatch):
+    monkeypatch.setitem(METHODS, "sqrt", Method(functools.partial(pressed, found=True)))
     assert main(["--budget", "6GB", "--method", "sqrt", GPT2]) == 0
     assert "Note: Interrupted: this is the best that was found" in capsys.readouterr().out
 
 
 def test_ctrl_c_in_a_comparison_keeps_what_is_there(capsys, monkeypatch):
-    def interrupted(graph, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(METHODS, "sqrt", interrupted)
+    monkeypatch.setitem(METHODS, "sqrt", Method(functools.partial(pressed, found=False)))
     few = {name: METHODS[name] for name in ("auto", "sqrt", "none")}
     monkeypatch.setattr(solver.cli.arguments, "METHODS", few)
     assert main(["--budget", "4GB", "--compare", GPT2]) == 0
@@ -208,11 +210,18 @@ def test_ctrl_c_in_a_comparison_keeps_what_is_there(capsys, monkeypatch):
 
 
 def test_ctrl_c_before_anything_is_found(capsys, monkeypatch):
-    def interrupted(graph, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(METHODS, "sqrt", interrupted)
+    monkeypatch.setitem(METHODS, "sqrt", Method(functools.partial(pressed, found=False)))
     code, line = failed(capsys, "--budget", "4GB", "--method", "sqrt", GPT2)
+    assert (code, line) == (130, "solve: interrupted")
+
+
+def test_the_second_ctrl_c_ends_the_command(capsys, monkeypatch):
+    def impatient(graph, **options):
+        pressed(graph, found=True)
+        return pressed(graph, found=True)
+
+    monkeypatch.setitem(METHODS, "sqrt", Method(impatient))
+    code, line = failed(capsys, "--budget", "6GB", "--method", "sqrt", GPT2)
     assert (code, line) == (130, "solve: interrupted")
 
 

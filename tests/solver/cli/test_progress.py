@@ -15,7 +15,7 @@ from rich.console import Console
 import solver.cli
 import solver.cli.outputs
 from graphs.synthetic.nets import residual
-from solver.analysis.pareto import InterruptedSweepError, sweep
+from solver.analysis.pareto import sweep
 from solver.cli.command import main
 from solver.cli.progress import Progress
 from solver.schedule.recompute import baseline
@@ -104,7 +104,9 @@ def test_ctrl_c_in_the_sweep_draws_the_points_that_are_there(tmp_path, capsys, m
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
 
     def interrupted(graph, **options):
-        raise InterruptedSweepError(sweep(graph, **{**options, "budgets": [peak_bytes]}))
+        curve = sweep(graph, **{**options, "budgets": [peak_bytes]})
+        signal.raise_signal(signal.SIGINT)
+        return curve
 
     monkeypatch.setattr(solver.cli.outputs, "sweep", interrupted)
     curve, page = tmp_path / "c.svg", tmp_path / "p.html"
@@ -127,10 +129,11 @@ def test_ctrl_c_before_any_point_leaves_the_curve_out(tmp_path, capsys, monkeypa
 
 
 def test_ctrl_c_while_the_least_budget_is_sought(capsys, monkeypatch):
-    def interrupted(_solution):
-        raise KeyboardInterrupt
+    def interrupted(solution):
+        signal.raise_signal(signal.SIGINT)
+        return solution
 
-    monkeypatch.setattr(solver.cli, "explained", interrupted)
+    monkeypatch.setattr("solver.cli.command.explained", interrupted)
     assert main(["--budget", "4GB", "--method", "none", GPT2]) == 3
     printed = capsys.readouterr()
     assert "Interrupted" in printed.out

@@ -22,9 +22,9 @@ from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import proven_least_budget_bytes
 from solver.bound.milp import Answer, Milp
 from solver.common import deadline as clock
-from solver.common.deadline import KEPT_SHARE, Deadline, OutOfTimeError
+from solver.common.deadline import NEVER, Deadline, OutOfTimeError
 from solver.methods.auto.from_cuts import schedule_from_cuts
-from solver.methods.auto.leaner import drop_recomputation
+from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.recombine import Menu
 from solver.methods.evict import evict
 from solver.methods.ilp import ilp
@@ -34,7 +34,7 @@ from solver.methods.revolve import reversals
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, SavedSchedule
-from solver.solving import answer, attempt, explained
+from solver.solving import KEPT_SHARE, answer, attempt, explained
 
 GRAPH = nets.recurrent(n_steps=5)
 PAST = Deadline(-math.inf)
@@ -63,8 +63,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     # A counted second is no second for the linear programs: they get as long as they like.
     solved = Milp.solve
 
-    def at_once(self: Milp, *, time_limit_s: float = math.inf, **options: Any) -> Answer:
-        return solved(self, time_limit_s=math.inf if time_limit_s > 0 else 0.0, **options)
+    def at_once(self: Milp, *, deadline: Deadline = NEVER, **options: Any) -> Answer:
+        return solved(self, deadline=PAST if deadline.passed else NEVER, **options)
 
     monkeypatch.setattr(Milp, "solve", at_once)
     monkeypatch.setattr("solver.methods.least_budget.BASE_WORK", 100_000)

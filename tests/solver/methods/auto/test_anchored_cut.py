@@ -14,12 +14,11 @@ from solver.analysis.pareto import sweep
 from solver.bound.cut import solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
-from solver.common.deadline import Deadline
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.search import Search
 from solver.methods.auto.stages import auto
-from solver.methods.proposal import Proposal
+from solver.methods.proposal import Method, Proposal
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -45,10 +44,11 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
     assert (
         simulate(graph, schedule_from_cuts(folded, {base: alone.kept[0]})).peak_bytes > budget_bytes
     )
-    search = Search(folded, budget_bytes, Deadline.after(60), lost_share=lost_share)
+    search = Search(folded, budget_bytes=budget_bytes, time_limit_s=60)
+    search.prove(lost_share)
     offer_anchored(search, base=base)
     assert search.best is not None
-    assert search.best.simulation.peak_bytes <= budget_bytes
+    assert search.best[1].peak_bytes <= budget_bytes
     assert search.gap <= gap
 
 
@@ -86,8 +86,7 @@ def test_a_sweep_hands_each_search_the_schedule_before(monkeypatch: pytest.Monke
         return found
 
     front_door = importlib.import_module("solver.solving")
-    monkeypatch.setattr(front_door, "METHODS", {"auto": spy})
-    monkeypatch.setattr(front_door, "WARM_METHODS", {"auto": spy})
+    monkeypatch.setattr(front_door, "METHODS", {"auto": Method(spy, takes_starts=True)})
     budgets = [budget_at(RECURRENT, share) for share in (0.5, 0.6, 0.7)]
     sweep(RECURRENT, budgets=budgets)
     assert [budget for budget, _, _ in handed] == budgets

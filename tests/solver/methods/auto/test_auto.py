@@ -18,7 +18,7 @@ from graphs.synthetic.nets import (
 )
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import proven_least_budget_bytes
-from solver.methods.auto.leaner import drop_recomputation
+from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.search import DONE_GAP
 from solver.methods.auto.stages import auto
 from solver.methods.evict import evict

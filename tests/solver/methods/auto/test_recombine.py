@@ -12,7 +12,6 @@ from graphs.synthetic.nets import dense, pyramid, random_dag, residual, transfor
 from solver.bound.cut import CutMilp, solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
-from solver.common.deadline import NEVER
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
@@ -90,11 +89,11 @@ def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
 
 
 def searched(graph: Graph, share: float) -> tuple[Search, int]:
-    """A search whose menu holds what cuts and evictions ran again, and the moment that binds."""
+    """A search whose menu holds what cuts and evictions recomputed, and the position that binds."""
     folded = FoldedGraph.of(graph)
-    search = Search(folded, budget(graph, share), NEVER)
+    search = Search(folded, budget_bytes=budget(graph, share), time_limit_s=math.inf)
     binding = binding_cut(folded, budget_bytes=search.budget_bytes)
-    search.lost_share = binding.lost_share
+    search.prove(binding.lost_share)
     assert binding.cuts is not None
     guide = offer_several_cuts(search, binding.cuts)
     for patience in (0.5, 1.0, 2.0):
@@ -110,13 +109,13 @@ def searched(graph: Graph, share: float) -> tuple[Search, int]:
 def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
     search, base = searched(NETS[name], 0.2)
     before = search.best_share
-    menu = frozenset(search.reruns)
+    menu = frozenset(search.menu)
     recombine(search, base=base)
     assert search.lost_share - 1e-6 <= search.best_share <= before
     assert search.best is not None
-    assert simulate(NETS[name], search.best.schedule).peak_bytes <= search.budget_bytes
+    assert simulate(NETS[name], search.best[0]).peak_bytes <= search.budget_bytes
     nodes = {n for n, _ in menu}
-    assert {n for n, _ in search.best.reruns} <= nodes
+    assert {n for n, _ in fold_simulation(search.folded, search.best[0]).recomputed} <= nodes
 
 
 @pytest.mark.slow
@@ -130,6 +129,6 @@ def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
 def test_a_long_menu_is_left_alone() -> None:
     search, base = searched(NETS["u_shape"], 0.3)
     best = search.best
-    search.reruns |= {(n, p) for n in range(60) for p in range(60, 120)}
+    search.menu |= {(n, p) for n in range(60) for p in range(60, 120)}
     recombine(search, base=base)
     assert search.best is best
