@@ -363,7 +363,7 @@ def test_replan_with_a_loss_outside_for_a_smaller_batch() -> None:
 def test_replan_with_a_loss_outside_for_a_larger_batch_is_refused() -> None:
     _, planned, _ = planned_classifier(on_mismatch="replan")
     x, label = Classifier.batch()
-    with pytest.raises(ReplanError, match=r"the loss is computed outside.*another plan"):
+    with pytest.raises(ReplanError, match=r"the loss is computed outside.*other_plan"):
         planned(torch.cat([x, x]), torch.cat([label, label]))
 
 
@@ -372,7 +372,7 @@ def test_replan_from_a_file_does_not_know_the_loss(tmp_path: Path) -> None:
     solution.save(tmp_path / "schedule.json")
     apply(model, tmp_path / "schedule.json", on_mismatch="replan")
     x, label = model.batch()
-    with pytest.raises(ReplanError, match="a schedule file does not hold the loss"):
+    with pytest.raises(ReplanError, match="a schedule file does not contain the loss"):
         model(x[:3], label[:3])
 
 
