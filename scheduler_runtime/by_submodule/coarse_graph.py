@@ -1,9 +1,8 @@
-"""What was observed of a step as a coarse Graph, and its row of submodules as a chain."""
+"""An observed step as a coarse Graph, and its sequence of submodules as a chain."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,168 +22,171 @@ SCOPE = "planned by submodules, measured in eager mode"
 
 @dataclass(frozen=True)
 class Loop:
-    """A row that an nn.Sequential runs in a loop.
+    """A sequence that an nn.Sequential runs in a loop.
 
-    container: its path. row: its steps, each one child or several that cannot be parted.
+    container: the path of the nn.Sequential.
+    row: its steps, each one child or several that must be recomputed together.
     """
 
     container: str
     row: Row
 
 
-def container_of(model: nn.Module, blocks: Sequence[str]) -> str | None:
-    """The path of the nn.Sequential whose children these blocks are, all and in order; or None."""
-    members = [model.get_submodule(path) for path in blocks]
-    for path, module in model.named_modules():
-        if runs_in_a_loop(module) and list(module.children()) == members:
-            return path if len(module) == len(members) else None
-    return None
+def find_loop(model: nn.Module, observed: Observed) -> tuple[Observed, Loop | None]:
+    """The nn.Sequential whose children the observed submodules are, all and in order, as a chain.
 
+    None where there is none, where something runs between the children, or where less than two
+    steps could be recomputed. Then the observation is as before; else without the parts between the
+    children, in which nothing runs.
 
-def without_gaps(observed: Observed) -> Observed:
-    """Of a loop: without the pieces between the children, in which nothing runs."""
-    first, *inside, last = observed.pieces
-    kept = [piece for piece in inside if piece.path or piece.made or piece.saved]
-    return dataclasses.replace(observed, pieces=(first, *kept, last))
-
-
-def loop_of(container: str, observed: Observed) -> Loop | None:
-    """The row of a loop's children as a chain; None: less than two can be run again by themselves.
-
-    observed: without gaps. A child that overwrites what it reads runs again only together with the
-    one that made it, so both are one step of the row; and so with one whose argument is overwritten
-    after it. Bytes are those of the pieces, put together so that no answer of the chain looks
-    better than it is by much: the graph is what decides.
+    A child that overwrites what it reads is recomputed only together with the one that made it, so
+    both are one step of the row; and so with one whose argument is overwritten after it. Bytes are
+    those of the parts, added so that no answer of the chain looks much better than it is: the graph
+    decides.
     """
-    pieces = observed.pieces
+    members = [model.get_submodule(path) for path in observed.blocks]
+    container = next(
+        (
+            path
+            for path, module in model.named_modules()
+            if runs_in_a_loop(module)
+            and list(module.children()) == members
+            and len(module) == len(members)
+        ),
+        None,
+    )
+    first, *inside, last = observed.parts
+    parts = (first, *(part for part in inside if part.path or part.made or part.saved), last)
     steps: list[list[int]] = []
-    for k, piece in enumerate(pieces[1:-1], start=1):
-        if not piece.path:
-            return None  # something runs between the children after all
-        if not piece.overwritten:
-            steps.append([k])
-        elif steps:
+    for k, part in enumerate(parts[1:-1], start=1):
+        if part.overwritten and steps:
             steps[-1].append(k)
-    if len(steps) < 2:
-        return None
-    size = observed.storage_bytes
-    read = [set(pieces[step[0]].read) for step in steps] + [set(pieces[steps[-1][-1] + 1].read)]
-    x = [sum(size[i] for i in each) for each in read]
-    saved, forward_workspace, backward_workspace = [0], [], []
+        elif not part.overwritten:
+            steps.append([k])
+    if container is None or len(steps) < 2 or not all(part.path for part in parts[1:-1]):
+        return observed, None
+    observed = Observed(parts, observed.storage_bytes)
+
+    def n_bytes(storages: Iterable[int]) -> int:
+        return sum(observed.storage_bytes[i] for i in storages)
+
+    read = [set(parts[step[0]].read) for step in steps] + [set(parts[steps[-1][-1] + 1].read)]
+    input_bytes = [n_bytes(each) for each in read]
+    saved_bytes = [0]
     for i, step in enumerate(steps):
-        parts = [pieces[k] for k in step]
-        put_by = {n for piece in parts for n in piece.saved} - read[i] - read[i + 1]
-        saved.append(x[i + 1] + sum(size[n] for n in put_by))
-        forward_workspace.append(max(_workspace_bytes(observed, piece) for piece in parts))
-        backward_workspace.append(max(piece.backward_peak_bytes for piece in parts))
+        saved = {storage for k in step for storage in parts[k].saved} - read[i] - read[i + 1]
+        saved_bytes.append(input_bytes[i + 1] + n_bytes(saved))
     chain = Chain(
-        forward_s=tuple(sum(pieces[k].forward_s for k in step) for step in steps),
-        backward_s=(*(sum(pieces[k].backward_s for k in step) for step in steps), 0.0),
-        input_bytes=tuple(x),
-        saved_bytes=tuple(saved),
-        forward_workspace_bytes=tuple(forward_workspace),
-        backward_workspace_bytes=(*backward_workspace, 0),
+        forward_s=tuple(sum(parts[k].forward_s for k in step) for step in steps),
+        backward_s=(*(sum(parts[k].backward_s for k in step) for step in steps), 0.0),
+        input_bytes=tuple(input_bytes),
+        saved_bytes=tuple(saved_bytes),
+        forward_workspace_bytes=tuple(
+            max(_workspace_bytes(observed, parts[k]) for k in step) for step in steps
+        ),
+        backward_workspace_bytes=(
+            *(max(parts[k].backward_peak_bytes for k in step) for step in steps),
+            0,
+        ),
     )
     row = Row(
         nodes=tuple(tuple(f"forward{k}" for k in step) for step in steps),
-        modules=tuple(tuple(pieces[k].path for k in step) for step in steps),
+        modules=tuple(tuple(parts[k].path for k in step) for step in steps),
         chain=chain,
     )
-    return Loop(container, row)
+    return observed, Loop(container, row)
 
 
-def _workspace_bytes(observed: Observed, piece: ObservedPart) -> int:
-    made = sum(observed.storage_bytes[i] for i in piece.made)
-    return max(0, piece.forward_peak_bytes - made)
+def _workspace_bytes(observed: Observed, part: ObservedPart) -> int:
+    made = sum(observed.storage_bytes[i] for i in part.made)
+    return max(0, part.forward_peak_bytes - made)
 
 
 def coarse_graph(
-    model: nn.Module, step: ObservedStep, observed: Observed, *, row: bool, unseen_bytes: int
+    step: ObservedStep, observed: Observed, *, in_loop: bool, unseen_bytes: int
 ) -> Graph:
-    """One forward and one backward node for each piece.
+    """One forward and one backward node for each part.
 
-    row: the submodules run in a loop, so that each can run again with those before it.
+    in_loop: an nn.Sequential runs the submodules, so that each can be recomputed with those before.
+    unseen_bytes: counted as resident: what a measured step took beyond its prediction.
     """
-    sizes = step.resident_bytes()
-    pieces = observed.pieces
-    beside = {"random_state": CPU_RANDOM_STATE_BYTES * (len(pieces) + 1), "unseen": unseen_bytes}
-    tensors = [Tensor(kind, n, kind) for kind, n in sizes.items()]  # type: ignore[arg-type]
+    parts = observed.parts
+    resident = step.resident_bytes()
+    beside = {"random_state": CPU_RANDOM_STATE_BYTES * (len(parts) + 1), "unseen": unseen_bytes}
+    tensors = [Tensor(kind, n, kind) for kind, n in resident.items()]  # type: ignore[arg-type]
     tensors += [Tensor(name, n, "buffer") for name, n in beside.items()]
     tensors += [Tensor(f"t{i}", n, "activation") for i, n in enumerate(observed.storage_bytes)]
-    made_by = {f"t{i}": k for k, piece in enumerate(pieces) for i in piece.made}
-    gradients = _gradient_bytes(model, [piece.path for piece in pieces])
+    made_by = {i: k for k, part in enumerate(parts) for i in part.made}
+    gradients = _gradient_bytes(step.model, [part.path for part in parts])
     forward, backward = [], []
-    for k, piece in enumerate(pieces):
-        made = tuple(f"t{i}" for i in piece.made)
-        saved = tuple(f"t{i}" for i in piece.saved)
-        link = f"x{k}"  # keeps the pieces in their order
-        tensors += [Tensor(link, 0, "activation"), Tensor(f"g{k}", 0, "activation")]
-        read = [f"t{i}" for i in piece.read]
-        read += [name for name in saved if made_by[name] < k]
-        before = () if k == 0 else (f"x{k - 1}",)
-        inputs = tuple(dict.fromkeys((*sizes, *before, *read)))
+    for k, part in enumerate(parts):
+        where = "submodule" if part.path else "outside"
+        saved = [f"t{i}" for i in part.saved]
+        read = [f"t{i}" for i in (*part.read, *(i for i in part.saved if made_by[i] < k))]
+        # tensors of 0 bytes keep the parts in their order
+        tensors += [Tensor(f"x{k}", 0, "activation"), Tensor(f"g{k}", 0, "activation")]
+        previous = [f"x{k - 1}"] if k else []
+        following = f"g{k + 1}" if k + 1 < len(parts) else f"x{k}"
+        own_gradients = []
+        if gradients[k]:
+            own_gradients = [f"gradient{k}"]
+            tensors.append(Tensor(f"gradient{k}", gradients[k], "gradient"))
         forward.append(
             Node(
                 name=f"forward{k}",
-                op="submodule.forward" if piece.path else "outside.forward",
-                inputs=inputs,
-                outputs=(*made, link),
-                time_s=piece.forward_s,
-                workspace_bytes=_workspace_bytes(observed, piece),
+                op=f"{where}.forward",
+                inputs=tuple(dict.fromkeys((*resident, *previous, *read))),
+                outputs=(*(f"t{i}" for i in part.made), f"x{k}"),
+                time_s=part.forward_s,
+                workspace_bytes=_workspace_bytes(observed, part),
                 phase="forward",
-                recomputable=bool(piece.path) and (row or not piece.overwritten),
-                module=piece.path,
+                recomputable=bool(part.path) and (in_loop or not part.overwritten),
+                module=part.path,
             )
         )
-        after = (f"x{k}",) if k == len(pieces) - 1 else (f"g{k + 1}",)
-        own = (f"gradient{k}",) if gradients[k] else ()
-        tensors += [Tensor(name, gradients[k], "gradient") for name in own]
         backward.append(
             Node(
                 name=f"backward{k}",
-                op="submodule.backward" if piece.path else "outside.backward",
-                inputs=tuple(dict.fromkeys((*after, *saved))),
-                outputs=(f"g{k}", *own),
-                time_s=piece.backward_s,
-                # the gradients of activations, which stand on both sides of it, among them
-                workspace_bytes=max(0, piece.backward_peak_bytes - gradients[k])
-                + _passed_bytes(observed, k),
+                op=f"{where}.backward",
+                inputs=tuple(dict.fromkeys((following, *saved))),
+                outputs=(f"g{k}", *own_gradients),
+                time_s=part.backward_s,
+                # includes the gradients of activations, which live on both sides of it
+                workspace_bytes=max(0, part.backward_peak_bytes - gradients[k])
+                + _incoming_gradient_bytes(observed, k),
                 phase="backward",
                 recomputable=False,
-                module=piece.path,
+                module=part.path,
             )
         )
-    call = Call.of(step.args, step.kwargs)
-    outputs = [t.name for t in tensors if t.kind == "gradient"]
     return Graph(
         nodes=(*forward, *reversed(backward)),
         tensors=tuple(tensors),
-        outputs=tuple(outputs),
+        outputs=tuple(tensor.name for tensor in tensors if tensor.kind == "gradient"),
         meta=GraphMeta(
-            model=type(model).__name__,
+            model=type(step.model).__name__,
             scope=SCOPE,
             costs={"model": "measured", "device": "here"},
-            environment=environment_of(call, model),
+            environment=environment_of(Call.of(step.args, step.kwargs), step.model),
         ),
     )
 
 
-def _passed_bytes(observed: Observed, k: int) -> int:
-    """The gradient that comes in: as large as what the next piece reads of this one."""
-    made = set(observed.pieces[k].made)
-    if observed.pieces[k].overwritten:  # what it hands on may stand where its argument stood
-        made |= set(observed.pieces[k].read)
-    after = observed.pieces[k + 1 :]
-    read = {i for piece in after[:2] for i in piece.read if i in made}
-    return sum(observed.storage_bytes[i] for i in read)
+def _incoming_gradient_bytes(observed: Observed, k: int) -> int:
+    """As large as what the next part, or the one after it, reads of this one."""
+    made = set(observed.parts[k].made)
+    if observed.parts[k].overwritten:  # its output may be on its argument's storage
+        made |= set(observed.parts[k].read)
+    read = {i for part in observed.parts[k + 1 : k + 3] for i in part.read}
+    return sum(observed.storage_bytes[i] for i in made & read)
 
 
 def _gradient_bytes(model: nn.Module, paths: Sequence[str]) -> list[int]:
-    """Of each piece's parameters; what is in no submodule of the row counts from the first on."""
+    """Of each part's parameters; those in no submodule count from the start of backward."""
     sizes = [0] * len(paths)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             inside = [k for k, path in enumerate(paths) if path and name.startswith(f"{path}.")]
-            piece = inside[0] if inside else len(paths) - 1
-            sizes[piece] += parameter.numel() * parameter.element_size()
+            part = inside[0] if inside else len(paths) - 1
+            sizes[part] += parameter.numel() * parameter.element_size()
     return sizes

@@ -60,7 +60,7 @@ class ObservedStep(TrainingStep):
                 if not buffer.equal(before[name])
             )
 
-    def peak_bytes(self, put: Callable[[], object], take_out: Callable[[], object]) -> int:
+    def peak_bytes(self, put: Callable[[], object], remove: Callable[[], object]) -> int:
         """The peak of one step with a plan in place, resident bytes included."""
         put()
         try:
@@ -70,5 +70,5 @@ class ObservedStep(TrainingStep):
                 above_bytes = peak_above_bytes(self.run, self.device)
         finally:
             self.release()
-            take_out()
+            remove()
         return sum(self.resident_bytes().values()) + above_bytes

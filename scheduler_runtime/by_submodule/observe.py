@@ -53,10 +53,15 @@ class ObservedPart:
 
 @dataclass(frozen=True)
 class Observed:
-    """pieces: outside, submodule, outside, submodule, ..., outside. storage_bytes: by number."""
+    """parts: outside, submodule, outside, submodule, ..., outside. storage_bytes: by number."""
 
-    pieces: tuple[ObservedPart, ...]
+    parts: tuple[ObservedPart, ...]
     storage_bytes: tuple[int, ...]
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Paths of the submodules, in the order in which they run."""
+        return tuple(part.path for part in self.parts if part.path)
 
 
 def find_sequence(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
-"""A plan of submodules, and how it is put into a model: as stock checkpoints of the chosen ones."""
+"""A plan of submodules, and how a model gets it: stock checkpoints of the chosen ones."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -18,10 +20,13 @@ from solver.schedule import Solution
 class SubmoduleSolution(Solution):
     """A Solution for a coarse graph of submodules.
 
-    scope: what the figures are about. blocks: the submodules that were planned. checkpointed:
-    those of them that run again. segments: of an nn.Sequential at `container`, whose children are
-    the blocks: which neighbours are in a checkpoint together; () where each checkpoint is of one
-    submodule. left_alone: sentences on what was not planned.
+    scope: what its figures are about.
+    blocks: the submodules that were planned.
+    checkpointed: those of them that are recomputed.
+    segments: the checkpoints of neighbours in the nn.Sequential at `container`, whose children are
+        the blocks; () where each checkpoint is of one submodule.
+    left_alone: sentences on what was not planned.
+    changed_buffers: names of the buffers that a step changes, once however often it recomputes.
     """
 
     scope: str = SCOPE
@@ -32,12 +37,18 @@ class SubmoduleSolution(Solution):
     left_alone: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = field(default=(), repr=False)
 
+    @classmethod
+    def of(cls, solution: Solution, **changes: Any) -> SubmoduleSolution:
+        """The fields of `solution`, with these changes."""
+        kept = {f.name: getattr(solution, f.name) for f in dataclasses.fields(Solution)}
+        return cls(**{**kept, **changes})
+
     @property
     def parts(self) -> tuple[str, ...]:
-        """Lines that say which submodules are planned how; those nested further right."""
+        """Lines that say which submodules are checkpointed; nested ones are indented."""
         if self.schedule is None:
             return ()
-        together = _lines(self.segments) if self.segments else iter(self.checkpointed)
+        together = _lines(self.segments) if self.segments else self.checkpointed
         kept = ", ".join(path for path in self.blocks if path not in self.checkpointed)
         return (*(f"checkpointed: {line}" for line in together), f"kept: {kept or 'none'}")
 
@@ -47,7 +58,6 @@ class SubmoduleSolution(Solution):
 
 
 def _lines(regions: Sequence[CheckpointRegion]) -> Iterator[str]:
-    """Which neighbours are checkpointed together; those inside of others further right."""
     for region in regions:
         n_blocks = len(region.modules)
         yield region.path if n_blocks == 1 else f"{region.path} ({n_blocks} together)"
@@ -68,15 +78,11 @@ def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
     if solution.segments:
         container = modules.get(solution.container)
         n_blocks = len(solution.blocks)
-        if (
-            not isinstance(container, nn.Sequential)
-            or not runs_in_a_loop(container)
-            or len(container) != n_blocks
-        ):
+        if container is None or not runs_in_a_loop(container) or len(container) != n_blocks:
             where = f"at {solution.container!r}" if solution.container else "as the model"
             raise ValueError(
-                f"the plan is for an nn.Sequential {where} with {n_blocks} children without hooks; "
-                "this is another"
+                f"the plan is for an nn.Sequential {where} with {n_blocks} children and no hooks; "
+                f"this is a {type(container).__name__}"
             )
         names = _inside(solution.changed_buffers, solution.container)
         put_segments(container, segments=solution.segments, changed_buffers=names)
@@ -88,6 +94,6 @@ def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
 
 
 def _inside(names: Sequence[str], path: str) -> tuple[str, ...]:
-    """Of these names of tensors those in the module at this path, as it calls them."""
+    """Those of these tensor names that are in the module at this path, relative to it."""
     prefix = f"{path}." if path else ""
     return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))

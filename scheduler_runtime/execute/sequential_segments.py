@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from scheduler_runtime.execute.torch_checkpoint import ExportedForward, with_buf
 from solver.module_checkpointing import CheckpointRegion
 
 
-def runs_in_a_loop(module: nn.Module) -> bool:
+def runs_in_a_loop(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether its forward is nn.Sequential's own, and no child has a hook on its call."""
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False

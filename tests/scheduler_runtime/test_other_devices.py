@@ -61,7 +61,7 @@ def test_applying_and_fitting_on_another_device_is_refused(kind, monkeypatch):
 
 def test_planning_by_submodules_on_another_device_is_refused():
     model = OnAnother(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with pytest.raises(fallback.FallbackError, match="on mps; real steps are measured on cpu"):
+    with pytest.raises(fallback.FallbackError, match="on mps; real steps can be measured on cpu"):
         fallback.plan_chain(model, torch.randn(2, 4), budget="1GB")
 
 
@@ -76,7 +76,7 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
         raise SeenError
 
     monkeypatch.setattr(fallback, "solve", noted)
-    monkeypatch.setattr(fallback, "_watched", lambda *_: SeenStep())
+    monkeypatch.setattr(fallback, "_observe", lambda *_: (None, None))
     monkeypatch.setattr(fallback, "coarse_graph", lambda *_, **__: None)
     monkeypatch.setattr(fallback, "ObservedStep", lambda *_, **__: SeenStep())
     for where, reserve in (("cuda:0", None), ("cuda:0", 5), ("cpu", None)):

@@ -162,11 +162,11 @@ def test_the_pieces_are_what_was_put_by() -> None:
     model, x = Scrambled(), torch.randn(4, 8)
     blocks = ("parts.c", "parts.a", "parts.d")
     observed = observe(model, lambda: model(x), blocks, resident=[x])
-    assert tuple(p.path for p in observed.pieces) == ("", *sum(((b, "") for b in blocks), ()))
-    saved = [sum(observed.storage_bytes[i] for i in p.saved) for p in observed.pieces]
+    assert tuple(p.path for p in observed.parts) == ("", *sum(((b, "") for b in blocks), ()))
+    saved = [sum(observed.storage_bytes[i] for i in p.saved) for p in observed.parts]
     assert saved[1] == 4 * 8 * 4  # tanh's result; the input is the batch
     assert saved[3] == 2 * 4 * 8 * 4  # its input too
-    assert all(p.backward_s > 0 for p in observed.pieces[1::2])
+    assert all(p.backward_s > 0 for p in observed.parts[1::2])
 
 
 def test_bytes_are_told_part_by_part() -> None:

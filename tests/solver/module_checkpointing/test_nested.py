@@ -144,7 +144,7 @@ def test_the_report_names_who_runs_again_together() -> None:
     solution, _ = planned(model, batch, 0.45)
     paths = next(region.modules for region in solution.segments if len(region.modules) > 1)
     assert f"checkpointed: {paths[0]} .. {paths[-1]} ({len(paths)} together)" in str(solution)
-    assert "run again only together with what is before them: 3" in str(solution)
+    assert "recomputed only together with those before them: 3" in str(solution)
 
 
 def test_children_with_hooks_are_not_put_together() -> None:
