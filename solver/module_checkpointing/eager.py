@@ -2,12 +2,8 @@
 
 A graph is functional and made of single operators. Eager mode runs some of them in place, and its
 backward pass runs whole functions, each of one or more operators. `graphs.trace` writes both into
-the graph's meta:
-
-- "in_place": the forward nodes whose operator overwrites its first argument;
-- "backward_functions": for each function of autograd that runs several nodes, their names.
-
-Graph files without them, or with names that the graph has not, are taken for having none.
+the graph's meta: `in_place` and `backward_functions`. Names there that the graph does not have are
+ignored.
 """
 
 from __future__ import annotations
@@ -20,9 +16,13 @@ from graphs.graph import Graph
 
 @dataclass(frozen=True)
 class EagerStep:
-    """in_place: forward nodes that overwrite their first argument. last_write: tensor -> position,
-    among the forward nodes, of the last one that overwrites its memory in eager mode.
-    function_of: later node -> all nodes of the autograd function that it belongs to, in order."""
+    """What eager mode does beside the graph.
+
+    in_place: forward nodes that overwrite their first argument.
+    last_write: tensor -> position, among the forward nodes, of the last one that overwrites its
+        memory.
+    function_of: later node -> all nodes of the autograd function that it belongs to, in order.
+    """
 
     in_place: frozenset[str]
     last_write: Mapping[str, int]
@@ -31,8 +31,7 @@ class EagerStep:
     @classmethod
     def of(cls, graph: Graph) -> EagerStep:
         """Cost: linear in the size of the graph."""
-        forward = {node.name: position for position, node in enumerate(graph.forward_nodes)}
-        in_place = frozenset(n for n in graph.meta.in_place if n in forward)
+        in_place = frozenset(graph.meta.in_place).intersection(n.name for n in graph.forward_nodes)
         later = {node.name for node in graph.later_nodes}
         function_of: dict[str, tuple[str, ...]] = {}
         for each in graph.meta.backward_functions:
@@ -46,17 +45,16 @@ class EagerStep:
 
 
 def _last_writes(graph: Graph, in_place: frozenset[str]) -> dict[str, int]:
-    """An operator in place makes no memory of its own: what it makes lives where it wrote."""
-    lives_on: dict[str, str] = {}  # tensor -> the first tensor that lived in its memory
-    written: dict[str, int] = {}
+    import networkx  # takes 0.1 s, and only plans by module come here
+
+    # an operator in place allocates nothing: its output is in the memory of its first argument
+    memory = networkx.Graph()
     for position, node in enumerate(graph.forward_nodes):
         if node.name in in_place and node.inputs and node.outputs:
-            read = graph.root(node.inputs[0])
-            home = lives_on.get(read, read)
-            lives_on[node.outputs[0]] = home
-            written[home] = position
-    return {
-        tensor.name: written[home]
-        for tensor in graph.tensors
-        if (home := lives_on.get(graph.root(tensor.name), graph.root(tensor.name))) in written
-    }
+            memory.add_edge(graph.root(node.inputs[0]), node.outputs[0], position=position)
+    written: dict[str, int] = {}
+    for storages in networkx.connected_components(memory):
+        last = max(position for _, _, position in memory.edges(storages, data="position"))
+        written.update(dict.fromkeys(storages, last))
+    roots = ((tensor.name, graph.root(tensor.name)) for tensor in graph.tensors)
+    return {name: written[root] for name, root in roots if root in written}
