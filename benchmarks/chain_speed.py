@@ -27,7 +27,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from solver.chain import n_extra_steps, schedule
+from solver.chain import n_extra_steps, reversal
 
 N_STEPS = 10**6
 N_SNAPSHOTS = 40
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 def time_revolve() -> Row:
     """Both sides in turns. Each one's forward steps without saving are counted, untimed."""
     sides: dict[str, Callable[[], Iterable[Any]]] = {
-        "ours": lambda: schedule(n_steps=N_STEPS, n_snapshots=N_SNAPSHOTS),
+        "ours": lambda: reversal(n_steps=N_STEPS, n_snapshots=N_SNAPSHOTS),
         "peer": _peer,
     }
     times_s: dict[str, list[float]] = {side: [] for side in sides}

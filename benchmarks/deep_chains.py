@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.plan_quality import circumstances
 from graphs.graph import Graph
 from graphs.synthetic import nets
-from solver.chain import constant_bytes, solve_chain, split_into_blocks, to_chain
-from solver.methods import METHODS, chain_to_schedule
+from solver.chain import chain_to_schedule, constant_bytes, solve_chain, split_into_blocks, to_chain
+from solver.methods import METHODS
 from solver.schedule import baseline, simulate
 
 SHARE = 0.05
@@ -87,7 +87,7 @@ def _exact_chain(graph: Graph, *, budget_bytes: int) -> Row | None:
         return None
     seconds = time.perf_counter() - began_s
     once_s = sum(chain.forward_s) + sum(chain.backward_s)
-    played = simulate(graph, chain_to_schedule(graph, blocks, solution.ops, keep_inputs=False))
+    played = simulate(graph, chain_to_schedule(graph, blocks, solution.ops))
     return {
         "n_blocks": blocks.n_blocks,
         "overhead_of_the_chain": solution.cost_s / once_s - 1.0,

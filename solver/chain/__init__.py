@@ -1,6 +1,6 @@
 """A graph as a chain of blocks, and exact solvers for chains (rotor, binomial)."""
 
-from solver.chain.binomial import n_extra_steps, schedule
+from solver.chain.binomial import n_extra_steps, reversal
 from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.problem import (
@@ -14,22 +14,22 @@ from solver.chain.problem import (
     simulate_chain,
 )
 from solver.chain.rotor import solve_chain
-from solver.chain.to_schedule import ChainToSchedule
+from solver.chain.to_schedule import chain_to_schedule
 
 __all__ = [
     "Backward",
     "Blocks",
     "Chain",
     "ChainOp",
-    "ChainToSchedule",
     "ForwardKeepingAll",
     "ForwardKeepingInput",
     "ForwardKeepingOutput",
+    "chain_to_schedule",
     "checkpoints",
     "constant_bytes",
     "keeping_everything",
     "n_extra_steps",
-    "schedule",
+    "reversal",
     "simulate_chain",
     "solve_chain",
     "split_into_blocks",

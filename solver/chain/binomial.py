@@ -17,11 +17,11 @@ For lengths between two β the best places to split form an interval; the one fu
 is taken, which leaves the fewest steps to the part with the fewest snapshots.
 
 Optimal for: the number of forward steps, over all schedules that hold at most s states and run
-steps one by one. Every schedule that `schedule` streams attains t(n, s).
+steps one by one. Every schedule that `reversal` streams attains t(n, s).
 
 Where it falls short: it thinks of steps of equal time and snapshots of equal bytes, all at one
-level. For unequal steps, or where keeping all that a step saves costs less than running it again,
-a dynamic program over the chain is better; a second, slower level of snapshots (a disk) needs
+level. For unequal steps, or where keeping all that a step saves costs less than recomputing it, a
+dynamic program over the chain is better; a second, slower level of snapshots (a disk) needs
 Stumm & Walther (2009). Restoring and storing are free here.
 """
 
@@ -32,7 +32,7 @@ from itertools import chain
 from math import comb
 
 Action = tuple[str, int, int]
-"""(kind, start, stop); see `schedule` for the kinds."""
+"""(kind, start, stop); see `reversal` for the kinds."""
 
 
 def n_extra_steps(*, n_steps: int, n_snapshots: int) -> int:
@@ -46,7 +46,7 @@ def n_extra_steps(*, n_steps: int, n_snapshots: int) -> int:
     return r * n_steps - comb(n_snapshots + r, r - 1) if r else 0
 
 
-def schedule(*, n_steps: int, n_snapshots: int) -> Iterator[Action]:
+def reversal(*, n_steps: int, n_snapshots: int) -> Iterator[Action]:
     """Stream the actions (kind, start, stop) that reverse `n_steps` steps; begin at x_0.
 
     ("store", i, i)      take a snapshot of the present state, x_i.

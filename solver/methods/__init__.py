@@ -1,6 +1,5 @@
 """The methods by name. Each proposes a schedule; none reports a cost of its own."""
 
-from solver.methods.dp import chain_to_schedule
 from solver.methods.ilp_stages import MissingSolverError, TooLargeError
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
@@ -13,7 +12,6 @@ __all__ = [
     "MissingSolverError",
     "Proposal",
     "TooLargeError",
-    "chain_to_schedule",
     "find_obstacle",
     "segment_counts",
 ]

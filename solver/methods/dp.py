@@ -22,24 +22,19 @@ from statistics import median_low
 
 from graphs.graph import Graph
 from solver.chain import (
-    Backward,
     Blocks,
     Chain,
     ChainOp,
-    ChainToSchedule,
-    ForwardKeepingAll,
-    ForwardKeepingInput,
-    ForwardKeepingOutput,
+    chain_to_schedule,
     constant_bytes,
     solve_chain,
     split_into_blocks,
     to_chain,
 )
-from solver.common import NEVER, Deadline
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.methods.sqrt import sqrt
-from solver.schedule import Schedule, baseline
+from solver.schedule import baseline
 
 DP_MAX_BLOCKS = 64
 N_BISECTIONS = 8
@@ -105,31 +100,3 @@ def _n_slots(chain: Chain, budget_bytes: int) -> int:
     usual = median_low(sizes)
     n_slots = budget_bytes * (N_SLOTS * usual // budget_bytes) // usual
     return n_slots or N_SLOTS
-
-
-def chain_to_schedule(
-    graph: Graph,
-    blocks: Blocks,
-    ops: Iterable[ChainOp],
-    *,
-    keep_inputs: bool,
-    deadline: Deadline = NEVER,
-) -> Schedule:
-    """Play the operations of a chain's solution; `keep_inputs`: let go of no block's input.
-
-    Raises OutOfTimeError.
-    """
-    playback = ChainToSchedule(graph, blocks)
-    for op in ops:
-        deadline.check()
-        match op:
-            case ForwardKeepingOutput(block):
-                playback.forward_keeping_output(block, drop_input=not keep_inputs)
-            case ForwardKeepingInput(block):
-                playback.forward_keeping_output(block, drop_input=False)
-            case ForwardKeepingAll(block):
-                playback.forward_keeping_all(block)
-            case Backward(block):
-                playback.backward(block)
-    deadline.check()
-    return playback.schedule()

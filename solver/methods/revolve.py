@@ -14,8 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphs.graph import Graph
-from solver.chain import Blocks, ChainToSchedule, n_extra_steps, split_into_blocks
-from solver.chain import schedule as reversal
+from solver.chain import (
+    Backward,
+    Blocks,
+    ChainOp,
+    ForwardKeepingAll,
+    ForwardKeepingInput,
+    ForwardKeepingOutput,
+    chain_to_schedule,
+    n_extra_steps,
+    reversal,
+    split_into_blocks,
+)
 from solver.common import NEVER, Deadline
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
@@ -70,25 +80,26 @@ def _is_long(blocks: Blocks, n_snapshots: int) -> bool:
 def reversal_to_schedule(
     graph: Graph, blocks: Blocks, *, n_snapshots: int, deadline: Deadline = NEVER
 ) -> Schedule:
-    """Play the reversal of the blocks: step i of the chain problem is block i + 1.
+    """The reversal of the blocks as a schedule. Raises OutOfTimeError."""
+    return chain_to_schedule(
+        graph, blocks, _reversal_ops(blocks.n_blocks, n_snapshots), deadline=deadline
+    )
 
-    Raises OutOfTimeError.
-    """
-    playback = ChainToSchedule(graph, blocks)
+
+def _reversal_ops(n_blocks: int, n_snapshots: int) -> Iterator[ChainOp]:
+    """Step i of the reversal is block i + 1."""
     snapshots: set[int] = set()
-    for kind, start, stop in reversal(n_steps=blocks.n_blocks, n_snapshots=n_snapshots):
-        deadline.check()
+    for kind, start, stop in reversal(n_steps=n_blocks, n_snapshots=n_snapshots):
         if kind == "store":
             snapshots.add(start)
         elif kind == "drop":
             snapshots.remove(start)
         elif kind == "advance":
             for step in range(start, stop):
-                playback.forward_keeping_output(step + 1, drop_input=step not in snapshots)
+                keeping = ForwardKeepingInput if step in snapshots else ForwardKeepingOutput
+                yield keeping(step + 1)
         elif kind == "reverse":
-            playback.forward_keeping_all(start)
-            if start == blocks.n_blocks:  # the caller's loss, between forward and backward pass
-                playback.backward(start + 1)
-            playback.backward(start)
-    deadline.check()
-    return playback.schedule()
+            yield ForwardKeepingAll(start)
+            if start == n_blocks:  # the caller's loss, between forward and backward pass
+                yield Backward(start + 1)
+            yield Backward(start)

@@ -10,7 +10,7 @@ from itertools import islice
 
 import pytest
 
-from solver.chain.binomial import Action, n_extra_steps, schedule
+from solver.chain.binomial import Action, n_extra_steps, reversal
 from tests.support.paths import DATA
 
 BINOMIAL = json.loads((DATA / "binomial.json").read_text())
@@ -62,7 +62,7 @@ def execute(actions: Iterator[Action], *, n_steps: int, n_snapshots: int) -> int
 
 
 def n_advanced(n_steps: int, n_snapshots: int) -> int:
-    actions = schedule(n_steps=n_steps, n_snapshots=n_snapshots)
+    actions = reversal(n_steps=n_steps, n_snapshots=n_snapshots)
     return execute(actions, n_steps=n_steps, n_snapshots=n_snapshots)
 
 
@@ -98,7 +98,7 @@ def test_closed_form_of_a_thousand_million_steps() -> None:
 
 
 def test_actions_of_a_small_chain_by_hand() -> None:
-    assert list(schedule(n_steps=4, n_snapshots=2)) == [
+    assert list(reversal(n_steps=4, n_snapshots=2)) == [
         ("store", 0, 0),
         ("advance", 0, 2),
         ("store", 2, 2),
@@ -114,7 +114,7 @@ def test_actions_of_a_small_chain_by_hand() -> None:
         ("drop", 0, 0),
         ("reverse", 1, 0),
     ]
-    assert list(schedule(n_steps=1, n_snapshots=3)) == [
+    assert list(reversal(n_steps=1, n_snapshots=3)) == [
         ("store", 0, 0),
         ("drop", 0, 0),
         ("reverse", 1, 0),
@@ -158,7 +158,7 @@ def test_published_counts_are_attained(n_steps: int, n_snapshots: int) -> None:
 def test_memory_does_not_grow_with_the_steps(n_steps: int, n_snapshots: int) -> None:
     tracemalloc.start()
     try:
-        for _ in islice(schedule(n_steps=n_steps, n_snapshots=n_snapshots), 200_000):
+        for _ in islice(reversal(n_steps=n_steps, n_snapshots=n_snapshots), 200_000):
             pass
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
@@ -169,13 +169,13 @@ def test_memory_does_not_grow_with_the_steps(n_steps: int, n_snapshots: int) -> 
 @pytest.mark.parametrize("n_snapshots", [1, 2, 3, 40, 1000, 10**6, 10**9])
 def test_a_thousand_million_steps_start_at_once(n_snapshots: int) -> None:
     began_s = time.process_time()
-    actions = list(islice(schedule(n_steps=10**9, n_snapshots=n_snapshots), 1000))
+    actions = list(islice(reversal(n_steps=10**9, n_snapshots=n_snapshots), 1000))
     assert time.process_time() - began_s < 1
     assert actions[0] == ("store", 0, 0)
     assert actions[1][:2] == ("advance", 0)
 
 
-@pytest.mark.parametrize("function", [n_extra_steps, schedule])
+@pytest.mark.parametrize("function", [n_extra_steps, reversal])
 @pytest.mark.parametrize("bad", [0, -3, 2.0, "4", None, True])
 def test_what_is_no_count_is_refused_at_once(function: object, bad: object) -> None:
     assert callable(function)

@@ -1,4 +1,4 @@
-"""Chain operations played back on a graph."""
+"""Chain operations as a schedule of a graph."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
-from solver.chain.to_schedule import ChainToSchedule
+from solver.chain.problem import (
+    Backward,
+    ForwardKeepingAll,
+    ForwardKeepingInput,
+    ForwardKeepingOutput,
+)
+from solver.chain.to_schedule import chain_to_schedule
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
 from tests.support.builders import odd_graph, uniform_chain, words
 
+KINDS = {
+    "k": ForwardKeepingInput,
+    "n": ForwardKeepingOutput,
+    "a": ForwardKeepingAll,
+    "b": Backward,
+}
 
-def play(graph: Graph, blocks: Blocks, text: str) -> Schedule:
+
+def schedule_of(graph: Graph, blocks: Blocks, text: str) -> Schedule:
     """ "k1" keeps block 1's output and input, "n1" its output alone, "a1" all; "b1": backward."""
-    playback = ChainToSchedule(graph, blocks)
-    for word in words(text):
-        kind, block = word[0], int(word[1:])
-        if kind == "a":
-            playback.forward_keeping_all(block)
-        elif kind == "b":
-            playback.backward(block)
-        else:
-            playback.forward_keeping_output(block, drop_input=kind == "n")
-    return playback.schedule()
+    ops = [KINDS[word[0]](int(word[1:])) for word in words(text)]
+    return chain_to_schedule(graph, blocks, ops)
 
 
 def test_operations_by_hand() -> None:
@@ -36,7 +41,7 @@ def test_operations_by_hand() -> None:
     assert blocks.backward[3] == ("loss", "b4")
 
     def order(text: str) -> str:
-        return " ".join(play(graph, blocks, text).order)
+        return " ".join(schedule_of(graph, blocks, text).order)
 
     assert order("a1 a2 a3 a4 b5 b4 b3 b2 b1") == "f1 f2 f3 f4 loss b4 b3 b2 b1"
     # all from x_0: revolve with one snapshot
@@ -55,7 +60,7 @@ def test_what_a_run_again_makes_beside_its_output_is_dropped() -> None:
     graph = uniform_chain(6)
     blocks = split_into_blocks(graph, max_blocks=3)
     assert [len(names) for names in blocks.forward] == [2, 2, 2]
-    schedule = play(graph, blocks, "k1 n2 a3 b4 b3 k1 a2 b2 a1 b1")
+    schedule = schedule_of(graph, blocks, "k1 n2 a3 b4 b3 k1 a2 b2 a1 b1")
     assert " ".join(schedule.order) == "f1 f2 f3 f4 f5 f6 loss b6 b5 f1 f2 f3 b4 b3 f1 b2 b1"
 
 
@@ -88,7 +93,7 @@ def test_any_persistent_schedule_is_legal_on_any_graph(seed: int) -> None:
     blocks = split_into_blocks(graph)
     for _ in range(4):
         text = with_loss(persistent(rng, 1, blocks.n_blocks), blocks.n_blocks)
-        assert simulate(graph, play(graph, blocks, text)).time_s >= graph.baseline_time_s
+        assert simulate(graph, schedule_of(graph, blocks, text)).time_s >= graph.baseline_time_s
 
 
 @pytest.mark.parametrize(
@@ -105,10 +110,10 @@ def test_keeping_all_or_every_input_on_nets(graph: Graph) -> None:
     n = blocks.n_blocks
     down = " ".join(f"b{block}" for block in range(n, 0, -1))
     everything = " ".join(f"a{block}" for block in range(1, n + 1))
-    kept = play(graph, blocks, f"{everything} b{n + 1} {down}")
+    kept = schedule_of(graph, blocks, f"{everything} b{n + 1} {down}")
     assert simulate(graph, kept) == simulate(graph, baseline(graph))
     inputs = " ".join(f"k{block}" for block in range(1, n))
     again = " ".join(f"a{block} b{block}" for block in range(n - 1, 0, -1))
-    checkpointed = play(graph, blocks, f"{inputs} a{n} b{n + 1} b{n} {again}")
+    checkpointed = schedule_of(graph, blocks, f"{inputs} a{n} b{n + 1} b{n} {again}")
     reference = simulate(graph, keep(graph, checkpoints(graph, blocks, n_whole=1)))
     assert simulate(graph, checkpointed).time_s == pytest.approx(reference.time_s)

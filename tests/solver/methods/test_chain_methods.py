@@ -13,7 +13,8 @@ from solver.chain.binomial import n_extra_steps
 from solver.chain.blocks import split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.rotor import solve_chain
-from solver.methods.dp import chain_to_schedule, dp
+from solver.chain.to_schedule import chain_to_schedule
+from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.proposal import Proposal
 from solver.methods.revolve import reversal_to_schedule, revolve
@@ -111,7 +112,7 @@ def test_the_chain_reckons_as_the_judge_does_on_a_uniform_chain(part: float) -> 
     chain_bytes = int(part * peak_bytes) - constant_bytes(graph, blocks)
     solution = solve_chain(to_chain(graph, blocks), budget_bytes=chain_bytes)
     assert solution is not None
-    simulation = simulate(graph, chain_to_schedule(graph, blocks, solution.ops, keep_inputs=False))
+    simulation = simulate(graph, chain_to_schedule(graph, blocks, solution.ops))
     slack = solution.peak_bytes + constant_bytes(graph, blocks) - simulation.peak_bytes
     assert 0 <= slack <= 1010  # at most one tensor: the output that a backward pass may not need
     assert simulation.time_s <= solution.cost_s
