@@ -1,14 +1,16 @@
-"""How the site is put together: the order of its pages, and what is filled into them.
+"""How the documentation site is built: the order of its pages, and their generated parts.
 
-A page that is put under docs/ is in the navigation by that: known ones in the order below, those
-of docs/integrations under "Integrations", others under "More". Links that leave docs/ (to code, to
-results) are shown as the path in the repository, which has to exist. Formulas become MathML.
+Every page under docs/ is in the navigation: known ones in the order below, folders under their own
+title, others under "More". The start page is the README. Links that leave docs/ (to code, to
+results) are shown as the path in the repository, which must exist. Formulas become MathML.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "report.md",
             "options.md",
             "model_files.md",
+            "running_a_plan.md",
             "hugging_face.md",
             "emit.md",
             "export.md",
@@ -31,24 +34,39 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "gpu.md",
         ),
     ),
-    ("Understand", ("theory.md", "same_bits.md", "limits.md")),
+    (
+        "Understand",
+        (
+            "methods.md",
+            "plan_quality.md",
+            "theory.md",
+            "bitwise_identical.md",
+            "limits.md",
+            "architecture.md",
+        ),
+    ),
 )
+FOLDERS = (("Integrations", "integrations/"), ("Guides", "guides/"), ("Reference", "reference/"))
+README = "<!-- README.md -->"
 HELP = "<!-- solve --help -->"
+FACES = re.compile(r"<!-- faces of (\w+) -->")
+DOCSTRINGS = re.compile(r"<!-- docstrings of ([\w/ ]+) -->")
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+(?:\n[^$\n]+)?)\$", re.DOTALL)
 MATHS_PAGES = ("theory.md",)
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """The navigation, of what there is."""
+    """The navigation: all pages that exist."""
     found = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     nav: list[Any] = []
     for title, pages in ORDER:
         there = [page for page in pages if page in found]
         found -= set(there)
         nav.extend([{title: there}] if title and there else there)
-    for title, folder in (("Integrations", "integrations/"), ("Reference", "reference/")):
+    for title, folder in FOLDERS:
         there = sorted(page for page in found if page.startswith(folder))
+        there.sort(key=lambda page: not page.endswith("/index.md"))
         found -= set(there)
         if there:
             nav.append({title: there})
@@ -59,7 +77,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Fill in the command's help, and show links that leave the site as paths."""
+    """Fill in the generated parts, and show links that leave the site as paths."""
+    if README in markdown:
+        markdown = markdown.replace(README, _readme())
+    markdown = FACES.sub(lambda match: "\n".join(_faces(match.group(1))), markdown)
+    markdown = DOCSTRINGS.sub(lambda match: _docstrings(match.group(1).split()), markdown)
     if HELP in markdown:
         markdown = markdown.replace(HELP, f"```text\n{_help()}\n```")
     if page.file.src_uri in MATHS_PAGES:
@@ -72,11 +94,42 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         if path.is_relative_to(DOCS):
             return match.group(0)
         if not path.exists():
-            raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which is not there")
+            raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which does not exist")
         name = str(path.relative_to(ROOT))
         return words if name in words else f"{words} (`{name}`)"
 
     return LINK.sub(shown, markdown)
+
+
+def _readme() -> str:
+    """The README with its links as seen from docs/."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\]\((?!https?:|docs/|#)", "](../", text)
+    return text.replace("](docs/", "](")
+
+
+def _faces(package: str) -> Iterator[str]:
+    """Every folder of a package: the first line of its docstring, and the names it exports."""
+    for path in sorted((ROOT / package).rglob("*/__init__.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        about = (ast.get_docstring(tree) or "").partition("\n")[0]
+        yield f"- **`{'.'.join(path.parent.relative_to(ROOT).parts)}`**: {about}"
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+                names = ", ".join(f"`{name}`" for name in ast.literal_eval(statement.value))
+                yield f"  <br>{names}"
+
+
+def _docstrings(folders: list[str]) -> str:
+    """A section for each module of these folders whose docstring has more than one paragraph."""
+    parts = []
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("[!_]*.py")):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            if "\n\n" in text:
+                name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                parts.append(f"::: {name}\n    options: {{members: []}}")
+    return "\n\n".join(parts)
 
 
 def _mathml(match: re.Match[str]) -> str:

@@ -13,7 +13,7 @@ can see and compares it with what each program was made for:
 - functions, classes and modules held elsewhere by identity.
 
 What numbers forward looked at has guards of its own (`graphs.capture.as_eager.known_values`).
-`docs/limits.md` lists what is not seen.
+`docs/bitwise_identical.md` lists what is not seen.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -13,10 +14,13 @@ from matplotlib.image import imread
 
 from docs import screenshots
 from solver.cli.arguments import help_text
+from solver.cli.command import main
 from tests.support.browser import find
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGES = ("graphs", "solver", "scheduler_runtime")
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +57,67 @@ def test_the_reference_is_made_of_the_docstrings(site):
         site, "reference/solver.html"
     )
     assert "Trace one training step into" in page(site, "reference/graphs.html")
-    assert 'id="scheduler_runtime.applying.apply"' in page(site, "reference/scheduler_runtime.html")
+    assert 'id="scheduler_runtime.apply"' in page(site, "reference/scheduler_runtime.html")
     assert "solver.bound.cut" in page(site, "reference/methods.html")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_lists_what_every_folder_exports(site, package):
+    text = page(site, f"reference/{package}.html")
+    for path in (ROOT / package).glob("*/__init__.py"):
+        assert f"<code>{package}.{path.parent.name}</code>" in text
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_architecture_page_lists_each_folder_above_what_it_imports(package):
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition(f"## {package}\n")[2].partition("\n## ")[0]
+    listed = [name.removesuffix(".py") for name in re.findall(r"^\| `([\w.]+)` \|", table, re.M)]
+    folder = ROOT / package
+    there = {path.stem for path in folder.glob("[!_]*.py")}
+    there |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert sorted(listed) == sorted(there)
+    for path in folder.rglob("*.py"):
+        room = path.relative_to(folder).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = (getattr(node, "module", None) or "").split(".")
+            if room in listed and parts[0] == package and len(parts) > 1 and parts[1] != room:
+                assert listed.index(room) < listed.index(parts[1]), f"{path} imports {parts[1]}"
+
+
+def test_the_start_page_is_the_readme(site):
+    assert "Which entry point?" in page(site, "index.html")
+    assert 'href="tutorial.html"' in page(site, "index.html")
+
+
+def test_the_readme_is_short_and_says_what_was_not_measured():
+    assert len(README.splitlines()) <= 120
+    assert "`pip install -c constraints.txt -e '.[test]' && pytest`" in README
+    assert "pip install -c constraints.txt -e . && solve --budget 8GB examples/gpt2.py\n" in README
+    assert README.index("Nothing has been measured on a GPU yet") < README.index("\n## ")
+
+
+def test_the_results_in_the_readme_are_those_of_the_table():
+    def rows(text: str) -> dict[str, list[str]]:
+        lines = re.findall(r"^\| (.+) \|$", text, flags=re.MULTILINE)
+        cells = [line.split(" | ") for line in lines]
+        return {row[0]: row[1:] for row in cells if len(row) > 9 and row[1].isdigit()}
+
+    short, full = rows(README), rows((DOCS / "plan_quality.md").read_text(encoding="utf-8"))
+    assert len(short) == 5
+    for name, row in short.items():
+        *figures, search, every_block, sqrt, dp, torch = full[name]
+        assert row == [*figures, search, every_block, sqrt, torch], dp
+
+
+@pytest.mark.slow
+def test_the_report_in_the_docs_is_what_the_command_prints(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["--budget", "8GB", "--device", "cpu", "examples/gpt2.py"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for text in (README, (DOCS / "report.md").read_text(encoding="utf-8")):
+        excerpt = text.partition("```text\n")[2].partition("\n```")[0].splitlines()
+        assert [x for x in excerpt if x not in printed and not x.startswith("  planned in")] == []
 
 
 def test_the_help_is_the_commands(site):
