@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -47,9 +47,9 @@ def test_the_template_runs(guide: Path, tmp_path: Path, monkeypatch: pytest.Monk
     del sys.modules[name]
     importlib.import_module(name)
 
-    tests = ModuleType(Path(test_path).stem)
-    exec(compile(test, test_path, "exec"), tests.__dict__)
-    found = [function for name, function in vars(tests).items() if name.startswith("test_")]
-    assert found
-    for function in found:
+    (tmp_path / "template_test.py").write_text(test)
+    names = runpy.run_path(str(tmp_path / "template_test.py"))
+    tests = [function for name, function in names.items() if name.startswith("test_")]
+    assert tests
+    for function in tests:
         function()
