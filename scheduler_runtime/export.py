@@ -1,21 +1,20 @@
-"""A plan for people who cannot change their step: stock checkpointing of the model's own modules.
+"""Export a plan as stock checkpointing of a model's own modules; the training step stays as it is.
 
     exported = to_torch_checkpoint(model, solution)
     print(exported)      # which modules are checkpointed how, and what that costs
     ...                  # train as before: torch.compile, PEFT, DDP and FSDP2 go on top
     exported.remove()
 
-`torch.utils.checkpoint` runs whole modules again, all of one at once; a schedule of single
-operators is finer. So what is exported is another plan, near the solution's:
-`solver.module_checkpointing.search` chooses it, and its peak and time are judged like any other's.
-Of a solution made with `fsdp=` they are those of one rank; `scheduler_runtime.fsdp.shard` shards
-the model as was planned.
+`torch.utils.checkpoint` recomputes whole modules, all of one at once; a schedule of single
+operators is finer. So what is exported is the closest module-level plan: chosen by
+`solver.module_checkpointing.search`, with peak and time from the simulator. For a solution made
+with `fsdp=` they are those of one rank; `scheduler_runtime.fsdp.shard` shards the model as planned.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,25 +55,30 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True)
 class ExportedModule:
-    """path: of the module. mode: "checkpoint" (all of it runs again) or "selective" (all but
-    `saved`, the names of graph nodes whose results are kept). n_reruns: how often a step runs its
-    forward again. inside: the paths of checkpointed modules around it, the outermost first.
+    """A checkpointed module.
+
+    path: of the module.
+    mode: "checkpoint" (all of it is recomputed) or "selective" (all but `saved`).
+    n_recomputations: how often a step recomputes it.
+    saved: names of the graph nodes whose results are kept.
+    inside: paths of the checkpointed modules around it, the outermost first.
     """
 
     path: str
     mode: Literal["checkpoint", "selective"]
-    n_reruns: int
+    n_recomputations: int
     saved: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was put into the model, and what a step takes with it.
+    """What was exported to the model, and what a step takes with it.
 
-    peak_bytes, time_s: of a step with the exported plan, as judged; schedule: that plan as a
-    schedule of the solution's graph. planned_peak_bytes, planned_time_s: of the solution's own
-    schedule, which `apply` would run. lost: sentences on what the exported plan cannot do.
+    schedule, peak_bytes, time_s: of the exported plan, by the simulator.
+    planned_peak_bytes, planned_time_s: of the solution's own schedule, which `apply` would run.
+    baseline_time_s: of the step without checkpointing.
+    lost: sentences on what the exported plan cannot do.
     sharded: "per rank of 8, FSDP2", or "" for a step that is not sharded.
     """
 
@@ -106,31 +110,25 @@ class Export:
         return (self.planned_time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
 
     def remove(self) -> None:
-        """The modules run their own forwards again. A second call finds nothing to do: it may be
-        called wherever one is not sure (in a `finally`), and `scheduler_runtime.remove(model)` does
-        the same."""
+        """Give the modules their own forwards back, as `scheduler_runtime.remove(model)` does.
+
+        Safe to call twice, say in a `finally`.
+        """
         remove_torch_checkpoint(self._model)
 
     def __str__(self) -> str:
+        per_rank = f" ({self.sharded})" if self.sharded else ""
         lines = [
-            (
-                f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}"
-                f"{self.sharded and f' ({self.sharded})'}, "
-                f"overhead {format_share(self.overhead)} (the plan itself: "
-                f"{format_size(self.planned_peak_bytes)}, {format_share(self.planned_overhead)})"
-                + ("" if self.fits else ": ABOVE THE BUDGET, nothing smaller was found")
-            )
+            f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}{per_rank}, "
+            f"overhead {format_share(self.overhead)} (the plan itself: "
+            f"{format_size(self.planned_peak_bytes)}, {format_share(self.planned_overhead)})"
+            + ("" if self.fits else ": ABOVE THE BUDGET, nothing smaller was found")
         ]
-        lines += [
-            f"  {module.path}: "
-            + (
-                f"all but {counted(len(module.saved), 'operator')}"
-                if module.mode == "selective"
-                else "checkpointed"
-            )
-            + f", {module.n_reruns} x again"
-            for module in self.modules
-        ]
+        for module in self.modules:
+            what = "checkpointed"
+            if module.mode == "selective":
+                what += f" but for {counted(len(module.saved), 'operator')}"
+            lines.append(f"  {module.path}: {what}, recomputed {module.n_recomputations}x")
         return "\n".join([*lines, *self.lost])
 
 
@@ -139,10 +137,11 @@ def to_torch_checkpoint(
 ) -> Export:
     """Checkpoint the modules that the solution's schedule says to recompute; changes the model.
 
-    solution: from solve(model, ...); its graph says which module each operator belongs to. The
-        model's parameters, names and state dict stay; `Export.remove` undoes it.
-    on_excess: where nothing that modules can do fits the budget: "error", or "least": export the
-        choice with the smallest peak that was found, and say so (`Export.fits`).
+    The model's parameters, names and state dict stay; `Export.remove` undoes it.
+
+    solution: from solve(model, ...); its graph says which module each operator belongs to.
+    on_excess: where no module-level plan fits the budget: "error", or "least": export the one with
+        the smallest peak found, and say so (`Export.fits`).
 
     Raises ExportError where the solution has no schedule, the model is not the one that was
     planned, has a plan already, or nothing fits.
@@ -160,11 +159,12 @@ def to_torch_checkpoint(
             f"the solution has no schedule to export: its status is {solution.status}"
         )
     _check_model(model, solution.graph)
-    tree = module_tree(model, solution.graph)
-    may_save = _may_save(solution.graph)
     try:
         plan = by_module(
-            solution, tree, may_save=may_save, extra_bytes_per_region=CPU_RANDOM_STATE_BYTES
+            solution,
+            module_tree(model, solution.graph),
+            may_save=_may_save(solution.graph),
+            extra_bytes_per_region=CPU_RANDOM_STATE_BYTES,
         )
     except NoModulesFitError as error:
         if on_excess == "error":
@@ -172,7 +172,7 @@ def to_torch_checkpoint(
         plan = error.least
     _put(model, solution.graph, plan)
     return Export(
-        modules=tuple(_described(plan)),
+        modules=tuple(_exported(plan.regions, plan)),
         schedule=plan.schedule,
         peak_bytes=plan.peak_bytes,
         time_s=plan.simulation.time_s,
@@ -194,8 +194,8 @@ def _nothing_fits(model: nn.Module, solution: Solution, error: NoModulesFitError
         finer = f"these are bytes {words}; "
     return ExportError(
         f"the budget is {solution.request.available_bytes} bytes, and checkpointing modules of "
-        f"{type(model).__name__} takes at least {least_bytes}: PyTorch runs a module again all at "
-        f"once, and operators called outside of its blocks not at all. {finer}solve with a budget "
+        f"{type(model).__name__} takes at least {least_bytes}: PyTorch recomputes a module as a "
+        f"whole, and operators called outside of its blocks not at all. {finer}solve with a budget "
         f'of {least_bytes} bytes, or give on_excess="least"'
     )
 
@@ -227,21 +227,26 @@ def _check_model(model: nn.Module, graph: Graph) -> None:
 
 
 def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
-    """The blocks are the members of the outermost lists and sequences of modules; where a model
-    has none, its children."""
-    order: dict[str, int] = {}
+    """The modules that may be checkpointed, of those that the step calls.
+
+    The blocks are the members of the outermost lists and sequences of modules; where a model has
+    none, its children.
+    """
+    first: dict[str, int] = {}  # path -> position of the first operator in it
     for position, node in enumerate(graph.forward_nodes):
-        order.setdefault(node.module, position)
-    first = {path: _first(order, path) for path in dict(model.named_modules())}
-    blocks = [path for path in listed_blocks(model) if first[path] is not None]
-    if not blocks:
-        blocks = [p for p in called_children(model) if first[p] is not None]
-    blocks.sort(key=lambda path: first[path] or 0)
+        names = node.module.split(".")
+        for depth in range(len(names)):
+            first.setdefault(".".join(names[: depth + 1]), position)
+
+    def parts_of(path: str) -> tuple[str, ...]:
+        return tuple(part for part in called_children(model, path) if part in first)
+
+    blocks = [path for path in listed_blocks(model) if path in first] or list(parts_of(""))
+    blocks.sort(key=first.__getitem__)
     parts: dict[str, tuple[str, ...]] = {}
     for block in blocks:
-        parts[block] = tuple(p for p in called_children(model, block) if first[p] is not None)
-        for part in parts[block]:
-            parts[part] = tuple(p for p in called_children(model, part) if first[p] is not None)
+        parts[block] = parts_of(block)
+        parts.update({part: parts_of(part) for part in parts[block]})
     around = [
         path
         for path, module in model.named_modules()
@@ -250,20 +255,16 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
         and path not in blocks
         and any(is_under(block, path) for block in blocks)
     ]
-    # the nearest to the blocks: what is around them in turn would run almost all of the step again
+    # the nearest to the blocks: recomputing those further out would be almost the whole step
     nearest = [p for p in around if not any(o != p and is_under(o, p) for o in around)]
     return ModuleTree(blocks=tuple(blocks), parts=parts, around=tuple(nearest))
-
-
-def _first(order: Mapping[str, int], path: str) -> int | None:
-    return min((p for module, p in order.items() if is_under(module, path)), default=None)
 
 
 def _may_save(graph: Graph) -> Any:
     """Which results PyTorch's selective checkpointing can keep.
 
     Not those of our own operators, which eager mode does not call, nor what is overwritten in place
-    or overwrites. And a random operator only if no later one in the module runs again: that one
+    or overwrites. And a random operator only if no later one in the module is recomputed: that one
     would draw the numbers of the first.
     """
     eager = EagerStep.of(graph)
@@ -276,29 +277,26 @@ def _may_save(graph: Graph) -> Any:
         saved = set()
         draws_later = False
         for name in reversed(region.nodes):
-            operator = _operator(graph.node_by_name[name].op)
+            op = graph.node_by_name[name].op
+            is_aten = op.startswith("aten.")
+            operator: Any = torch.ops
+            for part in op.split(".") if is_aten else ():
+                operator = getattr(operator, part, None)
             random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
-            ours = not graph.node_by_name[name].op.startswith("aten.")
-            possible = operator and not ours and not overwritten(name)
+            possible = is_aten and operator is not None and not overwritten(name)
             if name in region.saved and possible and not (random and draws_later):
                 saved.add(name)
-            elif random or ours:
+            elif random or not is_aten:
                 draws_later = True
         return frozenset(saved)
 
     return may_save
 
 
-def _operator(name: str) -> Any:
-    """torch.ops.aten.addmm.default of "aten.addmm.default"; None: it is no operator's name."""
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
 def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
-    changed = _changed_buffers(model, graph)
+    # a node without outputs writes: into the buffers that the forward pass changes
+    written = {n for node in graph.forward_nodes if not node.outputs for n in node.inputs}
+    changed = sorted(path for path, tensor in graph.meta.buffers.items() if tensor in written)
     for region in (inside for top in plan.regions for inside in top.flat()):
         prefix = f"{region.path}."
         torch_checkpoint.put(
@@ -308,13 +306,6 @@ def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
                 name.removeprefix(prefix) for name in changed if name.startswith(prefix)
             ),
         )
-
-
-def _changed_buffers(model: nn.Module, graph: Graph) -> list[str]:
-    """The buffers that the forward pass changes: those that a node without outputs writes."""
-    paths = {tensor: path for path, tensor in graph.meta.buffers.items()}
-    written = {n for node in graph.forward_nodes if not node.outputs for n in node.inputs}
-    return [paths[name] for name in sorted(written) if name in paths]
 
 
 def _saved_calls(graph: Graph, region: CheckpointRegion) -> SavedCalls:
@@ -333,20 +324,18 @@ def _saved_calls(graph: Graph, region: CheckpointRegion) -> SavedCalls:
     )
 
 
-def _described(plan: RegionPlan) -> Iterator[ExportedModule]:
-    def described(region: CheckpointRegion, inside: tuple[str, ...]) -> Iterator[ExportedModule]:
+def _exported(
+    regions: Iterable[CheckpointRegion], plan: RegionPlan, inside: tuple[str, ...] = ()
+) -> Iterator[ExportedModule]:
+    for region in regions:
         yield ExportedModule(
             path=region.path,
             mode="selective" if region.saved else "checkpoint",
-            n_reruns=plan.n_recomputations[region.path],
+            n_recomputations=plan.n_recomputations[region.path],
             saved=tuple(name for name in region.nodes if name in region.saved),
             inside=inside,
         )
-        for inner in region.inner:
-            yield from described(inner, (*inside, region.path))
-
-    for region in plan.regions:
-        yield from described(region, ())
+        yield from _exported(region.inner, plan, (*inside, region.path))
 
 
 def _lost(solution: Solution, plan: RegionPlan) -> Iterator[str]:
@@ -357,13 +346,13 @@ def _lost(solution: Solution, plan: RegionPlan) -> Iterator[str]:
         share = 100 * slower_s / (solution.baseline.time_s or 1.0)
         yield f"the step takes {share:.2f} % longer than with the plan itself"
     inside = {name for region in plan.regions for name in region.nodes}
-    again = Counter(solution.schedule.order)
-    outside = [name for name, n_runs in again.items() if n_runs > 1 and name not in inside]
+    n_runs = Counter(solution.schedule.order)
+    outside = [name for name, n in n_runs.items() if n > 1 and name not in inside]
     if outside:
         yield (
-            f"{counted(len(outside), 'operator')} that the plan runs again "
-            f"{'is' if len(outside) == 1 else 'are'} in no checkpointed module ("
-            f"{', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''}): their results stay"
+            f"{counted(len(outside), 'operator')} that the plan recomputes "
+            f"{'is' if len(outside) == 1 else 'are'} in no checkpointed module and stay saved ("
+            f"{', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''})"
         )
     if plan.refused:
         path, reason = next(iter(plan.refused.items()))

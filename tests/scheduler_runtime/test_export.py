@@ -338,7 +338,7 @@ def test_modules_around_the_blocks_nest() -> None:
     for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
         assert torch.equal(expected, got)
     for module in plan.modules:
-        assert model.get_submodule(module.path).forward.n_runs == 1 + module.n_reruns
+        assert model.get_submodule(module.path).forward.n_runs == 1 + module.n_recomputations
 
 
 class Branching(nn.Module):
