@@ -1,11 +1,11 @@
-"""One line, no batch: the plan is made at the first forward pass of the training.
+"""Plan a module with one line: the plan is made at the first forward pass of the training.
 
     fit(model, budget="16GB", optimizer=optimizer)      # train as before
-    remove(model)                                       # as it was
+    remove(model)                                       # restores the module's own forward
 
-The module is traced with the batch that it is called with, planned and run; a call of another kind
-(another shape, autocast, gradients that are there already) is planned when it comes, within the
-same budget. What the plans are, `plans_of(model)` tells.
+The module is traced with the batch that it is called with, planned and run. A call of another kind
+(another shape, autocast, gradients that exist already) is planned when it comes, within the same
+budget. `plans_of(model)` returns the plans.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
     budget_on,
-    memory_now,
-    no_auto,
+    free_budget_bytes,
     no_checkpoints,
+    refuse_auto_budget,
     refuse_checkpointing,
     size_on,
-    step_bytes_now,
     why_not_planned,
 )
-from solver.common import BudgetError, format_both
+from solver.common import format_both
 from solver.methods import METHODS
 from solver.schedule import Request, Solution
 from solver.solving import answer
@@ -55,12 +54,12 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class FitError(ValueError):
-    """Nothing fits the budget, or the module cannot be fitted as it is; says why."""
+    """No schedule fits the budget, or the module cannot be fitted as it is; says why."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan that `fit` made. notes: whole sentences on what it counts and what it does not."""
+    """A plan that `fit` made. notes: sentences on what it counts and what it does not."""
 
     solution: Solution
     notes: tuple[str, ...]
@@ -71,7 +70,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Options:
-    """What `fit` was asked for; its docstring explains each."""
+    """Of `fit`, whose docstring explains each."""
 
     budget: int | str
     reserve: int | str | None
@@ -98,44 +97,49 @@ def fit(
 ) -> nn.Module:
     """Plan the training step of `model` when it first runs; returns the same module.
 
-    If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), that is what is
-    differentiated. Else all floating-point outputs that require a gradient get one from outside.
+    If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), the loss is
+    differentiated. Otherwise all floating-point outputs that require a gradient receive one from
+    outside.
 
     budget: bytes of the device for the whole step, "16GB"; "auto": what is free on the CUDA device
-        at the first forward pass, and what the step itself has there.
+        at the first forward pass, plus what the step itself occupies there.
     optimizer: the one that trains the model, or several; their state and their step are counted.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES on CUDA,
         else 0).
-    loss_reserve: bytes that a loss outside takes beside its inputs and their gradients (default:
+    loss_reserve: bytes that a loss outside takes besides its inputs and their gradients (default:
         twice its inputs in 32 bits, three times if they have 16: what cross-entropy takes).
     loss_outputs: a function of the output: those of its tensors that the loss outside is computed
         from (`lambda output: output.logits`). None: all.
     method, time_limit_s, seed: as in `solver.solve`, for each plan.
     costs: seconds and workspace of each operator (default: as in `graphs.trace.trace`).
 
-    Raises ValueError for options that are none and for a module that has a plan; FitError for one
-    that is compiled; CheckpointedAlreadyError for one that recomputes by itself. The first forward
-    pass raises TraceError (it cannot be traced) and FitError (nothing fits).
+    Raises ValueError for invalid options and for a module that has a plan; FitError for one that is
+    compiled or wrapped; CheckpointedAlreadyError for one that uses activation checkpointing. The
+    first forward pass raises TraceError (it cannot be traced) and FitError (nothing fits).
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    device = device_of(model)
+    if budget != "auto":
+        budget_on(device, budget, reserve)
+    elif not torch.cuda.is_available():  # with one, the model may still be moved there
+        refuse_auto_budget(device)
+    refuse_second(model)
+    reason = why_not_planned(model)
+    if reason is not None:
+        raise FitError(reason)
+    refuse_checkpointing(model)
+    several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = () if optimizer is None else tuple(map(_unwrapped, several))
     options = Options(
         budget, reserve, loss_reserve, loss_outputs, method, time_limit_s, seed, costs
     )
-    if budget == "auto":
-        if not torch.cuda.is_available():
-            raise BudgetError(no_auto(device_of(model).type))
-    else:
-        budget_on(device_of(model), budget, reserve)
-    refuse_second(model)
-    _refuse_wrapped(model)
-    refuse_checkpointing(model)
-    model.forward = FittedForward(model, options, _as_tuple(optimizer))
+    model.forward = FittedForward(model, options, optimizers)
     return model
 
 
 def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
-    """The plans that were made until now, in their order. Raises ValueError if `fit` was not."""
+    """The plans made so far, oldest first. Raises ValueError for a module that `fit` has not."""
     fitted = model.__dict__.get("forward")
     if not isinstance(fitted, FittedForward):
         raise ValueError("fit was not called on this module")
@@ -155,7 +159,7 @@ class FittedForward(PlannedForward):
         self._budget_bytes: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the module is another module: the optimizer is not its own."""
+        """The optimizer belongs to the original, not to a copy of the module."""
         return {**super().__getstate__(), "_optimizers": (), "plans": []}
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -180,7 +184,7 @@ class FittedForward(PlannedForward):
         with no_checkpoints():
             step = self.traced(
                 call,
-                choose=self._choose,
+                choose=self._gradient_outputs,
                 gradients="accumulate" if self._accumulates(buckets) else "fresh",
                 costs=costs,
             )
@@ -188,31 +192,33 @@ class FittedForward(PlannedForward):
         finish_measuring(costs)
         solution = answer(whole, request)
         if solution.schedule is None:
-            raise FitError(self._why_not(solution))
-        fitted = Fitted(solution, notes)
-        self.plans.append(fitted)
-        logger.info("planned in %.2f s: %s", solution.solve_time_s, fitted)
+            raise FitError(
+                f"no schedule of {type(self._model).__name__}'s step fits "
+                f"{format_both(solution.request.available_bytes)} ({solution.status})"
+                f"{solution.obstacle_text}"
+            )
+        self.plans.append(Fitted(solution, notes))
+        logger.info("planned in %.2f s: %s", solution.solve_time_s, self.plans[-1])
         part = step.graph.module_part()
         return BoundProgram(step, build_program(step, module_schedule(solution.schedule, part)))
 
     def _accumulates(self, buckets: Buckets | None) -> bool:
-        """Whether gradients are on the device before the step."""
+        """Whether gradients exist before the step."""
         if buckets is not None and buckets.are_gradients:
             return True
         return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
 
     def _request(self, call: Call, device: torch.device, buckets: Buckets | None) -> Request:
-        """The budget is asked for once: later plans are for the same bytes."""
         options = self.options
-        if self._budget_bytes is None and options.budget == "auto":
-            step_bytes = step_bytes_now(self._model, call, self._optimizers, device)
-            if buckets is not None and not buckets.are_gradients:
-                step_bytes += buckets.size_bytes
-            self._budget_bytes = memory_now(device, step_bytes).budget_bytes
-        known = self._budget_bytes
-        self._budget_bytes, reserve_bytes = budget_on(
-            device, options.budget if known is None else known, options.reserve
-        )
+        budget: int | str = options.budget
+        if self._budget_bytes is not None:  # later plans share the budget of the first
+            budget = self._budget_bytes
+        elif budget == "auto":
+            bucket_bytes = 0 if buckets is None else buckets.separate_bytes
+            budget = free_budget_bytes(
+                self._model, call, self._optimizers, device, bucket_bytes=bucket_bytes
+            )
+        self._budget_bytes, reserve_bytes = budget_on(device, budget, options.reserve)
         return Request(
             budget_bytes=self._budget_bytes,
             reserve_bytes=reserve_bytes,
@@ -221,8 +227,8 @@ class FittedForward(PlannedForward):
             seed=options.seed,
         )
 
-    def _choose(self, output: Any) -> tuple[int, ...]:
-        """Indices of the flat outputs that get a gradient."""
+    def _gradient_outputs(self, output: Any) -> tuple[int, ...]:
+        """Indices of the flat outputs that receive a gradient."""
         flat = nested.leaves(output)
         if self.options.loss_outputs is None:
             try:
@@ -239,8 +245,8 @@ class FittedForward(PlannedForward):
         )
         if not indices:
             raise TraceError(
-                "nothing that the model returns depends on a parameter that requires a gradient; "
-                "is it frozen, or does loss_outputs name other tensors?"
+                "no output of the model depends on a parameter that requires a gradient; is the "
+                "model frozen, or does loss_outputs return other tensors?"
             )
         return indices
 
@@ -250,13 +256,18 @@ class FittedForward(PlannedForward):
         """The module's graph with the loss, the optimizers and the buckets around it, and notes."""
         graph, notes = step.graph, []
         outputs = [step.captured.outputs[i].meta["val"] for i in step.captured.gradient_outputs]
-        inside = len(outputs) == 1 and outputs[0].numel() == 1
-        if not inside or self.options.loss_outputs is not None:
-            loss_bytes = self._loss_bytes(outputs, device)
+        returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
+        if not returns_loss or self.options.loss_outputs is not None:
+            if self.options.loss_reserve is not None:
+                loss_bytes = size_on(device, self.options.loss_reserve, what="loss_reserve")
+            else:  # a float32 copy for logarithms and one for their gradient; 16 bits: also a cast
+                loss_bytes = sum(
+                    t.numel() * 4 * (2 if t.element_size() >= 4 else 3) for t in outputs
+                )
             graph = with_unknown_loss(graph, workspace_bytes=loss_bytes)
             notes.append(
-                f"the loss is computed outside of the model; {format_both(loss_bytes)} are kept "
-                "for it beside its inputs and their gradients (loss_reserve= sets another size)"
+                f"the loss is computed outside of the model; {format_both(loss_bytes)} are "
+                "reserved for it besides its inputs and their gradients (or loss_reserve=)"
             )
         figures = [
             optimizer_figures(each, self._model, device=device, costs=costs)
@@ -267,53 +278,22 @@ class FittedForward(PlannedForward):
             notes.append("the optimizer's state is not counted: pass optimizer= to count it")
             if not self.plans:
                 warnings.warn(f"fit: {notes[-1]}", stacklevel=2)
-        if buckets is not None and not buckets.are_gradients:
-            graph = with_resident(graph, "gradient_buckets", buckets.size_bytes)
+        if buckets is not None and buckets.separate_bytes:
+            graph = with_resident(graph, "gradient_buckets", buckets.separate_bytes)
             notes.append(
                 f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; with "
-                "gradient_as_bucket_view=True they would be the gradients"
+                "gradient_as_bucket_view=True the gradients would live in them"
             )
         return graph, tuple(notes)
 
-    def _loss_bytes(self, outputs: Sequence[torch.Tensor], device: torch.device) -> int:
-        if self.options.loss_reserve is not None:
-            return size_on(device, self.options.loss_reserve, what="loss_reserve")
-        return sum(t.numel() * 4 * (2 if t.element_size() >= 4 else 3) for t in outputs)
-
-    def _why_not(self, solution: Solution) -> str:
-        return (
-            f"no schedule of {type(self._model).__name__}'s step fits "
-            f"{format_both(solution.request.available_bytes)} ({solution.status})"
-            f"{solution.obstacle_text}"
-        )
-
-
-def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers themselves, out of the wrappers that other libraries put around them."""
-    given = () if optimizer is None else optimizer
-    several = given if isinstance(given, Sequence) else (given,)
-    return tuple(_unwrapped(each) for each in several)
-
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside the wrappers that other libraries put around it."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer is an object of type {type(optimizer).__name__}; give the "
+            f"optimizer is an object of type {type(optimizer).__name__}; pass the "
             "torch.optim.Optimizer that trains the model, or a list of several"
         )
     return optimizer
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Modules that run something else than their own `forward`."""
-    reason = why_not_planned(model)
-    if reason is not None:
-        raise FitError(reason)
-    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-    if inner is not None or model._compiled_call_impl is not None:
-        raise FitError(
-            f"{type(model).__name__} is compiled, and the compiler decides there what is kept: "
-            "call fit on the module before torch.compile, and leave torch.compile out"
-        )

@@ -1,13 +1,13 @@
 """The program as part of autograd: a chain of functions, one for each piece of the backward pass.
 
-One autograd function returns all its gradients at once, so that they would all be held until its
-backward is over: with accumulation two copies of every gradient, and hooks that fire late. A chain
-of functions that pass an empty token hands each gradient out when it is made:
+One autograd function returns all its gradients at once, so they would all be held until its
+backward ends: with accumulation two copies of every gradient, and hooks that fire late. A chain of
+functions that pass an empty token returns each gradient as soon as it is complete:
 
     token -> Link(leaves of the last piece) -> ... -> Link(leaves of the first piece) -> loss
 
-The engine runs them from the right, and what accumulates into `.grad` comes before the next link.
-The last link in the order of the forward pass runs the whole forward piece.
+The engine runs them from the right and accumulates into `.grad` before the next link. The last link
+in the order of the forward pass runs the whole forward piece.
 """
 
 from __future__ import annotations
@@ -34,28 +34,20 @@ class Run:
         self.state.update(program.constants)
         self._device = next((t.device for t in tensors.values()), torch.device("cpu"))
         self.token = torch.empty(0, device=self._device, requires_grad=True)
-        self.passed_on = torch.empty(0, device=self._device)  # the token's gradient, for each link
+        self.token_gradient = torch.empty(0, device=self._device)
         self._started = False
         self._watched: dict[fx.Node, int] = {}
 
     def forward(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward piece; the flat outputs that it makes."""
-        with _operators_alone():
-            self.program.forward.run(self.state)
-        outputs = tuple(self.state[value] for value in self.program.made_outputs)
-        self._watch()
-        for value in self.program.forward.handed_out:
-            self.state.pop(value, None)
-        return outputs
-
-    def _watch(self) -> None:
-        """Note the versions of tensors that others can reach and that the backward pass reads.
-
-        Views count: they share their base's storage and its version.
-        """
+        """Run the forward piece; returns the flat outputs that it computes."""
         state, program = self.state, self.program
+        with _plain_operators():
+            program.forward.run(state)
+        outputs = tuple(state[value] for value in program.made_outputs)
+        # Remember the versions of what the backward pass reads and code outside can reach, by
+        # storage: views share their base's storage and its version.
         reachable = {
-            state[value].untyped_storage()._cdata for value in program.handed if value in state
+            state[value].untyped_storage()._cdata for value in program.reachable if value in state
         }
         self._watched = {
             value: tensor._version
@@ -63,58 +55,68 @@ class Run:
             if isinstance(tensor := state.get(value), torch.Tensor)
             and tensor.untyped_storage()._cdata in reachable
         }
+        for value in program.forward.handed_out:
+            state.pop(value, None)
+        return outputs
 
     def start_backward(
         self,
         tangents: Sequence[fx.Node | None],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Take the gradients of the outputs; refuse a second backward pass and missing ones."""
+        """Take the gradients of the outputs. Raises RuntimeError for what was not planned."""
         if self._started:
             raise RuntimeError(
-                "backward ran a second time through a planned step: what it kept is gone. "
+                "backward ran a second time through a planned step, whose saved tensors are freed. "
                 "retain_graph and several backward calls need the plain model "
                 "(scheduler_runtime.remove(model))"
             )
         if torch.is_autocast_enabled(self._device.type):
             raise RuntimeError(
-                "backward runs under autocast, where eager mode computes other gradients than "
-                "those that are planned: call loss.backward() after the `with torch.autocast` "
-                "block; only forward pass and loss belong into it"
+                "backward runs under autocast, where eager mode computes other gradients than the "
+                "planned ones: call loss.backward() after the `with torch.autocast` block, which "
+                "should contain only the forward pass and the loss"
             )
         self._started = True
         for value, gradient in zip(tangents, gradients, strict=True):
             if value is None:
                 if gradient is not None:
                     raise RuntimeError(
-                        "a gradient arrives for an output that the plan expects none for: only the "
+                        "an output that the plan expects no gradient for receives one: only the "
                         "planned loss may be differentiated; add the other terms to it inside the "
-                        "model, plan with loss=function(output, batch), or name what the loss is "
-                        "computed from: fit(model, loss_outputs=lambda output: ...)"
+                        "model, plan with loss=function(output, batch), or say which outputs the "
+                        "loss is computed from: fit(model, loss_outputs=lambda output: ...)"
                     )
                 continue
             if gradient is None:
                 raise RuntimeError(
-                    "no gradient arrives for an output that the plan expects one for; plan again "
-                    "with the loss that is used, or name what it is computed from: "
+                    "an output that the plan expects a gradient for receives none; plan again with "
+                    "the loss that is used, or say which outputs it is computed from: "
                     "fit(model, loss_outputs=lambda output: ...)"
                 )
-            self.state[value] = _laid_out(gradient, self.program.tangent_strides[value])
+            strides = self.program.tangent_strides[value]
+            if not same_strides(gradient.shape, gradient.stride(), strides):
+                # views of it were traced with these strides
+                copy = torch.empty_strided(
+                    gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+                )
+                gradient = copy.copy_(gradient)
+            self.state[value] = gradient
 
     def backward(self, position: int) -> dict[fx.Node, torch.Tensor]:
-        """Run one piece of the backward pass; the gradients that it finished."""
+        """Run one piece of the backward pass; returns the gradients that it completes."""
         piece = self.program.backward[position]
         for value in piece.inputs:
             version = self._watched.get(value)
             if version is not None and self.state[value]._version != version:
-                title = self.program.titles.get(value, f"{value.name}, made by the model,")
+                title = self.program.titles.get(value, f"{value.name}, an output of the model,")
                 raise RuntimeError(
                     f"{title} was changed in place after the forward pass whose backward pass "
                     f"reads it (version {self.state[value]._version}, expected {version}): call "
                     "backward before whatever changes it (an optimizer step, another forward "
                     "pass, an in-place operator)"
                 )
-        with _operators_alone():
+        with _plain_operators():
             piece.run(self.state)
         made = {node: self.state[value] for node, value in piece.gradients}
         for value in piece.handed_out:
@@ -124,26 +126,15 @@ class Run:
         return made
 
 
-def _laid_out(gradient: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The gradient, or a copy of it with these strides: views of it were traced with them."""
-    if same_strides(gradient.shape, gradient.stride(), strides):
-        return gradient
-    copy = torch.empty_strided(
-        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
-    )
-    return copy.copy_(gradient)
-
-
 @contextlib.contextmanager
-def _operators_alone() -> Iterator[None]:
-    """Casts are in the program already, and autograd is the links' affair: neither is asked again
-    for each operator."""
+def _plain_operators() -> Iterator[None]:
+    """Without autocast, whose casts are in the program, or autograd, which sees the links."""
     with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
 class Link(torch.autograd.Function):
-    """One piece of the backward pass, with the leaves whose gradients it finishes.
+    """One piece of the backward pass, with the leaves whose gradients it completes.
 
     leaf_nodes: the placeholders of the leaves, in their order.
     """
@@ -185,16 +176,15 @@ class Link(torch.autograd.Function):
             None,
             None,
             None,
-            None if ctx.position == len(run.program.backward) - 1 else run.passed_on,
+            None if ctx.position == len(run.program.backward) - 1 else run.token_gradient,
             *(made.pop(node, None) for node in ctx.leaf_nodes),
         )
 
 
 def run_step(program: Program, tensors: Mapping[fx.Node, torch.Tensor]) -> tuple[Any, ...]:
-    """One forward pass of the program, wired into autograd.
+    """One forward pass of the program as part of autograd; returns `Program.made_outputs`.
 
-    tensors: placeholder of the traced graph -> parameter, buffer or batch tensor. Returns the flat
-    outputs that the program makes (see Program.made_outputs).
+    tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
     """
     run = Run(program, tensors)
     token: Any = run.token

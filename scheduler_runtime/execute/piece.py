@@ -1,4 +1,4 @@
-"""One stretch of a program as a generated function."""
+"""A section of a program as a generated function."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Value = fx.Node
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the program as one generated function.
+    """A section of the program as one generated function.
 
-    inputs: the values it reads, in the order of its arguments; those in `last` nobody reads later.
-    results: the values that it defines and that are read later. gradients: placeholder of the
-    joint graph -> the value of its gradient, finished here. handed_out: values that leave the
-    program here and that nobody reads later.
+    inputs: the values it reads, in the order of its arguments.
+    last: the inputs that are not read later.
+    results: the values that it defines and that are read later or leave.
+    gradients: placeholder of the traced graph -> the value of its gradient, complete here.
+    handed_out: values that leave the program here and are not read later.
     """
 
     module: fx.GraphModule
@@ -33,7 +34,7 @@ class Piece:
     handed_out: tuple[Value, ...]
 
     def run(self, state: dict[Value, Any]) -> None:
-        """Take the inputs out of `state`, where nobody reads them later, and put results in."""
+        """Read inputs from `state`, dropping those that are not read later; add the results."""
         arguments = [state.pop(v) if v in self.last else state[v] for v in self.inputs]
         results = self.module.forward(arguments)
         state.update(zip(self.results, results, strict=True))
@@ -46,8 +47,11 @@ def piece_of(
     resident: set[Value],
     gradients: tuple[tuple[fx.Node, Value], ...],
 ) -> Piece:
-    """The values of `body` as a function. read_later, wanted: values that must come out of it;
-    resident: values that are there from the start to the end."""
+    """The values of `body` as a function.
+
+    read_later, wanted: values that it must return.
+    resident: values that live from the start to the end.
+    """
     defined = set(body)
     inputs = dict.fromkeys(
         argument for node in body for argument in node.all_input_nodes if argument not in defined
@@ -75,10 +79,10 @@ def piece_of(
 
 @functools.cache
 def _called_directly(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The operator by a name of its own in the generated code.
+    """The operator by a single name in the generated code.
 
-    `torch.ops.aten.mm.default(...)` looks five names up and goes through a Python function before
-    it comes to what is called here: a third of the host's time for a small operator.
+    `torch.ops.aten.mm.default(...)` looks up five names and calls a Python function before it gets
+    to what is called here: a third of the host's time for a small operator.
     """
     direct: Any = functools.partial(operator._op)
     namespace, _, name = str(operator).partition(".")

@@ -1,20 +1,21 @@
 """From a schedule to straight-line code: one piece for the forward pass, several for the backward.
 
-Each `Compute` becomes one call of the operator that was traced, each `Free` the end of its names:
-fx's code generator deletes a name after its last use, so what is on the device is what the judge
-saw. Views are not ops of a schedule: they are derived again from the storage that they point at
-whenever a new version of it is read.
+Each `Compute` becomes one call of the traced operator, each `Free` the end of its names: fx's code
+generator deletes a name after its last use, so live memory is what the simulator counted. Views are
+not ops of a schedule: they are derived again from their storage whenever a recomputed version of it
+is read.
 
-The backward pass is cut where a parameter's gradient is made and the parameter is not read any
-more, so that gradients can leave as they are made, and whoever gets them may change the parameter
-at once (see `scheduler_runtime.execute.autograd`). Gradients that are held to the end of the step
-anyhow leave a few at a time.
+The backward pass is cut into pieces where a parameter's gradient is complete and the parameter is
+not read any more, so that gradients leave as they are computed, and whoever receives them may
+change the parameter at once (see `scheduler_runtime.execute.autograd`). Gradients that are held to
+the end of the step anyway leave a few at a time.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,22 +30,27 @@ from scheduler_runtime.execute.random_state import recompute_random, run_and_kee
 from solver.schedule import Free, Schedule
 
 LEAST_IN_PIECE = 24
-"""Values that a piece of the backward pass defines at least, where gradients are not added up."""
+"""Minimum of values that a piece of the backward pass defines, unless gradients accumulate."""
 
 
 @dataclass(frozen=True)
 class Program:
     """A schedule as code.
 
-    forward: one piece; backward: pieces in order. sources: placeholder of the traced graph -> the
-    value to put into the state. constants: tensors that the model holds in plain attributes.
-    outputs: the model's flat outputs: values, placeholders that are returned as they are, or plain
-    constants. made_outputs: those of them that the program makes. tangents: position among the
-    made outputs -> the value that takes its gradient. tangent_strides: of those values, as the
-    backward pass was traced with. differentiable: positions of those that require a gradient in the
-    plain model, so that one may arrive that nobody planned for. titles: what people call a source
-    ("buffer 'norm.running_mean'"). indifferent: buffers that the step changes and that the backward
-    pass is handed without depending on what is in them.
+    forward: one piece.
+    backward: pieces in order.
+    sources: placeholder of the traced graph -> the value that it is in the program.
+    constants: tensors that the model holds in plain attributes.
+    outputs: the model's flat outputs: values, placeholders that are returned unchanged, or plain
+        constants.
+    made_outputs: those outputs that the program computes.
+    tangents: index in made_outputs -> the value that receives its gradient.
+    tangent_strides: strides of those gradients that the backward pass was traced with.
+    differentiable: indices in made_outputs of those that require a gradient in the plain model, so
+        that one may arrive that is not planned for.
+    titles: of sources, for messages ("buffer 'norm.running_mean'").
+    indifferent: buffers that the step changes and that the backward pass receives, although its
+        results do not depend on their content.
     """
 
     forward: Piece
@@ -60,55 +66,100 @@ class Program:
     indifferent: frozenset[Value]
 
     @functools.cached_property
-    def handed(self) -> tuple[Value, ...]:
-        """Tensors that others can reach: what comes in, what the model holds, what goes out."""
+    def reachable(self) -> tuple[Value, ...]:
+        """Tensors that code outside can reach: inputs, constants, outputs."""
         return (*self.sources.values(), *self.constants, *self.made_outputs)
 
     @functools.cached_property
     def read_backward(self) -> frozenset[Value]:
-        """What the backward pass depends on and did not make itself."""
+        """What the backward pass depends on and does not compute itself."""
         read = {value for piece in self.backward for value in piece.inputs}
         return frozenset(read - self.indifferent)
 
 
 def build_program(step: CapturedStep, schedule: Schedule) -> Program:
-    """Generate the program of a legal schedule of `step.graph` (what its caller runs left out)."""
+    """Generate the program of a legal schedule of the module's part of `step.graph`."""
     line = _Line(step, schedule)
     line.emit()
     return line.program()
 
 
+def generated_code(program: Program) -> Iterator[str]:
+    """The Python source of each piece, forward first."""
+    for piece in (program.forward, *program.backward):
+        yield piece.module.code
+
+
 class _Line:
-    """The whole step as one straight line of fx nodes, with marks where pieces end."""
+    """The whole step as one straight line of fx nodes, with marks where pieces end.
+
+    "Traced" nodes are those of the captured graph; values are nodes of the line.
+    """
 
     def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
         self.step = step
+        self.layout = step.layout
         self.schedule = schedule
         self.graph = fx.Graph()
         self.sources: dict[fx.Node, Value] = {}
         self.constants: dict[Value, torch.Tensor] = {}
-        self._current: dict[fx.Node, Value] = {}  # traced node -> its value in force
-        self._of_storage: dict[str, list[fx.Node]] = {}
-        self._states: dict[str, Value] = {}
-        self._reruns: set[Value] = set()
+        self._current: dict[fx.Node, Value] = {}  # traced node -> its live value
+        self._of_storage: dict[str, list[fx.Node]] = {}  # storage -> traced nodes with a live value
+        self._states: dict[str, Value] = {}  # random operator -> its generator's state
+        self._recomputed: set[Value] = set()
         self._ends: list[int] = []  # number of line nodes at the end of each piece
-        self._finished: list[list[tuple[fx.Node, Value]]] = []
-        self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the piece that is not ended
-        self._accumulates = step.graph.meta.gradients == "accumulate"
+        self._finished: list[list[tuple[fx.Node, Value]]] = []  # gradients of each piece
+        self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the current piece
         self._outputs: tuple[Any, ...] = ()
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
-        self._position = {node.name: p for p, node in enumerate(step.graph.nodes)}
-        self._due = self._when_due()
 
-    def _when_due(self) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
-        """Index of an op of the schedule -> the leaves with gradients that leave after it.
+    def emit(self) -> None:
+        graph, layout = self.step.graph, self.layout
+        n_runs = Counter(self.schedule.order)
+        due = self._gradients_due()
+        for node in self.step.captured.graph.nodes:
+            if node.op == "placeholder":
+                self.sources[node] = self._current[node] = self.graph.placeholder(node.name)
+        n_forward, in_forward = len(graph.forward_nodes), True
+        started: set[str] = set()
+        for index, op in enumerate(self.schedule.ops):
+            if isinstance(op, Free):
+                for node in self._of_storage.pop(op.tensor, ()):
+                    self._current.pop(node, None)
+                continue
+            if in_forward and len(started) == n_forward:
+                self._end_forward()
+                in_forward = False
+            if op.node in layout.updates:
+                target, new_value = layout.updates[op.node]
+                self.graph.call_function(
+                    torch.ops.aten.copy_.default, (self.value(target), self.value(new_value))
+                )
+            elif op.node in layout.copies:
+                self._copies[op.node] = self.graph.call_function(
+                    torch.ops.aten.clone.default,
+                    (self.value(layout.copies[op.node]),),
+                    {"memory_format": torch.contiguous_format},
+                )
+            elif op.node in layout.calls:
+                self._call(op.node, again=op.node in started, repeats=n_runs[op.node] > 1)
+            started.add(op.node)
+            if index in due:
+                self._finish(due[index])
+        if in_forward:
+            self._end_forward()
+        self._finish(due.get(len(self.schedule.ops), []))
+        self._end_piece()
 
-        That is when the gradient is there and nothing reads the leaf any more: eager mode, too,
-        has read a parameter for the last time when hooks get its gradient, and an optimizer inside
-        the backward pass changes it then. Gradients that are inputs leave at the end.
+    def _gradients_due(self) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
+        """Index of an op of the schedule -> the leaves, with gradients, that leave after it.
+
+        That is when the gradient is complete and nothing reads the leaf any more: in eager mode,
+        too, a parameter has been read for the last time when hooks receive its gradient, and an
+        optimizer inside the backward pass changes it then. Gradients that are inputs leave at the
+        end.
         """
-        nodes = self.step.graph.node_by_name
-        storage_of = self.step.layout.storage
+        graph, layout = self.step.graph, self.layout
         last_run: dict[str, int] = {}
         last_read: dict[str, int] = {}
         freed: dict[str, int] = {}
@@ -117,92 +168,37 @@ class _Line:
                 freed[op.tensor] = index
                 continue
             last_run[op.node] = index
-            last_read |= dict.fromkeys(nodes[op.node].inputs, index)
-        first = min((last_run[node.name] for node in self.step.graph.later_nodes), default=0)
+            last_read |= dict.fromkeys(graph.node_by_name[op.node].inputs, index)
+        backward = min((last_run[node.name] for node in graph.later_nodes), default=0)
+        position = {node.name: index for index, node in enumerate(graph.nodes)}
         due: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
-        for placeholder, gradient in self.step.captured.gradients.items():
-            maker = self._maker(placeholder, gradient)
+        for leaf, gradient in self.step.captured.gradients.items():
+            storage = layout.gradients.get(leaf, layout.storage[gradient])
+            producer = graph.producer.get(storage)
             index = len(self.schedule.ops)
-            if maker:
-                read = last_read.get(storage_of[placeholder], first)
-                index = max(last_run[maker], read, first)
-                index = min(index, freed.get(self._held_by(placeholder, gradient), index + 1) - 1)
-            due.setdefault(index, []).append((placeholder, gradient))
+            if producer is not None:
+                # One that is copied for other leaves leaves after the last copy: while the program
+                # holds it, autograd would copy it as well.
+                copies = [n for n, of in layout.copies.items() if layout.storage[of] == storage]
+                last = max((producer.name, *copies), key=position.__getitem__)
+                read = last_read.get(layout.storage[leaf], backward)
+                index = max(last_run[last], read, backward)
+                index = min(index, freed.get(storage, index + 1) - 1)
+            due.setdefault(index, []).append((leaf, gradient))
         return due
 
-    def _held_by(self, placeholder: fx.Node, gradient: fx.Node) -> str:
-        """The tensor of the graph that holds a leaf's gradient."""
-        layout = self.step.layout
-        return layout.gradients.get(placeholder, layout.storage[gradient])
-
-    def _maker(self, placeholder: fx.Node, gradient: fx.Node) -> str:
-        """The node after which a gradient is there ("": before any, it is an input).
-
-        One that others copy is handed out after the last of them: while the program still holds it,
-        autograd would have to copy it as well.
-        """
-        layout = self.step.layout
-        storage = self._held_by(placeholder, gradient)
-        copies = [name for name, of in layout.copies.items() if layout.storage[of] == storage]
-        node = self.step.graph.producer.get(storage)
-        if node is None:
-            return ""
-        makers = [node.name, *copies]
-        return max(makers, key=self._position.__getitem__)
-
-    def emit(self) -> None:
-        layout = self.step.layout
-        runs: dict[str, int] = {}
-        for name in self.schedule.order:
-            runs[name] = runs.get(name, 0) + 1
-        for node in self.step.captured.graph.nodes:
-            if node.op == "placeholder":
-                self._resident(node)
-        in_forward = True
-        n_forward = len(self.step.graph.forward_nodes)
-        started: set[str] = set()
-        for index, op in enumerate(self.schedule.ops):
-            if isinstance(op, Free):
-                self._forget(op.tensor)
-                continue
-            if in_forward and len(started) == n_forward:
-                self._end_forward()
-                in_forward = False
-            if op.node in layout.updates:
-                self._update(op.node)
-            elif op.node in layout.copies:
-                self._copy(op.node)
-            elif op.node in layout.calls:
-                self._call(op.node, again=op.node in started, repeats=runs[op.node] > 1)
-            started.add(op.node)
-            if index in self._due:
-                self._finish(self._due[index])
-        if in_forward:
-            self._end_forward()
-        self._finish(self._due.get(len(self.schedule.ops), []))
-        self._end_piece()
-
-    def _resident(self, node: fx.Node) -> None:
-        value = self.graph.placeholder(node.name)
-        self.sources[node] = value
-        self._current[node] = value
-
-    def _constant(self, node: fx.Node) -> Value:
-        value = self.graph.placeholder(str(node.target))
-        self.constants[value] = getattr(self.step.captured.module, str(node.target))
-        return value
-
     def value(self, node: fx.Node) -> Value:
-        """The value in force of a traced node; a view is derived where there is none."""
+        """The live value of a traced node; a view without one is derived again."""
         known = self._current.get(node)
         if known is not None:
             return known
         if node.op == "get_attr":
-            new = self._constant(node)
-        elif node.name in self.step.layout.calls:
-            raise AssertionError(f"{node.name} is read while it is not there")
+            new = self.graph.placeholder(str(node.target))
+            self.constants[new] = getattr(self.step.captured.module, str(node.target))
+        elif node.name in self.layout.calls:
+            raise AssertionError(f"{node.name} is read while it is not live")
         else:
-            for argument in node.all_input_nodes:
+            for argument in node.all_input_nodes:  # before the copy: it may append nodes itself
                 self.value(argument)
             new = self.graph.node_copy(node, self.value)
         self._define(node, new)
@@ -210,74 +206,48 @@ class _Line:
 
     def _define(self, node: fx.Node, value: Value) -> None:
         self._current[node] = value
-        storage = self.step.layout.storage.get(node)
-        if storage is None:
-            storage = self._storage_of_parts(node)
+        stack, storage = [node], node.name
+        while stack:  # a view with several outputs (split) is in the storage that it derives from
+            traced = stack.pop()
+            if traced in self.layout.storage:
+                storage = self.layout.storage[traced]
+                break
+            stack.extend(traced.all_input_nodes)
         self._of_storage.setdefault(storage, []).append(node)
 
-    def _storage_of_parts(self, node: fx.Node) -> str:
-        """A view with several outputs (split) lives on the storage that it is derived from."""
-        stack = list(node.all_input_nodes)
-        while stack:
-            argument = stack.pop()
-            if argument in self.step.layout.storage:
-                return self.step.layout.storage[argument]
-            stack.extend(argument.all_input_nodes)
-        return node.name
-
-    def _forget(self, storage: str) -> None:
-        for node in self._of_storage.pop(storage, ()):
-            self._current.pop(node, None)
-
     def _call(self, name: str, *, again: bool, repeats: bool) -> None:
-        node = self.step.layout.calls[name]
+        """Run an operator. again: it is a recomputation; repeats: there is one in the schedule."""
+        node = self.layout.calls[name]
         for argument in node.all_input_nodes:
             self.value(argument)
-        new = self._emit_operator(node, again=again, repeats=repeats)
+        if repeats and is_random(node):
+            new = self._call_random(node, again=again)
+        else:
+            new = self.graph.node_copy(node, self.value)
         if again:
-            self._reruns.add(new)
+            self._recomputed.add(new)
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._define(node, new)
             return
-        for part in node.users:  # the tuple is dropped once its parts have names
+        for part in node.users:  # the tuple dies once its parts have names
             if part.target is operator.getitem and part not in self._current:
                 self._define(part, self.graph.call_function(operator.getitem, (new, part.args[1])))
 
-    def _emit_operator(self, node: fx.Node, *, again: bool, repeats: bool) -> Value:
-        if not (repeats and is_random(node)):
-            return self.graph.node_copy(node, self.value)
+    def _call_random(self, node: fx.Node, *, again: bool) -> Value:
+        target: Any = node.target
+        result = node.meta["val"]
+        device = (result if isinstance(result, torch.Tensor) else result[0]).device
         args = fx.map_arg(node.args, self.value)
         kwargs = fx.map_arg(node.kwargs, self.value)
-        target: Any = node.target
-        device = _device_of(node)
         if again:
             state = self._states[node.name]
             return self.graph.call_function(
                 recompute_random, (target, device, state, *args), kwargs
             )
         both = self.graph.call_function(run_and_keep_state, (target, device, *args), kwargs)
-        result = self.graph.call_function(operator.getitem, (both, 0))
+        new = self.graph.call_function(operator.getitem, (both, 0))
         self._states[node.name] = self.graph.call_function(operator.getitem, (both, 1))
-        return result
-
-    def _update(self, name: str) -> None:
-        placeholder, new_value = self.step.layout.updates[name]
-        self.graph.call_function(
-            torch.ops.aten.copy_.default, (self.value(placeholder), self.value(new_value))
-        )
-
-    def _copy(self, name: str) -> None:
-        gradient = self.step.layout.copies[name]
-        self._copies[name] = self.graph.call_function(
-            torch.ops.aten.clone.default,
-            (self.value(gradient),),
-            {"memory_format": torch.contiguous_format},
-        )
-
-    def _gradient(self, placeholder: fx.Node, gradient: fx.Node) -> Value:
-        """The value of a leaf's gradient: its copy, where it was copied."""
-        copied = self._copies.get(self.step.layout.gradients.get(placeholder, ""))
-        return self.value(gradient) if copied is None else copied
+        return new
 
     def _end_forward(self) -> None:
         self._outputs = tuple(
@@ -287,12 +257,18 @@ class _Line:
         self._end_piece()
 
     def _finish(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
-        """These gradients are there. They leave now, or with others that come soon after, where
-        they are held to the end of the step anyhow: each piece costs the host as much as some
-        operators do."""
-        self._leaving += [(node, self._gradient(node, gradient)) for node, gradient in gradients]
+        """These gradients are complete; they leave now, or with the next ones.
+
+        A piece costs the host as much as several operators. Where gradients accumulate each is
+        added up and freed at once; where not, they are held to the end of the step anyway, so a few
+        share a piece.
+        """
+        for leaf, gradient in gradients:
+            copied = self._copies.get(self.layout.gradients.get(leaf, ""))
+            self._leaving.append((leaf, self.value(gradient) if copied is None else copied))
+        accumulates = self.step.graph.meta.gradients == "accumulate"
         started = self._ends[-1] if self._ends else 0
-        if self._accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
+        if accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
             self._end_piece()
 
     def _end_piece(self) -> None:
@@ -302,77 +278,53 @@ class _Line:
 
     def program(self) -> Program:
         """Cut the line into pieces and generate the code of each."""
+        captured = self.step.captured
         line = list(self.graph.nodes)
         starts = [0, *self._ends[:-1]]
-        pieces = [line[a:b] for a, b in zip(starts, self._ends, strict=True)]
+        bodies = [line[a:b] for a, b in zip(starts, self._ends, strict=True)]
         made = tuple(v for v in self._outputs if isinstance(v, fx.Node) and v.graph is self.graph)
         wanted = [{value for _, value in finished} for finished in self._finished]
         wanted[0].update(made)
-        built: list[Piece] = []
+        resident = {
+            *self.constants,
+            *(v for node, v in self.sources.items() if captured.sources[node].kind != "tangent"),
+        }
+        pieces: list[Piece] = []
         read_later: set[Value] = set()
-        resident = {*self.constants}
-        for node, value in self.sources.items():
-            if self.step.captured.sources[node].kind != "tangent":
-                resident.add(value)
-        for index in range(len(pieces) - 1, -1, -1):
-            body = [node for node in pieces[index] if node.op != "placeholder"]
-            piece = piece_of(
-                body, read_later, wanted[index], resident, tuple(self._finished[index])
-            )
-            built.append(piece)
+        for index in range(len(bodies) - 1, -1, -1):
+            body = [node for node in bodies[index] if node.op != "placeholder"]
+            gradients = tuple(self._finished[index])
+            piece = piece_of(body, read_later, wanted[index], resident, gradients)
+            pieces.insert(0, piece)
             read_later = (read_later | wanted[index] | set(piece.inputs)) - set(body)
-        built.reverse()
+        # Extraction lets those readers of a changed buffer alone be recomputed whose results do not
+        # depend on its content (batch norm in training), so if no others read it later, the next
+        # forward pass may change it before this backward pass.
+        changed = {self.sources[placeholder] for placeholder in captured.mutations}
+        later = {node for body in bodies[1:] for node in body}
         return Program(
-            forward=built[0],
-            backward=tuple(p for p in built[1:] if p.results or p.gradients),
+            forward=pieces[0],
+            backward=tuple(p for p in pieces[1:] if p.results or p.gradients),
             sources=self.sources,
             constants=self.constants,
             outputs=self._outputs,
             made_outputs=made,
-            tangents=self._tangents(made),
+            tangents=tuple(
+                (made.index(self._outputs[index]), self.sources[placeholder])
+                for index, placeholder in captured.tangents.items()
+            ),
             tangent_strides={
                 self.sources[node]: tuple(node.meta["val"].stride())
-                for node in self.step.captured.tangents.values()
+                for node in captured.tangents.values()
             },
             differentiable=frozenset(
-                made.index(self._outputs[position])
-                for position in self.step.captured.differentiable
-                if self._outputs[position] in made
+                made.index(self._outputs[index])
+                for index in captured.differentiable
+                if self._outputs[index] in made
             ),
             titles=dict.fromkeys(self.constants, "a tensor that the model holds")
-            | {
-                value: self.step.captured.sources[node].title
-                for node, value in self.sources.items()
-            },
-            indifferent=self._indifferent({node for piece in pieces[1:] for node in piece}),
+            | {value: captured.sources[node].title for node, value in self.sources.items()},
+            indifferent=frozenset(
+                v for v in changed if later.intersection(v.users) <= self._recomputed
+            ),
         )
-
-    def _indifferent(self, later: set[Value]) -> frozenset[Value]:
-        """Buffers that the step changes and that only ops running again read.
-
-        Of the readers of such a buffer, extraction lets those alone run again whose results do not
-        depend on it (batch norm in training), so the next forward pass may change it before this
-        backward pass.
-        """
-        changed = {self.sources[placeholder] for placeholder in self.step.captured.mutations}
-        return frozenset(
-            value for value in changed if later.intersection(value.users) <= self._reruns
-        )
-
-    def _tangents(self, made: tuple[Value, ...]) -> tuple[tuple[int, Value], ...]:
-        return tuple(
-            (made.index(self._outputs[position]), self.sources[placeholder])
-            for position, placeholder in self.step.captured.tangents.items()
-        )
-
-
-def _device_of(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    return (value if isinstance(value, torch.Tensor) else value[0]).device
-
-
-def generated_code(program: Program) -> Iterator[str]:
-    """The Python source of each piece, forward first; for people who want to read it."""
-    yield program.forward.module.code
-    for piece in program.backward:
-        yield piece.module.code

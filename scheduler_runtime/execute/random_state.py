@@ -1,9 +1,9 @@
-"""The same random numbers when an operator runs again.
+"""The same random numbers when an operator is recomputed.
 
-Before a random operator runs for the first time the state of its device's generator is kept; when
-it runs again that state is put back for the time of the call, and the global stream goes on as if
-nothing had happened. So fused attention, which cannot be handed a seed, replays too: it draws its
-seed from the generator.
+Before the first run of a random operator the state of its device's generator is saved; for a
+recomputation that state is restored during the call, and the global stream continues unaffected. So
+fused attention, which takes no seed as an argument, is recomputed too: it draws its seed from the
+generator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 def run_and_keep_state(
     operator: Callable[..., Any], device: torch.device, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, torch.Tensor]:
-    """Run the operator; return its result and the generator's state from before."""
+    """Run the operator; return its result and the generator's earlier state."""
     state = _get_state(device)
     return operator(*args, **kwargs), state
 

@@ -1,12 +1,11 @@
-"""What is around a planned module: free device memory, DDP, the model's own checkpointing."""
+"""What surrounds a planned module: free device memory, DDP, the model's own checkpointing."""
 
 from scheduler_runtime.surroundings.data_parallel import Buckets, buckets_of, why_not_planned
 from scheduler_runtime.surroundings.free_memory import (
     budget_on,
-    memory_now,
-    no_auto,
+    free_budget_bytes,
+    refuse_auto_budget,
     size_on,
-    step_bytes_now,
 )
 from scheduler_runtime.surroundings.own_checkpointing import (
     CheckpointedAlreadyError,
@@ -19,11 +18,10 @@ __all__ = [
     "CheckpointedAlreadyError",
     "buckets_of",
     "budget_on",
-    "memory_now",
-    "no_auto",
+    "free_budget_bytes",
     "no_checkpoints",
+    "refuse_auto_budget",
     "refuse_checkpointing",
     "size_on",
-    "step_bytes_now",
     "why_not_planned",
 ]

@@ -1,14 +1,14 @@
-"""The budget "auto": what a step may take of a CUDA device, from what is free on it now.
+"""Sizes on the model's device, and the budget "auto": what a step may take of it now.
 
-The driver's free bytes and those that PyTorch's allocator holds without a tensor in them are both
-there to be used. So the step may take all that is free, all that the allocator holds, less the
-tensors that belong to something else (another model, a teacher, cached batches): those stay.
+The step may take what the driver reports as free and what PyTorch's allocator holds without a
+tensor in it, plus the step's own tensors. Tensors of anything else (another model, a teacher,
+cached batches) stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -16,23 +16,6 @@ from torch import nn
 from graphs.calls import Call
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from solver.common import BudgetError, parse_budget, parse_size
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """One device at one moment. free_bytes: the driver's. reserved_bytes: held by the allocator.
-    allocated_bytes: of those in tensors. step_bytes: of those in tensors of the step itself."""
-
-    free_bytes: int
-    reserved_bytes: int
-    allocated_bytes: int
-    step_bytes: int
-
-    @property
-    def budget_bytes(self) -> int:
-        """What the whole step may take: its own tensors and all that nobody else has."""
-        others_bytes = max(0, self.allocated_bytes - self.step_bytes)
-        return self.free_bytes + self.reserved_bytes - others_bytes
 
 
 def budget_on(
@@ -55,32 +38,28 @@ def _capacity_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def memory_now(device: torch.device, step_bytes: int) -> DeviceMemory:
-    """Ask the driver and the allocator. Raises BudgetError where there is no CUDA device to ask."""
-    if device.type != "cuda":
-        raise BudgetError(no_auto(device.type))
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return DeviceMemory(
-        free_bytes=free_bytes,
-        reserved_bytes=torch.cuda.memory_reserved(device),
-        allocated_bytes=torch.cuda.memory_allocated(device),
-        step_bytes=step_bytes,
-    )
-
-
-def no_auto(kind: str) -> str:
-    """Why "auto" is refused on a device of this kind, and what to give instead."""
-    return (
-        f"budget 'auto' takes what is free on a CUDA device, and the model is on the {kind}; give "
-        "the bytes that the step may take, such as fit(model, budget='16GB')"
-    )
-
-
-def step_bytes_now(
-    model: nn.Module, call: Call, optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+def free_budget_bytes(
+    model: nn.Module,
+    call: Call,
+    optimizers: Iterable[torch.optim.Optimizer],
+    device: torch.device,
+    *,
+    bucket_bytes: int = 0,
 ) -> int:
-    """Bytes on the device of what a step keeps there and that is there already.
+    """The budget "auto". bucket_bytes: of DistributedDataParallel's, which are the step's as well.
 
-    Parameters, buffers, gradients, the batch and the optimizers' state, each storage once.
+    Raises BudgetError where there is no CUDA device to ask.
     """
-    return bytes_of(resident_tensors(model, call.tensors, optimizers), device)
+    if device.type != "cuda":
+        refuse_auto_budget(device)
+    step_bytes = bucket_bytes + bytes_of(resident_tensors(model, call.tensors, optimizers), device)
+    other_bytes = max(0, torch.cuda.memory_allocated(device) - step_bytes)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes + torch.cuda.memory_reserved(device) - other_bytes
+
+
+def refuse_auto_budget(device: torch.device) -> NoReturn:
+    raise BudgetError(
+        "budget 'auto' takes what is free on a CUDA device, and the model is on the "
+        f"{device.type}; say how many bytes the step may take: fit(model, budget='16GB')"
+    )

@@ -1,7 +1,7 @@
-"""Checkpointing that is there already: a plan beside it would run the same operators twice over.
+"""A model that uses activation checkpointing already: with a plan it would recompute twice.
 
-PyTorch's own `torch.utils.checkpoint` is found while the module is traced, whoever calls it; what
-a library offers as a switch is found before that, with the name of the switch to turn off.
+Calls of `torch.utils.checkpoint` are found while the module is traced, whoever makes them; the
+switches of libraries are found before that, so that the error names the switch.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from graphs.capture import at_each_checkpoint
 
 
 class CheckpointedAlreadyError(TraceError):
-    """The module recomputes activations by itself; says where and what turns it off."""
+    """The module uses activation checkpointing; says where and how to turn it off."""
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise CheckpointedAlreadyError for switches that are on and for wrapped submodules."""
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
+        title = f"submodule {path!r}" if path else f"the model ({type(module).__name__})"
         if getattr(module, "is_activation_checkpointing", False) is True:
             raise CheckpointedAlreadyError(
-                f"activation checkpointing is on in {_called(name, module)}, and the plan decides "
-                "what is recomputed: leave activation_checkpointing (or gradient_checkpointing, "
-                "its older name) out, or call model.activation_checkpointing_disable()"
+                f"activation checkpointing is on in {title}, and the plan decides what is "
+                "recomputed: leave out activation_checkpointing (or gradient_checkpointing, its "
+                "older name), or call model.activation_checkpointing_disable()"
             )
         if isinstance(module, ActivationWrapper):
             raise CheckpointedAlreadyError(
-                f"{_called(name, module)} is wrapped in {type(module).__name__}, and the plan "
-                "decides what is recomputed: do not wrap it"
+                f"{title} is wrapped in {type(module).__name__}, and the plan decides what is "
+                "recomputed: do not wrap it"
             )
 
 
@@ -44,9 +45,5 @@ def no_checkpoints() -> AbstractContextManager[None]:
 def _refuse() -> NoReturn:
     raise CheckpointedAlreadyError(
         "forward calls torch.utils.checkpoint, and the plan decides what is recomputed: call the "
-        "function without it (most libraries have a switch for it)"
+        "function directly (most libraries have a switch for it)"
     )
-
-
-def _called(name: str, module: nn.Module) -> str:
-    return f"submodule {name!r}" if name else f"the model ({type(module).__name__})"

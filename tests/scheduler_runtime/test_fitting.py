@@ -24,7 +24,8 @@ from scheduler_runtime import (
     plans_of,
     remove,
 )
-from scheduler_runtime.surroundings.free_memory import DeviceMemory, step_bytes_now
+from scheduler_runtime.measuring import bytes_of, resident_tensors
+from scheduler_runtime.surroundings import free_memory
 from solver import report, solve
 from solver.common.sizes import BudgetError
 from tests.support.models import NormAndDropout, TiedLanguageModel
@@ -253,11 +254,14 @@ def test_a_model_without_gradients_runs_as_it_is_and_is_planned_when_it_has_some
     assert plans_of(model)
 
 
-def test_auto_takes_what_nobody_else_has() -> None:
-    memory = DeviceMemory(
-        free_bytes=5_000, reserved_bytes=3_000, allocated_bytes=2_500, step_bytes=2_000
-    )
-    assert memory.budget_bytes == 5_000 + 3_000 - 500
+def test_auto_takes_what_is_free_and_what_the_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 2_500)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 3_000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5_000, 10_000))
+    monkeypatch.setattr(free_memory, "bytes_of", lambda _tensors, _device: 1_800)
+    call, device = Call.of((numbers(8)[0],), {}), torch.device("cuda")
+    found = free_memory.free_budget_bytes(tower(), call, [], device, bucket_bytes=200)
+    assert found == 5_000 + 3_000 - 500
 
 
 def test_what_a_step_has_on_the_device_counts_each_storage_once() -> None:
@@ -265,15 +269,16 @@ def test_what_a_step_has_on_the_device_counts_each_storage_once() -> None:
     model = TiedLanguageModel()
     tokens = TiedLanguageModel.batch()
     optimizer = adamw(model.parameters())
-    device, call = torch.device("cpu"), Call.of((tokens,), {})
     parameters_bytes = sum(p.nbytes for p in model.parameters())
-    before_bytes = step_bytes_now(model, call, [optimizer], device)
-    assert before_bytes == parameters_bytes + tokens.nbytes
+
+    def resident_bytes() -> int:
+        return bytes_of(resident_tensors(model, [tokens], [optimizer]), torch.device("cpu"))
+
+    assert resident_bytes() == parameters_bytes + tokens.nbytes
     model(tokens).backward()
     optimizer.step()
     counts_bytes = sum(state["step"].nbytes for state in optimizer.state.values())
-    after_bytes = step_bytes_now(model, call, [optimizer], device)
-    assert after_bytes == 4 * parameters_bytes + tokens.nbytes + counts_bytes
+    assert resident_bytes() == 4 * parameters_bytes + tokens.nbytes + counts_bytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: auto is possible")
