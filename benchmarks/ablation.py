@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from benchmarks.quality_graphs import SUBJECTS
+from benchmarks.zoo.graphs import GRAPHS
 from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.methods import find_obstacle
@@ -72,11 +72,12 @@ def cell(graph: Graph, budget_bytes: int, without: dict[tuple[Any, str], Any]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ablation")
-    parser.add_argument("--graphs", default="unet", help=", ".join([*SUBJECTS, *SMALL]))
+    parser.add_argument("--graphs", default="unet", help=", ".join([*GRAPHS, *SMALL]))
     parser.add_argument("--shares", default="0.9,0.7,0.5,0.3,0.1")
     given = parser.parse_args()
     for name in given.graphs.split(","):
-        graph = SMALL[name]() if name in SMALL else SUBJECTS[name]().graph
+        source = (SMALL | GRAPHS)[name]()
+        graph = source if isinstance(source, Graph) else source.graph
         least_bytes = find_obstacle(graph).reached_bytes
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
         for share in map(float, given.shares.split(",")):

@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import resource
-import shlex
 import subprocess
 import sys
 import time
@@ -27,7 +26,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from solver.chain import n_extra_steps, reversal
+from benchmarks import harness
+from benchmarks.harness import Row
+from solver.chain import Chain, n_extra_steps, reversal, solve_chain
 
 N_STEPS = 10**6
 N_SNAPSHOTS = 40
@@ -39,46 +40,45 @@ BUDGET_SHARE = 0.3
 MAX_INPUT_BYTES = 64 * 10**6
 PEER = "checkpoint-schedules"
 
-Row = dict[str, Any]
-
 
 def main() -> None:
-    arguments = _arguments()
+    parser = harness.parser("chain_speed", __doc__)
+    parser.add_argument("--only", choices=("revolve", "dp"), help="one of the two parts")
+    parser.add_argument("--dp-length", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
     if arguments.dp_length is not None:
         print(json.dumps(time_dp(arguments.dp_length)))
         return
     rows: Row = {}
     if arguments.only != "dp":
+        if util.find_spec("checkpoint_schedules") is None:
+            parser.error(f"{PEER} is not installed; pip install '.[test]' brings it")
         rows["revolve"] = time_revolve()
     if arguments.only != "revolve":
-        rows["dp"] = [_dp_apart(length) for length in CHAIN_LENGTHS]
-    print(_table(rows))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({**_circumstances(), **rows}, indent=2) + "\n")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chain_speed")
-    parser.add_argument("--out", type=Path, help="write the figures here (JSON)")
-    parser.add_argument("--only", choices=("revolve", "dp"), help="one of the two parts")
-    parser.add_argument("--dp-length", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    asks_for_peer = arguments.dp_length is None and arguments.only != "dp"
-    if asks_for_peer and util.find_spec("checkpoint_schedules") is None:
-        parser.error(f"{PEER} is not installed; pip install '.[test]' brings it")
-    return arguments
+        rows["dp"] = [_dp_in_own_process(length) for length in CHAIN_LENGTHS]
+    print(_lines(rows))
+    harness.write(arguments.out, {**_circumstances(), **rows})
 
 
 def time_revolve() -> Row:
     """Both sides in turns. Each one's forward steps without saving are counted, untimed."""
+    # Imported here: the processes that time dp are to hold nothing that dp does not need.
+    from checkpoint_schedules import (  # type: ignore[import-untyped]
+        Forward,
+        MultistageCheckpointSchedule,
+    )
+
     sides: dict[str, Callable[[], Iterable[Any]]] = {
         "ours": lambda: reversal(n_steps=N_STEPS, n_snapshots=N_SNAPSHOTS),
-        "peer": _peer,
+        "peer": lambda: MultistageCheckpointSchedule(N_STEPS, N_SNAPSHOTS, 0),
     }
     times_s: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(N_TURNS):
         for side, actions in sides.items():
-            times_s[side].append(_seconds_to_iterate(actions))
+            began_s = time.perf_counter()
+            for _ in actions():
+                pass
+            times_s[side].append(time.perf_counter() - began_s)
     ours_s, peer_s = min(times_s["ours"]), min(times_s["peer"])
     return {
         "n_steps": N_STEPS,
@@ -91,38 +91,18 @@ def time_revolve() -> Row:
         "n_extra_steps_ours": sum(
             stop - start for kind, start, stop in sides["ours"]() if kind == "advance"
         ),
-        "n_extra_steps_peer": _n_extra_steps_peer(sides["peer"]()),
+        "n_extra_steps_peer": sum(
+            action.n1 - action.n0
+            for action in sides["peer"]()
+            if isinstance(action, Forward) and not action.write_adj_deps
+        ),
         "n_actions_ours": sum(1 for _ in sides["ours"]()),
         "n_actions_peer": sum(1 for _ in sides["peer"]()),
     }
 
 
-def _peer() -> Iterable[Any]:
-    # Here and not above: the processes that time dp are to hold nothing that dp does not need.
-    from checkpoint_schedules import (  # type: ignore[import-untyped]
-        MultistageCheckpointSchedule,
-    )
-
-    peer: Iterable[Any] = MultistageCheckpointSchedule(N_STEPS, N_SNAPSHOTS, 0)
-    return peer
-
-
-def _n_extra_steps_peer(actions: Iterable[Any]) -> int:
-    from checkpoint_schedules import Forward
-
-    forwards = (action for action in actions if isinstance(action, Forward))
-    return sum(action.n1 - action.n0 for action in forwards if not action.write_adj_deps)
-
-
-def _seconds_to_iterate(actions: Callable[[], Iterable[Any]]) -> float:
-    began_s = time.perf_counter()
-    for _ in actions():
-        pass
-    return time.perf_counter() - began_s
-
-
-def _dp_apart(length: int) -> Row:
-    """`time_dp` in a process of its own: a process's peak memory never goes down again."""
+def _dp_in_own_process(length: int) -> Row:
+    """`time_dp` by itself: a process's peak memory never goes down again."""
     command = [sys.executable, "-m", "benchmarks.chain_speed", "--dp-length", str(length)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     row: Row = json.loads(done.stdout)
@@ -131,8 +111,6 @@ def _dp_apart(length: int) -> Row:
 
 def time_dp(length: int) -> Row:
     """Solve one chain; the peak is this process's, Python and NumPy included."""
-    from solver.chain import Chain, solve_chain
-
     rng = random.Random(length)
     input_bytes = [rng.randint(1, MAX_INPUT_BYTES) for _ in range(length + 1)]
     # Entry 0 is unused; a block saves its output and up to seven times as much besides.
@@ -150,58 +128,44 @@ def time_dp(length: int) -> Row:
     solution = solve_chain(chain, budget_bytes=budget_bytes, n_slots=N_SLOTS)
     took_s, took_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     once_s = sum(chain.forward_s) + sum(chain.backward_s)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "n_blocks": length,
         "n_slots": N_SLOTS,
         "budget_bytes": budget_bytes,
         "seconds": took_s,
         "cpu_seconds": took_cpu_s,
-        "peak_rss_bytes": _peak_rss_bytes(),
+        "peak_rss_bytes": peak if sys.platform == "darwin" else peak * 1024,  # Linux: in KiB
         "overhead": None if solution is None else solution.cost_s / once_s - 1,
         "peak_bytes": None if solution is None else solution.peak_bytes,
         "n_ops": None if solution is None else len(solution.ops),
     }
 
 
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
 def _circumstances() -> Row:
+    """The load as well: seconds are what this benchmark is about."""
+    cpuinfo = Path("/proc/cpuinfo")  # where Linux has the processor's name
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    installed = {d.name for d in metadata.distributions()}
     packages = ("checkpoint-solver", PEER, "numpy")
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.chain_speed", *sys.argv[1:]]),
+        "command": harness.command(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {
             "system": platform.platform(),
-            "processor": _processor(),
+            "processor": next(names, platform.processor()),
             "n_cpus": os.cpu_count(),
             "load_average": os.getloadavg(),
         },
         "versions": {
             "python": platform.python_version(),
-            **{package: _version(package) for package in packages},
+            **{name: metadata.version(name) if name in installed else None for name in packages},
         },
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    """Its name: Linux has it in a file, other systems may tell `platform`."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-def _table(rows: Row) -> str:
+def _lines(rows: Row) -> str:
     lines = []
     if "revolve" in rows:
         row = rows["revolve"]
@@ -212,12 +176,11 @@ def _table(rows: Row) -> str:
         lines.append(f"  {'ratio':20} {row['ratio']:8.2f}")
     for row in rows.get("dp", ()):
         seconds, cpu_seconds = row["seconds"], row["cpu_seconds"]
-        peak_mb = row["peak_rss_bytes"] / 1e6
-        lines.append(f"dp, {row['n_blocks']} blocks, {row['n_slots']} slots")
-        lines.append(
-            f"  {'solver.chain.rotor':20} {seconds:8.3f} s   ({cpu_seconds:.3f} s on the CPU)"
-        )
-        lines.append(f"  {'peak of the process':20} {peak_mb:8.0f} MB")
+        lines += [
+            f"dp, {row['n_blocks']} blocks, {row['n_slots']} slots",
+            f"  {'solver.chain.rotor':20} {seconds:8.3f} s   ({cpu_seconds:.3f} s on the CPU)",
+            f"  {'peak of the process':20} {row['peak_rss_bytes'] / 1e6:8.0f} MB",
+        ]
     return "\n".join(lines)
 
 

@@ -4,55 +4,43 @@
         [--graphs residual-1000,lstm-2000] [--share 0.05] [--time-limit S]
 
 The budget is what is resident plus a share of what the step holds beside it at its peak. The chain
-of all blocks, uncoarsened, is solved by `solver.chain.rotor` for the same budget, less what is on
-the device beside the chain: the best persistent schedule of whole blocks, as the chain models the
-graph. Its time is that model's; its schedule is also played on the graph and judged. `auto` decides
+of all blocks, uncoarsened, is solved by `solver.chain` for the same budget, less what is on the
+device beside the chain: the best persistent schedule of whole blocks, as the chain models the
+graph. Its time is that model's; its schedule is also simulated on the graph. `auto` decides
 operator by operator, so it may well be faster than the best schedule of whole blocks; its own gap
 is to the cut bound, which holds for every schedule.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from pathlib import Path
-from typing import Any
 
-from benchmarks.plan_quality import circumstances
+from benchmarks import harness
+from benchmarks.harness import Row
 from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.chain import chain_to_schedule, constant_bytes, solve_chain, split_into_blocks, to_chain
 from solver.methods import METHODS
 from solver.schedule import baseline, simulate
 
-SHARE = 0.05
 GRAPHS = {
     "residual-1000": lambda: nets.residual(n_blocks=1000),
     "lstm-2000": lambda: nets.recurrent(n_steps=2000),
 }
 
-Row = dict[str, Any]
-
 
 def main() -> None:
-    arguments = _arguments()
-    rows = {}
-    for name in arguments.graphs.split(","):
-        rows[name] = measure(GRAPHS[name](), share=arguments.share, limit_s=arguments.time_limit)
-        print(name, json.dumps(rows[name], indent=1), flush=True)
-        if arguments.out is not None:
-            report = {"circumstances": circumstances(arguments.time_limit), "graphs": rows}
-            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.deep_chains")
-    parser.add_argument("--out", type=Path, help="write the figures here (JSON)")
-    parser.add_argument("--graphs", default=",".join(GRAPHS), help=", ".join(GRAPHS))
-    parser.add_argument("--share", type=float, default=SHARE, help="of the activations")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of one search")
-    return parser.parse_args()
+    parser = harness.parser("deep_chains", __doc__, time_limit_s=60.0)
+    parser.add_argument("--graphs", type=harness.names(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--share", type=float, default=0.05, help="of the activations")
+    arguments = parser.parse_args()
+    report: Row = {"circumstances": harness.circumstances(arguments.time_limit), "graphs": {}}
+    for name in arguments.graphs:
+        row = measure(GRAPHS[name](), share=arguments.share, limit_s=arguments.time_limit)
+        report["graphs"][name] = row
+        print(name, json.dumps(row, indent=1), flush=True)
+        harness.write(arguments.out, report)
 
 
 def measure(graph: Graph, *, share: float, limit_s: float) -> Row:
@@ -68,9 +56,9 @@ def measure(graph: Graph, *, share: float, limit_s: float) -> Row:
         "budget_bytes": budget_bytes,
         "baseline_peak_bytes": peak_bytes,
         "auto": {
-            "overhead": None if found is None else _overhead(graph, found.time_s),
+            "overhead": None if found is None else found.time_s / graph.baseline_time_s - 1.0,
             "peak_bytes": None if found is None else found.peak_bytes,
-            "bound": _overhead(graph, proposal.lower_bound_s),
+            "bound": proposal.lower_bound_s / graph.baseline_time_s - 1.0,
             "seconds": auto_s,
         },
         "chain": _exact_chain(graph, budget_bytes=budget_bytes),
@@ -78,7 +66,7 @@ def measure(graph: Graph, *, share: float, limit_s: float) -> Row:
 
 
 def _exact_chain(graph: Graph, *, budget_bytes: int) -> Row | None:
-    """The chain program's own time, and what its schedule takes by the judge; None: infeasible."""
+    """The chain program's own time, and its schedule simulated on the graph; None: infeasible."""
     blocks = split_into_blocks(graph)
     began_s = time.perf_counter()
     chain = to_chain(graph, blocks)
@@ -87,18 +75,15 @@ def _exact_chain(graph: Graph, *, budget_bytes: int) -> Row | None:
         return None
     seconds = time.perf_counter() - began_s
     once_s = sum(chain.forward_s) + sum(chain.backward_s)
-    played = simulate(graph, chain_to_schedule(graph, blocks, solution.ops))
+    schedule = chain_to_schedule(graph, blocks, solution.ops)
+    simulation = simulate(graph, schedule)
     return {
         "n_blocks": blocks.n_blocks,
         "overhead_of_the_chain": solution.cost_s / once_s - 1.0,
-        "overhead": _overhead(graph, played.time_s),
-        "peak_bytes": played.peak_bytes,
+        "overhead": simulation.time_s / graph.baseline_time_s - 1.0,
+        "peak_bytes": simulation.peak_bytes,
         "seconds": seconds,
     }
-
-
-def _overhead(graph: Graph, time_s: float) -> float:
-    return time_s / graph.baseline_time_s - 1.0
 
 
 if __name__ == "__main__":

@@ -1,29 +1,25 @@
-"""Random small modules x budgets, each trained with and without a plan: how many bits differ.
+"""Random small modules x budgets, each trained with and without a plan: what differs in any bit.
 
     python -m benchmarks.fuzz --n-models 1000 --out benchmarks/results/fuzz.json
 
 Each module runs under the schedule that keeps nothing and one that keeps a random half, every fifth
 also under a plan for a random budget between the least feasible and the peak without checkpointing,
-and under the least feasible schedule itself (these take a search). Three steps are compared to the
-bit: loss, gradients, parameters, buffers and the random state. The count is written after every
+and under the least feasible schedule itself (these take a search). Three steps are compared
+bitwise: loss, gradients, parameters, buffers and the random state. The count is written after every
 fifty modules, so that a run that was stopped has one.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import random
 import sys
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from benchmarks.model_zoo import Entry
-from benchmarks.plan_quality import circumstances
+from benchmarks import harness
 from benchmarks.random_modules import (
     N_ROWS,
     WIDTH,
@@ -34,6 +30,7 @@ from benchmarks.random_modules import (
 )
 from benchmarks.same_bits import compare, solution_of, trained
 from benchmarks.step_styles import STYLES, Training
+from benchmarks.zoo import LOSS_INSIDE
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
 from solver.methods import find_obstacle
@@ -42,12 +39,11 @@ from solver.solving import attempt
 
 TIME_LIMIT_S = 5.0
 SEARCHED_EVERY = 5
-_ENTRY = Entry(build=lambda: (torch.nn.Identity(), None))
 
 
 @dataclass
 class Tally:
-    """What came out. mismatches and refusals in words, with the recipe."""
+    """What came out; mismatches and refusals in words, with the recipe."""
 
     n_models: int = 0
     n_plans: int = 0
@@ -72,10 +68,12 @@ def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: b
         tally.refusals.append(f"{error} [{described(recipe)}]")
         return
     style = STYLES["plain"]
-    expected, _ = trained(Training(copy.deepcopy(model), batch.clone(), _ENTRY), style)
+    expected, _ = trained(Training(copy.deepcopy(model), batch.clone(), LOSS_INSIDE), style)
     solutions = _searched(graph, choice) if search else []
-    for solution in solutions + _drawn(graph, choice):
-        found = compare(model, batch, _ENTRY, style, solution, expected=expected)
+    half = {tensor.name for tensor in graph.tensors if choice.random() < 0.5}
+    solutions += [solution_of(graph, keep(graph, kept)) for kept in (set[str](), half)]
+    for solution in solutions:
+        found = compare(model, batch, LOSS_INSIDE, style, solution, expected=expected)
         assert solution.simulation is not None
         tally.n_plans += 1
         tally.n_recomputed += solution.simulation.n_recomputed
@@ -98,37 +96,25 @@ def _searched(graph: Graph, choice: random.Random) -> list[Solution]:
     return found
 
 
-def _drawn(graph: Graph, choice: random.Random) -> list[Solution]:
-    """Keep nothing; keep a random half."""
-    half = {tensor.name for tensor in graph.tensors if choice.random() < 0.5}
-    return [solution_of(graph, keep(graph, kept)) for kept in (set[str](), half)]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz")
+    parser = harness.parser("fuzz", __doc__)
     parser.add_argument("--n-models", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the count here (JSON)")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
     choice, tally = random.Random(arguments.seed), Tally()
     for index in range(arguments.n_models):
         try_recipe(random_recipe(choice), choice, tally, search=index % SEARCHED_EVERY == 0)
         if index % 50 == 49 or index == arguments.n_models - 1:
-            _tell(tally, arguments.out)
+            print(
+                f"{tally.n_models} models, {tally.n_plans} plans, {len(tally.mismatches)} "
+                f"mismatches, {len(tally.refusals)} refused",
+                file=sys.stderr,
+                flush=True,
+            )
+            report = {"circumstances": harness.circumstances(TIME_LIMIT_S), **vars(tally)}
+            harness.write(arguments.out, report)
     sys.exit(bool(tally.mismatches))
-
-
-def _tell(tally: Tally, out: Path | None) -> None:
-    print(
-        f"{tally.n_models} models, {tally.n_plans} plans, {len(tally.mismatches)} mismatches, "
-        f"{len(tally.refusals)} refused",
-        file=sys.stderr,
-        flush=True,
-    )
-    if out is not None:
-        report = {"circumstances": circumstances(TIME_LIMIT_S), **vars(tally)}
-        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What PyTorch's own partitioner would keep, as schedules that our judge can play.
+"""What PyTorch's own partitioner would save for backward, as schedules that `simulate` takes.
 
 `torch._functorch.partitioners` with `activation_memory_budget` b (a share of the activations) and
 one of its knapsack solvers chooses which tensors the forward pass saves for the backward pass. The
-set is played as what it means: keep these, recompute the rest right before it is needed
-(`solver.schedule.recompute.keep`). Its budget is a ratio and says nothing about the peak, so a
-sweep over ratios is made once per graph, and at a budget in bytes the fastest schedule that fits
-counts.
+set becomes the schedule that it means: keep these, recompute the rest right before it is needed
+(`solver.schedule.keep`). Its budget is a ratio and says nothing about the peak, so a sweep over
+ratios is made once per graph, and at a budget in bytes the fastest schedule that fits counts.
 """
 
 from __future__ import annotations
@@ -31,52 +30,48 @@ _FORWARD_OUTPUTS = (
 )
 RATIOS = (0.5, 0.7, 0.3, 0.9, 0.1, 0.8, 0.6, 0.4, 0.2, 0.0, 0.95, 0.05)
 
-Traces = Mapping[str, tuple[Simulation, ...]]
-"""By solver of the partitioner: what the judge says of its sets, for each ratio."""
+Simulations = Mapping[str, tuple[Simulation, ...]]
+"""By solver of the partitioner: its sets, simulated, one for each ratio."""
 
 
-def partitioned(step: CapturedStep, *, time_limit_s: float) -> Traces:
-    """The partitioner's sets on the joint graph of this step, judged; as many as there is time."""
+def partitioned(step: CapturedStep, *, time_limit_s: float) -> Simulations:
+    """The partitioner's sets on the joint graph of this step; as many ratios as there is time."""
     deadline_s = time.monotonic() + time_limit_s
-    traces: dict[str, tuple[Simulation, ...]] = {f"torch {solver}": () for solver in SOLVERS}
+    found: dict[str, tuple[Simulation, ...]] = {f"torch {solver}": () for solver in SOLVERS}
     for ratio in RATIOS:
         for solver in SOLVERS:
             if time.monotonic() < deadline_s:
                 kept = _saved(step, solver, ratio)
-                traces[f"torch {solver}"] += (simulate(step.graph, keep(step.graph, kept)),)
-    return traces
+                found[f"torch {solver}"] += (simulate(step.graph, keep(step.graph, kept)),)
+    return found
 
 
-def best_overhead(graph: Graph, traces: Iterable[Simulation], *, budget_bytes: int) -> float | None:
+def best_overhead(graph: Graph, found: Iterable[Simulation], *, budget_bytes: int) -> float | None:
     """The least overhead of those that fit; None: none does."""
-    times_s = [simulation.time_s for simulation in traces if simulation.peak_bytes <= budget_bytes]
+    times_s = [simulation.time_s for simulation in found if simulation.peak_bytes <= budget_bytes]
     return min(times_s) / graph.baseline_time_s - 1.0 if times_s else None
 
 
 def _saved(step: CapturedStep, solver: str, ratio: float) -> frozenset[str]:
-    """The storages that the partitioner's forward part hands to its backward part."""
+    """The storages that the partitioner's forward graph hands to its backward graph."""
     captured = step.captured
+    # The partitioner changes its graph, so it gets a copy, with the metadata that it reads.
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(captured.graph, {}))
     joint = torch.fx.GraphModule(captured.module, graph)
+    for new, old in zip(graph.nodes, captured.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
     n_outputs = sum(
         isinstance(desc, _FORWARD_OUTPUTS) for desc in captured.graph.output_node().meta["desc"]
     )
-    for new, old in zip(graph.nodes, captured.graph.nodes, strict=True):
-        new.meta = dict(old.meta)
     options = {"activation_memory_budget": ratio, "activation_memory_budget_solver": solver}
-    with config.patch(options), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with config.patch(options), warnings.catch_warnings(action="ignore"):
         forward, _ = partitioners.min_cut_rematerialization_partition(
             joint, (), num_fwd_outputs=n_outputs
         )
-    kept = pytree.tree_leaves(forward.graph.output_node().args[0])[n_outputs:]
-    by_name = {node.name: node for node in captured.graph.nodes}
+    saved = pytree.tree_leaves(forward.graph.output_node().args[0])[n_outputs:]
+    names = {node.name for node in saved if isinstance(node, torch.fx.Node)}
     storage = step.layout.storage
     return frozenset(
-        storage[by_name[node.name]]
-        for node in kept
-        if isinstance(node, torch.fx.Node)
-        and node.name in by_name
-        and by_name[node.name] in storage
+        storage[node] for node in captured.graph.nodes if node.name in names and node in storage
     )

@@ -1,4 +1,4 @@
-"""Small modules put together at random, for looking for a step whose bits a plan changes.
+"""Small modules put together at random, to look for a step that a plan changes in any bit.
 
 A module is a straight line of operations on values of one shape (rows x width), each of which may
 read any earlier value: so there are long skips, values read once or never, shared layers, views,
@@ -8,7 +8,7 @@ in-place changes, dropout, buffers that change, and branches that end nowhere.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,12 @@ Values = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """operation: its name in OPERATIONS. layer: which layer of its kind. reads: earlier values."""
+    """One operation.
+
+    operation: its name in OPERATIONS.
+    layer: which layer of its kind.
+    reads: earlier values.
+    """
 
     operation: str
     layer: int
@@ -117,29 +122,20 @@ def random_recipe(choice: random.Random) -> Recipe:
     steps = []
     for index in range(choice.randint(3, 16)):
         # Most values read the latest ones; some reach far back.
-        reads = tuple(_earlier(choice, index + 1) for _ in range(3))
+        reads = tuple(
+            index if choice.random() < 0.6 else choice.randrange(index + 1) for _ in range(3)
+        )
         steps.append(Step(choice.choice(list(OPERATIONS)), choice.randrange(2), reads))
     n_values = len(steps) + 1
     returned = choice.sample(range(n_values), choice.choice([0, 0, 1, 2]))
-    return Recipe(tuple(steps), tuple(sorted(returned)), frozen(choice))
-
-
-def frozen(choice: random.Random) -> tuple[int, ...]:
-    """Sometimes the second linear layer is frozen."""
-    return (1,) if choice.random() < 0.2 else ()
-
-
-def _earlier(choice: random.Random, n_values: int) -> int:
-    if choice.random() < 0.6:
-        return n_values - 1
-    return choice.randrange(n_values)
+    frozen = (1,) if choice.random() < 0.2 else ()
+    return Recipe(tuple(steps), tuple(sorted(returned)), frozen)
 
 
 def described(recipe: Recipe) -> str:
     """For a report of a mismatch: the steps, one after the other."""
-    return "; ".join(_line(index, step) for index, step in enumerate(recipe.steps, 1))
-
-
-def _line(index: int, step: Step) -> str:
-    reads: Sequence[str] = [f"v{read}" for read in step.reads]
-    return f"v{index} = {step.operation} {step.layer} of {', '.join(reads)}"
+    return "; ".join(
+        f"v{index} = {step.operation} {step.layer} of "
+        + ", ".join(f"v{read}" for read in step.reads)
+        for index, step in enumerate(recipe.steps, 1)
+    )

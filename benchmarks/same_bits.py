@@ -1,4 +1,4 @@
-"""The same training twice, plain and planned, compared bit for bit and weighed in bytes."""
+"""The same training twice, plain and planned: compared bitwise, the memory of a step measured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.model_zoo import Entry
 from benchmarks.step_styles import Seen, Style, Training
+from benchmarks.zoo import Entry
 from graphs.costs import cpu_peak_bytes
 from graphs.graph import Graph
 from scheduler_runtime import apply
@@ -26,16 +26,20 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Comparison:
-    """differences: what is not equal, in words (none: all is). n_compared: tensors compared.
-    measured_peak_bytes: the most on the device in the last step, resident included."""
+    """A planned training beside a plain one.
+
+    differences: what is not bitwise identical, in words (none: everything is).
+    n_compared: tensors compared.
+    measured_peak_bytes: the most on the device in the last step, resident included.
+    """
 
     differences: tuple[str, ...]
     n_compared: int
     measured_peak_bytes: int
 
 
-def trained(training: Training, style: Style, *, weigh: bool = False) -> tuple[list[Seen], int]:
-    """Three steps: what each shows and leaves behind; the bytes of the last one (0: not weighed).
+def trained(training: Training, style: Style, *, measure: bool = False) -> tuple[list[Seen], int]:
+    """Three steps: what each shows and leaves behind; peak bytes of the last (0: not measured).
 
     Left behind are parameters, buffers, every gradient and the random state.
     """
@@ -50,7 +54,7 @@ def trained(training: Training, style: Style, *, weigh: bool = False) -> tuple[l
     for index in range(N_STEPS):
         torch.manual_seed(index)
         training.seen = {}
-        if weigh and index == N_STEPS - 1:
+        if measure and index == N_STEPS - 1:
             if style.gradients == "fresh":
                 training.zero_grad()
             gc.collect()
@@ -77,7 +81,7 @@ def compare(
     """Train a copy of the model with the plan and compare it with `expected`, a plain training."""
     planned = apply(copy.deepcopy(model), solution)
     training = Training(planned, copy.deepcopy(batch), entry)
-    shown, peak_bytes = trained(training, style, weigh=True)
+    shown, peak_bytes = trained(training, style, measure=True)
     differences = [
         f"step {index}: {difference}"
         for index, (one, other) in enumerate(zip(expected, shown, strict=True))
@@ -87,9 +91,8 @@ def compare(
 
 
 def different(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names under which something is missing or not the same to the bit."""
-    names = [name for name in expected if name not in got]
-    found = [f"{name} is missing" for name in names]
+    """What is missing or not bitwise identical, in words."""
+    found = [f"{name} is missing" for name in expected if name not in got]
     found += [f"{name} is there with the plan only" for name in got if name not in expected]
     return found + [
         f"{name} differs"
@@ -99,7 +102,7 @@ def different(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tens
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """torch.equal on the bytes: -0 is not 0, and NaN is itself."""
+    """Compared byte by byte: -0 != 0, NaN = NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
@@ -108,6 +111,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _left(training: Training) -> Seen:
     left: Seen = {"random state": torch.get_rng_state()}
+    device = next(training.model.parameters()).device
+    if device.type == "cuda":
+        left["random state of the device"] = torch.cuda.get_rng_state(device)
     for name, parameter in training.model.named_parameters():
         left[f"parameter {name}"] = parameter.detach().clone()
         if parameter.grad is not None:
@@ -122,11 +128,13 @@ def _left(training: Training) -> Seen:
 
 def solution_of(graph: Graph, schedule: Schedule) -> Solution:
     """A schedule as the answer for a budget that it fits, and the plain step too."""
-    plain, judged = simulate(graph, baseline(graph)), simulate(graph, schedule)
-    request = Request(max(plain.peak_bytes, judged.peak_bytes))
-    return Solution("feasible", graph, schedule, judged, request, plain, plain.time_s, "given", 0.0)
+    plain, planned = simulate(graph, baseline(graph)), simulate(graph, schedule)
+    request = Request(max(plain.peak_bytes, planned.peak_bytes))
+    return Solution(
+        "feasible", graph, schedule, planned, request, plain, plain.time_s, "given", 0.0
+    )
 
 
 def keeping_nothing(graph: Graph) -> Solution:
-    """Everything that may be made again is."""
+    """Everything that may be recomputed is."""
     return solution_of(graph, keep(graph, set()))

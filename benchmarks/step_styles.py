@@ -1,21 +1,21 @@
 """Steps as people write them: how a model is prepared, and how one optimizer step goes.
 
-A style is run on a plain model and on a planned one, and the two must agree in every bit, so it
-writes down whatever it can see: losses, gradients as hooks are handed them, calls of hooks.
+A style is run on a plain model and on a planned one, and the two must be bitwise identical, so it
+notes whatever it can see: losses, gradients as hooks are handed them, calls of hooks.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.model_zoo import Entry
+from benchmarks.zoo import Entry
 from graphs.calls import as_call, find_loss
 
 Seen = dict[str, torch.Tensor]
@@ -24,10 +24,13 @@ Seen = dict[str, torch.Tensor]
 
 @dataclass
 class Training:
-    """One model in training, with what its steps need. `entry` says how it is called.
+    """One model in training, with what its steps need.
 
-    optimizer: None where the style steps by itself. scaler: of half-precision gradients. output:
-    what the model returned, held to the end of the step as a plan expects.
+    entry: how the model is called.
+    optimizer: None where the style steps by itself.
+    scaler: of half-precision gradients.
+    seen: what the current step has shown.
+    output: what the model returned, held to the end of the step as a plan expects.
     """
 
     model: nn.Module
@@ -61,12 +64,16 @@ class Training:
 class Style:
     """How one step goes.
 
-    step: one optimizer step. prepare: changes model and batch before planning (None: nothing).
-    set_up: hooks and optimizers on a training (after planning). applies: to which models.
-    autocast: of forward pass and loss. gradients: as in `solve`. steps_inside: the optimizer steps
-    while the backward pass runs. own_memory: what the step does beside model, loss and optimizer
-    takes memory that no plan knows of, so that its peak is not judged. own_bytes: the same where it
-    is so little that the peak is judged with it.
+    step: one optimizer step.
+    prepare: changes model and batch before planning (None: nothing).
+    set_up: puts hooks and optimizers on a training, after planning.
+    applies: to which models.
+    autocast: of forward pass and loss.
+    gradients: as in `solve`.
+    steps_inside: the optimizer steps while the backward pass runs.
+    own_memory: the step takes memory beside model, loss and optimizer that no plan knows of, so its
+        peak is not checked.
+    own_bytes: the same where it is so little that the peak is checked with it.
     """
 
     step: Callable[[Training], None]
@@ -79,20 +86,39 @@ class Style:
     own_memory: bool = False
     own_bytes: int = 0
 
-    def ambient(self) -> contextlib.AbstractContextManager[Any]:
+    def ambient(self) -> torch.autocast:
         """Autocast, where the style has it."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast)
+        return _autocast(self.autocast)
 
 
-def plain_step(training: Training) -> None:
+def _autocast(dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
+
+
+def _step(
+    training: Training,
+    *,
+    autocast: torch.dtype | None = None,
+    max_norm: float | None = None,
+) -> None:
+    """As in PyTorch's examples; with a gradient scaler where the training has one."""
+    optimizer, scaler = training.optimizer, training.scaler
+    assert optimizer is not None
     training.zero_grad()
-    loss = training.loss()
-    loss.backward()
+    with _autocast(autocast):
+        loss = training.loss()
+    (loss if scaler is None else scaler.scale(loss)).backward()
     training.note("loss", loss)
-    assert training.optimizer is not None
-    training.optimizer.step()
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    if max_norm is not None:
+        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm)
+        training.note("norm", norm)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def _accumulating(training: Training) -> None:
@@ -107,47 +133,8 @@ def _accumulating(training: Training) -> None:
     training.optimizer.step()
 
 
-def _under_autocast(dtype: torch.dtype) -> Callable[[Training], None]:
-    def step(training: Training) -> None:
-        training.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
-            loss = training.loss()
-        loss.backward()
-        training.note("loss", loss)
-        assert training.optimizer is not None
-        training.optimizer.step()
-
-    return step
-
-
-def _scaled(training: Training) -> None:
-    """Float16 with a gradient scaler, as in PyTorch's examples, clipping included."""
-    assert training.optimizer is not None
-    assert training.scaler is not None
-    training.zero_grad()
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = training.loss()
-    training.scaler.scale(loss).backward()
-    training.note("loss", loss)
-    training.scaler.unscale_(training.optimizer)
-    nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-    training.scaler.step(training.optimizer)
-    training.scaler.update()
-
-
 def _with_scaler(training: Training) -> None:
     training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-
-
-def _clipping(training: Training) -> None:
-    training.zero_grad()
-    loss = training.loss()
-    loss.backward()
-    training.note("loss", loss)
-    norm = nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
-    training.note("norm", norm)
-    assert training.optimizer is not None
-    training.optimizer.step()
 
 
 def _with_hooks(training: Training) -> None:
@@ -181,16 +168,12 @@ def _optimizer_in_backward(training: Training) -> None:
             continue
         optimizer = torch.optim.AdamW([parameter], lr=1e-3)
 
-        def step(
-            stepped: torch.Tensor,
-            optimizer: torch.optim.Optimizer = optimizer,
-            name: str = name,
-        ) -> None:
+        def step(name: str, optimizer: torch.optim.Optimizer, stepped: torch.Tensor) -> None:
             training.note(f"gradient of {name}", stepped.grad)  # type: ignore[arg-type]
             optimizer.step()
             optimizer.zero_grad()
 
-        parameter.register_post_accumulate_grad_hook(step)
+        parameter.register_post_accumulate_grad_hook(partial(step, name, optimizer))
 
 
 def _backward_alone(training: Training) -> None:
@@ -223,10 +206,6 @@ def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return get_peft_model(model, config).train(), batch
 
 
-def _is_of_transformers(model: nn.Module, _batch: Any) -> bool:
-    return hasattr(model, "config") and type(model).__module__.startswith("transformers.")
-
-
 def _needing_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Every tensor of the batch that can have a gradient gets one (saliency, adversaries)."""
     return model, pytree.tree_map_only(
@@ -236,7 +215,7 @@ def _needing_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     )
 
 
-def _has_real_numbers(_model: nn.Module, batch: Any) -> bool:
+def _has_floating_point(_model: nn.Module, batch: Any) -> bool:
     return any(
         isinstance(t, torch.Tensor) and t.is_floating_point() for t in pytree.tree_leaves(batch)
     )
@@ -245,17 +224,24 @@ def _has_real_numbers(_model: nn.Module, batch: Any) -> bool:
 SCALER_BYTES = 1024
 """Scalars of a gradient scaler: scale, growth, what it found, each in a block of the allocator."""
 STYLES: dict[str, Style] = {
-    "plain": Style(plain_step),
+    "plain": Style(_step),
     "accumulation": Style(_accumulating, gradients="accumulate"),
-    "autocast bf16": Style(_under_autocast(torch.bfloat16), autocast=torch.bfloat16),
+    "autocast bf16": Style(partial(_step, autocast=torch.bfloat16), autocast=torch.bfloat16),
     "autocast fp16, scaler": Style(
-        _scaled, set_up=_with_scaler, autocast=torch.float16, own_bytes=SCALER_BYTES
+        partial(_step, autocast=torch.float16, max_norm=1.0),
+        set_up=_with_scaler,
+        autocast=torch.float16,
+        own_bytes=SCALER_BYTES,
     ),
-    "hooks, clipping": Style(_clipping, set_up=_with_hooks, own_memory=True),
+    "hooks, clipping": Style(partial(_step, max_norm=0.1), set_up=_with_hooks, own_memory=True),
     "optimizer in backward": Style(
         _backward_alone, set_up=_optimizer_in_backward, steps_inside=True, own_memory=True
     ),
-    "half frozen": Style(plain_step, prepare=_half_frozen),
-    "LoRA": Style(plain_step, prepare=_with_lora, applies=_is_of_transformers),
-    "gradients of inputs": Style(plain_step, prepare=_needing_gradients, applies=_has_real_numbers),
+    "half frozen": Style(_step, prepare=_half_frozen),
+    "LoRA": Style(
+        _step,
+        prepare=_with_lora,
+        applies=lambda model, _batch: type(model).__module__.startswith("transformers."),
+    ),
+    "gradients of inputs": Style(_step, prepare=_needing_gradients, applies=_has_floating_point),
 }

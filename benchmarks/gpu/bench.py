@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu.models import Subject
 from benchmarks.gpu.ways import WAYS, Prepared, Setting
+from benchmarks.zoo import Subject
 from graphs.costs import cpu_peak_bytes
 from scheduler_runtime.measuring import bytes_of, context_bytes, resident_tensors, seconds_of
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.bench import measured, optimizer_of, step_of
-from benchmarks.gpu.models import Subject
+from benchmarks.zoo import Subject
 from graphs.costs import Cost, Measured, OpCall, Roofline
 from graphs.hardware import Hardware, card_called, named
 from graphs.trace import trace

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu import bits, operators, smoke
 from benchmarks.gpu.bench import measured, optimizer_of, run_way, step_of
-from benchmarks.gpu.models import QUICK, Subject, fitted, subjects
 from benchmarks.gpu.ways import WAYS, WITH_BUDGET, Setting
+from benchmarks.zoo import QUICK, TINY, Subject, fitted, subjects
 from solver.common import CUDA_RESERVE_BYTES
 
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -263,7 +263,7 @@ def _costs_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dic
 
 
 def _bits_cases(settings: Settings) -> list[str]:
-    return [f"{name}/{way}" for name in bits.SUBJECTS for way in ("ours", "ours, compiled")]
+    return [f"{name}/{way}" for name in TINY for way in ("ours", "ours, compiled")]
 
 
 def _bits_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:

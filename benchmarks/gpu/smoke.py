@@ -1,62 +1,65 @@
-"""Every path of a GPU once, on tiny models: what holds and what does not, without stopping.
-
-The first thing to run on a new machine. Groups run in processes of their own, so that a kernel that
-ends its process takes only its group with it; the last line of its errors names the check.
-"""
+"""The part "smoke": the tests of tests/gpu on one device, file by file, with their findings."""
 
 from __future__ import annotations
 
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from benchmarks.gpu import smoke_checks, smoke_device, smoke_recorded
-from benchmarks.gpu.smoke_device import Bench
-
-Check = Callable[[Bench], str]
-
-GROUPS: Mapping[str, tuple[Check, ...]] = {
-    "device": smoke_device.DEVICE,
-    "operators": smoke_device.OPERATORS,
-    "plan": smoke_checks.PLAN,
-    "memory": smoke_checks.MEMORY,
-    "CUDA graph": smoke_recorded.RECORDED,
-    "compile": smoke_checks.COMPILED,
-    "fit": smoke_checks.FIT,
-}
+TESTS = Path(__file__).parents[2] / "tests" / "gpu"
 
 
 def groups(_settings: object) -> list[str]:
-    return list(GROUPS)
+    """Files of tests: each runs in a process of its own, so that a crash ends only that one."""
+    return sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py"))
+
+
+class _Checks:
+    """Collects each test's outcome as pytest runs it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        print(nodeid, file=sys.stderr, flush=True)  # the last one, where the process is killed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.rpartition("::")[2].removeprefix("test_").replace("_", " ")
+        if report.failed:
+            message = report.longreprtext.strip().splitlines()[-8:]
+            self.found[name] = f"FAILS ({report.when}): {' | '.join(message)[-900:]}"
+        elif report.skipped:
+            self.found[name] = f"skipped: {report.longrepr[2]}"  # type: ignore[index]
+        elif report.when == "call":
+            findings = "; ".join(
+                str(value).replace("\n", ";") for _, value in report.user_properties
+            )
+            self.found[name] = f"holds ({report.duration:.1f} s): {findings}"
 
 
 def run(group: str, device: torch.device, backend: str) -> dict[str, Any]:
-    """A row; `checks` says of each check what was found."""
-    bench = Bench(device, backend)
-    checks: dict[str, str] = {}
-    failed: list[str] = []
+    """A row; `checks` has what was found by each check."""
     started_s = time.monotonic()
-    for check in GROUPS[group]:
-        name = check.__name__.replace("_", " ")
-        print(f"{group}: {name} ...", file=sys.stderr, flush=True)
-        begun_s = time.monotonic()
-        try:
-            found = check(bench)
-            checks[name] = f"holds ({time.monotonic() - begun_s:.1f} s): {found}"
-        except Exception as error:  # noqa: BLE001 - the point is to hear of every failure
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
-            checks[name] = f"FAILS: {type(error).__name__}: {str(error)[:600]} ({where})"
-            failed.append(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    checks = _Checks()
+    marks = "gpu" if device.type == "cuda" else "not gpu"
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--no-summary"]
+    if backend != "inductor":
+        options += ["-k", "not inductor"]
+    path = str(TESTS / f"test_{group}.py")
+    code = pytest.main([*options, "-m", marks, path], plugins=[checks])
+    failed = [name for name, found in checks.found.items() if found.startswith("FAILS")]
+    ran = code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     return {
-        "status": "failed" if failed else "ran",
-        "reason": ", ".join(failed),
-        "n_held": len(checks) - len(failed),
+        "status": "ran" if ran else "failed",
+        "reason": "" if ran else ", ".join(failed) or f"pytest ended with {code!s}",
+        "n_held": sum(found.startswith("holds") for found in checks.found.values()),
         "n_failed": len(failed),
         "seconds": time.monotonic() - started_s,
-        "checks": checks,
+        "checks": checks.found,
     }

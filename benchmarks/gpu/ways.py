@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 import scheduler_runtime
-from benchmarks.gpu.models import Subject
+from benchmarks.zoo import Subject
 from solver import solve
 
 

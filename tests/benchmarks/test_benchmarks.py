@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import deep_chains, peers, plan_quality
-from benchmarks.quality_graphs import Subject
-from graphs.calls.call import Call
-from graphs.costs.models import Roofline
-from graphs.hardware import named
+from benchmarks import deep_chains, harness, peers, plan_quality
+from benchmarks.zoo.graphs import captured
 from graphs.synthetic.nets import residual
-from graphs.trace import loss_index, trace_module
 
 
 class Tower(nn.Module):
@@ -26,9 +22,9 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-def test_a_report_has_a_row_for_each_share_and_tells_its_misses() -> None:
+def test_a_report_has_a_row_for_each_share_and_lists_its_misses() -> None:
     found = plan_quality.measure_graph(
-        "net", Subject(residual(n_blocks=5)), shares=(0.8, 0.0), time_limit_s=5.0
+        "net", residual(n_blocks=5), shares=(0.8, 0.0), time_limit_s=5.0
     )
     assert [row["share"] for row in found["rows"]] == [0.8, 0.0]
     generous = found["rows"][0]
@@ -38,36 +34,29 @@ def test_a_report_has_a_row_for_each_share_and_tells_its_misses() -> None:
     assert plan_quality.missed({**generous, "gap": 0.002})
     assert not plan_quality.missed({**generous, "share": 0.4, "gap": 0.002})
     assert plan_quality.missed({**generous, "gap": None})
-    circumstances = plan_quality.circumstances(5.0)
+    circumstances = harness.circumstances(5.0)
     text = plan_quality.markdown({"circumstances": circumstances, "graphs": {"net": found}})
     assert "| net | " in text
     assert "## net" in text
 
 
-def test_what_pytorchs_partitioner_keeps_is_judged() -> None:
+def test_what_pytorchs_partitioner_saves_is_simulated() -> None:
     with torch.device("meta"):
         model, batch = Tower(), torch.empty(256, 64)
-    step = trace_module(
-        model,
-        Call.of((batch,), {}),
-        device=torch.device("cpu"),
-        choose=loss_index,
-        gradients="fresh",
-        costs=Roofline(named("h100")),
-    )
+    step = captured(model, batch)
     found = peers.partitioned(step, time_limit_s=60.0)
     assert set(found) == {"torch dp", "torch greedy", "torch ilp"}
-    for traces in found.values():
-        assert len(traces) == len(peers.RATIOS)
-        assert any(simulation.n_recomputed for simulation in traces)
-        roomy = peers.best_overhead(step.graph, traces, budget_bytes=10**9)
+    for simulations in found.values():
+        assert len(simulations) == len(peers.RATIOS)
+        assert any(simulation.n_recomputed for simulation in simulations)
+        roomy = peers.best_overhead(step.graph, simulations, budget_bytes=10**9)
         tight = peers.best_overhead(
-            step.graph, traces, budget_bytes=min(t.peak_bytes for t in traces)
+            step.graph, simulations, budget_bytes=min(s.peak_bytes for s in simulations)
         )
         assert roomy is not None
         assert tight is not None
         assert 0.0 <= roomy <= tight
-        assert peers.best_overhead(step.graph, traces, budget_bytes=1) is None
+        assert peers.best_overhead(step.graph, simulations, budget_bytes=1) is None
 
 
 @pytest.mark.slow

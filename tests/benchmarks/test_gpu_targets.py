@@ -7,8 +7,9 @@ import torch
 
 from benchmarks.gpu import targets
 from benchmarks.gpu.__main__ import _variables
-from benchmarks.gpu.models import LARGE, N_LAYERS_OF_8B, SMALL, fitted, llama_layers
 from benchmarks.gpu.parts import PARTS, Settings
+from benchmarks.zoo import LARGE, SMALL, fitted
+from benchmarks.zoo.on_gpu import N_LAYERS_OF_8B, llama_layers
 
 
 def ways(**changed: float) -> dict[str, dict]:

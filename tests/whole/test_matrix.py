@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness import circumstances
 from benchmarks.matrix import Footprint, faults, line, markdown, prepare, run_budget, run_solution
-from benchmarks.model_zoo import ZOO
-from benchmarks.plan_quality import circumstances
 from benchmarks.same_bits import keeping_nothing
 from benchmarks.step_styles import STYLES
+from benchmarks.zoo import ZOO
 from graphs.costs.models import Measured
 
 SMALL = [name for name, entry in ZOO.items() if not entry.large]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.gpu.models import SMALL
+from benchmarks.zoo import SMALL
 from graphs.calls.call import Call
 from scheduler_runtime import CudaGraphError, apply
 from scheduler_runtime.execute import cuda_graph

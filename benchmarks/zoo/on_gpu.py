@@ -1,6 +1,6 @@
-"""The models of the GPU benchmark: as they are trained, and small ones for the same code on a CPU.
+"""The models of the GPU benchmark: as they are trained, small ones for a CPU, and tiny ones.
 
-Needs torch alone. Every model returns its loss.
+Every model returns its loss.
 """
 
 from __future__ import annotations
@@ -9,105 +9,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.zoo_written import DeepResNet
+from benchmarks.zoo.written import AttentionWithDropout, DeepResNet, Llama
 from examples import gpt2, lstm, resnet50, unet, vit
-
-
-class RootMeanSquareNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
-        return (wide * scale).to(x.dtype) * self.weight
-
-
-class LlamaBlock(nn.Module):
-    """Grouped queries, rotary positions, a gated MLP (Llama 3, Grattafiori et al. 2024)."""
-
-    def __init__(self, width: int, mlp_width: int, n_heads: int, n_kv_heads: int) -> None:
-        super().__init__()
-        self.n_heads, self.n_kv_heads, self.head = n_heads, n_kv_heads, width // n_heads
-        self.attention_norm = RootMeanSquareNorm(width)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, n_kv_heads * self.head, bias=False)
-        self.value = nn.Linear(width, n_kv_heads * self.head, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.mlp_norm = RootMeanSquareNorm(width)
-        self.gate = nn.Linear(width, mlp_width, bias=False)
-        self.up = nn.Linear(width, mlp_width, bias=False)
-        self.down = nn.Linear(mlp_width, width, bias=False)
-
-    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), turn)
-        y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-    def attention(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        batch, length, width = x.shape
-        heads = (batch, length, -1, self.head)
-        q = _turned(self.query(x).view(heads).transpose(1, 2), turn)
-        k = _turned(self.key(x).view(heads).transpose(1, 2), turn)
-        v = self.value(x).view(heads).transpose(1, 2)
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.n_heads != self.n_kv_heads
-        )
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
-
-
-def _turned(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    cosine, sine = turn
-    one, other = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-other, one), dim=-1) * sine
-
-
-class Llama(nn.Module):
-    def __init__(
-        self,
-        *,
-        n_layers: int,
-        width: int,
-        mlp_width: int,
-        n_heads: int,
-        n_kv_heads: int,
-        n_tokens: int,
-    ) -> None:
-        super().__init__()
-        self.head_width = width // n_heads
-        self.embedding = nn.Embedding(n_tokens, width)
-        self.blocks = nn.ModuleList(
-            LlamaBlock(width, mlp_width, n_heads, n_kv_heads) for _ in range(n_layers)
-        )
-        self.norm = RootMeanSquareNorm(width)
-        self.head = nn.Linear(width, n_tokens, bias=False)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        turn = self._turn(tokens.shape[1], x)
-        for block in self.blocks:
-            x = block(x, turn)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def _turn(self, length: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        steps = torch.arange(0, self.head_width, 2, device=x.device).float() / self.head_width
-        angles = torch.arange(length, device=x.device).float()[:, None] / 500000.0**steps
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
 @dataclass(frozen=True)
 class Subject:
     """A model to train.
 
-    build: the model; batch: tensors of a batch of that many samples; both on the CPU.
-    batch_size: the one that is measured. dtype: of parameters and floating-point inputs.
-    blocks: what per-block checkpointing wraps. with_layers: the same with so many layers.
+    build: the model, on the CPU.
+    batch: tensors of a batch of that many samples, on the CPU.
+    batch_size: the one that is measured.
+    dtype: of parameters and floating-point inputs.
+    blocks: what per-block checkpointing wraps.
+    with_layers: the same model with so many layers.
     """
 
     build: Callable[[], nn.Module]
@@ -224,6 +141,40 @@ SMALL: Mapping[str, Subject] = {
 
 QUICK = ("gpt2", "llama-8b-2048", "resnet101")
 """Of the large ones: what the quick set measures."""
+
+TINY = ("attention with dropout", "attention in float32", "gpt2 with dropout", "batch norm")
+
+
+def tiny(name: str, device: torch.device) -> Subject:
+    """A model for comparing bits and for tests/gpu.
+
+    Larger on CUDA, where the workspaces of libraries would outweigh a small step.
+    """
+    on_cuda = device.type == "cuda"
+    scale = 8 if on_cuda else 1
+    if name == "gpt2 with dropout":
+        sizes = {"n_layers": 3, "width": 64 * scale, "n_heads": 2, "n_tokens": 128}
+        return Subject(
+            lambda: gpt2.get_model(**sizes, max_length=64 * scale, dropout=0.1),
+            lambda n: gpt2.get_batch(n, 64 * scale, 128),
+            2 * scale,
+        )
+    if name == "batch norm":
+        half = 4 if on_cuda else 1
+        return Subject(
+            lambda: unet.get_model(width=8 * half, n_levels=2),
+            lambda n: unet.get_batch(n, 32 * half),
+            2 * half,
+        )
+    # On CUDA float32 takes the memory-efficient kernel, bfloat16 flash attention or cuDNN's.
+    is_half = on_cuda and name == "attention with dropout"
+    width, n_heads = (512, 8) if on_cuda else (64, 4)
+    return Subject(
+        lambda: AttentionWithDropout(width, n_heads),
+        lambda n: (torch.randn(n, width, width),),
+        2,
+        torch.bfloat16 if is_half else torch.float32,
+    )
 
 
 def subjects(device: torch.device) -> Mapping[str, Subject]:

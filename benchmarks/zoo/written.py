@@ -1,13 +1,9 @@
-"""Models written out here: nets of the literature that no library has small, and odd shapes.
-
-The sizes are such that activations take more than parameters and a step takes about a second at
-most on one core.
-"""
+"""Models that are in neither `examples/` nor a library, or there at one size only. Torch alone."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 N_CLASSES = 10
-
-
-def _images(n_images: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(n_images, 3, size, size), torch.arange(n_images) % N_CLASSES
 
 
 class _Bottleneck(nn.Module):
@@ -67,10 +59,6 @@ class DeepResNet(nn.Module):
         return F.cross_entropy(self.head(x), label)
 
 
-def resnet_1001() -> tuple[nn.Module, Any]:
-    return DeepResNet(n_blocks=111, width=2), _images(2, 16)
-
-
 class Vgg(nn.Module):
     """Simonyan & Zisserman 2015, with in-place activations and dropout in the head."""
 
@@ -94,18 +82,6 @@ class Vgg(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.features(x).flatten(1))
-
-
-def vgg() -> tuple[nn.Module, Any]:
-    return Vgg([(16, 16), (32, 32), (48, 48)], image_size=32), _images(8, 32)
-
-
-def first_of(batch: Any) -> Any:
-    return batch[0]
-
-
-def classification_loss(output: Any, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(output, batch[1])
 
 
 class _Double(nn.Sequential):
@@ -142,51 +118,94 @@ class UNet(nn.Module):
         return F.binary_cross_entropy_with_logits(self.head(x), target)
 
 
-def unet() -> tuple[nn.Module, Any]:
-    return UNet([8, 16, 32]), (torch.randn(2, 3, 64, 64), torch.rand(2, 1, 64, 64).round())
+class DenseLayer(nn.Sequential):
+    """Pre-activation convolution with dropout: DenseNet's layer without its bottleneck."""
 
-
-class _DenseLayer(nn.Module):
     def __init__(self, n_in: int, growth: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(n_in)
-        self.conv = nn.Conv2d(n_in, growth, 3, padding=1, bias=False)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return self.drop(self.conv(F.relu(self.norm(torch.cat(parts, 1)))))
+        super().__init__(
+            nn.BatchNorm2d(n_in),
+            nn.ReLU(),
+            nn.Conv2d(n_in, growth, 3, padding=1, bias=False),
+            nn.Dropout(0.2),
+        )
 
 
 class DenseNet(nn.Module):
-    """Every layer reads all before it in its block (Huang et al. 2017)."""
+    """Every layer reads all before it in its block (Huang et al. 2017).
 
-    def __init__(self, n_layers: Sequence[int], growth: int) -> None:
+    stem: to 2 * growth channels.
+    layer: from so many channels to `growth`.
+    shrink: between blocks, from so many channels to half as many.
+    """
+
+    def __init__(
+        self,
+        *,
+        stem: nn.Module,
+        layer: Callable[[int, int], nn.Module],
+        shrink: Callable[[int], nn.Module],
+        depths: Sequence[int],
+        growth: int,
+        n_classes: int,
+    ) -> None:
         super().__init__()
         width = 2 * growth
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.stem = stem
         self.blocks = nn.ModuleList()
-        self.transitions = nn.ModuleList()
-        for count in n_layers:
+        self.shrink = nn.ModuleList()
+        for depth in depths:
             self.blocks.append(
-                nn.ModuleList(_DenseLayer(width + i * growth, growth) for i in range(count))
+                nn.ModuleList(layer(width + i * growth, growth) for i in range(depth))
             )
-            width += count * growth
-            self.transitions.append(nn.Conv2d(width, width // 2, 1))
+            width += depth * growth
+            self.shrink.append(shrink(width))
             width //= 2
-        self.head = nn.Linear(width, N_CLASSES)
+        self.head = nn.Linear(width, n_classes)
 
-    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block, transition in zip(self.blocks, self.transitions, strict=True):
-            parts = [x]
-            for layer in block:
-                parts.append(layer(parts))
-            x = F.avg_pool2d(transition(torch.cat(parts, 1)), 2)
-        return F.cross_entropy(self.head(x.mean((2, 3))), label)
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.stem(images)
+        for layers, shrink in zip(self.blocks, self.shrink, strict=True):
+            made = [x]
+            for layer in layers:
+                made.append(layer(torch.cat(made, dim=1)))
+            x = shrink(torch.cat(made, dim=1))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-def densenet() -> tuple[nn.Module, Any]:
-    return DenseNet([4, 5, 4], growth=8), _images(4, 32)
+def densenet_small() -> DenseNet:
+    return DenseNet(
+        stem=nn.Conv2d(3, 16, 3, padding=1),
+        layer=DenseLayer,
+        shrink=lambda n: nn.Sequential(nn.Conv2d(n, n // 2, 1), nn.AvgPool2d(2)),
+        depths=(4, 5, 4),
+        growth=8,
+        n_classes=N_CLASSES,
+    )
+
+
+def densenet121() -> DenseNet:
+    return DenseNet(
+        stem=nn.Sequential(
+            nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        ),
+        layer=lambda n, growth: nn.Sequential(
+            nn.BatchNorm2d(n),
+            nn.ReLU(),
+            nn.Conv2d(n, 4 * growth, 1, bias=False),
+            nn.BatchNorm2d(4 * growth),
+            nn.ReLU(),
+            nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+        ),
+        shrink=lambda n: nn.Sequential(
+            nn.BatchNorm2d(n), nn.ReLU(), nn.Conv2d(n, n // 2, 1, bias=False), nn.AvgPool2d(2)
+        ),
+        depths=(6, 12, 24, 16),
+        growth=32,
+        n_classes=1000,
+    )
 
 
 class Recurrent(nn.Module):
@@ -207,14 +226,6 @@ class Recurrent(nn.Module):
             hidden.append(state[0] if isinstance(state, tuple) else state)
         logits = self.head(torch.stack(hidden, 1))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def lstm_1000() -> tuple[nn.Module, Any]:
-    return Recurrent(nn.LSTMCell(16, 16), 16, 20), torch.randint(0, 20, (8, 1000))
-
-
-def gru_1000() -> tuple[nn.Module, Any]:
-    return Recurrent(nn.GRUCell(16, 16), 16, 20), torch.randint(0, 20, (8, 1000))
 
 
 class GraphNet(nn.Module):
@@ -242,15 +253,6 @@ class GraphNet(nn.Module):
         return {"loss": F.mse_loss(prediction, target), "prediction": prediction}
 
 
-def graph_network() -> tuple[nn.Module, Any]:
-    batch = {
-        "nodes": torch.randn(300, 8),
-        "edges": torch.randint(0, 300, (2, 1500)),
-        "target": torch.randn(300, 1),
-    }
-    return GraphNet(n_layers=4, width=32), batch
-
-
 class SeveralLosses(nn.Module):
     """An autoencoder with a classifier on its code: three losses, added by the caller."""
 
@@ -272,9 +274,108 @@ class SeveralLosses(nn.Module):
         }
 
 
-def several_losses() -> tuple[nn.Module, Any]:
-    return SeveralLosses(128), (torch.randn(512, 64), torch.arange(512) % N_CLASSES)
+class RMSNorm(nn.Module):
+    """Written out, as transformers has it: nn.RMSNorm saves less for backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return (wide * scale).to(x.dtype) * self.weight
 
 
-def sum_of_losses(output: Any, _batch: Any) -> torch.Tensor:
-    return output["reconstruction"] + 0.5 * output["classes"] + 0.1 * output["divergence"]
+class LlamaBlock(nn.Module):
+    """Grouped queries, rotary positions, a gated MLP (Llama 3, Grattafiori et al. 2024)."""
+
+    def __init__(self, width: int, mlp_width: int, n_heads: int, n_kv_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head = n_heads, n_kv_heads, width // n_heads
+        self.attention_norm = RMSNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, n_kv_heads * self.head, bias=False)
+        self.value = nn.Linear(width, n_kv_heads * self.head, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = RMSNorm(width)
+        self.gate = nn.Linear(width, mlp_width, bias=False)
+        self.up = nn.Linear(width, mlp_width, bias=False)
+        self.down = nn.Linear(mlp_width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def attention(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = (batch, length, -1, self.head)
+        q = _rotated(self.query(x).view(heads).transpose(1, 2), rotation)
+        k = _rotated(self.key(x).view(heads).transpose(1, 2), rotation)
+        v = self.value(x).view(heads).transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.n_heads != self.n_kv_heads
+        )
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    cosine, sine = rotation
+    one, other = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-other, one), dim=-1) * sine
+
+
+class Llama(nn.Module):
+    def __init__(
+        self,
+        *,
+        n_layers: int,
+        width: int,
+        mlp_width: int,
+        n_heads: int,
+        n_kv_heads: int,
+        n_tokens: int,
+    ) -> None:
+        super().__init__()
+        self.head_width = width // n_heads
+        self.embedding = nn.Embedding(n_tokens, width)
+        self.blocks = nn.ModuleList(
+            LlamaBlock(width, mlp_width, n_heads, n_kv_heads) for _ in range(n_layers)
+        )
+        self.norm = RMSNorm(width)
+        self.head = nn.Linear(width, n_tokens, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        rotation = self._rotation(tokens.shape[1], x)
+        for block in self.blocks:
+            x = block(x, rotation)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _rotation(self, length: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = torch.arange(0, self.head_width, 2, device=x.device).float() / self.head_width
+        angles = torch.arange(length, device=x.device).float()[:, None] / 500000.0**steps
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class AttentionWithDropout(nn.Module):
+    """Dropout inside the fused attention, between its products, where no mask is ever stored."""
+
+    def __init__(self, width: int = 64, n_heads: int = 4, n_layers: int = 3) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(n_layers))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(n_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            q, k, v = qkv(x).view(batch, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+            x = x + out(y.transpose(1, 2).reshape(batch, length, width))
+        return x.float().square().mean()

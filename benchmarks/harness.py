@@ -1,0 +1,105 @@
+"""What the benchmarks share: arguments, the machine they ran on, figures as JSON and tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def parser(name: str, description: str | None, *, time_limit_s: float | None = None) -> Any:
+    """Arguments of `python -m benchmarks.NAME`: --out and, given its default, --time-limit."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", type=Path, help="write the figures here (JSON)")
+    if time_limit_s is not None:
+        made.add_argument(
+            "--time-limit", type=float, default=time_limit_s, help="seconds of one search"
+        )
+    return made
+
+
+def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
+    """An argument type: some of the known names."""
+
+    def read(text: str) -> list[str]:
+        unknown = [name for name in text.split(separator) if name not in known]
+        if unknown:
+            listed = f"{separator} ".join(known)
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {listed}")
+        return text.split(separator)
+
+    return read
+
+
+def shares(text: str) -> tuple[float, ...]:
+    return tuple(float(share) for share in text.split(","))
+
+
+def command() -> str:
+    """The command line of this process."""
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+
+
+def circumstances(time_limit_s: float) -> Row:
+    """Command, date, machine and versions of this run."""
+    return {
+        "command": command(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": platform.processor() or platform.machine(),
+        "n_cpus": os.cpu_count(),
+        "time_limit_s": time_limit_s,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("numpy", "scipy", "torch")},
+        },
+    }
+
+
+def read(path: Path | None, part: str) -> Row:
+    """The figures of an earlier run, so that a run can be continued; `part` holds their rows."""
+    if path is None or not path.exists():
+        return {"circumstances": {}, part: {}}
+    report: Row = json.loads(path.read_text())
+    return report
+
+
+def write(path: Path | None, report: Row, markdown: Callable[[Row], str] | None = None) -> None:
+    """Write the figures as JSON and, as a table beside it, Markdown. Nothing without a path."""
+    if path is None:
+        return
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    if markdown is not None:
+        path.with_suffix(".md").write_text(markdown(report))
+
+
+def ran(report: Row) -> str:
+    """The line of a table's page that says how its figures were made."""
+    c = report["circumstances"]
+    versions = ", ".join(f"{name} {version}" for name, version in c["versions"].items())
+    cpus = f"{c['n_cpus']} CPUs, one used, " if "n_cpus" in c else ""
+    note = f"; {c['note']}" if "note" in c else ""  # written by hand, where parts were run later
+    return f"`{c['command']}`, {c['date']}, {cpus}{versions}{note}."
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    cells = [list(map(str, row)) for row in (head, *rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(cells[0]), *lines[1:]])
+
+
+def percent(share: float | None) -> str:
+    return "none" if share is None else f"{100 * share:.2f}"

@@ -1,0 +1,72 @@
+"""The graphs that `benchmarks.plan_quality` plans, by name, and how each is made.
+
+Traced on fake tensors with an H100's roofline, so nothing is allocated; `synthetic` ones are made
+from numbers. The traced step has no optimizer state: it is the same bytes at every budget.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.zoo.written import densenet121
+from examples import resnet50
+from graphs.calls import Call, as_call
+from graphs.costs import Roofline
+from graphs.graph import Graph
+from graphs.hardware import named
+from graphs.synthetic import nets
+from graphs.trace import CapturedStep, loss_index, trace_module
+
+INSTANCE = Path(__file__).parents[2] / "tests" / "data" / "gpt2_small_b8_t1024.json"
+
+
+def captured(model: nn.Module, batch: Any) -> CapturedStep:
+    return trace_module(
+        model,
+        Call.of(*as_call(batch)),
+        device=torch.device("cpu"),
+        choose=loss_index,
+        gradients="fresh",
+        costs=Roofline(named("h100")),
+    )
+
+
+def _example(name: str, **sizes: Any) -> Callable[[], CapturedStep]:
+    def capture() -> CapturedStep:
+        # Imported only now: the Llama example needs transformers.
+        module = importlib.import_module(f"examples.{name}")
+        with torch.device("meta"):
+            return captured(module.get_model(**sizes), module.get_batch())
+
+    return capture
+
+
+def _densenet() -> CapturedStep:
+    with torch.device("meta"):
+        return captured(densenet121(), resnet50.get_batch())
+
+
+GRAPHS: dict[str, Callable[[], Graph | CapturedStep]] = {
+    "gpt2-instance": lambda: Graph.load(INSTANCE),
+    "gpt2": _example("gpt2"),
+    "llama-4": _example("llama", n_layers=4),
+    "llama-16": _example("llama", n_layers=16),
+    "llama-32": _example("llama", n_layers=32),
+    "llama-80": _example("llama", n_layers=80),
+    "resnet50": _example("resnet50"),
+    "resnet101": _example("resnet50", depths=(3, 4, 23, 3)),
+    "unet": _example("unet"),
+    "densenet121": _densenet,
+    "vit-base": _example("vit"),
+    "vit-large": _example("vit", n_layers=24, width=1024, n_heads=16),
+    "lstm-200": _example("lstm"),
+    "lstm-2000": lambda: nets.recurrent(n_steps=2000),
+    "residual-1000": lambda: nets.residual(n_blocks=1000),
+}
+"""The last two are synthetic."""

@@ -1,0 +1,104 @@
+"""Planned steps that are recorded as CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import scheduler_runtime
+from benchmarks.gpu.bench import emptied
+from benchmarks.gpu.bits import tight_plan
+from benchmarks.zoo import tiny
+from solver import solve
+
+
+def without_dropout(device: torch.device) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    model, batch = tiny("gpt2 with dropout", device).made(device)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model, batch
+
+
+def clear_gradients(*models: nn.Module) -> None:
+    for model in models:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+
+
+def test_a_recorded_step_has_eager_modes_gradients(cuda, finding):
+    """The first batch is not overwritten; gradients from before the step are refused."""
+    model, batch = without_dropout(cuda)
+    plain = copy.deepcopy(model)
+    scheduler_runtime.apply(model, tight_plan(model, batch), cuda_graph=True)
+    first = batch[0].clone()
+    for shift in range(3):
+        clear_gradients(plain, model)
+        for each in (plain, model):
+            each(*((t + shift) % 128 for t in batch)).backward()
+        off = largest_difference(plain, model)
+        finding(f"gradients differ by at most {off:.2g}")
+        assert off < 1e-3
+    assert torch.equal(first, batch[0])
+    with pytest.raises(scheduler_runtime.CudaGraphError):
+        model(*batch)
+
+
+def test_recorded_dropout_draws_the_plans_numbers(cuda):
+    """Nothing recomputed: other numbers in each step, the seed's numbers in each run."""
+    model, batch = tiny("gpt2 with dropout", cuda).made(cuda)
+    planned = copy.deepcopy(model)
+    plan = solve(model, batch, budget="100GB", reserve=0)
+    scheduler_runtime.apply(model, plan, cuda_graph=True)
+    scheduler_runtime.apply(planned, plan)
+    for each in (model, planned):  # the first call plans and records
+        each(*batch).backward()
+    losses: list[list[float]] = []
+    for each in (model, planned):
+        torch.manual_seed(3)
+        losses.append([])
+        for _ in range(3):
+            clear_gradients(each)
+            loss = each(*batch)
+            loss.backward()
+            losses[-1].append(float(loss))
+    recorded, expected = losses
+    assert len(set(recorded)) == 3
+    assert recorded == expected
+
+
+def test_a_step_under_autocast_is_recorded(cuda, finding):
+    model, batch = without_dropout(cuda)
+    plain = copy.deepcopy(model)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        scheduler_runtime.apply(model, tight_plan(model, batch), cuda_graph=True)
+        losses = [each(*batch) for each in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    off = largest_difference(plain, model)
+    finding(f"gradients differ by at most {off:.2g}")
+    assert off < 1e-2
+
+
+def test_recordings_of_two_shapes_share_memory(cuda, finding):
+    """A smaller batch after a larger one is recorded in the same memory."""
+    model, batch = without_dropout(cuda)
+    smaller = tuple(t[: len(t) // 2] for t in batch)
+    plans = [solve(model, each, budget="100GB", reserve=0) for each in (batch, smaller)]
+    scheduler_runtime.apply(model, plans, cuda_graph=True)
+    reserved = []
+    for each in (batch, smaller, batch):
+        clear_gradients(model)
+        model(*each).backward()
+        emptied(cuda)
+        reserved.append(torch.cuda.memory_reserved(cuda))
+    finding(f"reserved after each {reserved}")
+    assert reserved[1] < 1.25 * reserved[0]
