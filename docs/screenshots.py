@@ -1,8 +1,8 @@
-"""The pictures of the README and of the site: both plots, and the page of `--report`.
+"""The images of the README and of the site: both plots, and screenshots of the `--report` page.
 
     PYTHONPATH=. python docs/screenshots.py [--budget 8GB] [--problem examples/gpt2.py]
 
-The page is opened in Chromium without a window (Debian: `apt install chromium`), light and dark.
+The page is opened in headless Chromium (Debian: `apt install chromium`), light and dark.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 WIDTH, HEIGHT = 1000, 1500
-"""Pixels of the picture of the page: its first screens."""
+"""Pixels of a screenshot: the top of the page."""
 TIME_LIMIT_S = "600"
-"""Of the search; each point of the curve over budgets gets a twentieth."""
+"""For the search; each point of the Pareto curve gets a twentieth."""
 MEMORY, PARETO = "gpt2_memory.png", "gpt2_pareto.png"
 
 
-def photographed(browser: str, page: Path, picture: Path, *, dark: bool) -> None:
-    """Open the page and write what a window of WIDTH by HEIGHT shows."""
+def take_screenshot(browser: str, page: Path, image: Path, *, dark: bool) -> None:
+    """Write what a window of WIDTH by HEIGHT shows."""
     with tempfile.TemporaryDirectory() as home:
         subprocess.run(
             [
@@ -39,7 +39,7 @@ def photographed(browser: str, page: Path, picture: Path, *, dark: bool) -> None
                 f"--blink-settings=preferredColorScheme={0 if dark else 1}",
                 f"--window-size={WIDTH},{HEIGHT}",
                 "--virtual-time-budget=5000",
-                f"--screenshot={picture}",
+                f"--screenshot={image}",
                 page.as_uri(),
             ],
             check=True,
@@ -54,7 +54,7 @@ def main() -> int:
     from solver.cli import main as solve
     from tests.support.browser import find
 
-    parser = argparse.ArgumentParser(description="Make the pictures of the documentation.")
+    parser = argparse.ArgumentParser(description="Make the images of the documentation.")
     parser.add_argument("--budget", default="8GB")
     parser.add_argument("--problem", default="examples/gpt2.py")
     parser.add_argument("--out", type=Path, default=DOCS, help="a directory (default: docs)")
@@ -66,7 +66,7 @@ def main() -> int:
     out = given.out.resolve()
     (out / "images").mkdir(exist_ok=True, parents=True)
     with tempfile.TemporaryDirectory() as directory:
-        # Names in the page are as a person gives them, so the command runs beside the examples.
+        # The page shows paths as given, so the command runs beside the examples.
         os.chdir(directory)
         Path("examples").symlink_to(ROOT / "examples")
         outputs = ("--plot", MEMORY, "--pareto", PARETO, "--report", "report.html")
@@ -79,7 +79,7 @@ def main() -> int:
         for dark in (False, True):
             name = "report_dark.png" if dark else "report_light.png"
             page = Path("report.html").resolve()
-            photographed(browser, page, out / "images" / name, dark=dark)
+            take_screenshot(browser, page, out / "images" / name, dark=dark)
         os.chdir(ROOT)
     return 0
 

@@ -1,8 +1,9 @@
-"""The documentation site builds without a warning, has what it should, and its examples run."""
+"""The documentation builds strictly, agrees with the code, and its examples run."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ PACKAGES = ("graphs", "solver", "scheduler_runtime")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a link that leads nowhere or a name that is no longer there fails here."""
+    """The built site. A broken link or an unknown name fails here."""
     directory = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)],
@@ -52,7 +53,7 @@ def test_every_page_is_in_the_navigation(site):
     assert [name for name in missing if name != "index.html"] == []
 
 
-def test_the_reference_is_made_of_the_docstrings(site):
+def test_the_reference_shows_docstrings(site):
     assert "Find the schedule that fits the training step into" in page(
         site, "reference/solver.html"
     )
@@ -120,14 +121,14 @@ def test_the_report_in_the_docs_is_what_the_command_prints(capsys, monkeypatch):
         assert [x for x in excerpt if x not in printed and not x.startswith("  planned in")] == []
 
 
-def test_the_help_is_the_commands(site):
+def test_the_command_page_shows_the_help(site):
     assert "solve --help" not in page(site, "reference/command.html")
     shown = re.sub(r"<[^>]+>", "", page(site, "reference/command.html"))
     for option in re.findall(r"--[a-z-]+", help_text()):
         assert option in shown
 
 
-def test_formulas_are_shown_without_a_script(site):
+def test_formulas_need_no_script(site):
     theory = page(site, "theory.html")
     assert theory.count("<math") > 80
     assert theory.count("</p>\n<math") == theory.count('display="block"')
@@ -139,20 +140,43 @@ def test_links_out_of_the_site_are_shown_as_paths(site):
     assert 'href="../benchmarks' not in page(site, "emit.html")
 
 
-def test_nothing_is_loaded_from_elsewhere(site):
+def test_pages_load_nothing_from_other_sites(site):
     loaded = re.compile(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?:)?//", re.IGNORECASE)
     assert [p.name for p in site.rglob("*.html") if loaded.search(p.read_text("utf-8"))] == []
 
 
-def test_the_options_that_are_named_exist():
+def test_documented_options_exist():
     named = set(re.findall(r"`(--[a-z-]+)", (DOCS / "options.md").read_text()))
     assert len(named) > 15
     assert sorted(named - set(re.findall(r"--[a-z-]+", help_text()))) == []
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("**/*.md"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_names_and_paths_in_code_spans_exist(path):
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"`((?:graphs|solver|scheduler_runtime)(?:\.\w+)+)`", text):
+        assert _resolves(name), name
+    tops = "graphs|solver|scheduler_runtime|tests|benchmarks|examples|docs"
+    for name in re.findall(rf"\b((?:{tops})/[\w/.]*\w)", text):
+        assert (ROOT / name).exists(), name
+
+
+def _resolves(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return hasattr(importlib.import_module(module), attribute)
+    return True
+
+
 @pytest.mark.slow
 def test_the_tutorial_runs(tmp_path):
-    """Its Python blocks, one after the other, at a size that takes seconds."""
+    """Its Python blocks in order, scaled down to take seconds."""
     text = (DOCS / "tutorial.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) == 3
@@ -182,7 +206,7 @@ def test_the_tutorial_runs(tmp_path):
     assert "Memory at the peak of the step" in done.stdout
 
 
-def test_a_page_is_photographed(tmp_path):
+def test_a_screenshot_follows_the_color_scheme(tmp_path):
     browser = find()
     if browser is None:
         pytest.skip("no Chromium on PATH; Debian: apt install chromium")
@@ -190,9 +214,9 @@ def test_a_page_is_photographed(tmp_path):
     page.write_text("<style>@media (prefers-color-scheme: dark) {body {background: #000}}</style>.")
     corners = []
     for dark in (False, True):
-        picture = tmp_path / f"{dark}.png"
-        screenshots.photographed(browser, page, picture, dark=dark)
-        pixels = imread(picture)
+        image = tmp_path / f"{dark}.png"
+        screenshots.take_screenshot(browser, page, image, dark=dark)
+        pixels = imread(image)
         assert pixels.shape[:2] == (screenshots.HEIGHT, screenshots.WIDTH)
         corners.append(pixels[-1, -1, 0])
     assert corners == [1.0, 0.0]

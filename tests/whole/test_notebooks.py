@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and are kept without output."""
+"""The notebooks run from top to bottom, and are stored without output."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from nbclient import NotebookClient
 from tests.support.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-N_PICTURES = {"methods": 7, "pareto": 1, "quickstart": 1}
+N_IMAGES = {"methods": 7, "pareto": 1, "quickstart": 1}
 CELL_LIMIT_S = 300
 
 
-def test_they_are_the_ones_that_are_counted():
-    assert [path.stem for path in NOTEBOOKS] == list(N_PICTURES)
+def test_every_notebook_is_listed():
+    assert [path.stem for path in NOTEBOOKS] == list(N_IMAGES)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_kept_without_output(path):
+def test_a_notebook_is_stored_without_output(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -30,12 +30,12 @@ def test_a_notebook_is_kept_without_output(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # this tree's code, whatever is installed
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # this checkout, not an installed copy
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(path.parent)}}
     NotebookClient(notebook, timeout=CELL_LIMIT_S, resources=place).execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
-    assert sum("image/png" in out.get("data", ()) for out in outputs) == N_PICTURES[path.stem]
-    said = [out.text for out in outputs if out.get("name") == "stderr"]
-    assert said == []  # no warning either
+    assert sum("image/png" in out.get("data", ()) for out in outputs) == N_IMAGES[path.stem]
+    warned = [out.text for out in outputs if out.get("name") == "stderr"]
+    assert warned == []
