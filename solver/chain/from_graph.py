@@ -1,7 +1,7 @@
 """A graph's blocks as a chain of numbers, for the methods that know chains only.
 
-A model: where blocks share tensors, where gradients pile up, where a block's last ops need not run
-again, it errs on the large side. The judge, not the chain, says what a schedule takes.
+A model: where blocks share tensors, where gradients pile up, where a block's last ops need not be
+recomputed, it errs on the large side. `simulate`, not the chain, says what a schedule takes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from solver.chain.problem import Chain
 
 
 def to_chain(graph: Graph, blocks: Blocks) -> Chain:
-    """Seconds and bytes of each block, in the conventions of `chain.Chain`.
+    """Seconds and bytes of each block, in the conventions of `Chain`.
 
     Not in it: what is resident, companions and outputs of the graph (`constant_bytes`). Gradients
     of parameters, and whatever else stays on the device from one backward segment to the next,
-    count as workspace of the segments during which they are there.
+    count as workspace of the segments during which they are live.
     """
     model = _Model(graph, blocks)
     n_blocks = blocks.n_blocks
@@ -78,7 +78,7 @@ class _Model:
         return sum(self._storages[name].size_bytes for name in storages)
 
     def forward_workspace_bytes(self, block: int) -> int:
-        """What a run takes beside input and output, or beside input and all that is saved."""
+        """What running it takes beside input and output, or beside input and all it saves."""
         beside = self.bytes_of(self.crossing[block - 1])
         return max(
             0,
@@ -106,13 +106,13 @@ class _Model:
     def backward_workspace_bytes(self, block: int) -> int:
         """What the segment takes beside the input, all that is saved, and their gradients.
 
-        For the caller's loss (block L + 1), whose forward pass is none: beside its input and that
-        one's gradient.
+        For the caller's loss (block L + 1), which has no forward pass: beside its input and the
+        gradient of that.
         """
         segment = self._blocks.backward[block - 1]
         is_loss = block > self._blocks.n_blocks
         there = self.crossing[block - 1] | (frozenset() if is_loss else self.saved[block])
-        unread = set(there)  # from the end: what is read no further on is not there any more
+        unread = set(there)  # from the end: what nothing reads further on has been freed
         live = peak = 0
         for name in reversed(segment):
             for storage in map(self._graph.root, self._graph.node_by_name[name].inputs):
@@ -127,9 +127,9 @@ class _Model:
 
 
 def _later_live_bytes(graph: Graph) -> dict[str, int]:
-    """What the later nodes made, and their workspace, while each of them runs.
+    """By later node, the bytes of what later nodes made and its workspace while it runs.
 
-    Each runs once, so this is exact whatever the forward tensors do.
+    Each runs once, so this is exact whatever is recomputed.
     """
     last_read: dict[str, str] = {}
     for node in graph.later_nodes:

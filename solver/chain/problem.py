@@ -1,4 +1,4 @@
-"""The chain problem: blocks in a row, each handing one tensor to the next, and its judge.
+"""The chain problem: blocks in a row, each handing one tensor to the next, and its simulator.
 
 Block i = 1 .. L makes x_i from x_{i-1}; block L + 1 is the loss, which makes the gradient of x_L.
 The backward of block i makes the gradient of x_{i-1} from the gradient of x_i, x_{i-1}, and what
@@ -8,24 +8,23 @@ the block's forward saved. This is the model of
     heterogeneous chains: how to train deep neural networks with limited memory. Inria research
     report RR-9302, 2019 (section 3).
 
-`simulate_chain` is the judge: it runs operations on paper and says what they cost and hold. It
-knows how no solver accounts for anything; what is on the device is kept as sets, and summed anew
-for each operation. The rules:
+`simulate_chain` says what operations cost and hold, whichever solver they come from: what is on the
+device is kept as sets, and summed anew for each operation. The rules:
 
 1. At first x_0 is on the device and nothing else. It counts: budgets of chains include x_0.
-2. A forward needs x_{i-1}, by itself or among what block i - 1 saved. It counts together with
-   what it makes and its workspace while it runs. It is illegal when what it makes is there already.
-   Where x_i is there by itself when block i saves everything, it counts twice while that runs.
+2. A forward needs x_{i-1}, by itself or among what block i - 1 saved. That, what it makes and its
+   workspace count while it runs. It is illegal when what it makes is live already. Where x_i is
+   live by itself when block i saves everything, it counts twice while that runs.
 3. Backwards run once each, from block L + 1 to block 1. One makes a gradient as large as x_{i-1}
-   while everything that it reads is there; then it lets go of the gradient of x_i, what block i
-   saved and x_{i-1} by itself. A first gradient, of the loss, takes no bytes.
+   while everything that it reads is live; then it frees the gradient of x_i, what block i saved and
+   x_{i-1} by itself. The first gradient, of the loss, takes no bytes.
 4. Parameters and their gradients are no part of this: they take the same bytes throughout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
 
@@ -34,30 +33,22 @@ from operator import index
 class Chain:
     """L blocks and a loss. Sequences become tuples; raises ValueError naming the entry at fault.
 
-    Entry i - 1 of `forward_s`, `forward_workspace_bytes`, `backward_s` and
-    `backward_workspace_bytes` is that of block i; entry i of `input_bytes` is that of x_i, and
-    entry i of `saved_bytes` that of block i.
+    forward_s: L entries, the seconds of each block's forward, no matter what it keeps.
+    backward_s: L + 1 entries, of each block's backward; the last is the loss, forward and backward.
+    input_bytes: L + 1 entries, x_0 .. x_L, each also the size of its gradient.
+    saved_bytes: L + 1 entries; entry i is all that block i keeps for its backward beside x_{i-1},
+        its output x_i included. Entry 0 is unused.
+    forward_workspace_bytes: L entries, held only while each block's forward runs.
+    backward_workspace_bytes: L + 1 entries, held only while the backward runs; the last is the
+        loss.
     """
 
     forward_s: tuple[float, ...]
-    """L entries: seconds of each block's forward, no matter what it keeps."""
-
     backward_s: tuple[float, ...]
-    """L + 1 entries: seconds of each block's backward. The last is the loss, forward and
-    backward."""
-
     input_bytes: tuple[int, ...]
-    """L + 1 entries: x_0 .. x_L, each also the size of its gradient."""
-
     saved_bytes: tuple[int, ...]
-    """L + 1 entries: all that block i keeps for its backward beside x_{i-1}, its output x_i
-    included. Entry 0 is unused."""
-
     forward_workspace_bytes: tuple[int, ...]
-    """L entries: held only while the forward runs."""
-
     backward_workspace_bytes: tuple[int, ...]
-    """L + 1 entries: held only while the backward runs; the last is the loss."""
 
     def __post_init__(self) -> None:
         n_blocks = len(self.forward_s)
@@ -79,7 +70,7 @@ class Chain:
                 )
             read = _seconds if name.endswith("_s") else _bytes
             checked = tuple(read(value, f"{name}[{i}]") for i, value in enumerate(values))
-            object.__setattr__(self, name, checked)  # the one moment when a frozen object may
+            object.__setattr__(self, name, checked)  # still under construction
         for i in range(1, n_blocks + 1):
             if self.saved_bytes[i] < self.input_bytes[i]:
                 raise ValueError(
@@ -115,14 +106,14 @@ def _bytes(value: object, where: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeepingOutput:
-    """Run this block forward; its output is there afterwards, its input by itself no longer."""
+    """Run this block forward; its output is live afterwards, its input by itself no longer."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeepingInput:
-    """Run this block forward; its input stays as a checkpoint, and its output is there too."""
+    """Run this block forward; its input stays as a checkpoint, and its output is live too."""
 
     block: int
 
@@ -136,15 +127,18 @@ class ForwardKeepingAll:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run this block's backward (of block L + 1: the loss) and let go of all that it alone needed:
-    its output's gradient, what the block saved, its input by itself."""
+    """Run this block's backward (of block L + 1: the loss) and free all that it alone needed: its
+    output's gradient, what the block saved, its input by itself."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of this block's output where it is there by itself (of block 0: the chain's input)."""
+    """Free this block's output where it is live by itself (of block 0: the chain's input).
+
+    No solver emits it: schedules that need it are not persistent. The brute force in the tests does.
+    """
 
     block: int
 
@@ -154,7 +148,7 @@ ChainOp = ForwardKeepingOutput | ForwardKeepingInput | ForwardKeepingAll | Backw
 
 @dataclass(frozen=True)
 class ChainSolution:
-    """Operations, with what the judge says of them.
+    """Operations, with what the simulator says of them.
 
     cost_s: seconds of all forwards, those that save included, and of all backwards.
     peak_bytes: the most on the device at once, x_0 included.
@@ -186,9 +180,9 @@ def keeping_everything(chain: Chain) -> tuple[ChainOp, ...]:
 
 
 def simulate_chain(chain: Chain, ops: Iterable[ChainOp]) -> tuple[float, int]:
-    """Run the operations on paper: (cost_s, peak_bytes). Raises IllegalChainError.
+    """What the operations cost: (cost_s, peak_bytes). Raises IllegalChainError.
 
-    Cost: linear in the number of operations, times what is on the device.
+    Takes time linear in the number of operations, times what is on the device.
     """
     device = _Device(chain)
     for position, op in enumerate(ops):
@@ -208,9 +202,9 @@ class _BrokenRuleError(Exception):
 class _Device:
     """What is on the device.
 
-    outputs: blocks whose output is there by itself (0: the chain's input). saved: blocks that
-    saved everything. next_backward: the block whose backward is next; its output's gradient is
-    there.
+    outputs: blocks whose output is live by itself (0: the chain's input).
+    saved: blocks that saved everything.
+    next_backward: the block whose backward is next; its output's gradient is live.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -233,29 +227,30 @@ class _Device:
             )
         if isinstance(op, Backward):
             self._backward(op.block)
-        elif isinstance(op, Drop):
-            self._drop(op.block)
-        else:
+        elif not isinstance(op, Drop):
             self._forward(op, op.block)
+        elif op.block not in self.outputs:
+            raise _BrokenRuleError(f"the output of block {op.block} is not there by itself")
+        else:
+            self.outputs.remove(op.block)
 
     def _forward(self, op: ChainOp, block: int) -> None:
         chain = self.chain
-        keeps_all = isinstance(op, ForwardKeepingAll)
         self._must_have_output(block - 1, f"the forward of block {block}")
         if block in self.saved:
             raise _BrokenRuleError(f"all that block {block} saves is there already")
-        if block in self.outputs and not keeps_all:
-            raise _BrokenRuleError(f"the output of block {block} is there already")
-        made = chain.saved_bytes if keeps_all else chain.input_bytes
-        self._count(made[block] + chain.forward_workspace_bytes[block - 1])
-        self.times_s.append(chain.forward_s[block - 1])
-        if keeps_all:
+        if isinstance(op, ForwardKeepingAll):
+            self._count(chain.saved_bytes[block] + chain.forward_workspace_bytes[block - 1])
             self.saved.add(block)
             self.outputs.discard(block)
         else:
+            if block in self.outputs:
+                raise _BrokenRuleError(f"the output of block {block} is there already")
+            self._count(chain.input_bytes[block] + chain.forward_workspace_bytes[block - 1])
             self.outputs.add(block)
         if isinstance(op, ForwardKeepingOutput):
             self.outputs.discard(block - 1)
+        self.times_s.append(chain.forward_s[block - 1])
 
     def _backward(self, block: int) -> None:
         chain = self.chain
@@ -271,23 +266,14 @@ class _Device:
         self.outputs.discard(block - 1)
         self.next_backward = block - 1
 
-    def _drop(self, block: int) -> None:
-        if block not in self.outputs:
-            raise _BrokenRuleError(f"the output of block {block} is not there by itself")
-        self.outputs.remove(block)
-
     def _must_have_output(self, block: int, reader: str) -> None:
         if block not in self.outputs and block not in self.saved:
             raise _BrokenRuleError(f"{reader} reads x_{block}, which is not there")
 
     def _count(self, made_bytes: int) -> None:
-        """While something runs, what it makes is there together with everything else."""
-        held_bytes = _total(self.chain.input_bytes, self.outputs)
-        held_bytes += _total(self.chain.saved_bytes, self.saved)
+        """While something runs, what it makes is live together with everything else."""
+        held_bytes = sum(self.chain.input_bytes[i] for i in self.outputs)
+        held_bytes += sum(self.chain.saved_bytes[i] for i in self.saved)
         if self.next_backward <= self.chain.n_blocks:
             held_bytes += self.chain.input_bytes[self.next_backward]
         self.peak_bytes = max(self.peak_bytes, held_bytes + made_bytes)
-
-
-def _total(sizes: Sequence[int], chosen: Iterable[int]) -> int:
-    return sum(sizes[i] for i in chosen)

@@ -5,15 +5,15 @@
     report RR-9302, 2019 (rotor; section 4, theorem 1).
 
 A schedule is persistent when what it stores stays until the backward that it was stored for. Take
-the segment of blocks s .. t (the loss is block L + 1), with x_{s-1} there and the gradient of x_t
-there once it is due, and m bytes for all of the segment, x_{s-1} included. Let E(s, t, m) be the
+the segment of blocks s .. t (the loss is block L + 1), with x_{s-1} live and the gradient of x_t
+live once it is due, and m bytes for all of the segment, x_{s-1} included. Let E(s, t, m) be the
 least time of forwards beyond one for each block, which saves. Either block s saves everything,
 before the rest of the segment is done,
 
     E(s+1, t, m - x_{s-1} - (saved_s - x_s)),
 
 or x_{s-1} is kept, forwards run to some x_{k-1} (s < k <= t), the segment from there is done, and
-then what is left from x_{s-1} again:
+then what is left, from x_{s-1} once more:
 
     f_s + .. + f_{k-1}  +  E(k, t, m - x_{s-1})  +  E(s, k-1, m).
 
@@ -25,8 +25,8 @@ all splits k and all m are one sum and one minimum of matrices.
 most `n_slots`, that one is the slot, and the answer is exact. Otherwise sizes round up to slots and
 the budget down, so that no answer overruns. Because each tensor is rounded, most answers then leave
 part of the budget empty; the table therefore has slots for a quarter more than the budget, and a
-bisection finds the most for which the judge, who counts bytes, sees no overrun. On random chains of
-60 to 200 blocks that gained more than three times as many slots did. From the least m at which the
+bisection finds the most slots that do not overrun when simulated, in bytes. On random chains of 60
+to 200 blocks that gained more than three times as many slots did. From the least m at which the
 segment can save everything on, E is 0; below what its first operations need it is infinite.
 
 Optimal for: persistent schedules where it is exact, else for the rounded chain. Where it falls
@@ -35,7 +35,7 @@ tensors smaller than a slot looks larger than it is; a block has one way of savi
 
 Cost: L^3 n_slots / 6 sums, L^2 n_slots / 2 numbers of memory. These are double precision while they
 take no more than `MAX_DOUBLE_BYTES`, beyond that single: then schedules whose recomputation differs
-by about a millionth may be taken for equal. What is returned is judged anew, in double precision.
+by about a millionth may be taken for equal. What is returned is simulated in double precision.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ def solve_chain(chain: Chain, *, budget_bytes: int, n_slots: int = 500) -> Chain
     None: there is none, or (when sizes do not divide into slots) none that is left after rounding.
     n_slots: into how many parts memory is divided at most.
     """
-    _check("budget_bytes", budget_bytes, least=0)
-    _check("n_slots", n_slots, least=1)
-    solution = _judged(chain, keeping_everything(chain))
+    for name, value, least in (("budget_bytes", budget_bytes, 0), ("n_slots", n_slots, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value!r:.60}; it must be an int, {least} or more")
+    solution = _simulated(chain, keeping_everything(chain))
     if solution.peak_bytes <= budget_bytes:
         return solution
     table = _Table(chain, budget_bytes=budget_bytes, n_slots=n_slots)
@@ -98,14 +99,9 @@ def solve_chain(chain: Chain, *, budget_bytes: int, n_slots: int = 500) -> Chain
     return best
 
 
-def _judged(chain: Chain, ops: tuple[ChainOp, ...]) -> ChainSolution:
+def _simulated(chain: Chain, ops: tuple[ChainOp, ...]) -> ChainSolution:
     cost_s, peak_bytes = simulate_chain(chain, ops)
     return ChainSolution(cost_s=cost_s, peak_bytes=peak_bytes, ops=ops)
-
-
-def _check(name: str, value: int, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r:.60}; it must be an int, {least} or more")
 
 
 @dataclass(frozen=True)
@@ -257,10 +253,10 @@ class _Table:
             np.minimum(best, least, out=best)
 
     def solution(self, m: int) -> ChainSolution | None:
-        """The fastest schedule for m slots, judged; None when there is none."""
+        """The fastest schedule for m slots, simulated; None when there is none."""
         if math.isinf(self.columns[self.last][0, m]):
             return None
-        return _judged(self.chain, tuple(self._ops(m)))
+        return _simulated(self.chain, tuple(self._ops(m)))
 
     def _ops(self, n_slots: int) -> list[ChainOp]:
         ops: list[ChainOp] = []
