@@ -137,7 +137,7 @@ class Backward:
 class Drop:
     """Free this block's output where it is live by itself (of block 0: the chain's input).
 
-    No solver emits it: schedules that need it are not persistent. The brute force in the tests does.
+    No solver emits it, for such schedules are not persistent; the brute force in the tests does.
     """
 
     block: int
