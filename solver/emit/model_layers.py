@@ -8,7 +8,6 @@ the operators in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from graphs.graph import Graph, Node
@@ -35,15 +34,24 @@ class NoLayersError(ValueError):
 
 @dataclass(frozen=True)
 class Layer:
-    """path: of its module. nodes: forward nodes in graph order. parts: the same by submodule."""
+    """path: of its module. nodes: its forward nodes in graph order."""
 
     path: str
     nodes: tuple[Node, ...]
-    parts: Mapping[str, tuple[Node, ...]]
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(node.name for node in self.nodes)
+
+    @property
+    def parts(self) -> list[list[Node]]:
+        """The nodes of each submodule; those that the layer calls itself are left out."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            below = node.module.removeprefix(self.path).removeprefix(".").partition(".")[0]
+            if below:
+                found.setdefault(below, []).append(node)
+        return list(found.values())
 
 
 def layers(graph: Graph) -> tuple[Layer, ...]:
@@ -53,59 +61,43 @@ def layers(graph: Graph) -> tuple[Layer, ...]:
     """
     nodes_of: dict[str, list[Node]] = {}
     for node in graph.forward_nodes:
-        path = _outermost(node.module or "")
-        if path:
-            nodes_of.setdefault(path, []).append(node)
+        parts = node.module.split(".")
+        number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            nodes_of.setdefault(".".join(parts[: number + 1]), []).append(node)
     if len(nodes_of) < 2:
         reason = "has no numbered modules (nn.ModuleList, nn.Sequential), at least two of them"
         if not any(node.module for node in graph.nodes):
-            reason = "does not say of which module each op is; give the model file instead"
+            reason = "does not say which module each op belongs to; give the model file instead"
         raise NoLayersError(f"the layers of the model are not known: the graph {reason}")
-    return tuple(Layer(path, tuple(nodes), _parts(path, nodes)) for path, nodes in nodes_of.items())
+    return tuple(Layer(path, tuple(nodes)) for path, nodes in nodes_of.items())
 
 
-def _outermost(path: str) -> str:
-    parts = path.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return ""
-
-
-def _parts(path: str, nodes: Iterable[Node]) -> dict[str, tuple[Node, ...]]:
-    found: dict[str, list[Node]] = {}
-    for node in nodes:
-        below = (node.module or "").removeprefix(path).removeprefix(".").partition(".")[0]
-        if below:
-            found.setdefault(below, []).append(node)
-    return {name: tuple(members) for name, members in found.items()}
-
-
-def attention_nodes(layer: Layer) -> tuple[Node, ...]:
+def attention_nodes(layer: Layer) -> list[Node]:
     """The fused attention of a layer; none where attention is written out."""
-    return tuple(node for node in layer.nodes if node.op in FUSED_ATTENTION)
+    return [node for node in layer.nodes if node.op in FUSED_ATTENTION]
 
 
-def mlp_parts(layer: Layer) -> tuple[tuple[Node, ...], ...]:
+def mlp_parts(layer: Layer) -> list[list[Node]]:
     """Submodules with at least two linear layers and no attention."""
-    return tuple(
+    return [
         nodes
-        for nodes in layer.parts.values()
+        for nodes in layer.parts
         if sum(node.op in PRODUCTS for node in nodes) >= 2
         and not any(node.op in FUSED_ATTENTION | BATCHED_PRODUCTS for node in nodes)
-    )
+    ]
 
 
-def norm_parts(graph: Graph, layer: Layer) -> tuple[tuple[Node, ...], ...]:
+def norm_parts(graph: Graph, layer: Layer) -> list[list[Node]]:
     """Submodules that read a parameter and have no product of matrices."""
+
+    def reads_parameter(node: Node) -> bool:
+        roots = (graph.tensor_by_name[graph.root(name)] for name in node.inputs)
+        return any(root.kind == "parameter" for root in roots)
+
     multiplies = FUSED_ATTENTION | BATCHED_PRODUCTS | PRODUCTS
-    return tuple(
+    return [
         nodes
-        for nodes in layer.parts.values()
-        if not any(node.op in multiplies for node in nodes)
-        and any(_reads_parameter(graph, node) for node in nodes)
-    )
-
-
-def _reads_parameter(graph: Graph, node: Node) -> bool:
-    return any(graph.tensor_by_name[graph.root(n)].kind == "parameter" for n in node.inputs)
+        for nodes in layer.parts
+        if not any(node.op in multiplies for node in nodes) and any(map(reads_parameter, nodes))
+    ]

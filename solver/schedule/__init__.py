@@ -1,4 +1,4 @@
-"""The schedule, the simulator that judges it, memory accounting, and the Solution."""
+"""The schedule, the simulator that says what it costs, and the Solution."""
 
 from solver.schedule.memory import (
     CATEGORIES,

@@ -39,7 +39,7 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
         op = schedule.ops[position]
         if isinstance(op, Compute):
             parts["workspace"] = graph.node_by_name[op.node].workspace_bytes
-        # an output that is still there from before the op is in this list twice, and counts twice
+        # an output that is still live from before the op is in this list twice, and counts twice
         tensors += [
             graph.tensor_by_name[stay.storage]
             for stay in stays(graph, schedule)
@@ -79,7 +79,7 @@ def node_at(graph: Graph, schedule: Schedule, simulation: Simulation) -> Node | 
 
 
 LAYERS = ("resident", "kept", "recomputed", "gradients", "workspace")
-"""resident: there for the whole step (accumulated gradients too). kept, recomputed, gradients: see
+"""resident: live for the whole step (accumulated gradients too). kept, recomputed, gradients: see
 `Stay`. workspace: inside the op that runs."""
 
 

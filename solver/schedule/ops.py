@@ -17,14 +17,14 @@ from solver.common import counted
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run this node, now."""
+    """Run this node."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop this tensor from the device, now."""
+    """Free this tensor."""
 
     tensor: str
 
@@ -76,21 +76,21 @@ def _op(item: object, *, where: str) -> Op:
 def free_after_last_use(
     graph: Graph, order: Iterable[str], *, held: Mapping[int, Iterable[str]] | None = None
 ) -> Schedule:
-    """The schedule that runs these nodes and frees every tensor as early as it can.
+    """The schedule that runs these nodes and frees every tensor as early as possible.
 
-    A tensor made by one run of its node is held until the last op that reads it before the next
-    run of that node; outputs of the graph, once made for the last time, to the end. No choice of
-    frees for the same order holds less at any moment.
+    What one run of a node computes is held until the last op that reads it before the next run of
+    that node; outputs of the graph, once computed for the last time, to the end. No choice of frees
+    for the same order holds less at any position.
 
-    held: position in the order -> tensors that someone beside the graph still holds while that op
-        runs, as if it read them; they must have been made before.
+    held: position in the order -> tensors that something outside of the graph still holds while
+        that op runs, as if it read them; they must have been computed before.
 
     Cost: linear in the length of the order.
     """
     order = tuple(order)
     frees_after: list[list[str]] = [[] for _ in order]
     awaited = set(graph.outputs)
-    read_later: set[str] = set()  # what an op further on reads before it is made again
+    read_later: set[str] = set()  # what an op further on reads before it is recomputed
     for position in range(len(order) - 1, -1, -1):
         node = graph.node_by_name[order[position]]
         others = () if held is None else held.get(position, ())
@@ -108,16 +108,16 @@ def free_after_last_use(
 
 
 def needs(graph: Graph, node: Node) -> tuple[str, ...]:
-    """What must be on the device for the node to run: its inputs, and what it makes a view of.
+    """What must be live for the node to run: its inputs, and what it makes a view of.
 
     A view node normally reads a tensor on the storage; where the graph does not say so, the root of
     the storage is needed all the same.
     """
     if not graph.views:
         return node.inputs
-    on_hand = {graph.root(name) for name in node.inputs} | set(node.outputs)
+    known = {graph.root(name) for name in node.inputs} | set(node.outputs)
     roots = (graph.root(name) for name in node.outputs)
     return (
         *node.inputs,
-        *dict.fromkeys(root for root in roots if root not in on_hand and root in graph.producer),
+        *dict.fromkeys(root for root in roots if root not in known and root in graph.producer),
     )

@@ -3,7 +3,7 @@
 It checks every method, and it is the only code that says what a schedule costs. It knows the two
 file formats and nothing of how a schedule was found. The rules:
 
-1. Tensors that no node outputs are resident: there from before the first op to the end.
+1. Tensors that no node outputs are resident: live from before the first op to the end.
 2. A storage's bytes are held as long as any tensor on it is on the device.
 3. `Compute` needs all inputs on the device, and the storages of which it makes aliases. It
    allocates all its outputs: those still live from before are counted a second time while it
@@ -28,7 +28,7 @@ from solver.schedule.ops import Compute, Free, Op, Schedule
 
 
 class IllegalScheduleError(ValueError):
-    """The schedule breaks a rule; `position` is the index of the op (None: at the end)."""
+    """The schedule breaks a rule at `position`, an index of its ops (None: at the end)."""
 
     def __init__(self, position: int | None, reason: str) -> None:
         self.position = position
@@ -38,7 +38,7 @@ class IllegalScheduleError(ValueError):
 
 
 class OtherGraphError(IllegalScheduleError):
-    """The schedule is of another graph; none of its ops was looked at."""
+    """The schedule is of another graph; none of its ops was simulated."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(None, reason)

@@ -1,4 +1,4 @@
-"""A judged answer: what was asked, the schedule, what it costs, and the proof beside it."""
+"""What `solve` returns: the request, the schedule, what it costs, and the proof beside it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ OPTIMAL_GAP = 1e-3
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked. A schedule file carries it so that `apply` can plan anew.
+    """What was asked. A schedule file carries it so that `apply` can plan again.
 
-    budget_bytes: all of the device's bytes that the step may take. reserve_bytes: the part of them
-    that is not ours to plan (CUDA context, allocator rounding). time_limit_s: of the search, with
-    the proof and, where nothing is found, the reason; tracing comes before it.
+    budget_bytes: the device's bytes that the step may take.
+    reserve_bytes: the part of them that cannot be planned (CUDA context, allocator rounding).
+    time_limit_s: for the search, with its proof and, where nothing is found, the reason; tracing is
+        not included.
 
-    Raises ValueError for a time limit that is no positive number.
+    Raises ValueError for a time limit that is not a positive number.
     """
 
     budget_bytes: int
@@ -52,13 +53,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why nothing smaller fits: the op that stands in the way and what it must have beside it.
+    """Why nothing smaller fits: the bottleneck op, and what must be live while it runs.
 
-    proven_bytes: no schedule whatever has a smaller peak. reached_bytes: the smallest peak of a
-    schedule that was found. schedule: that one (None: it is a method's that was asked to find it
-    anew). op: the node at which `proven_bytes` are needed. on_device: tensors there at that moment
-    with their bytes, largest first. cut_short: the time limit ended the search, so that less may be
-    reached, and more proven.
+    proven_bytes: no schedule whatever has a smaller peak.
+    reached_bytes: the smallest peak of a schedule that was found.
+    schedule: that one (None: a method found it, and can find it again).
+    op: the node at which `proven_bytes` are needed.
+    on_device: tensors live while it runs with their bytes, largest first.
+    cut_short: the time limit ended the search: less may be reachable, and more provable.
     """
 
     proven_bytes: int
@@ -74,10 +76,13 @@ class Solution:
     """What `solve` returns; `apply` runs it, `solver.report` prints it, `save` writes it.
 
     status: optimal (gap below OPTIMAL_GAP), feasible, infeasible, time_limit.
-    schedule, simulation: None when nothing was found. baseline: the simulation of the step without
-    recomputation. lower_bound_s: no schedule that keeps the order of first computation and fits
-    the budget is faster. obstacle: told when nothing was found. timed_out: the clock ended the
-    search: more time might find more, and another machine might find something else.
+    schedule, simulation: None when nothing was found.
+    baseline: the simulation of the step without recomputation.
+    lower_bound_s: no schedule that keeps the order of first computation and fits the budget is
+        faster.
+    obstacle: why nothing was found, where nothing was.
+    timed_out: the time limit ended the search: more time might find more, and another machine might
+        find something else.
     """
 
     status: Status
@@ -144,11 +149,9 @@ class Solution:
     @property
     def overhead(self) -> float | None:
         """Extra time as a share of the baseline's; None without a schedule."""
-        return (
-            None
-            if self.simulation is None
-            else _share(self.simulation.time_s, self.baseline.time_s)
-        )
+        if self.simulation is None:
+            return None
+        return _share(self.simulation.time_s, self.baseline.time_s)
 
     @property
     def lower_bound_overhead(self) -> float:
@@ -160,14 +163,13 @@ class Solution:
         """Overhead minus its lower bound, in shares of the baseline; None without a schedule."""
         if self.simulation is None:
             return None
-        return max(
-            0.0, (self.simulation.time_s - self.lower_bound_s) / (self.baseline.time_s or 1.0)
-        )
+        slower_s = self.simulation.time_s - self.lower_bound_s
+        return max(0.0, slower_s / (self.baseline.time_s or 1.0))
 
     def with_bound(self, lower_bound_s: float) -> Solution:
         """The same answer with a bound proven elsewhere for this graph and budget, if it is better.
 
-        What is optimal by it is called so.
+        The status follows from the better bound.
         """
         lower_bound_s = max(lower_bound_s, self.lower_bound_s)
         status = self.status
@@ -206,9 +208,9 @@ class Solution:
 
     @classmethod
     def load(cls, path: str | Path, *, graph: Graph | str | Path) -> Solution:
-        """Read schedule.json against its graph and judge the schedule again.
+        """Read schedule.json against its graph and simulate the schedule.
 
-        Its bound and status are the file's word: proving them anew takes a search.
+        Bound and status are taken from the file: proving them takes a search.
 
         Raises FormatError (the file), IllegalScheduleError (the schedule on this graph), OSError.
         """
