@@ -1,46 +1,49 @@
-"""Moments of the step, and the least time that any schedule must lose because of them.
+"""Cuts: positions of the step, and the least time that any schedule must lose because of them.
 
-**One cut.** Stand at the moment at which node p runs for the first time. By the two facts of
-`solver.bound.folded`, the device then holds everything pinned, the inputs of p beside its outputs
-and workspace, and of the other forward units made so far some set S. What S lacks of that which
-later first runs (or the end) read, is made again after this moment, with whatever is missing for
-that in turn. So over all schedules within the budget the time lost is at least
+**One cut.** Stand at the position at which node p is computed for the first time. By the two facts
+of `solver.bound.folded`, the device then holds everything pinned, the inputs of p beside its
+outputs and workspace, and of the other forward units made so far some set S. What S lacks of that
+which later first computations (or the end) read is recomputed after this position, with whatever is
+missing for that in turn. So over all schedules within the budget the time lost is at least
 
     minimise    sum of time_s[n] * r[n]
     subject to  x[u] + r[maker(u)] >= 1          for each unit u that a node > p or the end reads
                 x[v] + r[maker(v)] >= r[n]       for each unit v that n reads
                 sum of bytes[u] * x[u] <= budget - bytes that are there anyway
-                x[u] = 1 where p reads u; r[n] = 0 where n may not run again, or never fits
+                x[u] = 1 where p reads u; r[n] = 0 where n is not recomputable, or never fits
 
-over x[u] (u is on the device at p) and r[n] (n runs again after p), both binary.
+over x[u] (u is on the device at p) and r[n] (n is recomputed after p), both binary.
 
-**Several cuts.** At moments p_1 < ... < p_K there are x[u,k] and r[n,k] (n runs again between p_k
-and p_{k+1}, or the end), each with the rows above for the first runs between p_k and p_{k+1}, and
+**Several cuts.** At positions p_1 < ... < p_K there are x[u,k] and r[n,k] (n is recomputed between
+p_k and p_{k+1}, or the end), each with the rows above for the first computations between p_k and
+p_{k+1}, and
 
                 x[u,k+1] <= x[u,k] + r[maker(u),k]   for each unit u made before p_k
 
-so that what is there at a moment was there at the one before or was made again in between. One
-budget row per moment. A relaxation of these rows alone would be weaker than a single cut's: half a
-unit can serve half a rerun in each of two spans. So R[n,k], n runs again at least once after p_k,
+so that what is there at a position was there at the one before or was recomputed in between. Where
+nothing between the two may read or make u, x[u,k+1] and x[u,k] are one column: what is dropped
+there could as well have been dropped before. One budget row per position. A relaxation of these
+rows alone would be weaker than a single cut's: half a unit can serve half a recomputation in each
+of two spans. So R[n,k], n is recomputed at least once after p_k,
 
                 r[n,k], R[n,k+1] <= R[n,k] <= r[n,k] + R[n,k+1]
 
 takes the place of r in the rows of a single cut at p_k; then several cuts bound at least as well as
 each of theirs alone, and the search ends ten times sooner. This is Checkmate (Jain et al. 2020)
-with the step coarsened to the moments that matter and the recomputation in between left free, hence
-a relaxation.
+with the step coarsened to the positions that matter and the recomputation in between left free,
+hence a relaxation.
 
 **Why it bounds every legal schedule.** Take one whose peak is within the budget. Let x[.,k] be what
-it has on the device while p_k runs, r[.,k] the nodes that it runs again between the two moments.
-First row: the reader's run needs the unit, so it was there all along or was made after p_k, and its
-maker's first run lies before p_k. Second row: the same for the rerun's inputs; v was made before
-p_k as well, since n was. Byte row: the judge's count while p_k runs, from which things are only
-left out. r[n,k] = 0 where n cannot fit even beside what every schedule holds
-(`FoldedGraph.may_recompute`). Reruns cost their time on top of the baseline's, and r counts each
-node at most once in each span. Nothing is assumed about the order of recomputation, about the
-forward pass, or about outputs of the forward pass staying (they too may be dropped and made again).
-Moments of the forward pass serve as well. Units of size zero cost nothing to keep, so x = 1 for
-them.
+it has on the device while p_k runs, r[.,k] the nodes that it recomputes between the two positions.
+First row: the reader needs the unit, so it was there all along or was made after p_k, and its
+maker's first computation lies before p_k. Second row: the same for the inputs of what is
+recomputed; v was made before p_k as well, since n was. Byte row: the simulator's count while p_k
+runs, from which things are only left out. r[n,k] = 0 where n cannot fit even beside what every
+schedule holds (`FoldedGraph.may_recompute`). Recomputation costs its time on top of the baseline's,
+and r counts each node at most once in each span. Nothing is assumed about the order of
+recomputation, about the forward pass, or about outputs of the forward pass staying (they too may be
+dropped and recomputed). Positions of the forward pass serve as well. Units of size zero cost
+nothing to keep, so x = 1 for them.
 
 Bytes are scaled to the largest unit, times to the baseline, and every bound gives away TIME_ERROR
 of the baseline for the solver's tolerances.
@@ -49,7 +52,7 @@ of the baseline for the solver's tolerances.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,12 +73,12 @@ ROUNDED_GAP = 2.5e-4
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts at these moments, solved.
+    """The cuts at these positions, solved.
 
     lost_share: recompute time that no schedule within the budget avoids, as a share of the
-    baseline's (inf: nothing fits); it means that only if no allowance was made. kept: by moment,
-    the units that the solution holds (None: no solution found). cost_share: what the solution loses
-    (inf: not known).
+    baseline's (inf: nothing fits); it means that only if no allowance was made.
+    kept: by position, the units that the solution holds (None: no solution found).
+    cost_share: what the solution loses (inf: not known).
     """
 
     positions: tuple[int, ...]
@@ -86,7 +89,10 @@ class Cuts:
 
 
 class CutMilp:
-    """The program of the cuts at the given moments, in order."""
+    """The program of the cuts at the given positions, in order.
+
+    keep, recompute: by position, the columns x of units and r of nodes.
+    """
 
     def __init__(
         self,
@@ -97,7 +103,7 @@ class CutMilp:
         allowance_bytes: Mapping[int, int] | None = None,
         deadline: Deadline = NEVER,
     ) -> None:
-        """allowance_bytes: by moment, bytes that the solution may not use beyond what the proof
+        """allowance_bytes: by position, bytes that the solution may not use beyond what the proof
         asks; given when the schedule that follows the solution would overflow there.
 
         Raises OutOfTimeError while it is built.
@@ -112,102 +118,127 @@ class CutMilp:
         self._time_share = [time_s / baseline_s for time_s in folded.time_s]
         self._scale = float(max(folded.unit_bytes, default=0) or 1)
         self.keep: list[dict[int, int]] = []
-        self.rerun: list[dict[int, int]] = []
-        for k in range(len(self.positions)):
-            self._add_moment(k)
-        recomputable = dict(self.rerun[-1]) if self.rerun else {}
-        for k in reversed(range(len(self.positions) - 1)):
-            recomputable = self._add_total(k, recomputable)
+        self.recompute: list[dict[int, int]] = []
+        for k, (units, nodes) in enumerate(self._candidates()):
+            self._deadline.check()
+            self._add_position(k, units, nodes)
+        self._add_totals()
 
     @property
     def n_columns(self) -> int:
         return len(self.program.cost)
 
     def hold(self, units: Set[int]) -> None:
-        """Have these on the device at every moment at which they matter: proves nothing more."""
+        """Have these on the device at every position at which they matter: proves nothing more."""
         for keep in self.keep:
             for u in keep.keys() & units:
                 self.program.least[keep[u]] = 1.0
 
-    def _add_moment(self, k: int) -> None:
-        self._deadline.check()
-        folded, p = self.folded, self.positions[k]
-        end = self.positions[k + 1] if k + 1 < len(self.positions) else folded.n_nodes + 1
-        needed, through = self._closure(p)
-        here = {u for u in needed if p in folded.uses[u]}
+    def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
+        """By position: units that may matter there (read later, or by what may be recomputed), and
+        nodes that may be recomputed from there to the next position.
+        """
+        folded = self.folded
+        for k, p in enumerate(self.positions):
+            made = min(p, folded.n_forward)
+            may, now = (
+                folded.may_recompute(after=p, before=before, budget_bytes=self.budget_bytes)
+                for before in (folded.n_nodes + 1, self._end(k))
+            )
+            units = {
+                u
+                for u, uses in enumerate(folded.uses)
+                if uses and folded.maker[u] < made and uses[-1] >= p
+            }
+            nodes = []
+            for n in range(made - 1, -1, -1):
+                if may[n] and not units.isdisjoint(folded.makes[n]):
+                    units.update(folded.reads[n])
+                    if now[n]:
+                        nodes.append(n)
+            yield units, nodes
+
+    def _end(self, k: int) -> int:
+        return self.positions[k + 1] if k + 1 < len(self.positions) else self.folded.n_nodes + 1
+
+    def _add_position(self, k: int, units: Iterable[int], nodes: Iterable[int]) -> None:
+        folded, program, p = self.folded, self.program, self.positions[k]
+        before = self.keep[-1] if k else {}
+        touched = self._touched(k - 1) if k else set()
         keep: dict[int, int] = {}
-        for u in sorted(needed):
-            sure = u in here or folded.is_pinned(u, p) or folded.unit_bytes[u] == 0
-            keep[u] = self.program.variable(least=float(sure))
-        now = folded.may_recompute(after=p, before=end, budget_bytes=self.budget_bytes)
-        rerun = {
-            n: self.program.variable(cost=self._time_share[n]) for n in sorted(through) if now[n]
-        }
-        for u in keep.keys() - here:
-            if any(p < use < end for use in folded.uses[u]):
-                self._cover(u, keep, rerun, ())
-        for n, column in rerun.items():
-            for u in folded.reads[n]:
-                self._cover(u, keep, rerun, (column,))
-        if k:
-            before_keep, before_rerun = self.keep[-1], self.rerun[-1]
-            for u, column in keep.items():
-                if u in before_keep:
-                    self._cover(u, before_keep, before_rerun, (column,))
+        for u in sorted(units):
+            sure = p in folded.uses[u] or folded.is_pinned(u, p) or not folded.unit_bytes[u]
+            if u in before and u not in touched:
+                keep[u] = before[u]
+                program.least[keep[u]] = max(program.least[keep[u]], float(sure))
+            else:
+                keep[u] = program.variable(least=float(sure))
+        recompute = {n: program.variable(cost=self._time_share[n]) for n in sorted(nodes)}
+        for u, column in keep.items():
+            if u in before and column != before[u]:
+                self._cover(u, before, self.recompute[-1], (column,))
+        due = (u for u in keep if any(p < use < self._end(k) for use in folded.uses[u]))
+        self._cover_all(due, p, keep, recompute)
         self._add_bytes(p, keep)
         self.keep.append(keep)
-        self.rerun.append(rerun)
+        self.recompute.append(recompute)
 
-    def _add_total(self, k: int, after: Mapping[int, int]) -> dict[int, int]:
-        """R[n,k] by node, from R[n,k+1] (`after`), with the rows of a single cut at p_k."""
-        folded, p, keep, rerun = self.folded, self.positions[k], self.keep[k], self.rerun[k]
-        made = min(p, folded.n_forward)
+    def _touched(self, k: int) -> set[int]:
+        """Units that something may read or make from p_k up to the next position."""
+        folded = self.folded
+        nodes = [*self.recompute[k], *range(self.positions[k], min(self._end(k), folded.n_nodes))]
+        return {u for n in nodes for units in (folded.reads[n], folded.makes[n]) for u in units}
+
+    def _add_totals(self) -> None:
+        """R[n,k] by node, from R[n,k+1], with the rows of a single cut at p_k."""
+        after = self.recompute[-1] if self.recompute else {}
+        for k in reversed(range(len(self.positions) - 1)):
+            parts = [self.recompute[k], after]
+            nodes = {*self.recompute[k], *after}
+            after = self._add_total(k, {n: [part[n] for part in parts if n in part] for n in nodes})
+
+    def _add_total(self, k: int, parts: Mapping[int, list[int]]) -> dict[int, int]:
+        """By node, a column that is 1 where one of its parts is; it has the rows of a single cut at
+        p_k, where a unit or node serves all later spans together.
+        """
+        folded, p, keep = self.folded, self.positions[k], self.keep[k]
         total: dict[int, int] = {}
-        for n in sorted(n for n in {*rerun, *after} if n < made):
-            parts = [columns[n] for columns in (rerun, after) if n in columns]
-            if len(parts) == 1:
-                total[n] = parts[0]
+        for n in sorted(n for n in parts if n < min(p, folded.n_forward)):
+            if len(parts[n]) == 1:
+                total[n] = parts[n][0]
                 continue
             total[n] = self.program.variable()
-            self.program.row([*parts, total[n]], [1.0, 1.0, -1.0], lower=0.0)
-            for part in parts:
+            self.program.row([*parts[n], total[n]], [1.0] * len(parts[n]) + [-1.0], lower=0.0)
+            for part in parts[n]:
                 self.program.row([total[n], part], [1.0, -1.0], lower=0.0)
-        for u in keep:
-            if p not in folded.uses[u] and any(use > p for use in folded.uses[u]):
-                self._cover(u, keep, total, ())
-        for n, column in total.items():
-            for u in folded.reads[n]:
-                self._cover(u, keep, total, (column,))
+        due = (u for u in keep if any(use > p for use in folded.uses[u]))
+        self._cover_all(due, p, keep, total)
         return total
 
-    def _closure(self, p: int) -> tuple[set[int], set[int]]:
-        """Units that may matter at p (read later, or by what may run again) and those nodes."""
-        folded = self.folded
-        made = min(p, folded.n_forward)
-        may = folded.may_recompute(
-            after=p, before=folded.n_nodes + 1, budget_bytes=self.budget_bytes
-        )
-        needed = {
-            u
-            for u, positions in enumerate(folded.uses)
-            if positions and folded.maker[u] < made and positions[-1] >= p
-        }
-        through: set[int] = set()
-        for n in range(made - 1, -1, -1):
-            if may[n] and not needed.isdisjoint(folded.makes[n]):
-                through.add(n)
-                needed.update(folded.reads[n])
-        return needed, through
+    def _cover_all(
+        self, due: Iterable[int], p: int, keep: Mapping[int, int], recompute: Mapping[int, int]
+    ) -> None:
+        """The rows of what is due in any case, and of what is recomputed."""
+        for u in due:
+            if p not in self.folded.uses[u]:
+                self._cover(u, keep, recompute, ())
+        for n, column in recompute.items():
+            for u in self.folded.reads[n]:
+                self._cover(u, keep, recompute, (column,))
 
     def _cover(
-        self, u: int, keep: Mapping[int, int], rerun: Mapping[int, int], readers: tuple[int, ...]
+        self,
+        u: int,
+        keep: Mapping[int, int],
+        made: Mapping[int, int],
+        readers: tuple[int, ...],
     ) -> None:
-        """Unit u is kept or made again, if its reader is there (no reader: in any case)."""
+        """Unit u is kept or recomputed, if its reader is there (no reader: in any case)."""
         columns = [keep[u], *readers]
         values = [1.0, *(-1.0 for _ in readers)]
         maker = self.folded.maker[u]
-        if maker in rerun:
-            columns.append(rerun[maker])
+        if maker in made:
+            columns.append(made[maker])
             values.append(1.0)
         self.program.row(columns, values, lower=0.0 if readers else 1.0)
 
@@ -243,7 +274,7 @@ class CutMilp:
         return units - dropped
 
     def _room(self, p: int) -> int:
-        """Bytes left for the units at this moment that are not pinned."""
+        """Bytes left for the units at this position that are not pinned."""
         room = self.budget_bytes - self._allowance_bytes.get(p, 0)
         return room - int(self.folded.held_bytes[p]) - int(self.folded.own_bytes[p])
 
@@ -273,9 +304,9 @@ class CutMilp:
 
         A vertex of this LP has few shares between 0 and 1, mostly of one block out of many equal
         ones, on which a MILP search would spend a minute. cost_share: inf where a unit that did not
-        get in cannot be made again.
+        get in cannot be recomputed.
         """
-        (keep,), (rerun,), (p,) = self.keep, self.rerun, self.positions
+        (keep,), (recompute,), (p,) = self.keep, self.recompute, self.positions
         lost_share = max(0.0, answer.bound - self.program.constant - TIME_ERROR)
         if answer.values is None:
             return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
@@ -288,22 +319,20 @@ class CutMilp:
                 kept.add(u)
                 room -= size_bytes
         missing = [u for u in keep if u not in kept and any(use > p for use in folded.uses[u])]
-        recomputable: set[int] = set()
+        needed: set[int] = set()
         while missing:
             maker = folded.maker[missing.pop()]
-            if maker not in recomputable:
-                recomputable.add(maker)
+            if maker not in needed:
+                needed.add(maker)
                 missing += [u for u in folded.reads[maker] if u not in kept]
-        possible = recomputable <= rerun.keys() and all(
+        possible = needed <= recompute.keys() and all(
             u in kept for u in keep if p in folded.uses[u]
         )
         return Cuts(
             positions=self.positions,
             lost_share=lost_share,
             kept=(frozenset(kept),),
-            cost_share=math.fsum(self._time_share[n] for n in recomputable)
-            if possible
-            else math.inf,
+            cost_share=math.fsum(self._time_share[n] for n in needed) if possible else math.inf,
             timed_out=answer.timed_out,
         )
 
@@ -319,7 +348,7 @@ def solve_cuts(
     node_limit: int = 10_000,
     deadline: Deadline = NEVER,
 ) -> Cuts:
-    """The cuts at these moments as one LP (milliseconds) or, `whole`, as a MILP.
+    """The cuts at these positions as one LP (milliseconds) or, `whole`, as a MILP.
 
     gap: the MILP stops when its bound is within this share of the baseline's time. For a single cut
     it is not even begun where the LP rounds to within that or ROUNDED_GAP.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphs.files import FormatError
+from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver import solve
 from solver.bound.cut import CutMilp, solve_cuts
@@ -25,7 +27,7 @@ from solver.common import deadline as clock
 from solver.common.deadline import NEVER, Deadline, OutOfTimeError
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.local_optimum import drop_recomputation
-from solver.methods.auto.recombine import Menu
+from solver.methods.auto.recombine import MenuMilp
 from solver.methods.evict import evict
 from solver.methods.ilp import ilp
 from solver.methods.ilp_stages import Stages
@@ -35,8 +37,10 @@ from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, SavedSchedule
 from solver.solving import KEPT_SHARE, answer, attempt, explained
+from tests.support.paths import GPT2 as GPT2_PATH
 
 GRAPH = nets.recurrent(n_steps=5)
+GPT2 = Graph.load(GPT2_PATH)
 PAST = Deadline(-math.inf)
 AFTERWARDS = 40
 """Looks at the clock after the deadline that a search may take, one or two for each level of calls;
@@ -103,6 +107,29 @@ def test_the_clock_that_does_not_run_out_changes_nothing(counter: Counter) -> No
     assert (one.schedule, one.lower_bound_s) == (other.schedule, other.lower_bound_s)
 
 
+@pytest.mark.parametrize(
+    ("graph", "share"),
+    [(GPT2, 0.5), (nets.pyramid(n_blocks=(1, 2, 1)), 0.4), (nets.u_shape(depth=3), 0.3)],
+    ids=["gpt2", "pyramid", "u_shape"],
+)
+def test_the_speed_of_the_clock_decides_nothing(
+    graph: Graph, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a search sees more of its time gone; it finds the same all the same."""
+    least_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
+    for method in ("auto", "dp"):
+        request = Request(budget_bytes, method=method, time_limit_s=1e6)
+        idle = answer(graph, request)
+        with monkeypatch.context() as patched:
+            patched.setattr(clock, "now_s", lambda: 5e3 * time.monotonic())
+            busy = answer(graph, request)
+        assert not idle.timed_out
+        assert not busy.timed_out
+        assert (idle.schedule, idle.lower_bound_s) == (busy.schedule, busy.lower_bound_s)
+
+
 def test_parts_end_at_a_deadline_in_the_past() -> None:
     step, budget_bytes = FoldedGraph.of(GRAPH), budget_at(0.3)
     base = int(step.least_bytes.argmax())
@@ -118,7 +145,7 @@ def test_parts_end_at_a_deadline_in_the_past() -> None:
     for run in (
         lambda: schedule_from_cuts(step, {}, deadline=PAST),
         lambda: CutMilp(step, positions=[base], **options),
-        lambda: Menu(step, moments=[base], reruns=(), base=base, **options),
+        lambda: MenuMilp(step, positions=[base], menu=(), base=base, **options),
         lambda: Stages.of(step, budget_bytes=budget_bytes, n_sweeps=1, deadline=PAST),
         lambda: next(reversals(GRAPH, deadline=PAST)),
     ):
