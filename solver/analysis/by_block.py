@@ -1,4 +1,4 @@
-"""What each block of the model keeps, drops and makes again under a plan: a row for each."""
+"""What a plan saves, drops and recomputes in each block of the model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from solver.schedule import Compute, Solution, baseline, saved_for_backward
 class BlockRow:
     """One block, numbered from 1 in forward order.
 
-    module: the path that its ops share, or from the first path to the last; "" where the graph
-    names none. forward_s: seconds of one forward run. kept_bytes: what its forward ops made and
-    the plan holds when the backward pass starts. dropped_bytes: what it would hold without a plan,
-    less that. n_again, again_s: ops of the block that run again, each time counted, and their time.
+    module: the path that its ops share, or the first and the last path; "" if the graph has none.
+    forward_s: seconds of one forward pass of the block.
+    kept_bytes: what its forward ops produce and is live when the backward pass starts.
+    dropped_bytes: what the baseline has live then in addition.
+    n_recomputed, recompute_s: recomputed ops of the block, each time counted, and their seconds.
     """
 
     block: int
@@ -30,7 +31,7 @@ class BlockRow:
     kept_bytes: int
     dropped_bytes: int
     n_recomputed: int
-    again_s: float
+    recompute_s: float
 
 
 def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
@@ -46,7 +47,7 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
         nodes = [graph.node_by_name[name] for name in names]
         made = {graph.root(name) for node in nodes for name in node.outputs}
         kept_bytes = _bytes(graph, made & kept)
-        again = [(runs[node.name] - 1, node.time_s) for node in nodes]
+        extra = [(runs[node.name] - 1, node.time_s) for node in nodes]
         rows.append(
             BlockRow(
                 block=block,
@@ -55,8 +56,8 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
                 forward_s=math.fsum(node.time_s for node in nodes),
                 kept_bytes=kept_bytes,
                 dropped_bytes=max(0, _bytes(graph, made & plain) - kept_bytes),
-                n_recomputed=sum(n for n, _ in again),
-                again_s=math.fsum(n * time_s for n, time_s in again),
+                n_recomputed=sum(n for n, _ in extra),
+                recompute_s=math.fsum(n * time_s for n, time_s in extra),
             )
         )
     return tuple(rows)

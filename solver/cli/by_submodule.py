@@ -1,4 +1,4 @@
-"""What the command does with a model that the tracer refuses: it plans by submodules."""
+"""Planning by submodules, for a model that cannot be traced."""
 
 from __future__ import annotations
 
@@ -18,10 +18,21 @@ def plan_by_submodules(
     budget_bytes: int,
     reserve_bytes: int,
 ) -> Planned:
-    """Raises LoadError: `refused`, and why this way is not open either."""
-    why = _not_measurable(arguments, target)
-    if why:
-        raise LoadError(f"{refused}; the command does so without {why}") from refused
+    """Raises LoadError with `refused` and why planning by submodules is not possible either."""
+    unsupported = {
+        f"--device {arguments.device} (not on this machine)": target.hardware.kind != target.kind,
+        "--costs": arguments.costs == "roofline",
+        "--autocast": arguments.autocast is not None,
+        "--accumulate": arguments.accumulate,
+        "--fsdp": arguments.fsdp is not None,
+        "--method, --compare": arguments.methods != ("auto",),
+        "--emit": arguments.emit is not None,
+        "--max-batch": arguments.max_batch,
+        "--max-seq": arguments.max_seq,
+    }
+    given = ", ".join(option for option, is_given in unsupported.items() if is_given)
+    if given:
+        raise LoadError(f"{refused}; the command does so without {given}") from refused
     try:
         return planner(
             model=file.model,
@@ -32,25 +43,9 @@ def plan_by_submodules(
             device=target.torch_device,
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
-            time_limit_s=arguments.time_limit_s,
+            time_limit_s=arguments.time_limit,
         )
-    except (Exception, SystemExit) as error:  # the model's own code ran: it may raise anything
+    except (Exception, SystemExit) as error:  # the code of the model may raise anything
         if isinstance(error, NoRowError):
-            raise LoadError(f"{refused}; tried here: {error}") from error
+            raise LoadError(f"{refused}; tried, and failed: {error}") from error
         raise refused from error
-
-
-def _not_measurable(arguments: Arguments, target: Target) -> str:
-    """The options that ask for what real steps on this machine cannot say; "": none does."""
-    asked = {
-        f"--device {arguments.device} (it is not here)": target.hardware.kind != target.kind,
-        "--costs": arguments.costs == "roofline",
-        "--autocast": arguments.autocast is not None,
-        "--accumulate": arguments.accumulate,
-        "--fsdp": arguments.n_ranks is not None,
-        "--method, --compare": arguments.methods != ("auto",),
-        "--emit": arguments.emit is not None,
-        "--max-batch": arguments.largest == "batch_size",
-        "--max-seq": arguments.largest == "seq_length",
-    }
-    return ", ".join(option for option, given in asked.items() if given)

@@ -1,10 +1,10 @@
-"""The command `solve`: a model or a graph and a budget in; a report, a schedule and pictures out.
+"""The command `solve`: from a model or graph and a budget to a report, a schedule and plots.
 
     solve --budget 8GB examples/gpt2.py
 
-Planning a saved graph starts at once: torch and matplotlib are imported only where a model has to
-be traced or a picture drawn. Everything that a person can get wrong ends in one line on stderr and
-an exit code (`Exit`), never in a traceback.
+A saved graph is planned without loading torch or Matplotlib: they are imported only to trace a
+model or to draw a plot. Every user error ends in one line on stderr and an exit code (`Exit`),
+never in a traceback.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ from solver.methods import MissingSolverError, TooLargeError
 from solver.reporting import (
     Report,
     best,
+    draw,
     terminal,
     to_json,
+    write_page,
 )
 from solver.runtime_hooks import (
     Planned,
@@ -57,12 +59,11 @@ from solver.schedule import Request, Solution
 from solver.solving import attempt, explained
 
 EXPLAIN = "explain"
-"""The one word that is no problem to plan: a model file ends in .py, a graph in .json, and a module
-has a dot in its name or a colon after it."""
+"""Never a problem to plan: files end in .py or .json, and modules have a dot or a colon."""
 
 
 class Exit(IntEnum):
-    """What the command's exit status means."""
+    """The exit codes of the command."""
 
     SOLVED = 0
     USAGE = 2
@@ -74,9 +75,9 @@ class Exit(IntEnum):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status. argv: without the program's name."""
+    """Run the command; returns the exit code. argv: without the name of the program."""
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
-        # A name that the terminal cannot show must not end the report.
+        # A character that the terminal cannot encode must not end the report.
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == [EXPLAIN]:
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ended(run: Callable[[], int], *, as_json: bool) -> int:
-    """The exit status of what is run, whatever a person got wrong."""
+    """Run, and turn user errors into exit codes."""
     try:
         return run()
     except (UsageError, BudgetError, DeviceError, SizeError) as error:
@@ -97,7 +98,7 @@ def _ended(run: Callable[[], int], *, as_json: bool) -> int:
     except (LoadError, FormatError, GraphError) as error:
         return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
     except BrokenPipeError:
-        # Whoever read our output has enough; the interpreter must not complain at its end.
+        # The reader of the pipe has closed it; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.SOLVED
     except KeyboardInterrupt:
@@ -117,15 +118,25 @@ def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress=progress.says, planner=_plan_submodules) as problem:
         reject_missing_unit(arguments.budget, resident_bytes=problem.graph.resident_bytes)
-        _check_layers(arguments, problem)
+        if arguments.emit is not None:
+            try:
+                layers(problem.graph)
+            except NoLayersError as error:
+                raise UsageError(f"--emit {arguments.emit}: {error}") from error
         if arguments.largest is not None:
             problem, search = maximised(arguments, problem, progress)
             report = _of_largest(problem, search, progress)
         else:
             report = _plan(arguments, problem, progress)
         if arguments.emit is not None:
-            with progress.says(f"judging the settings of {arguments.emit}"):
-                report = _with_setting(arguments.emit, report)
+            with progress.says(f"simulating settings of {arguments.emit}"):
+                answer = report.best
+                found = nearest(
+                    answer.graph,
+                    system=arguments.emit,
+                    budget_bytes=answer.request.available_bytes,
+                )
+                report = dataclasses.replace(report, emitted=found)
         report = _saved(arguments, report)
         if arguments.verify and report.best.schedule is not None:
             with progress.says("verifying: running the step with and without the plan"):
@@ -141,72 +152,54 @@ def _run(arguments: Arguments) -> int:
     return code
 
 
-def _check_layers(arguments: Arguments, problem: Problem) -> None:
-    """Find out before the search that no setting can be named. Raises UsageError."""
-    if arguments.emit is None:
-        return
-    try:
-        layers(problem.graph)
-    except NoLayersError as error:
-        raise UsageError(f"--emit {arguments.emit}: {error}") from error
-
-
-def _with_setting(system: str, report: Report) -> Report:
-    solution = report.best
-    found = nearest(solution.graph, system=system, budget_bytes=solution.request.available_bytes)
-    return dataclasses.replace(report, emitted=found)
-
-
 def _plan_submodules(**asked: Any) -> Planned:
     planner: SubmodulePlanner = load_submodule_planner()
     return planner(**asked)
 
 
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
-    """Search with every method."""
+    """Search with every method, unless the model has been planned by submodules."""
     if problem.planned is not None:
-        return Report(
-            problem=problem.name,
-            device=problem.device,
-            costs=problem.costs,
-            solutions=(problem.planned,),
-            notes=problem.notes,
-            reserve_reason=problem.reserve_reason,
-        )
+        return _report(problem, [problem.planned])
     solutions, refused, interrupted = _search(arguments, problem, progress)
-    notes = list(problem.notes)
-    if interrupted:
-        notes.append("Interrupted: this is the best that was found until then.")
-    return Report(
-        problem=problem.name,
-        device=problem.device,
-        costs=problem.costs,
-        solutions=tuple(solutions),
+    notes = ["Interrupted: the best plan found so far."] if interrupted else []
+    return _report(
+        problem,
+        solutions,
+        notes=notes,
         refused=tuple(refused),
-        notes=tuple(notes),
-        reserve_reason=problem.reserve_reason,
         advice=advise(best(solutions)),
         interrupted=interrupted,
     )
 
 
-def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Report:
-    """The report of the largest size that has a plan, or of the smallest that has none."""
-    chosen = search.largest or search.candidates[0]
-    solution, unexplained = _explained(chosen.solution, progress)
-    notes = list(problem.notes)
-    if unexplained:
-        notes.append("Interrupted: what stands in the way was not looked for to the end.")
-    if search.interrupted:
-        notes.append("Interrupted: this is the largest that was found to fit until then.")
-    notes += size_notes(search)
+def _report(
+    problem: Problem, solutions: Sequence[Solution], *, notes: Sequence[str] = (), **fields: Any
+) -> Report:
     return Report(
         problem=problem.name,
         device=problem.device,
         costs=problem.costs,
-        solutions=(solution,),
-        notes=tuple(notes),
+        solutions=tuple(solutions),
+        notes=(*problem.notes, *notes),
         reserve_reason=problem.reserve_reason,
+        **fields,
+    )
+
+
+def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Report:
+    """The report of the largest size that fits, or of the smallest if none does."""
+    chosen = search.largest or search.candidates[0]
+    solution, unexplained = _explained(chosen.solution, progress)
+    notes = []
+    if unexplained:
+        notes.append("Interrupted: minimum-budget search interrupted.")
+    if search.interrupted:
+        notes.append("Interrupted: the largest size found to fit so far.")
+    return _report(
+        problem,
+        [solution],
+        notes=[*notes, *size_notes(search)],
         advice=advise(solution),
         interrupted=search.interrupted or unexplained,
         sizes=search,
@@ -214,11 +207,11 @@ def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Rep
 
 
 def _saved(arguments: Arguments, report: Report) -> Report:
-    """Write schedule and graph at once: what follows may take long, or be interrupted."""
+    """Write schedule and graph now, as what follows may take long or be interrupted."""
     files = list(report.files)
-    if arguments.schedule_out is not None and report.best.schedule is not None:
-        report.best.save(arguments.schedule_out)
-        files.append(("schedule", arguments.schedule_out))
+    if arguments.output is not None and report.best.schedule is not None:
+        report.best.save(arguments.output)
+        files.append(("schedule", arguments.output))
     if arguments.graph_out is not None:
         report.best.graph.save(arguments.graph_out)
         files.append(("graph", arguments.graph_out))
@@ -226,28 +219,28 @@ def _saved(arguments: Arguments, report: Report) -> Report:
 
 
 def _drawn(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
-    """Draw what was asked for; the report with the files' names. Ctrl-C leaves out what is left."""
+    """Write plots and page, and list them in the report. Ctrl-C skips the rest of the curve."""
     files, notes, curve = list(report.files), list(report.notes), None
     if (arguments.pareto or arguments.report) and not report.interrupted:
         curve, interrupted = outputs.swept(arguments, problem, list(report.solutions), progress)
         if interrupted:
-            part = "it is not drawn" if curve is None else "it has the points found until then"
-            notes.append(f"Interrupted while the curve was computed: {part}.")
+            part = "it is not drawn" if curve is None else "it has the points computed so far"
+            notes.append(f"Interrupted while sweeping budgets for the curve: {part}.")
     with progress.says("drawing"):
         if arguments.plot is not None and report.best.schedule is not None:
-            outputs.draw_memory(arguments.plot, report.best)
+            draw(report.best, arguments.plot)
             files.append(("memory plot", arguments.plot))
         if arguments.throughput is not None and report.sizes is not None:
-            outputs.draw_throughput(arguments.throughput, report.sizes)
+            draw(report.sizes, arguments.throughput)
             files.append(("throughput plot", arguments.throughput))
         if arguments.pareto is not None and curve is not None:
-            outputs.draw_curve(arguments.pareto, curve, chosen=report.best)
+            draw(curve, arguments.pareto, chosen=report.best)
             files.append(("budget plot", arguments.pareto))
         if arguments.report is not None:
             files.append(("page", arguments.report))
         report = dataclasses.replace(report, files=tuple(files), notes=tuple(notes))
         if arguments.report is not None:
-            outputs.write_page(arguments.report, report, command=arguments.command, curve=curve)
+            write_page(report, arguments.report, command=arguments.command, curve=curve)
     return report
 
 
@@ -265,7 +258,7 @@ def _search(
             budget_bytes=problem.budget_bytes,
             reserve_bytes=problem.reserve_bytes,
             method=method,
-            time_limit_s=arguments.time_limit_s,
+            time_limit_s=arguments.time_limit,
             seed=arguments.seed,
         )
         what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
@@ -275,7 +268,7 @@ def _search(
         except (
             TooLargeError,
             MissingSolverError,
-        ) as error:  # the graph is not one for this method, and it says why
+        ) as error:  # the method cannot plan this graph
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error
             refused.append((method, str(error)))
@@ -292,21 +285,21 @@ def _search(
 
 
 def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
-    """With what stands in the way, if there is no schedule; and whether Ctrl-C cut that short."""
-    with progress.says("searching for the least budget"), ctrl_c_ends_searches() as interrupt:
+    """With the obstacle, if there is no schedule; and whether Ctrl-C cut its search short."""
+    with progress.says("searching for the minimum budget"), ctrl_c_ends_searches() as interrupt:
         return explained(solution), interrupt.is_set()
 
 
 def _verify(problem: Problem, report: Report) -> Report:
-    """The report with what the run found; raises LoadError if the model cannot be built."""
-    assert problem.verify is not None  # a graph file was refused with --verify
+    """Add the result of running the step. Raises LoadError if the model cannot be built."""
+    assert problem.verify is not None  # --verify is rejected for a graph file
     verifier: Verifier = load_verifier()
     try:
         verification = problem.verify(verifier, report.best)
     except VerifyError as error:
         return dataclasses.replace(report, verify_error=str(error))
     except KeyboardInterrupt:  # the plan is there all the same
-        return dataclasses.replace(report, verify_error="it was interrupted", interrupted=True)
+        return dataclasses.replace(report, verify_error="interrupted", interrupted=True)
     return dataclasses.replace(report, verification=verification)
 
 
@@ -321,18 +314,18 @@ def _exit_code(report: Report) -> Exit:
 
 
 def _why(code: Exit, report: Report) -> str:
-    """The one line on stderr beside a report that holds no schedule, or one that failed."""
+    """The line on stderr for a report without a schedule, or with a failed verification."""
     solution = report.best
     budget = format_both(solution.request.budget_bytes)
     if code is Exit.NOT_VERIFIED:
         if report.verification is None:
             return f"--verify: {report.verify_error}"
         if not report.verification.fits:
-            return "--verify: the measured peak is above the budget"
-        return f"--verify: not the same bits: {report.verification.differences[0]}"
+            return "--verify: the measured peak exceeds the budget"
+        return f"--verify: not bitwise identical: {report.verification.differences[0]}"
     if code is Exit.NOT_FOUND:
-        return f"nothing found for {budget} within the time limit; --time-limit gives it longer"
-    line = f"infeasible: nothing fits {budget}"
+        return f"nothing found for {budget} within the time limit; extend it with --time-limit"
+    line = f"infeasible: no schedule fits {budget}"
     if not any(s.proven_infeasible for s in report.solutions):
-        line = f"infeasible: method {solution.method} finds nothing that fits {budget}"
+        line = f"infeasible: method {solution.method} finds no schedule that fits {budget}"
     return line + solution.obstacle_text

@@ -37,7 +37,7 @@ from solver.common import (
     format_time,
     parse_size,
 )
-from solver.reporting import heading, pairs, part, written
+from solver.reporting import heading, pairs, part, print_plain
 from solver.schedule import CATEGORIES, Solution
 
 FORMAT = "explanation/1"
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(to_json(found), indent=1, allow_nan=False))
     else:
         console = Console(highlight=False, emoji=False, markup=False)
-        written(Group(*_sections(found, f"{given.schedule} on {given.graph}")), console)
+        print_plain(Group(*_sections(found, f"{given.schedule} on {given.graph}")), console)
     return 0
 
 

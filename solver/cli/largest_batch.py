@@ -16,21 +16,22 @@ from solver.solving import attempt
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
 SHARE_OF_LIMIT = 1 / 6
-"""Of --time-limit, for each candidate: ten seconds of the default."""
+"""Share of --time-limit for each candidate: ten seconds by default."""
 
 
 def maximised(
     arguments: Arguments, problem: Problem, progress: Progress
 ) -> tuple[Problem, SizeSearch]:
-    """The problem at the largest size that has a plan (at the smallest tried, if none has).
+    """The problem at the largest size that fits, or at the smallest that was tried if none does.
 
-    problem: traced at the first size. Raises UsageError, LoadError; KeyboardInterrupt before
-    anything was found to fit.
+    problem: traced at the first size.
+
+    Raises UsageError, LoadError; KeyboardInterrupt before any size was found to fit.
     """
     name = arguments.largest
     assert name is not None
-    assert problem.resized is not None
-    resized = problem.resized
+    resize = problem.resized
+    assert resize is not None
     asked = arguments.batch_size if name == "batch_size" else arguments.seq_length
     first = FIRST[name] if asked is None else asked
     problems = {first: problem}
@@ -38,23 +39,23 @@ def maximised(
     def plan(size: int) -> Solution:
         if size not in problems:
             try:
-                problems[size] = resized(size)
+                problems[size] = resize(size)
             except LoadError as error:
                 raise CannotBeMadeError(str(error)) from error
         request = Request(
             budget_bytes=problem.budget_bytes,
             reserve_bytes=problem.reserve_bytes,
             method=arguments.methods[0],
-            time_limit_s=arguments.time_limit_s * SHARE_OF_LIMIT,
+            time_limit_s=arguments.time_limit * SHARE_OF_LIMIT,
             seed=arguments.seed,
         )
         return attempt(problems[size].graph, request)
 
     what = "batch" if name == "batch_size" else "sequence"
     try:
-        with progress.says(f"looking for the largest {what}") as say, ctrl_c_ends_searches():
+        with progress.says(f"searching for the largest {what}") as say, ctrl_c_ends_searches():
             search = largest(
-                plan, size=name, first=first, on_candidate=lambda found: say(_words(found))
+                plan, size=name, first=first, on_candidate=lambda found: say(_progress(found))
             )
     except SameStepError as error:
         raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
@@ -65,16 +66,16 @@ def maximised(
 
 
 def size_notes(search: SizeSearch) -> Iterator[str]:
-    """What a reader of the answer should know, in whole sentences."""
+    """Sentences for the report."""
     if search.refused:
         size, reason = search.refused[0]
-        yield f"No step of size {size} could be made: {reason}."
+        yield f"Size {size} could not be traced: {reason}."
     if search.size == "seq_length" and search.largest is not None:
         yield (
-            "Whether the model takes sequences of this length is its own affair: a table of "
-            "positions may be shorter, and tracing does not look into it."
+            "Tracing does not check whether the model supports sequences of this length: its table "
+            "of positions may be shorter."
         )
 
 
-def _words(found: Candidate) -> str:
+def _progress(found: Candidate) -> str:
     return f"{found.size} {'fits' if found.solution.schedule is not None else 'does not fit'}"

@@ -1,16 +1,10 @@
-"""What the command draws: the curve over budgets, pictures, the page.
-
-Matplotlib is imported in the functions that draw, so that planning a saved graph starts at once.
-"""
+"""The curve of overhead against budget, for --pareto and for the page."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from solver.analysis import (
     N_BUDGETS,
     Curve,
-    SizeSearch,
     default_budgets,
     sweep,
 )
@@ -18,25 +12,25 @@ from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
 from solver.common import counted, ctrl_c_ends_searches
-from solver.reporting import Report, best
+from solver.reporting import best
 from solver.schedule import Solution
 
 N_QUICK_BUDGETS = 8
 QUICK_LIMIT_S, LONGEST_QUICK_LIMIT_S = 1.0, 3.0
-"""The curve of a page that did not ask for one: this many budgets, so long a search for each, and
-up to the longer limit where the answer itself took its time."""
+"""The curve of a page without --pareto: so many budgets, and so many seconds for each search, up to
+the longer limit where the answer itself took long."""
 
 
 def swept(
     arguments: Arguments, problem: Problem, solutions: list[Solution], progress: Progress
 ) -> tuple[Curve | None, bool]:
-    """The curve that the pictures need, and whether Ctrl-C cut it short (None: before any point).
+    """The curve, None without any point, and whether Ctrl-C cut it short.
 
-    With --pareto every method and N_BUDGETS budgets; for --report alone the answer's method, quick.
+    --pareto: every method and N_BUDGETS budgets; --report alone: the answer's method, quickly.
     """
     quick = arguments.pareto is None
     methods = [best(solutions).method] if quick else [solution.method for solution in solutions]
-    limit_s = arguments.time_limit_s / N_BUDGETS
+    limit_s = arguments.time_limit / N_BUDGETS
     if quick:
         as_answer_s = 2 * best(solutions).solve_time_s
         limit_s = min(limit_s, LONGEST_QUICK_LIMIT_S, max(QUICK_LIMIT_S, as_answer_s))
@@ -66,27 +60,3 @@ def swept(
     except KeyboardInterrupt:
         return None, True
     return curve if curve.points else None, interrupt.is_set()
-
-
-def draw_memory(path: Path, solution: Solution) -> None:
-    from solver.reporting.plot import before_and_after, save
-
-    save(before_and_after(solution)[0], path)
-
-
-def draw_curve(path: Path, curve: Curve, *, chosen: Solution) -> None:
-    from solver.reporting.plot import pareto, save
-
-    save(pareto(curve, chosen=chosen), path)
-
-
-def draw_throughput(path: Path, search: SizeSearch) -> None:
-    from solver.reporting.plot import save, throughput
-
-    save(throughput(search), path)
-
-
-def write_page(path: Path, report: Report, *, command: str, curve: Curve | None) -> None:
-    from solver.reporting import write_page as write
-
-    write(report, path, command=command, curve=curve)

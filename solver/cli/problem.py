@@ -1,7 +1,7 @@
-"""From the command line to a Graph: load or trace, and say for which device and budget.
+"""From the command line to a Graph, a device and a budget.
 
-A graph file is read. A model file is loaded, its model built on the meta device (no weights are
-ever allocated), and one training step of it traced.
+A graph file is read. A model file is loaded, its model built on the meta device, so that no weights
+are allocated, and one training step of it is traced.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ Progress = Callable[[str], AbstractContextManager[object]]
 
 NOTABLE_OUTPUT_SHARE = 0.01
 NOTABLE_OUTPUT_BYTES = 10**6
-"""Tensors returned beside the loss are worth a note from these bytes and share of all on."""
+"""The report notes tensors returned beside the loss that are larger than both."""
 
 
 class NotTracedError(LoadError):
-    """The model was built, and its step cannot be captured as one graph.
+    """The step of the model cannot be captured as one graph.
 
-    why: the message without the other road that it ends with.
+    why: the message without the alternative that it ends with.
     """
 
     def __init__(self, message: str, *, why: str) -> None:
@@ -65,11 +65,12 @@ class NotTracedError(LoadError):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned. name, device, costs: for the report. notes: whole sentences.
+    """What is to be planned.
 
-    verify: runs the model both ways through a verifier (None: a graph file holds no model).
-    resized: the same problem at another size of the one that is maximised (None: none is).
-    planned: by submodules, where the model cannot be traced (None: a method is to search).
+    name, device, costs, notes: for the report.
+    verify: runs the model with and without the plan (None for a graph file).
+    resized: the problem at another value of the size that is maximized (None: nothing is).
+    planned: the plan by submodules of a model that cannot be traced.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Problem:
 def opened_problem(
     arguments: Arguments, *, progress: Progress, planner: SubmodulePlanner
 ) -> Iterator[Problem]:
-    """Load or trace what the command line names; a model file stays importable meanwhile.
+    """Load or trace the problem; inside the context a model file can import its neighbours.
 
     planner: for a model that cannot be traced.
 
@@ -106,10 +107,10 @@ def opened_problem(
         near = Path(f"{arguments.problem}.py")
         hint = f"; did you mean {near}?" if near.is_file() else ""
         raise LoadError(
-            f"{arguments.problem!r} is none of model.py[:function], package.module[:function], "
-            f"hf:config.json and graph.json{hint}"
+            f"invalid problem {arguments.problem!r}: expected model.py[:function], "
+            f"package.module[:function], hf:config.json or graph.json{hint}"
         )
-    # What a model file prints must not get into the report or the JSON object.
+    # Whatever a model file prints must stay out of the report and the JSON object.
     with (
         contextlib.redirect_stdout(sys.stderr),
         _model_problem(arguments, source, progress, planner) as it,
@@ -125,16 +126,18 @@ def _graph_problem(arguments: Arguments) -> Problem:
         graph = Graph.load(arguments.problem)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise LoadError(f"{arguments.problem}: {reason}; give a graph file") from error
+        raise LoadError(f"{arguments.problem}: {reason}; a graph file is expected") from error
     except FormatError as error:
         if hf_config.is_configuration(Path(arguments.problem)):
             raise LoadError(
-                f"{arguments.problem} is no graph file but a Hugging Face configuration: write "
+                f"{arguments.problem} is a Hugging Face configuration, not a graph file: write "
                 f"hf:{arguments.problem}"
             ) from error
         raise
     device = (
-        "not named: sizes and times are the graph file's" if hardware is None else hardware.title
+        "not specified; sizes and times are those of the graph file"
+        if hardware is None
+        else hardware.title
     )
     return Problem(
         name=arguments.problem,
@@ -149,33 +152,33 @@ def _graph_problem(arguments: Arguments) -> Problem:
 
 
 def _refuse_for_graphs(arguments: Arguments) -> None:
-    """What a graph file has in it already cannot be asked for again; a model it has not."""
+    """Reject options that a graph file has already answered, or that need the model."""
     asked = {
         "--costs": arguments.costs,
         "--batch-size": arguments.batch_size,
         "--seq-length": arguments.seq_length,
         "--autocast": arguments.autocast,
         "--accumulate": arguments.accumulate or None,
-        "--fsdp": arguments.n_ranks,
+        "--fsdp": arguments.fsdp,
         "--verify": arguments.verify or None,
-        "--max-batch": True if arguments.largest == "batch_size" else None,
-        "--max-seq": True if arguments.largest == "seq_length" else None,
+        "--max-batch": arguments.max_batch or None,
+        "--max-seq": arguments.max_seq or None,
     }
     given = [option for option, value in asked.items() if value is not None]
     if given:
         raise UsageError(
-            f"{', '.join(given)}: a graph file is traced already and holds no model; give the "
-            "model file instead"
+            f"{', '.join(given)}: not possible with a graph file, which is already traced and "
+            "contains no model; give the model file instead"
         )
 
 
 def _sizes(arguments: Arguments, hardware: Hardware | None) -> tuple[int, int, str]:
-    """Budget and reserve in bytes, and why the reserve is what it is ("" where it was given)."""
+    """Budget and reserve in bytes, and the reason of a default reserve ("" if given)."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
     if arguments.budget is None and capacity_bytes is None:
         raise UsageError(
-            "--budget is required: how much memory there is is not known here; give it, or name a "
-            "device that has it (--device h100)"
+            "--budget is required, as the memory of the device is unknown; give it, or name a "
+            "device (--device h100)"
         )
     on_cuda = hardware is not None and hardware.kind == "cuda"
     budget_bytes, reserve_bytes = parse_budget(
@@ -232,12 +235,12 @@ def _model_problem(
             name=f"{arguments.problem} ({file.title or graph.meta.model or 'model'})",
             graph=graph,
             device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
-            costs="measured here, submodule by submodule",
+            costs="measured on this machine, by submodule",
             budget_bytes=budget_bytes,
             reserve_bytes=reserve_bytes,
             reserve_reason=why_reserve,
             notes=(
-                f"Not planned operator by operator, which may cost less: {refused.why}.",
+                f"Not planned op by op, which may cost less: {refused.why}.",
                 *planned.notes,
                 *file.notes,
             ),
@@ -254,7 +257,7 @@ def _model_problem(
             with progress(f"tracing {arguments.problem}"):
                 problem = traced(file)
         except NotTracedError as refused:
-            with progress("it cannot be traced: running real steps, to plan by submodules"):
+            with progress("not traceable: measuring real steps to plan by submodules"):
                 problem = measured(file, refused)
         yield problem
 
@@ -264,7 +267,7 @@ def _size_words(file: ModelFile, name: str) -> str:
 
 
 def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Graph, list[str]]:
-    """Build on the meta device, trace, and note what a reader of the report should know."""
+    """Build on the meta device and trace; also returns notes for the report."""
     from graphs.trace import TraceError, trace
 
     notes = list(file.notes)
@@ -282,10 +285,10 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
                 gradients="accumulate" if arguments.accumulate else "fresh",
                 device=target.torch_device,
                 costs=target.costs,
-                fsdp=arguments.n_ranks,
+                fsdp=arguments.fsdp,
             )
     except ShardingError as error:
-        raise UsageError(f"--fsdp {arguments.n_ranks}: {error}") from error
+        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
     except TraceError as error:
         called_with = _called_with(error, batch)
         raise NotTracedError(
@@ -297,7 +300,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
 
 
 def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
-    """Build without allocating anything; what reads values while it is built is built for real."""
+    """Build on the meta device; what needs values to be built is built with real memory."""
     import torch
 
     try:
@@ -305,12 +308,12 @@ def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
             return build()
     except LoadError as error:
         built = build()  # raises the real reason, if there is one
-        notes.append(f"{what.capitalize()} was built for real, in memory; without values: {error}.")
+        notes.append(f"{what.capitalize()} was built in real memory; on the meta device: {error}.")
         return built
 
 
 def autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
-    """torch.autocast to "bf16" or "fp16" on the device, or nothing (None)."""
+    """torch.autocast to "bf16" or "fp16" on the device, or no context (None)."""
     import torch
 
     if name is None:
@@ -322,7 +325,7 @@ def autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """Fake tensors log a traceback of what they raise; the one line that we print says it all."""
+    """Suppress the tracebacks that fake tensors log; the command prints one line instead."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -333,27 +336,27 @@ def _quiet_logs() -> Iterator[None]:
 
 
 def _called_with(error: Exception, batch: Any) -> str:
-    """What the model was called with, if it was in the model that something failed."""
+    """The shapes of the batch, if the error is one of the model's own code."""
     if error.__cause__ is None:
         return ""
     from graphs.calls import nested  # here: it takes torch
 
     tensors = nested.tensors(batch)
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
-    return f"; get_batch() gave {', '.join(shown) or 'no tensor'}"
+    return f"; get_batch() returned {', '.join(shown) or 'no tensor'}"
 
 
 def _note_on_allocator(target: Target) -> Iterator[str]:
-    """What the budget cannot see, and how it is kept small."""
+    """How to keep fragmentation, which no budget covers, small."""
     if target.hardware.kind == "cuda":
         yield (
-            "Start the training with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the "
-            "allocator leaves holes that no plan can foresee, and the reserve is not for them."
+            "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator "
+            "fragments memory in ways that no plan can predict and the reserve does not cover."
         )
 
 
 def _note_on_outputs(graph: Graph) -> Iterator[str]:
-    """What the model returns beside the loss is held to the end of the step."""
+    """What the model returns beside the loss stays live to the end of the step."""
     returned_bytes = sum(
         tensor.size_bytes
         for tensor in graph.tensors
@@ -362,16 +365,15 @@ def _note_on_outputs(graph: Graph) -> Iterator[str]:
     all_bytes = sum(t.size_bytes for t in graph.tensors if t.alias_of is None)
     if returned_bytes > max(NOTABLE_OUTPUT_BYTES, NOTABLE_OUTPUT_SHARE * all_bytes):
         yield (
-            f"The model returns {format_size(returned_bytes)} of tensors beside the loss; whoever "
-            "holds them holds these bytes to the end of the step. Returning the loss alone frees "
-            "them."
+            f"The model returns {format_size(returned_bytes)} of tensors beside the loss, which "
+            "stay live to the end of the step. Returning only the loss frees them."
         )
 
 
 def _verified(
     file: ModelFile, target: Target, autocast: str | None, verifier: Verifier, solution: Solution
 ) -> Verification:
-    """Raises LoadError (the file, when it builds for real), VerifyError (the run)."""
+    """Raises LoadError for the model file, VerifyError for the run."""
     try:
         return verifier(
             solution,

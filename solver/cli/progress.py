@@ -1,4 +1,4 @@
-"""A spinner on stderr while something takes its time; silent where stderr is no terminal."""
+"""A spinner on stderr; silent if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Say = Callable[[str], None]
 
 
 class Progress:
-    """quiet: say nothing, terminal or not."""
+    """quiet: show nothing, even on a terminal."""
 
     def __init__(self, *, quiet: bool, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
@@ -19,7 +19,7 @@ class Progress:
 
     @contextlib.contextmanager
     def says(self, what: str) -> Iterator[Say]:
-        """Show `what` for as long as the block runs; the function that it gets says how far."""
+        """Show `what` while the block runs; the yielded function appends how far it is."""
         if not self._shown:
             yield _say_nothing
             return

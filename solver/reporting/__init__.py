@@ -1,16 +1,16 @@
-"""Reports: terminal tables, JSON, the HTML page. Plots are in `solver.reporting.plot`."""
+"""Reports on the terminal, as JSON and as an HTML page; plots are in `solver.reporting.plot`."""
 
 from solver.reporting.api import draw, report, sweep, verify
 from solver.reporting.html import write_page
-from solver.reporting.rows import (
+from solver.reporting.report_data import (
     Report,
     best,
     describe_costs,
     step_notes,
     to_json,
 )
-from solver.reporting.terminal import heading, pairs, written
-from solver.reporting.wording import part
+from solver.reporting.rows import part
+from solver.reporting.terminal import heading, pairs, print_plain
 
 __all__ = [
     "Report",
@@ -20,11 +20,11 @@ __all__ = [
     "heading",
     "pairs",
     "part",
+    "print_plain",
     "report",
     "step_notes",
     "sweep",
     "to_json",
     "verify",
     "write_page",
-    "written",
 ]

@@ -1,6 +1,6 @@
-"""The command's outputs in Python: print the report, draw, sweep budgets, verify.
+"""The outputs of the command in Python: report, draw, sweep budgets, verify.
 
-Each imports what it needs when it is called: torch to verify, Matplotlib to draw.
+torch and Matplotlib are imported only when `verify` and `draw` are called.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from graphs.graph import Graph
-from solver.analysis import Curve, advise, pareto
+from solver.analysis import Curve, SizeSearch, advise, pareto
 from solver.common import parse_size
-from solver.reporting.rows import Report, describe_costs, optimizer_note, step_notes
+from solver.reporting.report_data import Report, describe_costs, step_notes
 from solver.runtime_hooks import Verification, Verifier, load_verifier
 from solver.schedule import Solution
 
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
-PICTURES = (".png", ".svg")
+PLOT_SUFFIXES = (".png", ".svg")
 
 
 def report(solution: Solution, *, file: TextIO | None = None) -> None:
-    """Print what was asked, where the memory goes, the answer, its proof and advice.
+    """Print the request, the memory at the peak, the plan, its lower bound and advice.
 
-    file: a text stream (default: stdout), in colour where it is a terminal. Raises TypeError for
-    what is no Solution.
+    file: a text stream (default: stdout), in colour if it is a terminal.
+
+    Raises TypeError for anything but a Solution.
     """
     if not isinstance(solution, Solution):
         given = "None" if solution is None else f"an object of type {type(solution).__name__}"
         raise TypeError(
-            f"report() was given {given}; give the Solution that solve(model, batch, ...) "
-            "returned: report(solution), and file= for another place than stdout"
+            f"report() was given {given}; it takes the Solution that solve(model, batch, ...) "
+            "returns: report(solution), with file= to print elsewhere than to stdout"
         )
     from rich.console import Console
 
@@ -42,10 +43,10 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
     graph = solution.graph
     shown = Report(
         problem=graph.meta.model or "graph",
-        device=str(graph.meta.environment.get("device") or "not named"),
+        device=str(graph.meta.environment.get("device") or "not specified"),
         costs=describe_costs(graph.meta.cost_model),
         solutions=(solution,),
-        notes=(*step_notes(graph), *optimizer_note(graph)),
+        notes=tuple(step_notes(graph)),
         advice=advise(solution),
         how_to_save='solution.save("schedule.json")',
     )
@@ -55,19 +56,28 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
     terminal.show(shown, console)
 
 
-def draw(shown: Solution | Curve, path: str | Path, *, chosen: Solution | None = None) -> None:
-    """Draw into a file (.png, .svg): a Solution's memory over the step, or a Curve over budgets.
+def draw(
+    shown: Solution | Curve | SizeSearch, path: str | Path, *, chosen: Solution | None = None
+) -> None:
+    """Plot to a file (.png, .svg).
 
-    chosen: an answer to mark on the curve. Raises ValueError: another kind of file, or a Solution
-    without a schedule; TypeError: neither of the two.
+    shown: a Solution (memory over the step), a Curve (overhead against budget) or a SizeSearch
+        (throughput against size).
+    chosen: a plan to mark on the curve.
+
+    Raises ValueError for another kind of file or a Solution without a schedule, TypeError for
+    other objects.
     """
     path = Path(path)
-    if path.suffix.lower() not in PICTURES:
+    if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"{path}: the name must end in .png or .svg")
     from solver.reporting import plot
 
     if isinstance(shown, Curve):
         plot.save(plot.pareto(shown, chosen=chosen), path)
+        return
+    if isinstance(shown, SizeSearch):
+        plot.save(plot.throughput(shown), path)
         return
     if not isinstance(shown, Solution):
         raise TypeError(f"draw() takes a Solution or a Curve, not {type(shown).__name__}")
@@ -85,11 +95,12 @@ def sweep(
     seed: int = 0,
     capacity_bytes: int | None = None,
 ) -> Curve:
-    """What smaller and larger budgets cost: a plan for each budget and method.
+    """Plan for each budget and method: the overhead of smaller and larger budgets.
 
-    problem: a Graph, or a Solution, whose graph and reserve are taken and which becomes a point.
-    budgets: sizes as `solve` takes them (None: 20 from the least feasible one to the peak without
-    checkpointing). time_limit_s: of each search. capacity_bytes: what percentages are of.
+    problem: a Graph, or a Solution, whose graph and reserve are used and which becomes a point.
+    budgets: sizes as in `solve` (None: 20 from the minimum budget to the baseline's peak).
+    time_limit_s: of each search.
+    capacity_bytes: the memory that percentages refer to.
     """
     solution = problem if isinstance(problem, Solution) else None
     graph = problem.graph if isinstance(problem, Solution) else problem
@@ -118,21 +129,24 @@ def verify(
     device: str = "cpu",
     autocast: str | None = None,
 ) -> Verification:
-    """Run the step with and without the plan on this machine: peaks, times, and every bit.
+    """Run the step with and without the plan here, and compare peaks, times and every bit.
 
-    model, batch, optimizer: functions that make them, for real (optimizer: of the model; None:
-    AdamW). loss, inputs: as for `solve`. autocast: "bf16", "fp16" or None. Takes the memory of the
-    step without the plan. `.passed` of what comes back is the answer.
+    model, batch: functions that create them.
+    optimizer: a function of the model (None: AdamW).
+    loss, inputs: as in `solve`.
+    autocast: "bf16", "fp16" or None.
 
-    Raises ValueError: no plan, or one of another model; RuntimeError, MemoryError: the step cannot
-    be run here.
+    Needs the memory of the step without the plan. `.passed` of the result is the verdict.
+
+    Raises ValueError without a plan or for one of another model; RuntimeError, MemoryError if the
+    step cannot be run here.
     """
     for name, value in (("model", model), ("batch", batch)):
         is_module = hasattr(value, "parameters") and not isinstance(value, type)
         if not callable(value) or is_module:
             raise TypeError(
-                f"{name} is an object of type {type(value).__name__}; give a function that makes "
-                f"it ({name}=lambda: ...), since both ways begin from the same state"
+                f"{name} is an object of type {type(value).__name__}; give a function that creates "
+                f"it ({name}=lambda: ...), as both runs start from the same state"
             )
     verifier: Verifier = load_verifier()
     return verifier(

@@ -1,277 +1,295 @@
-"""What there is to report, and the object of `--json`; `terminal` prints it for a person."""
+"""The rows and tables of a report as text, for the terminal and for the HTML page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from graphs.fsdp import sharding_of, sharding_words
-from graphs.graph import Graph, Node
-from solver.analysis import Advice, SizeSearch
-from solver.common import counted, format_time
-from solver.emit import Emitted
-from solver.runtime_hooks import Verification
-from solver.schedule import Schedule, Simulation, Solution, baseline, memory_at, node_at
-
-FORMAT = "report/1"
-EVALUATION = (
-    "The model is in evaluation mode: dropout is off and batch norm uses its running statistics. "
-    "Call model.train() before planning if it is to be trained."
+from solver.analysis import SizeSearch
+from solver.common import (
+    counted,
+    describe_op,
+    format_both,
+    format_percent,
+    format_share,
+    format_size,
+    format_time,
 )
+from solver.emit import Emitted
+from solver.reporting.report_data import Report
+from solver.runtime_hooks import Verification
+from solver.schedule import CATEGORIES, Solution, baseline, memory_at, node_at
+
+N_SHOWN = 4
+"""Tensors at the bottleneck op, or differing values, that are named."""
+SIZE_TITLES = {"batch_size": "Batch sizes", "seq_length": "Sequence lengths"}
+RATE_UNITS = {"batch_size": "samples/s", "seq_length": "positions/s"}
+
+Row = tuple[str, str]
+"""A name and its value."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """Everything that both printers need.
+class Table:
+    """n_text: leading columns that are text; the others are numbers. bold: index of a row."""
 
-    problem: what was given. device, costs: in words, "" where the graph file says nothing.
-    solutions: one, or one per method of a comparison. refused: method -> why it gave no answer.
-    files: (what, path) of each file written. notes: whole sentences. reserve_reason: where the
-    reserve comes from, "" if the caller named it. verify_error: why the step could not be run.
-    advice: what else would help the best of the solutions. interrupted: Ctrl-C ended the search.
-    sizes: the search for the largest batch, if there was one; its answer is the solution. emitted:
-    another system's nearest setting, if it was asked for. how_to_save: what writes the schedule.
-    """
-
-    problem: str
-    device: str
-    costs: str
-    solutions: tuple[Solution, ...]
-    refused: tuple[tuple[str, str], ...] = ()
-    files: tuple[tuple[str, Path], ...] = ()
-    notes: tuple[str, ...] = ()
-    verification: Verification | None = None
-    verify_error: str = ""
-    reserve_reason: str = ""
-    advice: tuple[Advice, ...] = ()
-    interrupted: bool = False
-    sizes: SizeSearch | None = None
-    emitted: Emitted | None = None
-    how_to_save: str = "-o schedule.json"
-
-    @property
-    def best(self) -> Solution:
-        return best(self.solutions)
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    n_text: int = 1
+    bold: int | None = None
 
 
-OWN_CHECKPOINTS = (
-    "The model calls torch.utils.checkpoint by itself. The plan is made without those checkpoints "
-    "and takes their place, and so do the figures without checkpointing: the model as it stands "
-    "takes less memory and more time than they say."
-)
-OPTIMIZER = (
-    "No optimizer is counted: its state, and the memory of its step, are not in these figures. "
-    "Give optimizer= to count them."
-)
+def request_rows(report: Report) -> Iterator[Row]:
+    """What was to be planned, and within which budget."""
+    graph, request = report.best.graph, report.best.request
+    yield "graph", f"{counted(len(graph.nodes), 'op')}, {len(graph.forward_nodes)} of them forward"
+    yield "device", report.device
+    yield "costs", report.costs or "not recorded in the graph file"
+    yield "budget", format_both(request.budget_bytes)
+    if request.reserve_bytes:
+        reason = f" ({report.reserve_reason})" if report.reserve_reason else ""
+        yield "reserve", f"{format_both(request.reserve_bytes)}{reason}"
+        yield "available", f"{format_both(request.available_bytes)} after the reserve"
 
 
-def optimizer_note(graph: Graph) -> list[str]:
-    """A sentence where a traced training step has no optimizer."""
-    if not graph.meta.environment or any(node.phase == "optimizer" for node in graph.nodes):
-        return []
-    return [OPTIMIZER]
+def memory_table(solution: Solution) -> Table:
+    """The memory at the peak by category: of the baseline, and of a plan that differs from it."""
+    graph, simulation = solution.graph, solution.simulation
+    heads, columns = ["", "baseline", ""], []
+    columns.append(memory_at(graph, baseline(graph), solution.baseline.peak_op))
+    if solution.schedule is not None and simulation is not None and _differs(solution):
+        heads += ["plan", ""]
+        columns.append(memory_at(graph, solution.schedule, simulation.peak_op))
+    rows = [(name, *(cell for c in columns for cell in part(name, c))) for name in CATEGORIES]
+    totals = (cell for c in columns for cell in (format_size(sum(c.values())), ""))
+    rows.append(("peak", *totals))
+    return Table(tuple(heads), tuple(rows), bold=len(rows) - 1)
 
 
-def step_notes(graph: Graph) -> list[str]:
-    """Sentences on what the figures are of, where that is not the usual step."""
-    return [*_sharding_note(graph), *_evaluation_note(graph), *_checkpoints_note(graph)]
-
-
-def _sharding_note(graph: Graph) -> list[str]:
-    """Sentences where the graph is what one rank of FSDP2 sees."""
-    sharding = sharding_of(graph.meta.environment)
-    if sharding is None:
-        return []
-    n_modules = len(sharding.groups or ())
-    words = (
-        f"All figures are {sharding_words(graph.meta.environment)} (fully_shard on {n_modules} "
-        "modules, then on the model), with the batch of one rank: parameters, gradients and "
-        "optimizer state as shards, and what is gathered, with its buffers, for as long as it is. "
-        "Communication takes no time in them. Such a plan is exported: "
-        "to_torch_checkpoint(model, solution)."
+def _differs(solution: Solution) -> bool:
+    """Whether the plan is another schedule than the baseline."""
+    return solution.simulation is not None and (
+        solution.simulation.n_recomputed > 0
+        or solution.simulation.peak_bytes != solution.baseline.peak_bytes
     )
-    return [words]
 
 
-def _evaluation_note(graph: Graph) -> list[str]:
-    """A sentence where the graph is of a model in evaluation mode."""
-    return [EVALUATION] if graph.meta.environment.get("train", True) is False else []
+def part(name: str, parts: dict[str, int]) -> tuple[str, str]:
+    """Size and share of one category of the memory at the peak."""
+    share = parts[name] / (sum(parts.values()) or 1)
+    return format_size(parts[name]), format_percent(share, digits=1) if parts[name] else ""
 
 
-def _checkpoints_note(graph: Graph) -> list[str]:
-    """A sentence where the model checkpoints by itself (`graphs.capture.own_checkpointing`)."""
-    return [OWN_CHECKPOINTS] if graph.meta.own_checkpoints else []
+def peak_rows(solution: Solution) -> Iterator[Row]:
+    """The ops at which the peaks of the baseline and of the plan are reached."""
+    graph = solution.graph
+    node = node_at(graph, baseline(graph), solution.baseline)
+    yield "peak op (baseline)", describe_op(node)
+    if solution.schedule is not None and solution.simulation is not None and _differs(solution):
+        node = node_at(graph, solution.schedule, solution.simulation)
+        yield "peak op (plan)", describe_op(node)
 
 
-def best(solutions: Iterable[Solution]) -> Solution:
-    """The fastest that fits, of equal ones the smallest; without any, the first asked for."""
-    solutions = tuple(solutions)
-    found = [s for s in solutions if s.simulation is not None]
-    return min(found, key=_rank) if found else solutions[0]
-
-
-def _rank(solution: Solution) -> tuple[float, int]:
-    assert solution.simulation is not None
-    return solution.simulation.time_s, solution.simulation.peak_bytes
-
-
-def describe_costs(described: object) -> str:
-    """The cost model, from its description in the graph's meta; "" if the graph has none."""
-    if not isinstance(described, Mapping):
-        return described if isinstance(described, str) else ""
-    title = described.get("title", described.get("device", ""))
-    text = f"{described.get('model', 'unknown')}, {title}"
-    fallbacks = described.get("n_fallbacks")
-    if fallbacks:
-        text += f"; {counted(int(fallbacks), 'op')} not measured, from the roofline"
-    measured_s, roofline_s = (
-        _seconds(described.get(f"{name}_s")) for name in ("measured", "roofline")
-    )
-    if measured_s and roofline_s:
-        text += (
-            f"; {format_time(measured_s)}, {measured_s / roofline_s:.2f} times the roofline's "
-            f"{format_time(roofline_s)}"
+def answer_rows(report: Report) -> Iterator[Row]:
+    """The best plan, or why there is none."""
+    solution, simulation = report.best, report.best.simulation
+    yield "method", solution.method
+    if simulation is None:
+        yield from _obstacle_rows(solution)
+    else:
+        spare = solution.request.available_bytes - simulation.peak_bytes
+        yield "peak", f"{format_both(simulation.peak_bytes)}, {format_size(spare)} to spare"
+        baseline_time = format_time(solution.baseline.time_s)
+        yield "step time", f"{format_time(simulation.time_s)} (baseline: {baseline_time})"
+        yield "overhead", format_share(solution.overhead)
+    bound = solution.lower_bound_overhead
+    if not math.isinf(bound):
+        scope = _scope(solution)
+        yield (
+            "lower bound",
+            f"{format_share(bound)}: no schedule{scope} within the budget is faster",
         )
-    return text
+    if solution.gap is not None:
+        yield "gap", f"{format_percent(solution.gap)} of the baseline step time"
+    if simulation is not None:
+        yield "recomputed ops", str(simulation.n_recomputed)
+    ended = "; the search was ended by the time limit" if solution.timed_out else ""
+    yield "solve time", format_time(solution.solve_time_s) + ended
+    for what, path in report.files:
+        yield what, str(path)
+    if simulation is not None and not any(what == "schedule" for what, _ in report.files):
+        yield "schedule", f"not saved; save it with {report.how_to_save}"
 
 
-def _seconds(value: object) -> float:
-    """0 for anything but a finite number, as graph files are not trusted."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+def _scope(solution: Solution) -> str:
+    """What a proof covers, if the graph is not one of single operators."""
+    return " of whole submodules" if solution.graph.meta.scope else ""
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """The object of `--json`: sizes in bytes, times in seconds, null where there is nothing."""
-    answer = report.best
-    graph, request = answer.graph, answer.request
-    plain = baseline(graph)
-    return {
-        "format": FORMAT,
-        "problem": report.problem,
-        "graph_id": graph.graph_id,
-        "n_ops": len(graph.nodes),
-        "n_forward_ops": len(graph.forward_nodes),
-        "device": report.device or None,
-        "costs": report.costs or None,
-        "budget_bytes": request.budget_bytes,
-        "reserve_bytes": request.reserve_bytes,
-        "baseline": _run(graph, plain, answer.baseline),
-        **_answer(answer),
-        "methods": [_answer(solution) for solution in report.solutions],
-        "refused": dict(report.refused),
-        "verification": _verification(report),
-        "files": {what: str(path) for what, path in report.files},
-        "sizes": _sizes(report.sizes),
-        "emitted": _emitted(report),
-        "notes": list(report.notes),
-        "advice": [asdict(advice) for advice in report.advice],
-    }
+def _obstacle_rows(solution: Solution) -> Iterator[Row]:
+    """Why there is no schedule, and which budget would be enough."""
+    graph, request, obstacle = solution.graph, solution.request, solution.obstacle
+    budget, scope = format_both(request.budget_bytes), _scope(solution)
+    if solution.status == "time_limit":
+        yield "result", "nothing found within the time limit; extend it with --time-limit"
+    elif solution.proven_infeasible:
+        yield "result", f"no schedule{scope} fits {budget}"
+    else:
+        yield "result", f"method {solution.method} finds no schedule that fits {budget}"
+    if obstacle is None:
+        return
+    if obstacle.cut_short:
+        text = "the time limit ended the search for the minimum budget: less may be enough"
+        yield "interrupted", f"{text}; extend it with --time-limit"
+    if solution.minimum_budget_bytes is not None:
+        minimum = format_both(solution.minimum_budget_bytes)
+        yield "minimum budget", f"{minimum}, the smallest at which {solution.method} found a plan"
+    if obstacle.proven_bytes:
+        floor = format_both(obstacle.proven_bytes + request.reserve_bytes)
+        yield "proven", f"no schedule{scope} fits below {floor}"
+    if obstacle.op in graph.node_by_name:
+        yield "bottleneck op", describe_op(graph.node_by_name[obstacle.op])
+        made = [(n, size) for n, size in obstacle.on_device if n in graph.producer]
+        shown = [f"{name} {format_size(size)}" for name, size in made[:N_SHOWN]]
+        if len(made) > N_SHOWN:
+            rest = sum(size for _, size in made[N_SHOWN:])
+            shown.append(f"{len(made) - N_SHOWN} more {format_size(rest)}")
+        yield "requires", ", ".join([*shown, f"resident {format_size(graph.resident_bytes)}"])
 
 
-def _answer(solution: Solution) -> dict[str, Any]:
-    """One method's answer; the fields of a schedule are null when there is none."""
-    found = solution.schedule is not None and solution.simulation is not None
-    return {
-        "status": solution.status,
-        "method": solution.method,
-        "schedule": _run(solution.graph, solution.schedule, solution.simulation) if found else None,
-        "overhead": solution.overhead,
-        "lower_bound_s": _finite(solution.lower_bound_s),
-        "lower_bound_overhead": _finite(solution.lower_bound_overhead),
-        "gap": solution.gap,
-        "solve_time_s": solution.solve_time_s,
-        "timed_out": solution.timed_out,
-        "infeasible": None if found else _infeasible(solution),
-    }
+def emitted_rows(report: Report, found: Emitted) -> Iterator[Row]:
+    """The closest setting of another system beside this plan."""
+    solution, simulation = report.best, found.setting.simulation
+    if not found.fits:
+        budget = format_both(solution.request.available_bytes)
+        yield "result", f"no setting of {found.title} fits {budget}; smallest peak:"
+    yield "setting", found.setting.text or "default, no activation checkpointing"
+    yield "peak", format_both(simulation.peak_bytes)
+    yield "overhead", format_share(report.emitted_overhead)
+    if solution.simulation is not None:
+        peak = format_both(solution.simulation.peak_bytes)
+        yield "this plan", f"{peak} at {format_share(solution.overhead)}"
+    settings = counted(found.n_judged, "setting")
+    text = f"{settings} for {counted(found.n_layers, 'layer')}, simulated on the same graph"
+    yield "selected from", f"{text}; a forecast, as the other system runs its own kernels"
+    if found.note:
+        yield "note", found.note
 
 
-def _run(graph: Graph, schedule: Schedule | None, simulation: Simulation | None) -> dict[str, Any]:
-    assert schedule is not None
-    assert simulation is not None
-    return {
-        "peak_bytes": simulation.peak_bytes,
-        "peak_op": _op(node_at(graph, schedule, simulation)),
-        "memory_bytes": memory_at(graph, schedule, simulation.peak_op),
-        "time_s": simulation.time_s,
-        "n_recomputed": simulation.n_recomputed,
-    }
+def size_table(search: SizeSearch) -> Table:
+    """A row for each batch size or sequence length that was tried."""
+    heads = ("size", "status", "peak", "overhead", "step time", RATE_UNITS[search.size])
+    rows = []
+    for candidate in search.candidates:
+        solution, rate = candidate.solution, candidate.rate_per_s
+        simulation = solution.simulation
+        rows.append(
+            (
+                str(candidate.size),
+                solution.status,
+                "" if simulation is None else format_size(simulation.peak_bytes),
+                format_share(solution.overhead),
+                "" if simulation is None else format_time(simulation.time_s),
+                "" if rate is None else f"{rate:.4g}",
+            )
+        )
+    largest = search.largest
+    bold = None if largest is None else search.candidates.index(largest)
+    return Table(heads, tuple(rows), n_text=2, bold=bold)
 
 
-def _op(node: Node | None) -> dict[str, str] | None:
-    if node is None:
-        return None
-    return {"node": node.name, "op": node.op, "phase": node.phase, "module": node.module}
+def size_rows(search: SizeSearch) -> Iterator[Row]:
+    """The largest size that fits, and where throughput saturates."""
+    largest, beyond, saturated = search.largest, search.beyond, search.pays_until
+    if largest is None:
+        yield "largest", "none of the sizes tried fits"
+        return
+    limit = ""
+    if beyond is not None and beyond.solution.status == "infeasible":
+        limit = f"; {beyond.size} does not fit the budget"
+    elif beyond is not None:
+        limit = f"; no plan was found for {beyond.size} within the time limit"
+    yield "largest", f"{largest.size}{limit}"
+    if saturated is not None and saturated.rate_per_s and largest.rate_per_s:
+        text = saturation_text(search)
+        text += f", {saturated.rate_per_s:.4g} {RATE_UNITS[search.size]}"
+        if saturated.size != largest.size:
+            text += f"; {largest.rate_per_s:.4g} at {largest.size}"
+        yield "throughput", text
 
 
-def _infeasible(solution: Solution) -> dict[str, Any]:
-    obstacle = solution.obstacle
-    node = solution.graph.node_by_name.get(obstacle.op) if obstacle else None
-    proven_bytes = obstacle.proven_bytes + solution.request.reserve_bytes if obstacle else None
-    return {
-        "proven": solution.proven_infeasible,
-        "least_budget_bytes": solution.minimum_budget_bytes,
-        "proven_budget_bytes": proven_bytes,
-        "cut_short": obstacle is not None and obstacle.cut_short,
-        "op": _op(node),
-        "resident_bytes": solution.graph.resident_bytes,
-        "on_device": [
-            {"tensor": name, "size_bytes": size_bytes}
-            for name, size_bytes in (obstacle.on_device if obstacle else ())
-            if name in solution.graph.producer
-        ],
-    }
+def saturation_text(search: SizeSearch) -> str:
+    """The size from which on larger ones are no faster; "" if nothing fits."""
+    if search.pays_until is None:
+        return ""
+    name = "batch" if search.size == "batch_size" else "length"
+    return f"saturates at {name} {search.pays_until.size}"
 
 
-def _sizes(search: SizeSearch | None) -> dict[str, Any] | None:
-    if search is None:
-        return None
-    largest, pays_until = search.largest, search.pays_until
-    return {
-        "size": search.size,
-        "largest": None if largest is None else largest.size,
-        "pays_until": None if pays_until is None else pays_until.size,
-        "interrupted": search.interrupted,
-        "candidates": [
-            {"size": c.size, "rate_per_s": c.rate_per_s, **_answer(c.solution)}
-            for c in search.candidates
-        ],
-        "refused": [{"size": size, "reason": reason} for size, reason in search.refused],
-    }
+def method_table(report: Report) -> Table:
+    """A row for each method of a comparison."""
+    titles = ("peak", "overhead", "bound", "gap", "recomputed", "solve time")
+    rows: list[tuple[str, ...]] = []
+    for solution in report.solutions:
+        simulation, bound = solution.simulation, solution.lower_bound_overhead
+        rows.append(
+            (
+                solution.method,
+                solution.status,
+                "" if simulation is None else format_size(simulation.peak_bytes),
+                format_share(solution.overhead),
+                "" if math.isinf(bound) else format_share(bound),
+                "" if solution.gap is None else format_percent(solution.gap),
+                "" if simulation is None else str(simulation.n_recomputed),
+                format_time(solution.solve_time_s),
+            )
+        )
+    rows += [(method, "refused", *[""] * len(titles)) for method, _ in report.refused]
+    bold = report.solutions.index(report.best)
+    return Table(("method", "status", *titles), tuple(rows), n_text=2, bold=bold)
 
 
-def _emitted(report: Report) -> dict[str, Any] | None:
-    found = report.emitted
-    if found is None:
-        return None
-    simulation = found.setting.simulation
-    return {
-        "system": found.system,
-        "setting": found.setting.text,
-        "fits": found.fits,
-        "peak_bytes": simulation.peak_bytes,
-        "time_s": simulation.time_s,
-        "overhead": emitted_overhead(report, found),
-        "n_recomputed": simulation.n_recomputed,
-        "n_layers": found.n_layers,
-        "n_judged": found.n_judged,
-    }
+def verification_table(found: Verification) -> Table:
+    """Predicted and measured peak and step time, with the plan and without."""
+    peaks = (
+        found.predicted_peak_bytes,
+        found.measured_peak_bytes,
+        found.baseline_predicted_peak_bytes,
+        found.baseline_measured_peak_bytes,
+    )
+    times = (
+        found.predicted_time_s,
+        found.measured_time_s,
+        found.baseline_predicted_time_s,
+        found.baseline_measured_time_s,
+    )
+    return Table(
+        ("", "plan, predicted", "measured", "baseline, predicted", "measured"),
+        (("peak", *map(format_size, peaks)), ("step time", *map(format_time, times))),
+    )
 
 
-def emitted_overhead(report: Report, found: Emitted) -> float:
-    """Extra time of the emitted setting, as a share of the step without checkpointing."""
-    baseline_s = report.best.baseline.time_s
-    return (found.setting.simulation.time_s - baseline_s) / (baseline_s or 1.0)
-
-
-def _verification(report: Report) -> dict[str, Any] | None:
-    found = report.verification
-    if found is None:
-        return {"passed": False, "error": report.verify_error} if report.verify_error else None
-    return {**asdict(found), "fits": found.fits, "passed": found.passed}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def verification_rows(found: Verification) -> Iterator[Row]:
+    """The device, the memory, and whether the results are bitwise identical."""
+    yield "device", found.device
+    steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
+    yield "timing", f"medians of {steps}, spread {spread}; other load on the machine affects them"
+    if found.fits:
+        yield "budget", f"met: {format_both(found.available_bytes)} available"
+    else:
+        over = found.measured_peak_bytes - found.available_bytes
+        yield "budget", f"EXCEEDED by {format_both(over)}"
+    if found.reserved_bytes is not None:
+        text = f"{format_both(found.reserved_bytes)} reserved"
+        if found.context_bytes is not None:
+            text += f"; {format_size(found.context_bytes)} of the device used outside of it"
+        yield "allocator", text
+    if not found.differences:
+        gradients = counted(found.n_gradients, "gradient")
+        yield "results", f"loss, {gradients} and buffers are bitwise identical to the baseline"
+        return
+    for difference in found.differences[:N_SHOWN]:
+        yield "DIFFERS", difference
+    if len(found.differences) > N_SHOWN:
+        yield "", f"and {len(found.differences) - N_SHOWN} more"

@@ -1,8 +1,7 @@
-"""The report as a person reads it: what was asked, where the memory goes, the answer, its proof.
+"""The report on a terminal.
 
-The words are those of `solver.reporting.wording`. Long values fold; none is cut off. Colour is
-Rich's
-business: it honours NO_COLOR and drops colour where stdout is no terminal.
+Long values fold; nothing is truncated. Rich handles colour: it honours NO_COLOR and prints none
+where stdout is not a terminal.
 """
 
 from __future__ import annotations
@@ -14,38 +13,22 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from solver.analysis import ABOUT, SizeSearch
-from solver.common import format_size, format_time
-from solver.reporting.rows import Report
-from solver.reporting.wording import (
-    SIZE_TITLES,
-    answered,
-    asked,
-    compared,
-    emitted,
-    measured_peaks,
-    measured_times,
-    memory_parts,
-    part,
-    peaks,
-    size_heads,
-    size_row,
-    size_words,
-    verified,
-)
-from solver.runtime_hooks import Verification
-from solver.schedule import CATEGORIES, STATUSES, Solution
+from solver.analysis import ABOUT
+from solver.reporting import rows
+from solver.reporting.report_data import Report
 
 STYLE_OF_STATUS = {"optimal": "bold green", "feasible": "bold cyan", "time_limit": "bold yellow"}
+FAILED = "bold red"
+NAME_WIDTH = 18
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the report for a person."""
-    written(Group(*_sections(report, console)), console)
+    """Print the report."""
+    print_plain(Group(*_sections(report, console)), console)
 
 
-def written(shown: RenderableType, console: Console) -> None:
-    """Print it without blanks at the ends of lines."""
+def print_plain(shown: RenderableType, console: Console) -> None:
+    """Print without trailing blanks."""
     with console.capture() as printed:
         console.print(shown)
     text = "\n".join(line.rstrip() for line in printed.get().splitlines())
@@ -55,34 +38,30 @@ def written(shown: RenderableType, console: Console) -> None:
 def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     answer = report.best
     yield heading("Problem", report.problem)
-    yield pairs(asked(report))
+    yield pairs(rows.request_rows(report))
     yield heading("Memory at the peak of the step")
-    yield _memory(answer)
-    yield pairs(peaks(answer))
+    yield _table(rows.memory_table(answer), console)
+    yield pairs(rows.peak_rows(answer))
     if report.sizes is not None:
-        yield heading(SIZE_TITLES[report.sizes.size])
-        yield _sizes(report.sizes)
-        yield pairs(size_words(report.sizes))
+        yield heading(rows.SIZE_TITLES[report.sizes.size])
+        yield _table(rows.size_table(report.sizes), console)
+        yield pairs(rows.size_rows(report.sizes))
     if len(report.solutions) + len(report.refused) > 1:
         yield heading("Methods")
-        table = _comparison(report, n_spaces=2)
-        unbounded = console.options.update(max_width=1000)
-        if console.measure(table, options=unbounded).maximum > console.width:
-            table = _comparison(report, n_spaces=1)
-        yield table
-    yield heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, "bold red"))
-    yield pairs(answered(report))
+        yield _table(rows.method_table(report), console)
+    yield heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, FAILED))
+    yield pairs(rows.answer_rows(report))
     if report.emitted is not None:
         yield heading("Setting", f"for {report.emitted.title}")
-        yield pairs(emitted(report, report.emitted))
-    if report.verification is not None:
-        passed = report.verification.passed
-        style = "bold green" if passed else "bold red"
-        yield heading("Verified", "passed" if passed else "FAILED", style)
-        yield _measured(report.verification)
-        yield pairs(verified(report.verification))
+        yield pairs(rows.emitted_rows(report, report.emitted))
+    found = report.verification
+    if found is not None:
+        style = "bold green" if found.passed else FAILED
+        yield heading("Verification", "passed" if found.passed else "FAILED", style)
+        yield _table(rows.verification_table(found), console)
+        yield pairs(rows.verification_rows(found))
     if report.verify_error:
-        yield heading("Verified", "FAILED", "bold red")
+        yield heading("Verification", "FAILED", FAILED)
         yield pairs([("reason", report.verify_error)])
     if report.advice:
         yield heading("Advice")
@@ -99,67 +78,32 @@ def heading(title: str, value: str = "", style: str = "") -> RenderableType:
     return Padding(text, 0)
 
 
-def pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
-    """Name and value side by side; a long value folds under itself and loses nothing."""
+def pairs(named: Iterable[tuple[str, str]]) -> RenderableType:
+    """Name and value side by side; a long value folds under itself."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=15, no_wrap=True)
+    table.add_column(min_width=NAME_WIDTH, no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows:
+    for name, value in named:
         table.add_row(Text(name), Text(value))
     return Padding(table, (0, 0, 0, 2))
 
 
-def _memory(solution: Solution) -> RenderableType:
-    before, after = memory_parts(solution)
-    columns = [before] if after is None else [before, after]
-    heads = ["without plan", "", "with plan", ""][: 2 * len(columns)]
-    table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=15, no_wrap=True)
-    for _ in heads:
-        table.add_column(justify="right", no_wrap=True)
-    table.add_row("", *(Text(head, style="dim") for head in heads))
-    for name in CATEGORIES:
-        table.add_row(name, *(cell for parts in columns for cell in part(name, parts)))
-    totals = [cell for parts in columns for cell in (format_size(sum(parts.values())), "")]
-    table.add_row(*(Text(cell, style="bold") for cell in ("peak", *totals)))
-    return Padding(table, (0, 0, 0, 2))
+def _table(shown: rows.Table, console: Console) -> RenderableType:
+    """Text columns stay whole; on a narrow terminal numbers fold between figure and unit."""
 
+    def drawn(n_spaces: int) -> Padding:
+        table = Table(box=None, padding=(0, n_spaces, 0, 0), header_style="dim", pad_edge=False)
+        for index, head in enumerate(shown.heads):
+            if index < shown.n_text:
+                width = NAME_WIDTH if shown.n_text == 1 else None
+                longest = max([len(head), *(len(row[index]) for row in shown.rows)])
+                table.add_column(head, no_wrap=True, min_width=width or longest)
+            else:
+                table.add_column(head, justify="right", overflow="fold")
+        for index, row in enumerate(shown.rows):
+            table.add_row(*map(Text, row), style="bold" if index == shown.bold else "")
+        return Padding(table, (0, 0, 0, 2))
 
-def _comparison(report: Report, *, n_spaces: int) -> RenderableType:
-    table = Table(box=None, padding=(0, n_spaces, 0, 0), header_style="dim", pad_edge=False)
-    # Names stay whole; on a narrow terminal the figures fold, at first between number and unit.
-    methods = [s.method for s in report.solutions] + [method for method, _ in report.refused]
-    table.add_column("method", no_wrap=True, min_width=max(map(len, methods)))
-    table.add_column("status", no_wrap=True, min_width=max(map(len, STATUSES)))
-    for title in ("peak", "overhead", "bound", "gap", "again", "planned in"):
-        table.add_column(title, justify="right", overflow="fold")
-    chosen = report.best
-    for solution in report.solutions:
-        style = "bold" if solution is chosen and solution.simulation is not None else ""
-        table.add_row(*compared(solution), style=style)
-    for method, _ in report.refused:
-        table.add_row(method, "refused")
-    return Padding(table, (0, 0, 0, 2))
-
-
-def _sizes(search: SizeSearch) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for index, title in enumerate(size_heads(search)):
-        table.add_column(title, justify="left" if index == 1 else "right", no_wrap=True)
-    for candidate in search.candidates:
-        style = "bold" if candidate is search.largest else ""
-        table.add_row(*size_row(candidate), style=style)
-    return Padding(table, (0, 0, 0, 2))
-
-
-def _measured(found: Verification) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=15, no_wrap=True)
-    for _ in range(4):
-        table.add_column(justify="right", no_wrap=True)
-    heads = ("", "predicted", "measured", "predicted", "measured")
-    table.add_row("", Text("plan", style="dim"), "", Text("without", style="dim"), "")
-    table.add_row(*(Text(head, style="dim") for head in heads))
-    table.add_row("peak", *map(format_size, measured_peaks(found)))
-    table.add_row("time of a step", *map(format_time, measured_times(found)))
-    return Padding(table, (0, 0, 0, 2))
+    unbounded = console.options.update(max_width=1000)
+    wide = drawn(2)
+    return wide if console.measure(wide, options=unbounded).maximum <= console.width else drawn(1)

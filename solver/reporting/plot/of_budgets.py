@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from solver.analysis import Curve
 from solver.common import format_size
-from solver.reporting.plot.of_memory import overhead_words
+from solver.reporting.plot.of_memory import overhead_text
 from solver.reporting.plot.style import (
     GREY,
     LIGHT,
@@ -27,7 +27,7 @@ from solver.schedule import Solution
 def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = None) -> Axes:
     """Overhead against budget, a line for each method, above the proven bound.
 
-    chosen: an answer to mark, on the curve or off it.
+    chosen: a plan to mark, on the curve or not.
     """
     axes = new_axes() if ax is None else ax
     budgets = [point.request.budget_bytes for point in curve.points]
@@ -55,26 +55,26 @@ def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = No
             ms=14,
             color=RED,
             ls="",
-            label=f"this plan: {overhead_words(chosen)} in "
+            label=f"this plan: {overhead_text(chosen)} at "
             f"{format_size(chosen.request.budget_bytes)}",
             zorder=5,
         )
     if curve.points:
         first = curve.points[0]
         enough = first.baseline.peak_bytes + first.request.reserve_bytes
-        label = f"fits without checkpointing: {format_size(enough)}"
+        label = f"baseline fits: {format_size(enough)}"
         axes.axvline(enough / bytes_per_unit, color=GREY, lw=1.0, ls=":", label=label, zorder=2)
-    axes.set(xlabel=f"budget ({unit})", ylabel="overhead (% of the step's time)")
+    axes.set(xlabel=f"budget ({unit})", ylabel="overhead (% of the baseline step time)")
     axes.set_ylim(0, None)
-    finish(axes, "What a smaller budget costs")
+    finish(axes, "Overhead against budget")
     legend_below(axes)
     return axes
 
 
 def _draw_bound(curve: Curve, axes: Axes, bytes_per_unit: float) -> None:
-    """What is proven to be out of reach: less overhead than the bound, budgets that fit nothing.
+    """Shade what is proven impossible: less overhead than the bound, budgets that fit nothing.
 
-    Between two budgets the bound of the larger one holds, so the line is stairs as well.
+    Between two budgets the bound of the larger one holds, hence the steps.
     """
     bound = {point.request.budget_bytes: point.lower_bound_overhead for point in curve.points}
     possible = [(size, share) for size, share in sorted(bound.items()) if not math.isinf(share)]

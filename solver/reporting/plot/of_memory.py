@@ -1,7 +1,7 @@
-"""Memory over the step as stacked layers: what is resident, kept, made again, gradients, workspace.
+"""Memory over the step as stacked layers: resident, saved, recomputed, gradients, workspace.
 
-The budget is a line, the op at which the peak stands is named, and the time axis shows where the
-backward pass starts and where each block does.
+The budget is a line, the peak op is named, and the time axis shows where the backward pass and each
+block start.
 """
 
 from __future__ import annotations
@@ -48,27 +48,20 @@ COLOUR_OF_LAYER: Mapping[str, str] = {
     "gradients": GREEN,
     "workspace": PINK,
 }
-LABEL_OF_LAYER: Mapping[str, str] = {
-    "resident": "resident",
-    "kept": "kept activations",
-    "recomputed": "recomputed",
-    "gradients": "gradients",
-    "workspace": "workspace",
-}
 N_COLUMNS = 1200
-"""Steps that are drawn at most: more than the picture has pixels only make its file large."""
+"""Steps drawn at most; more than the plot has pixels would only enlarge the file."""
 N_NAMED_BLOCKS = 12
-"""Blocks whose numbers stand on the axis; of more blocks every second, third, ... has its own."""
+"""Blocks numbered on the axis; of more blocks every second, third, ... is."""
 LONGEST_NAME = 60
 LEAST_ROOM = 0.018
-"""Between two such numbers, as a share of the step."""
+"""Between two block numbers, as a share of the step."""
 
 
 def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = False) -> Axes:
-    """Bytes on the device over one step with the plan, in layers; a grey line without it.
+    """Bytes on the device over one step with the plan, in layers; the baseline as a line.
 
-    without_plan: the layers of the step as it is (so, too, where there is no plan). The horizontal
-    axis is the schedule's time, so the plan's longer step is seen as longer.
+    without_plan: the layers of the baseline, which is also drawn where there is no plan. The
+    horizontal axis is the time of the schedule.
     """
     axes = new_axes() if ax is None else ax
     request = solution.request
@@ -80,31 +73,31 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     _draw_layers(axes, layers, columns, scale, bytes_per_unit)
     plain = solution.baseline
     if shown[1] is plain:
-        words = f"without checkpointing: {format_size(plain.peak_bytes)}"
+        words = f"baseline: {format_size(plain.peak_bytes)}"
     else:
         _draw_outline(axes, solution, scale, bytes_per_unit)
-        words = f"with the plan: {format_size(shown[1].peak_bytes)}, {overhead_words(solution)}"
+        words = f"plan: {format_size(shown[1].peak_bytes)}, {overhead_text(solution)}"
     if solution.simulation is None:
-        words += f"; {overhead_words(solution)}"
+        words += f"; {overhead_text(solution)}"
     available = request.available_bytes / bytes_per_unit
-    name = "budget" if not request.reserve_bytes else "budget less reserve"
+    name = "budget minus reserve" if request.reserve_bytes else "budget"
     label = f"{name}: {format_size(request.available_bytes)}"
     axes.axhline(available, color=RED, lw=1.2, ls="--", label=label, zorder=5)
     _mark_times(axes, solution.graph, layers, scale)
     _mark_peak(axes, solution.graph, *shown, layers, scale, bytes_per_unit)
-    axes.set(xlabel=f"time in the step ({scale.unit})", ylabel=f"on the device ({unit})")
+    axes.set(xlabel=f"time in the step ({scale.unit})", ylabel=f"device memory ({unit})")
     axes.set_xlim(0, scale.longest or None)
     axes.set_ylim(0, 1.18 * max(available, plain.peak_bytes / bytes_per_unit))
-    finish(axes, f"Memory over one training step, {words}")
+    finish(axes, f"Memory over one training step; {words}")
     axes.grid(visible=False)
     legend_below(axes)
     return axes
 
 
 def before_and_after(solution: Solution) -> tuple[Axes, ...]:
-    """The step as it is above the step with the plan, on the same scales; one picture without one.
+    """The baseline above the plan, on the same scales; the baseline alone without a plan.
 
-    The figure is that of any of the axes.
+    All axes belong to one figure.
     """
     if solution.simulation is None:
         return (memory(solution),)
@@ -117,7 +110,8 @@ def before_and_after(solution: Solution) -> tuple[Axes, ...]:
     return above, below
 
 
-def overhead_words(solution: Solution) -> str:
+def overhead_text(solution: Solution) -> str:
+    """ "+4.73 % time", "12 x as long", or that no plan fits."""
     if solution.overhead is None:
         return "no plan fits"
     share = format_share(solution.overhead)
@@ -131,7 +125,7 @@ def _shown(solution: Solution, *, without_plan: bool) -> tuple[Schedule, Simulat
 
 
 class _TimeScale:
-    """Seconds in a unit that suits the longest of the lines."""
+    """Seconds in a unit that suits the longer of baseline and plan."""
 
     def __init__(self, solution: Solution) -> None:
         longest_s = max(
@@ -147,7 +141,7 @@ class _TimeScale:
 
 
 def _columns(layers: Occupancy) -> list[int]:
-    """The computes to draw: all, or of each of N_COLUMNS stretches of time the fullest."""
+    """The computes to draw: all, or the fullest of each of N_COLUMNS intervals of time."""
     totals = layers.total_bytes
     n = len(totals)
     if n <= N_COLUMNS:
@@ -155,16 +149,16 @@ def _columns(layers: Occupancy) -> list[int]:
     end_s = layers.edges_s[-1] or 1.0
     fullest: dict[int, int] = {}
     for index, total_bytes in enumerate(totals):
-        stretch = min(N_COLUMNS - 1, int(N_COLUMNS * layers.edges_s[index] / end_s))
-        if stretch not in fullest or total_bytes > totals[fullest[stretch]]:
-            fullest[stretch] = index
+        interval = min(N_COLUMNS - 1, int(N_COLUMNS * layers.edges_s[index] / end_s))
+        if interval not in fullest or total_bytes > totals[fullest[interval]]:
+            fullest[interval] = index
     return list(fullest.values())
 
 
 def _stairs(layers: Occupancy, columns: Sequence[int], scale: _TimeScale) -> list[float]:
-    """The edges of the steps that are drawn: each lasts until the next one starts."""
+    """The edges of the drawn steps: each lasts until the next one starts."""
     starts = [layers.edges_s[index] for index in columns]
-    if columns and len(columns) < len(layers.nodes):  # the first stretch starts with the step
+    if columns and len(columns) < len(layers.nodes):  # the first interval starts with the step
         starts[0] = 0.0
     return [scale(time_s) for time_s in (*starts, layers.edges_s[-1])]
 
@@ -192,14 +186,14 @@ def _draw_layers(
                 color=COLOUR_OF_LAYER[name],
                 alpha=0.85,
                 lw=0,
-                label=LABEL_OF_LAYER[name],
+                label="saved activations" if name == "kept" else name,
                 zorder=2,
             )
         below = above
 
 
 def _draw_outline(axes: Axes, solution: Solution, scale: _TimeScale, bytes_per_unit: float) -> None:
-    """The step without checkpointing as a line."""
+    """The baseline as a line."""
     layers = occupancy(solution.graph, baseline(solution.graph))
     columns = _columns(layers)
     totals = layers.total_bytes
@@ -208,13 +202,13 @@ def _draw_outline(axes: Axes, solution: Solution, scale: _TimeScale, bytes_per_u
         _stairs(layers, columns, scale),
         color=INK,
         lw=0.9,
-        label=f"without checkpointing: {format_size(solution.baseline.peak_bytes)}",
+        label=f"baseline: {format_size(solution.baseline.peak_bytes)}",
         zorder=3,
     )
 
 
 def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, scale: _TimeScale) -> None:
-    """Where the backward pass starts, and along the axis where each block does."""
+    """Mark where the backward pass starts, and along the axis where each block does."""
     forward, backward = block_starts(graph, layers)
     turn = _turn(layers)
     for starts in (forward, backward):
@@ -239,7 +233,7 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, scale: _TimeScale) 
 
 
 def _write(axes: Axes, x: float, y: float, text: str, *, va: str, size: float) -> None:
-    """At a time, and at a share of the height."""
+    """Write at a time and at a share of the height."""
     axes.annotate(
         text,
         (x, y),
@@ -258,7 +252,7 @@ def block_starts(
 ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
     """When each block's forward ops start, and its backward ops: (seconds, block), blocks from 1.
 
-    Recomputation belongs to the backward segment that it is for.
+    Recomputation belongs to the backward segment that needs it.
     """
     blocks = split_into_blocks(graph)
     first_s: dict[str, float] = {}
@@ -277,7 +271,7 @@ def block_starts(
 
 
 def _turn(layers: Occupancy) -> float | None:
-    """When the forward pass has ended, in seconds: at the end of the last first forward run."""
+    """When the forward pass ends, in seconds: after the last first computation of it."""
     seen: set[str] = set()
     turn = None
     ends_s = accumulate(node.time_s for node in layers.nodes)
@@ -323,6 +317,6 @@ def _mark_peak(
 
 
 def _drawable(name: str) -> str:
-    """A name as a picture can show it: graph files come from strangers."""
+    """A printable, short name, as graph files are not trusted."""
     shown = "".join(c if c.isprintable() else "?" for c in name)
     return shown if len(shown) <= LONGEST_NAME else shown[: LONGEST_NAME - 1] + "…"

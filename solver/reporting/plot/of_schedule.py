@@ -1,8 +1,8 @@
-"""A schedule as a picture: which block runs when, and what is held of it meanwhile.
+"""A schedule by block and time, and how much of each block is live.
 
-Time runs to the right, blocks upwards. The forward pass climbs, the backward pass descends; where a
-block runs again the picture has a second step up. Behind each row stands what the device holds of
-what the block's forward ops made, as a share of all that they make.
+Time runs to the right, blocks upwards: the forward pass climbs, the backward pass descends, and
+recomputed blocks climb again. Behind each row is the live share of what the forward ops of the
+block produce.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from graphs.graph import Graph, Node
 from solver.chain import Blocks, split_into_blocks
-from solver.reporting.plot.of_memory import overhead_words
+from solver.reporting.plot.of_memory import overhead_text
 from solver.reporting.plot.style import (
     BLUE,
     GREEN,
@@ -27,12 +27,12 @@ from solver.reporting.plot.style import (
 from solver.schedule import Compute, Schedule, Solution, baseline
 
 HALF = 0.42
-"""Of the height of a row that is drawn, up and down."""
-RUNS = (("forward", BLUE), ("forward again", ORANGE), ("backward", GREEN))
+"""Half of the drawn height of a row."""
+RUNS = (("forward", BLUE), ("recomputed", ORANGE), ("backward", GREEN))
 
 
 def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
-    """The plan's runs by block and time; those of the step as it is where there is no plan."""
+    """Draw the computations of the plan by block and time; of the baseline if there is no plan."""
     axes = new_axes() if ax is None else ax
     graph = solution.graph
     shown = baseline(graph) if solution.schedule is None else solution.schedule
@@ -47,7 +47,7 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
             fill=True,
             color=LIGHT,
             lw=0,
-            label="held" if row == 1 else None,
+            label="live" if row == 1 else None,
             zorder=1,
         )
     for kind, (label, colour) in enumerate(RUNS):
@@ -65,7 +65,7 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     axes.set_xlim(0, None)
     axes.set_ylim(0.4, blocks.n_blocks + 0.6)
     axes.tick_params(colors=INK)
-    words = "no plan fits" if solution.schedule is None else overhead_words(solution)
+    words = "no plan fits" if solution.schedule is None else overhead_text(solution)
     finish(axes, f"{solution.method}: {words}")
     axes.grid(visible=False)
     legend_below(axes)
@@ -73,7 +73,7 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
 
 
 def _rows(blocks: Blocks) -> dict[str, int]:
-    """The block of each node, from 1; the optimizer's have none."""
+    """The block of each node, from 1; nodes of the optimizer have none."""
     rows = {}
     for segments in (blocks.forward, blocks.backward[: blocks.n_blocks]):
         for block, names in enumerate(segments, start=1):
@@ -97,7 +97,7 @@ def _runs(graph: Graph, shown: Schedule) -> list[tuple[float, Node, int]]:
 
 
 def _held(graph: Graph, shown: Schedule, blocks: Blocks) -> dict[int, Sequence[float]]:
-    """By block: the share of its forward storages' bytes that is there while each compute runs."""
+    """By block: the live share of the bytes of its forward storages during each compute."""
     block_of = {
         root: block
         for block, names in enumerate(blocks.forward, start=1)

@@ -1,4 +1,4 @@
-"""Throughput against batch size or sequence length: where more stops paying."""
+"""Throughput against batch size or sequence length."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from matplotlib.axes import Axes
 
 from solver.analysis import SizeSearch
 from solver.reporting.plot.style import BLUE, GREY, RED, finish, legend_below, new_axes
+from solver.reporting.rows import saturation_text
 
-WORDS = {
+AXIS_LABELS = {
     "batch_size": ("batch size", "samples per second"),
     "seq_length": ("sequence length", "positions per second, of each sequence"),
 }
 
 
 def throughput(search: SizeSearch, ax: Axes | None = None) -> Axes:
-    """What each size that has a plan computes in a second; the largest and the best are marked."""
+    """Throughput of each size that fits; the saturation point and the first misfit are marked."""
     axes = new_axes() if ax is None else ax
-    size_words, rate_words = WORDS[search.size]
+    size_label, rate_label = AXIS_LABELS[search.size]
     found = [(c, c.rate_per_s) for c in search.candidates if c.rate_per_s is not None]
     axes.plot([c.size for c, _ in found], [rate for _, rate in found], color=BLUE, lw=1.2, zorder=3)
-    for recomputes, label in ((False, "fits as it is"), (True, "fits with recomputation")):
+    for recomputes, label in ((False, "without recomputation"), (True, "with recomputation")):
         some = [(c, r) for c, r in found if (c.solution.simulation.n_recomputed > 0) == recomputes]  # type: ignore[union-attr]
         if some:
             axes.plot(
@@ -33,16 +34,15 @@ def throughput(search: SizeSearch, ax: Axes | None = None) -> Axes:
                 label=label,
                 zorder=4,
             )
-    pays, beyond = search.pays_until, search.beyond
-    if pays is not None:
-        label = f"more pays until {pays.size}"
-        axes.axvline(pays.size, color=GREY, lw=1.0, ls=":", label=label, zorder=2)
-    if beyond is not None:
-        label = f"no plan from {beyond.size} on"
-        axes.axvline(beyond.size, color=RED, lw=1.2, ls="--", label=label, zorder=2)
-    axes.set(xlabel=size_words, ylabel=rate_words)
+    if search.pays_until is not None:
+        label = f"throughput {saturation_text(search)}"
+        axes.axvline(search.pays_until.size, color=GREY, lw=1.0, ls=":", label=label, zorder=2)
+    if search.beyond is not None:
+        label = f"no plan from {search.beyond.size} on"
+        axes.axvline(search.beyond.size, color=RED, lw=1.2, ls="--", label=label, zorder=2)
+    axes.set(xlabel=size_label, ylabel=rate_label)
     axes.set_ylim(0, 1.08 * max((rate for _, rate in found), default=1.0))
     axes.set_xlim(0, None)
-    finish(axes, f"What a larger {size_words} brings")
+    finish(axes, f"Throughput against {size_label}")
     legend_below(axes)
     return axes

@@ -1,4 +1,4 @@
-"""What the pictures share: colours, axes, sizes, and how a figure becomes a file."""
+"""What the plots share: colours, axes, units, and writing a figure to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from graphs.files import write_whole
 
-# Okabe and Ito's colours: told apart by colour-blind eyes, and in print.
+# Okabe and Ito's colours, distinguishable for colour-blind readers and in print.
 INK, GREY, LIGHT, STONE = "#222222", "#8a8a8a", "#d9d9d9", "#b0b3b8"
 PAPER = "#fefefe"
 BLUE, RED = "#0072b2", "#d55e00"
@@ -34,7 +34,7 @@ COLOUR_VARIABLES = {
     PINK: "--pink",
     SKY: "--sky",
 }
-"""The CSS variable of each colour: a page sets them for light and for dark."""
+"""The CSS variable of each colour; the page sets them for light and dark mode."""
 
 
 def new_axes() -> Axes:
@@ -55,7 +55,7 @@ def legend_below(axes: Axes) -> None:
 
 
 def size_unit(largest_bytes: int) -> tuple[str, float]:
-    """The unit that suits sizes up to this one, and its bytes."""
+    """The unit for sizes up to this one, and its bytes."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if largest_bytes >= size:
             return unit, size
@@ -63,13 +63,13 @@ def size_unit(largest_bytes: int) -> tuple[str, float]:
 
 
 def inline_svg(axes: Axes, *, name: str) -> str:
-    """The figure of `axes` as an <svg> element for an HTML page: no address, no fixed size.
+    """The figure of `axes` as an <svg> element for an HTML page: no URLs, no fixed size.
 
-    Colours become CSS variables (`COLOUR_VARIABLES`), text stays text, the ground is transparent.
-    name: letters, in front of every id, so that a page can hold several pictures.
+    Colours become CSS variables (`COLOUR_VARIABLES`), text stays text, the background is
+    transparent. name: letters that prefix every id, so that a page can hold several plots.
     """
     written = io.BytesIO()
-    # Ids that do not come from a random number: same picture, same bytes.
+    # A fixed salt instead of random ids: the same plot is the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "checkpoint-solver", "svg.fonttype": "none"}):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         _figure_of(axes).savefig(written, format="svg", transparent=True, metadata=nothing)
@@ -86,19 +86,19 @@ def inline_svg(axes: Axes, *, name: str) -> str:
 
 
 def _root(tag: re.Match[str]) -> str:
-    """The first tag with its view box alone."""
+    """The first tag, reduced to its view box."""
     return re.sub(r'\s(?!viewBox)[\w:]+="[^"]*"', "", tag.group())
 
 
 def _shortened(attribute: re.Match[str]) -> str:
-    """Hundredths of a point are enough."""
+    """Round to hundredths of a point."""
     return re.sub(r"(\d+\.\d\d)\d+", r"\1", attribute.group())
 
 
 def _figure_of(axes: Axes) -> Figure:
     figure = axes.get_figure(root=True)
     if figure is None:
-        raise ValueError("these axes have been taken off their figure; there is nothing to save")
+        raise ValueError("these axes have been removed from their figure: nothing to save")
     return figure
 
 
@@ -108,7 +108,7 @@ def save(axes: Axes, path: str | Path) -> None:
     figure = _figure_of(axes)
     written = io.BytesIO()
     kind = path.suffix.lower().removeprefix(".")
-    # Same picture, same bytes: no date, and ids that do not come from a random number.
+    # Without a date and random ids the same plot is the same bytes.
     options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 160}
     with matplotlib.rc_context({"svg.hashsalt": "checkpoint-solver"}):
         figure.savefig(written, format=kind, **options)

@@ -268,7 +268,7 @@ def test_the_command(tmp_path, capsys):
     assert "--verify runs the step in one process" in capsys.readouterr().err
     graph = GPT2
     assert main(["--budget", "1GB", str(graph), "--fsdp", "2"]) == 2
-    assert "--fsdp: a graph file is traced already" in capsys.readouterr().err
+    assert "--fsdp: not possible with a graph file" in capsys.readouterr().err
 
 
 @pytest.mark.distributed

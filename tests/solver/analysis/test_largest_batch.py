@@ -17,7 +17,7 @@ from solver.analysis.largest_batch import CannotBeMadeError, SameStepError, Size
 from solver.cli.command import main
 from solver.common.deadline import ctrl_c_ends_searches
 from solver.reporting import plot
-from solver.reporting.rows import Report, to_json
+from solver.reporting.report_data import Report, to_json
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
@@ -166,9 +166,9 @@ def test_the_picture_shows_every_size_that_has_a_plan():
     line = axes.lines[0]
     assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == rates
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "fits as it is" in labels
-    assert "fits with recomputation" in labels
-    assert f"more pays until {found.pays_until.size}" in labels
+    assert "without recomputation" in labels
+    assert "with recomputation" in labels
+    assert f"throughput saturates at batch {found.pays_until.size}" in labels
     assert f"no plan from {found.beyond.size} on" in labels
     nothing = SizeSearch("batch_size", found.candidates[-1:])
     assert len(plot.throughput(nothing).lines[0].get_xdata()) == 0
@@ -229,7 +229,7 @@ def test_the_report_and_the_files(tmp_path, capsys):
     assert "Batch sizes" in text
     assert "samples/s" in text
     assert "has no plan within the budget" in text
-    assert "more pays until" in text
+    assert "saturates at" in text
     assert "Verified passed" in text  # with the batch that was found
     assert Solution.load(schedule, graph=graph).simulation.peak_bytes <= 300_000
     assert "samples per second" in Path(page).read_text()
@@ -269,7 +269,7 @@ def test_nothing_fits_is_infeasible(tmp_path, capsys):
     code = main(["--max-batch", "--budget", "1KB", model])
     printed = capsys.readouterr()
     assert code == 3
-    assert "none that was tried fits" in printed.out
+    assert "none of the sizes tried fits" in printed.out
     assert "infeasible" in printed.err
 
 
@@ -284,7 +284,7 @@ def test_ctrl_c_reports_the_largest_so_far(tmp_path, capsys, monkeypatch):
     assert main(["--max-batch", "--budget", "1MB", write_model(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "largest 8" in text
-    assert "Interrupted: this is the largest that was found to fit until then." in text
+    assert "Interrupted: the largest size found to fit so far." in text
 
 
 def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
@@ -309,7 +309,7 @@ def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
         (["--max-batch"], [("randn(batch_size", "randn(64")], "sizes 1 and 2 give the same step"),
         (["--max-batch", "--max-seq"], [], "not allowed with"),
         (["--max-batch", "--compare"], [], "plan many: leave one"),
-        (["--throughput", "t.png"], [], "--throughput draws what --max-batch"),
+        (["--throughput", "t.png"], [], "--throughput requires --max-batch"),
         (["--max-batch", "--throughput", "t.gif"], [], "must end in .png or .svg"),
     ],
 )
@@ -321,4 +321,4 @@ def test_what_is_refused(argv, changes, reason, tmp_path, capsys):
 
 def test_a_graph_file_has_one_size(capsys):
     code, line = failed(capsys, "--max-batch", "--budget", "4GB", str(GPT2))
-    assert (code, "--max-batch: a graph file is traced already" in line) == (2, True)
+    assert (code, "--max-batch: not possible with a graph file" in line) == (2, True)

@@ -207,7 +207,7 @@ def test_a_bare_number_that_was_meant_in_gigabytes(graph: Graph, capsys, tmp_pat
     path = tmp_path / "graph.json"
     graph.save(path)
     assert main(["--budget", "16", str(path)]) == 2
-    assert "Write 16GB for gigabytes" in capsys.readouterr().err
+    assert "write 16GB for gigabytes" in capsys.readouterr().err
     assert main(["--budget", "2000000", "--quiet", str(path)]) == 0
 
 

@@ -19,8 +19,8 @@ from solver.chain.blocks import split_into_blocks
 from solver.cli.command import main
 from solver.common.format import format_time
 from solver.common.sizes import format_size
-from solver.reporting.html import bound_words, page
-from solver.reporting.rows import Report
+from solver.reporting.html import bound_text, page
+from solver.reporting.report_data import Report
 from solver.schedule.solution import Solution
 from solver.solving import solve
 from tests.solver.reporting.test_report import report_of, verified
@@ -117,19 +117,19 @@ def test_it_says_what_the_report_says(whole, planned):
         "Answer",
         "Memory over the step",
         "Memory at the peak",
-        "What a smaller budget costs",
+        "Overhead against budget",
         "Blocks",
         "Methods",
-        "What the bound says",
+        "Lower bound",
         "Advice",
-        "Verified",
+        "Verification",
         "Notes",
-        "Made by",
+        "Command",
     ):
         assert f"<h2>{title}</h2>" in whole
     assert f"overhead {100 * planned.overhead:+.2f} %" in text
     assert "4.00 GB (3.73 GiB)" in text
-    assert "without checkpointing: 5.24 GB" in text  # in the picture
+    assert "baseline: 5.24 GB" in text  # in the picture
     assert "solve --budget 4GB --report out.html g.json" in text
     assert "Refused by ilp: 364 ops are too many" in text
     assert all(advice.text in text for advice in advise(planned))
@@ -141,19 +141,19 @@ def test_the_tables_rows_are_the_blocks_and_the_methods(whole, planned):
     assert rows == split_into_blocks(planned.graph).n_blocks + n_categories + n_measured + n_methods
     widest = max(block_rows(planned), key=lambda row: row.dropped_bytes)
     cells = [str(widest.n_ops), format_size(widest.kept_bytes), format_size(widest.dropped_bytes)]
-    cells += [str(widest.n_recomputed), format_time(widest.again_s)]
+    cells += [str(widest.n_recomputed), format_time(widest.recompute_s)]
     assert "".join(f'<td class="number">{cell}</td>' for cell in cells) in whole
 
 
 def test_the_bound_in_words(planned):
-    says, why = bound_words(planned)
-    assert f"takes less than {format_time(planned.lower_bound_s)} a step" in says
-    assert f"{100 * planned.gap:.2f} %, can still be won" in says
+    says, why = bound_text(planned)
+    assert f"takes less than {format_time(planned.lower_bound_s)} per step" in says
+    assert f"{100 * planned.gap:.2f} % of the baseline" in says
     assert "integer program" in why
-    (nothing,) = bound_words(dataclasses.replace(planned, lower_bound_s=math.inf, simulation=None))
+    (nothing,) = bound_text(dataclasses.replace(planned, lower_bound_s=math.inf, simulation=None))
     assert "proven" in nothing
     unsolved = dataclasses.replace(planned, schedule=None, simulation=None)
-    assert "can still be won" not in bound_words(unsolved)[0]
+    assert "no other plan can save" not in bound_text(unsolved)[0]
 
 
 def test_a_page_without_a_plan_says_why():
@@ -161,7 +161,7 @@ def test_a_page_without_a_plan_says_why():
     solution = solve(graph, budget="2GB", method="sqrt")
     report = report_of(solution, advice=advise(solution), verify_error="no <memory>")
     text = page(report, command="solve")
-    assert "nothing fits below 2.80 GB" in words(text)
+    assert "no schedule fits below 2.80 GB" in words(text)
     assert "<h2>Blocks</h2>" not in text
     assert '<p class="infeasible">infeasible</p>' in text
     assert "FAILED: no &lt;memory&gt;" in text
@@ -257,8 +257,8 @@ def test_a_phone_shows_all_of_it(whole, chromium, dark, tmp_path):
 def test_a_desk_shows_all_of_it(whole, chromium, tmp_path):
     seen = browser.look(chromium, whole, tmp_path, width=1400, dark=False)
     assert seen["width"] <= 1400
-    assert "Made by" in seen["text"]
-    assert "without checkpointing: 5.24 GB" in seen["text"]
+    assert "Command" in seen["text"]
+    assert "baseline: 5.24 GB" in seen["text"]
 
 
 def test_the_look_itself_can_fail(chromium, tmp_path):

@@ -54,7 +54,7 @@ def test_memory_is_the_judges_line(planned):
     assert widths[1] / widths[0] == pytest.approx(
         planned.simulation.time_s / planned.baseline.time_s
     )
-    assert any("without checkpointing" in label for label in labels(axes))
+    assert any("baseline" in label for label in labels(axes))
     assert "with the plan" in axes.get_title(loc="left")
     assert any(label.startswith("budget:") for label in labels(axes))
 
@@ -88,7 +88,9 @@ def test_the_layers_stand_on_one_another_up_to_the_judges_bytes(planned):
     axes = plot.memory(planned)
     layers = occupancy(GRAPH, planned.schedule)
     shown = [name for name in LAYERS if any(layers.layer_bytes[name])]
-    assert labels(axes)[: len(shown)] == [plot_memory.LABEL_OF_LAYER[name] for name in shown]
+    assert labels(axes)[: len(shown)] == [
+        "saved activations" if name == "kept" else name for name in shown
+    ]
     drawn = stack(axes)
     assert len(drawn) == len(shown) >= 4
     assert all(drawn[0].baseline == 0)
@@ -109,7 +111,7 @@ def test_before_and_after_are_on_the_same_scales(planned):
     assert stack(above)[-1].values.max() / stack(below)[-1].values.max() == pytest.approx(
         PEAK_BYTES / planned.simulation.peak_bytes
     )
-    assert "without checkpointing" in above.get_title(loc="left")
+    assert "baseline" in above.get_title(loc="left")
     assert "with the plan" in below.get_title(loc="left")
     assert above.get_figure() is below.get_figure()
     nothing = solve(GRAPH, budget=int(0.8 * PEAK_BYTES), method="none")
@@ -167,14 +169,14 @@ def test_a_long_schedule_is_thinned_and_keeps_its_peak(planned, monkeypatch):
 
 def test_a_reserve_shows_in_the_line_of_the_budget():
     solution = solve(GRAPH, budget=PEAK_BYTES + 1000, reserve=1000, method="none")
-    assert any("budget less reserve" in label for label in labels(plot.memory(solution)))
+    assert any("budget minus reserve" in label for label in labels(plot.memory(solution)))
 
 
 def test_the_curve_has_a_line_for_each_method_and_marks_the_plan(curve, planned):
     axes = plot.pareto(curve, chosen=planned)
     assert {"sqrt", "none", "proven lower bound"} <= set(labels(axes))
     assert any(label.startswith("this plan: +") for label in labels(axes))
-    assert any(label.startswith("fits without checkpointing") for label in labels(axes))
+    assert any(label.startswith("baseline fits") for label in labels(axes))
     line = next(line for line in axes.lines if line.get_label() == "sqrt")
     found = [p for p in curve.of("sqrt") if p.overhead is not None]
     assert list(line.get_ydata()) == pytest.approx([100 * p.overhead for p in found])
@@ -258,5 +260,5 @@ def test_no_pyplot_state_is_left(planned):
 def test_axes_without_a_figure_cannot_be_saved(planned, tmp_path):
     axes = plot.memory(planned)
     axes.remove()
-    with pytest.raises(ValueError, match="taken off their figure"):
+    with pytest.raises(ValueError, match="removed from their figure"):
         plot.save(axes, tmp_path / "m.png")

@@ -1,0 +1,252 @@
+"""The Report object and its JSON form; `terminal` and `html` show it to people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphs.fsdp import sharding_of, sharding_words
+from graphs.graph import Graph, Node
+from solver.analysis import Advice, SizeSearch
+from solver.common import counted, format_time
+from solver.emit import Emitted
+from solver.runtime_hooks import Verification
+from solver.schedule import Schedule, Simulation, Solution, baseline, memory_at, node_at
+
+FORMAT = "report/1"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the terminal, the JSON object and the HTML page show.
+
+    problem: what was given.
+    device, costs: described in words; costs is "" where the graph file does not record them.
+    solutions: one, or one per method of a comparison.
+    refused: (method, why it cannot plan this graph).
+    files: (what, path) of each file written.
+    notes: sentences.
+    verification, verify_error: the measured step, or why it could not be run.
+    reserve_reason: why the default reserve applies; "" if a reserve was given.
+    advice: what else would reduce memory.
+    interrupted: Ctrl-C ended the search.
+    sizes: the search for the largest batch, whose best size is the solution.
+    emitted: the closest setting of another system.
+    how_to_save: what writes the schedule.
+    """
+
+    problem: str
+    device: str
+    costs: str
+    solutions: tuple[Solution, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, Path], ...] = ()
+    notes: tuple[str, ...] = ()
+    verification: Verification | None = None
+    verify_error: str = ""
+    reserve_reason: str = ""
+    advice: tuple[Advice, ...] = ()
+    interrupted: bool = False
+    sizes: SizeSearch | None = None
+    emitted: Emitted | None = None
+    how_to_save: str = "-o schedule.json"
+
+    @property
+    def best(self) -> Solution:
+        return best(self.solutions)
+
+    @property
+    def emitted_overhead(self) -> float | None:
+        """Extra time of the emitted setting as a share of the baseline."""
+        if self.emitted is None:
+            return None
+        baseline_s = self.best.baseline.time_s
+        return (self.emitted.setting.simulation.time_s - baseline_s) / (baseline_s or 1.0)
+
+
+def best(solutions: Iterable[Solution]) -> Solution:
+    """The fastest that fits, the smaller peak of equals; the first one if none fits."""
+    solutions = tuple(solutions)
+    return min(
+        (s for s in solutions if s.simulation is not None),
+        key=lambda s: (s.simulation.time_s, s.simulation.peak_bytes),  # type: ignore[union-attr]
+        default=solutions[0],
+    )
+
+
+def step_notes(graph: Graph) -> Iterator[str]:
+    """Sentences on how this step differs from a usual training step."""
+    sharding = sharding_of(graph.meta.environment)
+    if sharding is not None:
+        yield (
+            f"All figures are {sharding_words(graph.meta.environment)} (fully_shard on "
+            f"{len(sharding.groups or ())} modules, then on the model), for the batch of one rank: "
+            "shards of parameters, gradients and optimizer state, and gathered parameters with "
+            "their buffers while they are live. Communication is assumed to take no time. Export "
+            "the plan to run it: to_torch_checkpoint(model, solution)."
+        )
+    if graph.meta.environment.get("train", True) is False:
+        yield (
+            "The model is in evaluation mode: dropout is off and batch norm uses its running "
+            "statistics. Call model.train() before planning a training step."
+        )
+    if graph.meta.own_checkpoints:
+        yield (
+            "The model already uses torch.utils.checkpoint. The plan replaces those checkpoints, "
+            "and the baseline is without them: as it is, the model takes less memory and more time "
+            "than the baseline."
+        )
+    if graph.meta.environment and not any(node.phase == "optimizer" for node in graph.nodes):
+        yield (
+            "No optimizer is included: its state and the memory of its step are not counted. Pass "
+            "optimizer= when tracing to include them."
+        )
+
+
+def describe_costs(described: object) -> str:
+    """The cost model, from its description in the graph's meta; "" if the graph has none."""
+    if not isinstance(described, Mapping):
+        return described if isinstance(described, str) else ""
+    title = described.get("title", described.get("device", ""))
+    text = f"{described.get('model', 'unknown')}, {title}"
+    fallbacks = described.get("n_fallbacks")
+    if fallbacks:
+        text += f"; {counted(int(fallbacks), 'op')} not measured, from the roofline"
+    measured_s, roofline_s = (
+        _seconds(described.get(f"{name}_s")) for name in ("measured", "roofline")
+    )
+    if measured_s and roofline_s:
+        text += (
+            f"; {format_time(measured_s)}, {measured_s / roofline_s:.2f} times the roofline's "
+            f"{format_time(roofline_s)}"
+        )
+    return text
+
+
+def _seconds(value: object) -> float:
+    """0 for anything but a finite number, as graph files are not trusted."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The object of `--json`: sizes in bytes, times in seconds, null where nothing was found."""
+    answer = report.best
+    graph, request = answer.graph, answer.request
+    return {
+        "format": FORMAT,
+        "problem": report.problem,
+        "graph_id": graph.graph_id,
+        "n_ops": len(graph.nodes),
+        "n_forward_ops": len(graph.forward_nodes),
+        "device": report.device or None,
+        "costs": report.costs or None,
+        "budget_bytes": request.budget_bytes,
+        "reserve_bytes": request.reserve_bytes,
+        "baseline": _run(graph, baseline(graph), answer.baseline),
+        **_answer(answer),
+        "methods": [_answer(solution) for solution in report.solutions],
+        "refused": dict(report.refused),
+        "verification": _verification(report),
+        "files": {what: str(path) for what, path in report.files},
+        "sizes": None if report.sizes is None else _sizes(report.sizes),
+        "emitted": None if report.emitted is None else _emitted(report, report.emitted),
+        "notes": list(report.notes),
+        "advice": [asdict(advice) for advice in report.advice],
+    }
+
+
+def _answer(solution: Solution) -> dict[str, Any]:
+    """One method's answer; the fields of a schedule are null when there is none."""
+    schedule, simulation = solution.schedule, solution.simulation
+    run = schedule and simulation and _run(solution.graph, schedule, simulation)
+    return {
+        "status": solution.status,
+        "method": solution.method,
+        "schedule": run,
+        "overhead": solution.overhead,
+        "lower_bound_s": _finite(solution.lower_bound_s),
+        "lower_bound_overhead": _finite(solution.lower_bound_overhead),
+        "gap": solution.gap,
+        "solve_time_s": solution.solve_time_s,
+        "timed_out": solution.timed_out,
+        "infeasible": None if run else _infeasible(solution),
+    }
+
+
+def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
+    return {
+        "peak_bytes": simulation.peak_bytes,
+        "peak_op": _op(node_at(graph, schedule, simulation)),
+        "memory_bytes": memory_at(graph, schedule, simulation.peak_op),
+        "time_s": simulation.time_s,
+        "n_recomputed": simulation.n_recomputed,
+    }
+
+
+def _op(node: Node | None) -> dict[str, str] | None:
+    if node is None:
+        return None
+    return {"node": node.name, "op": node.op, "phase": node.phase, "module": node.module}
+
+
+def _infeasible(solution: Solution) -> dict[str, Any]:
+    obstacle = solution.obstacle
+    node = solution.graph.node_by_name.get(obstacle.op) if obstacle else None
+    proven_bytes = obstacle.proven_bytes + solution.request.reserve_bytes if obstacle else None
+    return {
+        "proven": solution.proven_infeasible,
+        "least_budget_bytes": solution.minimum_budget_bytes,
+        "proven_budget_bytes": proven_bytes,
+        "cut_short": obstacle is not None and obstacle.cut_short,
+        "op": _op(node),
+        "resident_bytes": solution.graph.resident_bytes,
+        "on_device": [
+            {"tensor": name, "size_bytes": size_bytes}
+            for name, size_bytes in (obstacle.on_device if obstacle else ())
+            if name in solution.graph.producer
+        ],
+    }
+
+
+def _sizes(search: SizeSearch) -> dict[str, Any]:
+    largest, pays_until = search.largest, search.pays_until
+    return {
+        "size": search.size,
+        "largest": None if largest is None else largest.size,
+        "pays_until": None if pays_until is None else pays_until.size,
+        "interrupted": search.interrupted,
+        "candidates": [
+            {"size": c.size, "rate_per_s": c.rate_per_s, **_answer(c.solution)}
+            for c in search.candidates
+        ],
+        "refused": [{"size": size, "reason": reason} for size, reason in search.refused],
+    }
+
+
+def _emitted(report: Report, found: Emitted) -> dict[str, Any]:
+    simulation = found.setting.simulation
+    return {
+        "system": found.system,
+        "setting": found.setting.text,
+        "fits": found.fits,
+        "peak_bytes": simulation.peak_bytes,
+        "time_s": simulation.time_s,
+        "overhead": report.emitted_overhead,
+        "n_recomputed": simulation.n_recomputed,
+        "n_layers": found.n_layers,
+        "n_judged": found.n_judged,
+    }
+
+
+def _verification(report: Report) -> dict[str, Any] | None:
+    found = report.verification
+    if found is None:
+        return {"passed": False, "error": report.verify_error} if report.verify_error else None
+    return {**asdict(found), "fits": found.fits, "passed": found.passed}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
