@@ -1,7 +1,6 @@
-"""A plan explained: why an op runs again, what is on the device at the peak, what a byte is worth.
+"""Explain a plan: why an op is recomputed, what is live at the peak, what more memory is worth.
 
-Nothing is taken from the search: the schedule is read, changed by hand where a question asks what
-would be otherwise, and judged again.
+All answers come from the schedule; for "what if" questions it is edited and simulated again.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from solver.solving import attempt
 
 STEP_BYTES = 10**9
 STEP_SHARE = 10
-"""A budget's step is a gigabyte, but at most this part of what the step has above the resident."""
+"""The step between budgets is 1 GB, but at most a tenth of the non-resident memory."""
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """One run beyond the first.
+    """One computation beyond the first.
 
-    dropped_after: the last op that reads what it made before, or the op itself if none does.
-    reader: the op that is not itself a recomputation and for whose sake it runs; None: nothing
-    reads it further on. through: recomputations between the two, in order.
+    dropped_after: the last op that reads the previous copy, or the op itself if none does.
+    reader: the op, itself not a recomputation, that needs it; None: nothing reads it.
+    through: the recomputations between the two, in order.
     """
 
     dropped_after: Node
@@ -51,25 +50,30 @@ class Recomputation:
 class WhyRecomputed:
     """An op in a plan.
 
-    output_bytes: what it makes, aliases not counted. last_reader: the last op that reads it. kept:
-    the judge's word on the same plan with the output kept from its first use to its last (None: it
-    does not run again, or keeping it is not legal).
+    output_bytes: without aliases.
+    last_reader: the last op that reads the output.
+    kept: the simulation of the plan with the output kept until then (None: it is not recomputed, or
+        keeping it is illegal).
     """
 
     node: Node
     n_runs: int
     output_bytes: int
-    reruns: tuple[Recomputation, ...]
+    recomputations: tuple[Recomputation, ...]
     last_reader: Node | None
     kept: Simulation | None
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of the peak. node: None before the first op. position: of n_ops computes, from 1.
+    """The peak of a plan.
 
-    memory_bytes: by category. largest: what the step made and is there, (storage, bytes), largest
-    first. modules: of the ops that made them. resident_bytes: what no plan can free.
+    node: the peak op (None: before the first op).
+    position: of n_ops computes, from 1.
+    memory_bytes: by category.
+    largest: live storages that the step produces and their bytes, largest first.
+    modules: of the ops that produce them.
+    resident_bytes: what no plan can free.
     """
 
     node: Node | None
@@ -82,15 +86,13 @@ class Peak:
 
 
 def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
-    """Why the op of that name runs as often as it does. Raises KeyError: the graph has no such op.
-
-    Cost: linear in the schedule.
-    """
+    """Why an op is recomputed, by its name; linear in the schedule. Raises KeyError."""
     graph, schedule = solution.graph, _schedule(solution)
     node = graph.node_by_name[name]
     order = computes(schedule)
     runs = [position for position, other in enumerate(order) if other == name]
-    again = _is_rerun(order)
+    first = {name: position for position, name in reversed([*enumerate(order)])}
+    is_recomputed = [first[name] < position for position, name in enumerate(order)]
     readers = [other for other in order if _reads(graph, other, node)]
     return WhyRecomputed(
         node=node,
@@ -100,8 +102,9 @@ def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
             for output in node.outputs
             if graph.root(output) == output
         ),
-        reruns=tuple(
-            _rerun(graph, order, again, before, position) for before, position in pairwise(runs)
+        recomputations=tuple(
+            _recomputation(graph, order, is_recomputed, before, position)
+            for before, position in pairwise(runs)
         ),
         last_reader=graph.node_by_name[readers[-1]] if readers else None,
         kept=_kept(graph, order, name) if len(runs) > 1 else None,
@@ -109,7 +112,7 @@ def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
 
 
 def peak(solution: Solution) -> Peak:
-    """Where the plan's peak is, and what stands there."""
+    """The peak of the plan and what is live there."""
     graph, schedule, simulation = solution.graph, _schedule(solution), _trace(solution)
     node = node_at(graph, schedule, simulation)
     held = held_during(graph, schedule, simulation.peak_op)
@@ -127,7 +130,7 @@ def peak(solution: Solution) -> Peak:
 
 
 def most_recomputed(solution: Solution) -> tuple[tuple[Node, int], ...]:
-    """The ops that run again and how often beyond the first, most time lost first."""
+    """The recomputed ops and how often, those with the most recompute time first."""
     runs = Counter(computes(_schedule(solution)))
     graph = solution.graph
     found = [(graph.node_by_name[name], n - 1) for name, n in runs.items() if n > 1]
@@ -137,10 +140,10 @@ def most_recomputed(solution: Solution) -> tuple[tuple[Node, int], ...]:
 def neighbours(
     solution: Solution, *, step_bytes: int, time_limit_s: float
 ) -> tuple[Solution | None, Solution]:
-    """The same request with a step less and a step more; None where less leaves nothing to plan.
+    """Solutions for a smaller and a larger budget; None where less leaves nothing to plan with.
 
-    Each search takes at most time_limit_s. The plan itself fits the larger budget, so that answer
-    is never worse.
+    Each search takes at most time_limit_s. The answer for more is never slower than the plan, which
+    fits there as well.
     """
     request = solution.request
     answers: list[Solution | None] = []
@@ -157,20 +160,20 @@ def neighbours(
 
 
 def step_bytes_for(solution: Solution) -> int:
-    """A step that tells something: 1 GB, or a tenth of what the step has above the resident."""
+    """A step between budgets: 1 GB, or a tenth of the baseline's non-resident peak if less."""
     above_bytes = solution.baseline.peak_bytes - solution.graph.resident_bytes
     return max(1, min(STEP_BYTES, above_bytes // STEP_SHARE))
 
 
 def computes(schedule: Schedule) -> list[str]:
-    """The nodes in the order in which they run."""
+    """The nodes in the order in which they are computed."""
     return [op.node for op in schedule.ops if isinstance(op, Compute)]
 
 
-def _rerun(
-    graph: Graph, order: Sequence[str], again: Sequence[bool], before: int, position: int
+def _recomputation(
+    graph: Graph, order: Sequence[str], is_recomputed: Sequence[bool], before: int, position: int
 ) -> Recomputation:
-    """The run at `position`; the one before it was at `before`."""
+    """The computation at `position`, whose previous one is at `before`."""
     node = graph.node_by_name[order[position]]
     readers = [p for p in range(before + 1, position) if _reads(graph, order[p], node)]
     through: list[Node] = []
@@ -183,7 +186,7 @@ def _rerun(
         if found is None:
             break
         at, wanted = found, graph.node_by_name[order[found]]
-        if again[found]:
+        if is_recomputed[found]:
             through.append(wanted)
         else:
             reader = wanted
@@ -199,17 +202,8 @@ def _reads(graph: Graph, reader: str, maker: Node) -> bool:
     return not made.isdisjoint(map(graph.root, graph.node_by_name[reader].inputs))
 
 
-def _is_rerun(order: Sequence[str]) -> list[bool]:
-    seen: set[str] = set()
-    flags = []
-    for name in order:
-        flags.append(name in seen)
-        seen.add(name)
-    return flags
-
-
 def _kept(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
-    """The plan without the later runs of one op, and without what ran for their sake alone."""
+    """The plan without the recomputations of one op and those needed only for them."""
     first = order.index(name)
     once = [other for position, other in enumerate(order) if other != name or position == first]
     try:
@@ -220,11 +214,11 @@ def _kept(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
 
 def _schedule(solution: Solution) -> Schedule:
     if solution.schedule is None:
-        raise ValueError(f"there is no schedule to explain: the status is {solution.status}")
+        raise ValueError(f"no schedule to explain: the status is {solution.status}")
     return solution.schedule
 
 
 def _trace(solution: Solution) -> Simulation:
     if solution.simulation is None:
-        raise ValueError(f"there is no schedule to explain: the status is {solution.status}")
+        raise ValueError(f"no schedule to explain: the status is {solution.status}")
     return solution.simulation

@@ -1,9 +1,9 @@
-"""A person's model file: load it, and call what it defines.
+"""Load a model file and call what it defines.
 
-A model file defines `get_model()` and `get_batch(batch_size=…, seq_length=…)`, each taking what it
-likes of the two, and may define `get_loss(output, batch)`, `get_inputs(batch)` (what of the batch
-the model is called with) and `get_optimizer(model)`. Whatever goes wrong in it is told in one line
-with the file, the line and the reason.
+A model file defines `get_model()` and `get_batch()`, each of which may accept batch_size and
+seq_length, and optionally `get_loss(output, batch)`, `get_inputs(batch)` (the part of the batch
+that the model is called with) and `get_optimizer(model)`. Errors in it are reported in one line
+with file, line and reason.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from solver.cli import hf_config
 EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
 CONFIGURATION = "hf:"
-"""What comes before the path of a Hugging Face configuration."""
+"""The prefix of the path of a Hugging Face configuration."""
 _MODULE_AND_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FILE_AND_FACTORY = re.compile(r"(.*\.py):([A-Za-z_]\w*)", re.DOTALL)
 
 
 class LoadError(ValueError):
-    """The model file cannot be loaded, or something it defines fails; names file and line."""
+    """The model file, or a function in it, fails; the message names file and line."""
 
 
 class SizeError(ValueError):
-    """A batch size or sequence length that the file does not take, or needs and was not given."""
+    """A batch size or sequence length that the file does not accept, or that is missing."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from: a file, or a module to import; and the name of its factory.
+    """The file or importable module of a model, and the name of its factory.
 
     is_configuration: the file is a Hugging Face configuration.
     """
@@ -76,10 +76,12 @@ def parse_source(text: str) -> ModelSource | None:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A loaded model file. sizes: the batch size and sequence length that were asked for.
+    """A loaded model file.
 
-    varied: one of them, of which get_batch will be asked for many ("": none). title: the model's
-    name where it is not its class's. notes: whole sentences for the report.
+    sizes: the batch size and sequence length that were given.
+    varied: the size for which get_batch will be called with many values ("": none).
+    title: the name of the model, if it is not that of its class.
+    notes: sentences for the report.
     """
 
     source: ModelSource
@@ -107,23 +109,20 @@ class ModelFile:
         if batch is None:
             raise LoadError(
                 f"{self._place('get_batch')}: get_batch() returned None; it must return a tensor, "
-                "or a tuple or dict of what the model is called with"
+                "or a tuple or dict, that the model is called with"
             )
         return batch
 
     @property
     def loss(self) -> Callable[[Any, Any], Any] | None:
-        """get_loss(output, batch), or None: the model returns its loss."""
+        """get_loss(output, batch); None: the model returns its loss."""
         if not hasattr(self.module, "get_loss"):
             return None
         return self._function("get_loss")
 
     @property
     def inputs(self) -> Callable[[Any], Any] | None:
-        """get_inputs(batch), or None: the model is called with the whole batch.
-
-        The function raises LoadError.
-        """
+        """get_inputs(batch), which raises LoadError; None: the whole batch is the input."""
         if not hasattr(self.module, "get_inputs"):
             return None
         return self._inputs
@@ -133,18 +132,18 @@ class ModelFile:
         if inputs is None:
             raise LoadError(
                 f"{self._place('get_inputs')}: get_inputs(batch) returned None; it must return "
-                "what of the batch the model is called with: a tensor, a tuple or a dict"
+                "the part of the batch that the model is called with: a tensor, a tuple or a dict"
             )
         return inputs
 
     def optimizer(self, model: Any) -> Any:
-        """The file's optimizer for `model`, by default AdamW. Raises LoadError."""
+        """The optimizer of the file for `model`, by default AdamW. Raises LoadError."""
         import torch
 
         if not hasattr(self.module, "get_optimizer"):
             parameters = [p for p in model.parameters() if p.requires_grad]
             if not parameters:
-                raise LoadError(f"{self.source}: the model has no parameter that is trained")
+                raise LoadError(f"{self.source}: no parameter of the model requires a gradient")
             return torch.optim.AdamW(parameters)
         optimizer = self._call("get_optimizer", {}, model)
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -155,7 +154,7 @@ class ModelFile:
         return optimizer
 
     def check(self) -> None:
-        """Everything that can be known without calling anything. Raises LoadError, SizeError."""
+        """Check what can be checked without calling anything. Raises LoadError, SizeError."""
         if self.varied:
             self._check_takes(self.varied)
         accepted = set(self._sizes_for(self.source.factory)) | set(self._sizes_for("get_batch"))
@@ -163,22 +162,21 @@ class ModelFile:
             if name not in accepted:
                 raise SizeError(
                     f"--{name.replace('_', '-')} {size} has no effect: neither "
-                    f"{self.source.factory} nor get_batch of {self.source} takes {name}"
+                    f"{self.source.factory} nor get_batch of {self.source} accepts {name}"
                 )
         for name in ("get_loss", "get_inputs", "get_optimizer"):
             if hasattr(self.module, name):
                 self._function(name)
 
     def resized(self, name: str, size: int) -> ModelFile:
-        """The same file asked for another size."""
+        """The same file with another size."""
         return dataclasses.replace(self, sizes={**self.sizes, name: size})
 
     def _check_takes(self, name: str) -> None:
         if name not in self._sizes_for("get_batch"):
             raise SizeError(
-                f"{self._place('get_batch')}: get_batch takes no {name}, so no batch of another "
-                f"size can be made; write it as get_batch({name}={EXAMPLE_OF_SIZE[name]}) and make "
-                "the tensors of that size"
+                f"{self._place('get_batch')}: get_batch does not accept {name}; define it as "
+                f"get_batch({name}={EXAMPLE_OF_SIZE[name]}) and create tensors of that size"
             )
 
     def _function(self, name: str) -> Callable[..., Any]:
@@ -186,20 +184,19 @@ class ModelFile:
         if function is None:
             rule = "a model file defines get_model() and get_batch()"
             if name == self.source.factory and isinstance(self.source.place, str):
-                rule = f"add the function that makes the model: {self.source}:factory"
+                rule = f"add the function that creates the model: {self.source}:factory"
             raise LoadError(
-                f"{self.source} defines no {name}(); {rule}; what it defines: "
-                f"{_defined(self.module)}"
+                f"{self.source} defines no {name}(); {rule}; it defines: {_defined(self.module)}"
             )
         if not callable(function):
             raise LoadError(f"{self.source}: {name} is {_kind(function)}; it must be a function")
         return function  # type: ignore[no-any-return]
 
     def _sizes_for(self, name: str) -> dict[str, int]:
-        """What of the sizes the function takes."""
+        """The sizes that the function accepts."""
         try:
             parameters = inspect.signature(self._function(name)).parameters.values()
-        except (TypeError, ValueError):  # a builtin does not tell its signature
+        except (TypeError, ValueError):  # builtins have no signature
             return {}
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(self.sizes)
@@ -213,8 +210,8 @@ class ModelFile:
                 option = parameter.name.replace("_", "-")
                 raise SizeError(f"{name} of {self.source} needs {parameter.name}: give --{option}")
             raise LoadError(
-                f"{self._place(name)}: {name} needs an argument {parameter.name!r}, which solve "
-                "does not give; give it a default"
+                f"{self._place(name)}: {name} requires an argument {parameter.name!r}, which solve "
+                "does not pass; give it a default"
             )
         taken = {parameter.name for parameter in parameters}
         return {key: size for key, size in self.sizes.items() if key in taken}
@@ -237,9 +234,9 @@ class ModelFile:
 def opened(
     source: ModelSource, *, sizes: Mapping[str, int], varied: str = ""
 ) -> Iterator[ModelFile]:
-    """Load a model file; while it is open its directory is where it imports its neighbours from.
+    """Load a model file; inside the context its directory is on sys.path.
 
-    Raises LoadError (missing, no Python, lacks a function, raises) and SizeError.
+    Raises LoadError (missing file, invalid Python, missing function, error in it) and SizeError.
     """
     if source.is_configuration:
         yield _configured(source, sizes=sizes, varied=varied)
@@ -279,16 +276,16 @@ def _load_file(source: ModelSource) -> ModuleType:
     path = source.place
     assert isinstance(path, Path)
     if path.is_dir():
-        raise LoadError(f"{path}: that is a directory; give a model file (model.py)")
+        raise LoadError(f"{path}: is a directory; give a model file (model.py)")
     if not path.exists():
         raise LoadError(f"{path}: no such file; give a model file (model.py) or graph.json")
-    # A name of its own: a file called torch.py must not become the module torch.
+    # A distinct name, so that a file called torch.py does not become the module torch.
     name = f"model_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise LoadError(f"{path}: cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look their module up there
+    sys.modules[name] = module  # where dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -304,8 +301,8 @@ def _import(source: ModelSource) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise LoadError(
-                f"{name}: there is no module {error.name!r} in the working directory or among the "
-                "installed packages; a model file ends in .py, a graph file in .json"
+                f"{name}: no module {error.name!r} in the working directory or among the installed "
+                "packages; a model file ends in .py, a graph file in .json"
             ) from error
         raise LoadError(located(error, source)) from error
     except (Exception, SystemExit) as error:
@@ -313,34 +310,34 @@ def _import(source: ModelSource) -> ModuleType:
 
 
 def located(error: BaseException, source: ModelSource) -> str:
-    """One line: file, line and reason of an error in a person's code."""
+    """File, line and reason of an error in the user's code, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if isinstance(error, SyntaxError):
         place = f"{_shown(error.filename, source)}, line {error.lineno}" if error.lineno else source
         return f"{place}: SyntaxError: {error.msg}"
     if isinstance(error, SystemExit):
-        reason = f"it ended the program (sys.exit({error.code!r}))"
+        reason = f"called sys.exit({error.code!r})"
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if _is_theirs(frame.filename, source)]
+    theirs = [frame for frame in frames if _is_user_code(frame.filename, source)]
     if not theirs:
         return f"{source}: {reason}"
     return f"{_shown(theirs[-1].filename, source)}, line {theirs[-1].lineno}: {reason}"
 
 
 def _shown(filename: str | None, source: ModelSource) -> str:
-    """The file as the person named it, where it is that one."""
+    """The file as given on the command line, if it is that one."""
     if filename is None or isinstance(source.place, str):
         return filename or str(source)
     return str(source) if Path(filename).resolve() == source.place.resolve() else filename
 
 
-def _is_theirs(filename: str, source: ModelSource) -> bool:
-    """Whether a frame is of the person's code: their file or one near it, no library, not ours."""
-    if filename.startswith("<"):  # no file: code that was generated, or Python's own
+def _is_user_code(filename: str, source: ModelSource) -> bool:
+    """Whether a frame is in the model file or a file beside it, not in a library or in ours."""
+    if filename.startswith("<"):  # generated code, or Python's own
         return False
     file = Path(filename).resolve()
-    if any(file.is_relative_to(directory) for directory in _not_theirs()):
+    if any(file.is_relative_to(directory) for directory in _library_directories()):
         return False
     if isinstance(source.place, Path):
         return file.is_relative_to(source.place.resolve().parent)
@@ -349,7 +346,7 @@ def _is_theirs(filename: str, source: ModelSource) -> bool:
     return any(root is not None and file.is_relative_to(Path(root).resolve()) for root in roots)
 
 
-def _not_theirs() -> Iterator[Path]:
+def _library_directories() -> Iterator[Path]:
     for kind in ("stdlib", "purelib", "platlib"):
         yield Path(sysconfig.get_path(kind)).resolve()
     for module in ("solver", "graphs"):

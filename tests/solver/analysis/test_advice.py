@@ -78,10 +78,10 @@ def test_no_advice_where_the_step_fits_as_it_is(graph):
 
 def test_model_state_that_fills_the_budget():
     text = advised(step(weight=10_000, state=20_000))["state"]
-    assert "come to 40.00 KB, " in text
+    assert "take 40.00 KB, " in text
     assert "FSDP" in text
-    assert "5.00 KB for 20.00 KB" in text
-    assert "LoRA) does without nearly all of the 30.00 KB" in text
+    assert "5.00 KB instead of 20.00 KB" in text
+    assert "LoRA) saves nearly all of the 30.00 KB" in text
 
 
 def test_model_state_that_does_not():
@@ -92,7 +92,7 @@ def test_model_state_without_an_optimizer_or_gradients():
     graph = step(weight=10_000)
     text = advised(graph)["state"]
     assert "8-bit" not in text
-    assert "10.00 KB of gradients and states" in text
+    assert "10.00 KB of gradients and optimizer state" in text
     tensors = tuple(
         dataclasses.replace(t, size_bytes=0) if t.name == "dw" else t for t in graph.tensors
     )
@@ -105,7 +105,7 @@ def test_accumulated_gradients_are_state_too():
     graph = step(weight=10_000)
     accumulated = Tensor("accumulated", 90_000, "gradient")
     graph = dataclasses.replace(graph, tensors=(*graph.tensors, accumulated))
-    assert "come to 110.0 KB" in advised(graph)["state"]
+    assert "take 110.0 KB" in advised(graph)["state"]
 
 
 def test_gradients_that_do_not_stay_to_the_end_are_no_state():
@@ -114,13 +114,13 @@ def test_gradients_that_do_not_stay_to_the_end_are_no_state():
     tensors = tuple(dataclasses.replace(t, kind=kinds.get(t.name, t.kind)) for t in graph.tensors)
     assert "state" not in advised(dataclasses.replace(graph, tensors=tensors))
     whole = dataclasses.replace(graph, tensors=tensors, outputs=tuple(kinds))
-    assert "come to 50.02 KB" in advised(whole)["state"]
+    assert "take 50.02 KB" in advised(whole)["state"]
 
 
 @pytest.mark.parametrize("loss", ["aten._log_softmax.default", "aten.nll_loss_backward.default"])
 def test_one_ops_logits(loss):
     found = advised(step(wide=2000, loss=loss))
-    assert f"loss ({loss}, backward) alone holds 4.00 KB" in found["logits"]
+    assert f"loss ({loss}, backward) alone requires 4.00 KB" in found["logits"]
     assert "chunks of tokens" in found["logits"]
     assert "one_op" not in found
 
@@ -132,7 +132,7 @@ def test_an_op_that_shares_the_logits_with_the_loss():
         dataclasses.replace(n, workspace_bytes=5000) if n.name == "tail" else n for n in graph.nodes
     )
     found = advised(dataclasses.replace(graph, nodes=nodes))
-    assert "tail (op, backward) alone holds" in found["logits"]
+    assert "tail (op, backward) alone requires" in found["logits"]
 
 
 def test_a_small_tensor_of_the_loss_makes_no_op_one_of_the_loss():
@@ -142,12 +142,12 @@ def test_a_small_tensor_of_the_loss_makes_no_op_one_of_the_loss():
     )
     found = advised(dataclasses.replace(graph, nodes=nodes))
     assert "logits" not in found
-    assert "tail (op, backward) alone holds" in found["one_op"]
+    assert "tail (op, backward) alone requires" in found["one_op"]
 
 
 def test_one_op_that_is_none_of_the_loss():
     found = advised(step(wide=2000))
-    assert "loss (aten.mul.Tensor, backward) alone holds 4.00 KB" in found["one_op"]
+    assert "loss (aten.mul.Tensor, backward) alone requires 4.00 KB" in found["one_op"]
     assert "logits" not in found
 
 
@@ -168,7 +168,7 @@ def test_the_optimizers_step_is_not_split():
 
 def test_the_op_in_the_way_counts_where_nothing_fits():
     found = advised(step(wide=2000, loss="aten._log_softmax.default"), spare=-1500)
-    assert "alone holds 4.00 KB" in found["logits"]
+    assert "alone requires 4.00 KB" in found["logits"]
     assert "theory" not in found
 
 
@@ -214,7 +214,7 @@ def test_theory_beside_what_was_found():
     tight = {a.kind: a.text for a in advise(solve(graph, budget="2.9GB", time_limit_s=10))}
     assert "every block 3.12 GB at" in tight["theory"]
     assert "(does not fit)" in tight["theory"]
-    assert "; this plan, which decides op by op, 2." in tight["theory"]
+    assert "; this plan, op by op, 2." in tight["theory"]
 
 
 def test_no_theory_without_a_plan_or_blocks():

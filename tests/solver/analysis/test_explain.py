@@ -61,7 +61,7 @@ TWICE = "f g -a h -b f g -a bh -c f bg -gb -b -a"
 def test_why_an_op_runs_again_by_hand():
     found = why_recomputed(judged(GRAPH, TWICE), "f")
     assert (found.node.name, found.n_runs, found.output_bytes) == ("f", 3, 10)
-    first, second = found.reruns
+    first, second = found.recomputations
     assert first.dropped_after.name == "g"
     assert [node.name for node in first.through] == ["g"]
     assert first.reader is not None
@@ -100,7 +100,7 @@ def test_keeping_an_op_saves_what_ran_for_its_sake_alone():
 
 def test_an_op_that_runs_once():
     found = why_recomputed(judged(GRAPH, TWICE), "h")
-    assert (found.n_runs, found.reruns, found.kept) == (1, (), None)
+    assert (found.n_runs, found.recomputations, found.kept) == (1, (), None)
     assert found.last_reader is not None
     assert found.last_reader.name == "bh"
     with pytest.raises(KeyError):
@@ -109,7 +109,7 @@ def test_an_op_that_runs_once():
 
 def test_a_run_that_serves_nothing_is_said_to():
     found = why_recomputed(judged(GRAPH, "f g h bh -c bg -gb -b -a f -a"), "f")
-    assert [rerun.reader for rerun in found.reruns] == [None]
+    assert [rerun.reader for rerun in found.recomputations] == [None]
 
 
 def test_the_peak_by_hand():
@@ -136,8 +136,10 @@ def planned() -> Solution:
 def test_every_op_that_runs_again_in_a_real_plan_has_a_reason(planned):
     for node, n in most_recomputed(planned):
         found = why_recomputed(planned, node.name)
-        assert len(found.reruns) == n
-        assert all(r.reader is not None and r.reader.phase != "forward" for r in found.reruns)
+        assert len(found.recomputations) == n
+        assert all(
+            r.reader is not None and r.reader.phase != "forward" for r in found.recomputations
+        )
         assert found.kept is not None
         assert found.kept.time_s < planned.simulation.time_s
         # It does not fit, or it would be kept; or what it would save is within the gap.
@@ -195,13 +197,13 @@ def test_the_command_tells_it(saved, planned, capsys):
     text = " ".join(printed.out.split())
     found = why_recomputed(planned, name)
     for words in (
-        "Peak stands at _log_softmax_backward_data",
-        "Run again",
+        "Peak peak op _log_softmax_backward_data",
+        "Recomputed",
         f"Op {name}",
-        f"runs {found.n_runs} times",
-        f"runs again for {found.reruns[0].reader.name}",
-        "above the budget; the step would take",
-        "as it is 4.00 GB: +6.63 %",
+        f"computed {found.n_runs} times",
+        f"recomputed for {found.recomputations[0].reader.name}",
+        "above the budget; ",
+        "this plan 4.00 GB: +6.63 %",
         "less costs",
         "more saves",
     ):
@@ -231,15 +233,15 @@ def test_ctrl_c_leaves_out_the_neighbours_alone(saved, capsys, monkeypatch):
     monkeypatch.setattr(solver.cli.explain, "neighbours", interrupted)
     assert main(["explain", *saved]) == 0
     text = capsys.readouterr().out
-    assert "stands at" in text
+    assert "peak op" in text
     assert text.count("not planned") == 2
 
 
 def test_a_budget_below_what_fits_is_out_of_reach(saved, capsys):
     assert main(["explain", *saved, "--step", "2GB"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "less 2.00 GB: proven: nothing fits" in text
-    assert "2.00 GB less is out of reach" in text
+    assert "less 2.00 GB: proven infeasible" in text
+    assert "2.00 GB less is infeasible" in text
 
 
 def test_what_the_command_refuses(saved, tmp_path, capsys):
@@ -250,7 +252,7 @@ def test_what_the_command_refuses(saved, tmp_path, capsys):
         ([], 2, "see solve explain --help"),
         ([schedule], 2, "graph"),
         ([schedule, graph, "--op", "addmm_666"], 2, "did you mean addmm_6"),
-        ([schedule, graph, "--op", "zzz"], 2, "--op zzz: the graph has no op of that name"),
+        ([schedule, graph, "--op", "zzz"], 2, "--op zzz: no op of that name in the graph"),
         ([schedule, graph, "--step", "x"], 2, "invalid step 'x'"),
         ([schedule, graph, "--time-limit", "0"], 2, "invalid number of seconds"),
         ([graph, schedule], 4, "expected 'graph/1'"),
@@ -278,7 +280,7 @@ def test_a_search_that_the_clock_ended_is_told(saved, capsys, monkeypatch):
     monkeypatch.setattr(solver.cli.explain, "neighbours", hurried)
     assert main(["explain", *saved]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("cut short by the time limit, another run may differ") == 1
+    assert told.count("ended by the time limit, results may vary") == 1
     assert main(["explain", "--json", *saved]) == 0
     budgets = json.loads(capsys.readouterr().out)["budgets"]
     assert [each["cut_short"] for each in budgets] == [True, False, False]

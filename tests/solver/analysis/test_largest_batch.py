@@ -303,9 +303,9 @@ def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
         (
             ["--max-batch"],
             [("batch_size=64", ""), ("batch_size, 32", "64, 32")],
-            "get_batch takes no batch_size, so no batch of another size can be made; write it",
+            "get_batch does not accept batch_size; define it as get_batch(batch_size=",
         ),
-        (["--max-seq"], [], "write it as get_batch(seq_length=1024)"),
+        (["--max-seq"], [], "define it as get_batch(seq_length=1024)"),
         (["--max-batch"], [("randn(batch_size", "randn(64")], "sizes 1 and 2 give the same step"),
         (["--max-batch", "--max-seq"], [], "not allowed with"),
         (["--max-batch", "--compare"], [], "plan many: leave one"),

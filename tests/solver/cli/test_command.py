@@ -301,8 +301,8 @@ def test_an_output_that_cannot_be_written_is_found_before_the_search(tmp_path, m
         ("absent.py", "no such file"),
         ("model.txt", "a model file ends in .py"),
         ("", "expected model.py"),
-        ("package.module", "there is no module 'package'"),
-        ("no.such.module:get_model", "there is no module 'no'"),
+        ("package.module", "no module 'package'"),
+        ("no.such.module:get_model", "no module 'no'"),
         (str(ROOT), "expected model.py"),
     ],
 )

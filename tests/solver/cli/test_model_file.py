@@ -170,7 +170,7 @@ def test_a_module_to_import(package, source):
 def test_a_module_without_get_model_is_told_to_name_its_factory(package, capsys):
     code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.other")
     assert code == 4
-    assert "add the function that makes the model: some_package.other:factory" in line
+    assert "add the function that creates the model: some_package.other:factory" in line
     assert "make_other" in line
 
 
@@ -235,7 +235,7 @@ def test_measured_costs_are_of_this_machine(model_file, capsys):
         ((("def get_model", "def make_model"),), "", "defines no get_model(); a model file"),
         ((("def get_batch", "def make_batch"),), "", "defines no get_batch(); a model file"),
         ((), "raise RuntimeError('at import')", "line 21: RuntimeError: at import"),
-        ((), "import sys; sys.exit(3)", "line 21: it ended the program (sys.exit(3))"),
+        ((), "import sys; sys.exit(3)", "line 21: called sys.exit(3)"),
         (
             (("return Net()", "return 5"),),
             "",
@@ -244,7 +244,7 @@ def test_measured_costs_are_of_this_machine(model_file, capsys):
         ((("return Net()", "return None"),), "", "get_model() returned None"),
         ((("return Net()", "return 1 / 0"),), "", "line 16: ZeroDivisionError"),
         ((("return Net()", "import nothing_there"),), "", "No module named 'nothing_there'"),
-        ((("get_model()", "get_model(width)"),), "", "get_model needs an argument 'width'"),
+        ((("get_model()", "get_model(width)"),), "", "get_model requires an argument 'width'"),
         ((("return torch.randn", "torch.randn"),), "", "get_batch() returned None"),
         ((("torch.randn(batch_size, 32)", "1 / 0"),), "", "line 19: ZeroDivisionError"),
         ((("(batch_size, 32)", "(batch_size, 31)"),), "", "get_batch() returned float32[64, 31]"),
