@@ -218,6 +218,15 @@ class Arguments:
         """The size to maximize."""
         return "batch_size" if self.max_batch else "seq_length" if self.max_seq else None
 
+    def given(self, *names: str) -> str:
+        """The flags of those of the named options that were given."""
+        options = [entry for entry in dataclasses.fields(self) if entry.name in names]
+        return ", ".join(
+            entry.metadata["flags"][-1]
+            for entry in options
+            if getattr(self, entry.name) != entry.default
+        )
+
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Read and check the command line.

@@ -19,18 +19,10 @@ def plan_by_submodules(
     reserve_bytes: int,
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
-    unsupported = {
-        f"--device {arguments.device} (not on this machine)": target.hardware.kind != target.kind,
-        "--costs": arguments.costs == "roofline",
-        "--autocast": arguments.autocast is not None,
-        "--accumulate": arguments.accumulate,
-        "--fsdp": arguments.fsdp is not None,
-        "--method, --compare": arguments.methods != ("auto",),
-        "--emit": arguments.emit is not None,
-        "--max-batch": arguments.max_batch,
-        "--max-seq": arguments.max_seq,
-    }
-    given = ", ".join(option for option, is_given in unsupported.items() if is_given)
+    names = ["method", "compare", "autocast", "accumulate", "fsdp", "emit", "max_batch", "max_seq"]
+    names += ["costs"] if arguments.costs == "roofline" else []
+    names += ["device"] if target.hardware.kind != target.kind else []  # not on this machine
+    given = arguments.given(*names)
     if given:
         raise LoadError(f"{refused}; the command does so without {given}") from refused
     try:

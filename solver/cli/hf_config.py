@@ -1,9 +1,9 @@
 """A Hugging Face configuration (config.json) as the problem: `solve hf:config.json`.
 
-The model is the class that `architectures` names, of the transformers library, with random weights
-on the meta device: nothing is downloaded and nothing allocated. Which batch it takes follows from
-the library's own tables (`MODEL_FOR_..._MAPPING_NAMES`) that say what each class is for. What is
-assumed about the step is told in `notes`, for the report.
+The model is the class of the transformers library named in `architectures`, with random weights on
+the meta device: nothing is downloaded or allocated. Its batch follows from the tables of the
+library (`MODEL_FOR_..._MAPPING_NAMES`) that list the classes of each task. Assumptions about the
+step are listed in `notes`, for the report.
 
 Sources: https://huggingface.co/docs/transformers/main_classes/configuration and
 https://huggingface.co/docs/transformers/model_doc/auto.
@@ -23,17 +23,19 @@ from graphs.files import FormatError, read_json
 
 FILE_NAME = "config.json"
 IMAGE_SIZE, N_CHANNELS = 224, 3
-"""Of an image, where the configuration does not say."""
+"""Of an image, if not in the configuration."""
 
 
 class ConfigurationError(ValueError):
-    """The configuration cannot be made into a step; the message says what would be right."""
+    """No training step can be built from the configuration; says what would work."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is trained for. table: the library's name of its classes. title: for a person.
+    """What a model is trained for.
 
+    table: of its classes in the library, MODEL_FOR_..._MAPPING_NAMES.
+    title: for the report.
     batch: (configuration, batch size, length, dtype) -> the keyword arguments of the model.
     """
 
@@ -45,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration as the module that a model file would be, and what was assumed."""
+    """The equivalent of a model file, and the assumptions made."""
 
     module: ModuleType
     title: str
@@ -53,21 +55,21 @@ class Loaded:
 
 
 def load(path: Path) -> Loaded:
-    """Read config.json, or the directory that holds it. Imports transformers.
+    """Read config.json or its directory. Imports transformers.
 
-    Raises ConfigurationError: no such file, no transformers, an unknown or untrainable model.
+    Raises ConfigurationError: missing file, no transformers, an unknown or untrainable model.
     """
     path = path / FILE_NAME if path.is_dir() else path
     if not path.exists():
         raise ConfigurationError(
-            f"hf:{path}: no such file; give the config.json of a model on this disk "
-            f"(`hf download OWNER/NAME {FILE_NAME}` fetches one)"
+            f"hf:{path}: no such file; give a local config.json "
+            f"(`hf download OWNER/NAME {FILE_NAME}` downloads one)"
         )
     transformers = _library(path)
     configuration = _read(transformers, path)
     class_name, task, why = _chosen(transformers, configuration, path)
     model_class = getattr(transformers, class_name)
-    dtype, dtype_words = _dtype(configuration)
+    dtype, dtype_text = _dtype(configuration)
     configuration.use_cache = False
 
     def get_model() -> Any:
@@ -87,11 +89,11 @@ def load(path: Path) -> Loaded:
     module.get_optimizer = get_optimizer  # type: ignore[attr-defined]
     for function in (get_model, module.get_batch, get_optimizer):
         function.__module__ = module.__name__
-    return Loaded(module, class_name, _notes(task, configuration, dtype_words, why))
+    return Loaded(module, class_name, _notes(task, configuration, dtype_text, why))
 
 
 def is_configuration(path: Path) -> bool:
-    """Whether the JSON file looks like a configuration of the transformers library."""
+    """Whether a JSON file is a configuration of the transformers library."""
     try:
         value = read_json(path)
     except (OSError, FormatError):
@@ -104,12 +106,12 @@ def _library(path: Path) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigurationError(
-            f"hf:{path} needs the transformers library: pip install transformers ({error})"
+            f"hf:{path} requires the transformers library: pip install transformers ({error})"
         ) from error
 
 
 def _read(transformers: Any, path: Path) -> Any:
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of token numbers
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about token ids
     try:
         return transformers.AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
@@ -118,43 +120,39 @@ def _read(transformers: Any, path: Path) -> Any:
         first = str(error).strip().splitlines()
         reason = first[0] if first else type(error).__name__
         raise ConfigurationError(
-            f"hf:{path}: the transformers library {transformers.__version__} cannot read it: "
-            f"{reason}"
+            f"hf:{path}: transformers {transformers.__version__} cannot read it: {reason}"
         ) from error
 
 
 def _chosen(transformers: Any, configuration: Any, path: Path) -> tuple[str, Task, str]:
-    """The class to build, what it is for, and why that one where the file does not say."""
+    """The class to build, its task, and the reason if the file does not name it."""
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
     asked = [str(name) for name in getattr(configuration, "architectures", None) or ()]
+    table_of = {task: getattr(tables, f"MODEL_FOR_{task.table}_MAPPING_NAMES") for task in TASKS}
     for name in asked:
-        for task in TASKS:
-            if name in _flat(getattr(tables, task.table).values()):
+        for task, table in table_of.items():
+            if name in _flat(table.values()):
                 return name, task, ""
-    heads = {name for task in TASKS for name in _flat([_of(tables, task, configuration)])}
+    heads = [
+        (name, task)
+        for task, table in table_of.items()
+        for name in _flat([table.get(configuration.model_type)])
+    ]
     base = _flat([tables.MODEL_MAPPING_NAMES.get(configuration.model_type)])
-    if not asked or set(asked) <= set(base):
-        for task in TASKS:
-            for name in _flat([_of(tables, task, configuration)]):
-                said = (
-                    f"its architectures say {asked[0]}, which has no loss"
-                    if asked
-                    else ("its architectures say nothing")
-                )
-                return name, task, f"{said}; {name} was taken"
-    known = f"; of {configuration.model_type!r} these can be: {', '.join(sorted(heads))}"
+    if heads and (not asked or set(asked) <= set(base)):
+        name, task = heads[0]
+        reason = f"{asked[0]} has no loss" if asked else "the file names no architecture"
+        return name, task, f"Using {name}: {reason}."
+    names = ", ".join(sorted({name for name, _ in heads}))
+    known = f"; supported for {configuration.model_type!r}: {names}" if heads else ""
     raise ConfigurationError(
         f"hf:{path}: no batch is known for {', '.join(asked) or configuration.model_type}"
-        f"{known if heads else ''}; write a model file with get_model() and get_batch() instead"
+        f"{known}; write a model file with get_model() and get_batch() instead"
     )
 
 
-def _of(tables: Any, task: Task, configuration: Any) -> Any:
-    return getattr(tables, task.table).get(configuration.model_type)
-
-
 def _flat(values: Any) -> list[str]:
-    """The names of a table's entries, some of which are tuples of names, some None."""
+    """The class names in entries of a table: names, tuples of names, or None."""
     return [
         name
         for value in values
@@ -170,8 +168,8 @@ def _dtype(configuration: Any) -> tuple[Any, str]:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     if not isinstance(dtype, torch.dtype):
-        return torch.float32, "float32, since the file names no dtype"
-    return dtype, f"{str(dtype).removeprefix('torch.')}, the file's dtype"
+        return torch.float32, "float32 (the file names no dtype)"
+    return dtype, f"{str(dtype).removeprefix('torch.')}, as in the file"
 
 
 def _batch_function(
@@ -182,8 +180,7 @@ def _batch_function(
     def text(batch_size: int, seq_length: int) -> dict[str, Any]:
         if isinstance(longest, int) and 0 < longest < seq_length:
             raise ConfigurationError(
-                f"--seq-length {seq_length} is more than the max_position_embeddings of {longest} "
-                f"in {path}"
+                f"--seq-length {seq_length} exceeds max_position_embeddings={longest} in {path}"
             )
         return task.batch(configuration, batch_size, seq_length, dtype)
 
@@ -205,7 +202,7 @@ def _language(configuration: Any, batch_size: int, length: int, dtype: Any) -> d
 
 
 def _classes(configuration: Any, shape: tuple[int, ...]) -> Any:
-    """Labels: numbers of classes; one class alone is a regression, as the library has it."""
+    """Class labels; with one class the library computes a regression."""
     import torch
 
     n_labels = configuration.num_labels
@@ -256,33 +253,28 @@ def image_size(configuration: Any) -> tuple[int, int]:
 
 
 TASKS = (
-    Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "a causal language model", True, _language),
-    Task("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "a masked language model", True, _language),
+    Task("CAUSAL_LM", "causal language modeling", True, _language),
+    Task("MASKED_LM", "masked language modeling", True, _language),
     Task(
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-        "a sequence-to-sequence model, sources as long as targets",
-        True,
-        _language,
+        "SEQ_TO_SEQ_CAUSAL_LM", "sequence-to-sequence, sources as long as targets", True, _language
     ),
-    Task(
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "classes of sequences", True, _sequence
-    ),
-    Task("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "classes of tokens", True, _token_classes),
-    Task("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "spans that answer", True, _answers),
-    Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "classes of images", False, _images),
+    Task("SEQUENCE_CLASSIFICATION", "sequence classification", True, _sequence),
+    Task("TOKEN_CLASSIFICATION", "token classification", True, _token_classes),
+    Task("QUESTION_ANSWERING", "question answering", True, _answers),
+    Task("IMAGE_CLASSIFICATION", "image classification", False, _images),
 )
 
 
-def _notes(task: Task, configuration: Any, dtype_words: str, why: str) -> tuple[str, ...]:
+def _notes(task: Task, configuration: Any, dtype_text: str, why: str) -> tuple[str, ...]:
     if task.is_text:
-        batch = "random tokens, all sequences of full length, no padding mask"
+        batch = "random tokens in sequences of full length without padding"
     else:
         height, width = image_size(configuration)
-        said = "" if getattr(configuration, "image_size", None) else ", the size not being in it"
-        batch = f"random images of {height} x {width} pixels{said}"
+        source = "" if getattr(configuration, "image_size", None) else " (default size)"
+        batch = f"random images of {height} x {width} pixels{source}"
     assumed = (
-        f"Assumed of the configuration: {task.title}; parameters in {dtype_words}; all of them "
-        f"trained, by torch.optim.AdamW(fused=True); train mode; {batch}; labels given and the "
-        "loss alone returned. A model file says anything else."
+        f"Assumed for this configuration: {task.title}; parameters in {dtype_text}, all trained "
+        f"with torch.optim.AdamW(fused=True); train mode; {batch}; labels are given and only the "
+        "loss is returned. Use a model file for anything else."
     )
-    return (f"{why[:1].upper()}{why[1:]}.", assumed) if why else (assumed,)
+    return (why, assumed) if why else (assumed,)

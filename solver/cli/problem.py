@@ -119,9 +119,17 @@ def opened_problem(
 
 
 def _graph_problem(arguments: Arguments) -> Problem:
-    _refuse_for_graphs(arguments)
+    given = arguments.given(
+        *("costs", "batch_size", "seq_length", "autocast", "accumulate", "fsdp"),
+        *("verify", "max_batch", "max_seq"),
+    )
+    if given:
+        raise UsageError(
+            f"{given}: not possible with a graph file, which is already traced and contains no "
+            "model; give the model file instead"
+        )
     hardware = None if arguments.device is None else find_hardware(arguments.device)
-    budget_bytes, reserve_bytes, why_reserve = _sizes(arguments, hardware)
+    memory = _memory(arguments, hardware)
     try:
         graph = Graph.load(arguments.problem)
     except OSError as error:
@@ -134,46 +142,19 @@ def _graph_problem(arguments: Arguments) -> Problem:
                 f"hf:{arguments.problem}"
             ) from error
         raise
-    device = (
-        "not specified; sizes and times are those of the graph file"
-        if hardware is None
-        else hardware.title
-    )
+    device = "not specified; sizes and times are those of the graph file"
     return Problem(
         name=arguments.problem,
         graph=graph,
-        device=device,
+        device=device if hardware is None else hardware.title,
         costs=describe_costs(graph.meta.cost_model),
-        budget_bytes=budget_bytes,
-        reserve_bytes=reserve_bytes,
-        reserve_reason=why_reserve,
         notes=tuple(step_notes(graph)),
+        **memory,
     )
 
 
-def _refuse_for_graphs(arguments: Arguments) -> None:
-    """Reject options that a graph file has already answered, or that need the model."""
-    asked = {
-        "--costs": arguments.costs,
-        "--batch-size": arguments.batch_size,
-        "--seq-length": arguments.seq_length,
-        "--autocast": arguments.autocast,
-        "--accumulate": arguments.accumulate or None,
-        "--fsdp": arguments.fsdp,
-        "--verify": arguments.verify or None,
-        "--max-batch": arguments.max_batch or None,
-        "--max-seq": arguments.max_seq or None,
-    }
-    given = [option for option, value in asked.items() if value is not None]
-    if given:
-        raise UsageError(
-            f"{', '.join(given)}: not possible with a graph file, which is already traced and "
-            "contains no model; give the model file instead"
-        )
-
-
-def _sizes(arguments: Arguments, hardware: Hardware | None) -> tuple[int, int, str]:
-    """Budget and reserve in bytes, and the reason of a default reserve ("" if given)."""
+def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
+    """The fields of a Problem for budget and reserve, and for the reason of a default reserve."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
     if arguments.budget is None and capacity_bytes is None:
         raise UsageError(
@@ -189,7 +170,11 @@ def _sizes(arguments: Arguments, hardware: Hardware | None) -> tuple[int, int, s
     )
     is_default = on_cuda and arguments.reserve is None
     reason = "CUDA context and allocator rounding; set with --reserve" if is_default else ""
-    return budget_bytes, reserve_bytes, reason
+    return {
+        "budget_bytes": budget_bytes,
+        "reserve_bytes": reserve_bytes,
+        "reserve_reason": reason,
+    }
 
 
 @contextlib.contextmanager
@@ -198,7 +183,7 @@ def _model_problem(
 ) -> Iterator[Problem]:
     with progress("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs)
-    budget_bytes, reserve_bytes, why_reserve = _sizes(arguments, target.hardware)
+    memory = _memory(arguments, target.hardware)
     asked = {"batch_size": arguments.batch_size, "seq_length": arguments.seq_length}
     sizes = {name: size for name, size in asked.items() if size is not None}
     if arguments.largest is not None:
@@ -212,40 +197,36 @@ def _model_problem(
             graph=graph,
             device=target.hardware.title,
             costs=describe_costs(graph.meta.cost_model),
-            budget_bytes=budget_bytes,
-            reserve_bytes=reserve_bytes,
-            reserve_reason=why_reserve,
             notes=(*target.notes, *_note_on_allocator(target), *notes),
             verify=partial(_verified, file, target, arguments.autocast),
             resized=None if arguments.largest is None else partial(resized, file),
+            **memory,
         )
 
     def measured(file: ModelFile, refused: NotTracedError) -> Problem:
-        planned = plan_by_submodules(
+        found = plan_by_submodules(
             file,
             target,
             arguments,
             refused=refused,
             planner=planner,
-            budget_bytes=budget_bytes,
-            reserve_bytes=reserve_bytes,
+            budget_bytes=memory["budget_bytes"],
+            reserve_bytes=memory["reserve_bytes"],
         )
-        graph = planned.solution.graph
+        graph = found.solution.graph
         return Problem(
             name=f"{arguments.problem} ({file.title or graph.meta.model or 'model'})",
             graph=graph,
             device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
             costs="measured on this machine, by submodule",
-            budget_bytes=budget_bytes,
-            reserve_bytes=reserve_bytes,
-            reserve_reason=why_reserve,
             notes=(
                 f"Not planned op by op, which may cost less: {refused.why}.",
-                *planned.notes,
+                *found.notes,
                 *file.notes,
             ),
             verify=partial(_verified, file, target, arguments.autocast),
-            planned=planned.solution,
+            planned=found.solution,
+            **memory,
         )
 
     def resized(file: ModelFile, size: int) -> Problem:

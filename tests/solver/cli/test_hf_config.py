@@ -141,7 +141,7 @@ def test_the_class_follows_the_architectures(tmp_path, configuration, architectu
     problem = written(tmp_path, configuration, architectures=architectures)
     loaded = hf_config.load(Path(problem.removeprefix("hf:")))
     assert loaded.title == taken
-    assert any(f"{taken} was taken" in note for note in loaded.notes) == (architectures != [taken])
+    assert any(f"Using {taken}" in note for note in loaded.notes) == (architectures != [taken])
 
 
 def test_a_directory_is_taken_for_its_config(tmp_path):
@@ -163,7 +163,7 @@ def test_the_largest_batch_of_a_configuration(tmp_path, capsys):
     [
         ([], "give --batch-size"),
         (["--batch-size", "2"], "give --seq-length"),
-        ([*TEXT[:3], "64"], "--seq-length 64 is more than the max_position_embeddings of 32"),
+        ([*TEXT[:3], "64"], "--seq-length 64 exceeds max_position_embeddings=32"),
     ],
 )
 def test_sizes_that_are_missing_or_too_large(tmp_path, capsys, sizes, words):
@@ -189,7 +189,7 @@ def test_what_cannot_be_built_is_refused(tmp_path, changes, words):
 def test_a_missing_file_and_a_forgotten_prefix_are_told(tmp_path, capsys):
     code, line = failed(capsys, "--budget", "1GB", f"hf:{tmp_path}/none.json")
     assert code == 4
-    assert "no such file; give the config.json" in line
+    assert "no such file; give a local config.json" in line
     path = written(tmp_path, VIT).removeprefix("hf:")
     code, line = failed(capsys, "--budget", "1GB", path)
     assert code == 4
