@@ -14,9 +14,9 @@ from solver.analysis.explain import (
 from solver.analysis.largest_batch import (
     FIRST,
     Candidate,
-    CannotBeMadeError,
     SameStepError,
     Size,
+    SizeNotTraceableError,
     SizeSearch,
     largest,
 )
@@ -28,11 +28,11 @@ __all__ = [
     "N_BUDGETS",
     "Advice",
     "Candidate",
-    "CannotBeMadeError",
     "Curve",
     "Peak",
     "SameStepError",
     "Size",
+    "SizeNotTraceableError",
     "SizeSearch",
     "WhyRecomputed",
     "advise",

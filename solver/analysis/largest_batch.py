@@ -1,9 +1,9 @@
-"""The largest batch, or sequence, whose plan fits the budget: by planning alone.
+"""Search for the largest batch or sequence whose plan fits the budget.
 
-Each candidate is traced and planned like any other step, nothing is run. The search gallops from
-where it starts, doubling while a plan fits (halving while none does), then bisects. It assumes that
-what fits at a size fits at every smaller one, which holds for steps that grow with the batch; a
-candidate for which the time limit found nothing counts as one that does not fit.
+Each candidate is traced and planned; nothing is run. The search doubles the size while a plan fits,
+or halves it while none does, then bisects. It assumes that a plan that fits at one size exists at
+every smaller size, which holds for steps that grow with the batch. A candidate for which nothing
+was found within the time limit counts as one that does not fit.
 """
 
 from __future__ import annotations
@@ -18,34 +18,33 @@ from solver.schedule import Solution
 Size = Literal["batch_size", "seq_length"]
 
 FIRST: Mapping[Size, int] = {"batch_size": 1, "seq_length": 128}
-"""Where the search starts unless the command line says otherwise."""
+"""The first size to try by default."""
 RESOLUTION: Mapping[Size, int] = {"batch_size": 2**60, "seq_length": 64}
-"""The answer is exact below this size, and within this part of itself above: lengths are long, and
-rarely wanted to the token."""
+"""The answer is exact below this size and precise to 1/RESOLUTION of itself above."""
 MOST = 2**20
-"""Where the search gives up growing."""
-PAYS = 0.01
-"""More stops paying at the smallest candidate within this share of the best rate."""
+"""The largest size to try."""
+SATURATION_SHARE = 0.01
+"""Throughput saturates at the smallest candidate within this share of the best rate."""
 
 
 class SameStepError(ValueError):
-    """Two sizes give the same step: what makes the batch does not use the size."""
+    """Two sizes give the same step: the batch does not depend on the size."""
 
 
-class CannotBeMadeError(ValueError):
-    """There is no step of this size; the message says why. It counts as one that does not fit."""
+class SizeNotTraceableError(ValueError):
+    """No step of this size can be traced, which counts as one that does not fit."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One size and its answer."""
+    """One size and its solution."""
 
     size: int
     solution: Solution
 
     @property
     def rate_per_s(self) -> float | None:
-        """Samples (or positions of each sequence) in a second; None without a plan."""
+        """Samples, or positions of each sequence, per second; None without a plan."""
         simulation = self.solution.simulation
         return (
             None if simulation is None or simulation.time_s == 0 else self.size / simulation.time_s
@@ -54,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """candidates: smallest size first. refused: sizes of which no step could be made, and why.
+    """candidates: smallest size first. refused: sizes that could not be traced, and why.
     interrupted: Ctrl-C ended the search.
     """
 
@@ -65,24 +64,26 @@ class SizeSearch:
 
     @property
     def largest(self) -> Candidate | None:
-        """The largest that has a plan; None: not even the smallest that was tried has one."""
+        """The largest with a plan; None: no size that was tried has one."""
         found = [c for c in self.candidates if c.solution.schedule is not None]
         return max(found, key=lambda c: c.size, default=None)
 
     @property
     def beyond(self) -> Candidate | None:
-        """The smallest size above `largest` that was tried; None: the search was cut short."""
+        """The smallest size above `largest` that was tried; None: the search was interrupted."""
         least = 0 if self.largest is None else self.largest.size
         return min((c for c in self.candidates if c.size > least), key=_size, default=None)
 
     @property
-    def pays_until(self) -> Candidate | None:
-        """The smallest candidate whose rate is within PAYS of the best: more is not faster."""
+    def saturation(self) -> Candidate | None:
+        """The smallest candidate whose rate is within SATURATION_SHARE of the best."""
         rates = [(c, c.rate_per_s) for c in self.candidates if c.rate_per_s is not None]
         best = max((rate for _, rate in rates if rate is not None), default=None)
         if best is None:
             return None
-        return next(c for c, rate in rates if rate is not None and rate >= (1 - PAYS) * best)
+        return next(
+            c for c, rate in rates if rate is not None and rate >= (1 - SATURATION_SHARE) * best
+        )
 
 
 def largest(
@@ -94,9 +95,10 @@ def largest(
 ) -> SizeSearch:
     """Search for the largest size whose plan fits.
 
-    plan: the answer for one size, with a schedule or without; may raise CannotBeMadeError for any
-    but the first. first: where to start (None: FIRST).
-    Cost: about twice the logarithm of the answer plans.
+    plan: solves one size; may raise SizeNotTraceableError for any size but the first.
+    first: the first size to try (None: FIRST).
+
+    Calls `plan` about 2 log2(answer) times.
 
     Raises SameStepError, KeyboardInterrupt (Ctrl-C before any plan fits); whatever `plan` raises.
     """
@@ -117,7 +119,7 @@ def largest(
 
 
 def _galloped(search: _Search, first: int) -> tuple[int, int]:
-    """A size that fits (0: none does) and one that does not, the first above it that was tried."""
+    """A size that fits (0: none does) and the first tried above it that does not."""
     at = first
     if search.fits(at):
         while at < MOST:
@@ -133,7 +135,7 @@ def _galloped(search: _Search, first: int) -> tuple[int, int]:
 
 
 class _Search:
-    """Plans, each made once."""
+    """The candidates planned so far."""
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class _Search:
     def fits(self, size: int) -> bool:
         try:
             solution = self._plan(size)
-        except CannotBeMadeError as error:
+        except SizeNotTraceableError as error:
             self.refused.append((size, str(error)))
             return False
         self._keep(size, solution)
@@ -160,8 +162,8 @@ class _Search:
         for other in self.candidates:
             if other.solution.graph.graph_id == solution.graph.graph_id:
                 raise SameStepError(
-                    f"sizes {other.size} and {size} give the same step: what makes the batch does "
-                    "not use the size that it is given"
+                    f"sizes {other.size} and {size} give the same step: the batch does not depend "
+                    "on the size"
                 )
         candidate = Candidate(size, solution)
         self.candidates.append(candidate)

@@ -19,7 +19,8 @@ def plan_by_submodules(
     reserve_bytes: int,
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
-    names = ["method", "compare", "autocast", "accumulate", "fsdp", "emit", "max_batch", "max_seq"]
+    names = ["compare", "autocast", "accumulate", "fsdp", "emit", "max_batch", "max_seq"]
+    names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []
     names += ["device"] if target.hardware.kind != target.kind else []  # not on this machine
     given = arguments.given(*names)

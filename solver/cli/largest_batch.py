@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.analysis import FIRST, Candidate, CannotBeMadeError, SameStepError, SizeSearch, largest
+from solver.analysis import (
+    FIRST,
+    Candidate,
+    SameStepError,
+    SizeNotTraceableError,
+    SizeSearch,
+    largest,
+)
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError
 from solver.cli.problem import Problem
@@ -41,7 +48,7 @@ def maximised(
             try:
                 problems[size] = resize(size)
             except LoadError as error:
-                raise CannotBeMadeError(str(error)) from error
+                raise SizeNotTraceableError(str(error)) from error
         request = Request(
             budget_bytes=problem.budget_bytes,
             reserve_bytes=problem.reserve_bytes,

@@ -212,11 +212,11 @@ def _infeasible(solution: Solution) -> dict[str, Any]:
 
 
 def _sizes(search: SizeSearch) -> dict[str, Any]:
-    largest, pays_until = search.largest, search.pays_until
+    largest, saturation = search.largest, search.saturation
     return {
         "size": search.size,
         "largest": None if largest is None else largest.size,
-        "pays_until": None if pays_until is None else pays_until.size,
+        "pays_until": None if saturation is None else saturation.size,
         "interrupted": search.interrupted,
         "candidates": [
             {"size": c.size, "rate_per_s": c.rate_per_s, **_answer(c.solution)}

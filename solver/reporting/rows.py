@@ -201,7 +201,7 @@ def size_table(search: SizeSearch) -> Table:
 
 def size_rows(search: SizeSearch) -> Iterator[Row]:
     """The largest size that fits, and where throughput saturates."""
-    largest, beyond, saturated = search.largest, search.beyond, search.pays_until
+    largest, beyond, saturated = search.largest, search.beyond, search.saturation
     if largest is None:
         yield "largest", "none of the sizes tried fits"
         return
@@ -221,10 +221,10 @@ def size_rows(search: SizeSearch) -> Iterator[Row]:
 
 def saturation_text(search: SizeSearch) -> str:
     """The size from which on larger ones are no faster; "" if nothing fits."""
-    if search.pays_until is None:
+    if search.saturation is None:
         return ""
     name = "batch" if search.size == "batch_size" else "length"
-    return f"saturates at {name} {search.pays_until.size}"
+    return f"saturates at {name} {search.saturation.size}"
 
 
 def method_table(report: Report) -> Table:

@@ -34,9 +34,9 @@ def throughput(search: SizeSearch, ax: Axes | None = None) -> Axes:
                 label=label,
                 zorder=4,
             )
-    if search.pays_until is not None:
+    if search.saturation is not None:
         label = f"throughput {saturation_text(search)}"
-        axes.axvline(search.pays_until.size, color=GREY, lw=1.0, ls=":", label=label, zorder=2)
+        axes.axvline(search.saturation.size, color=GREY, lw=1.0, ls=":", label=label, zorder=2)
     if search.beyond is not None:
         label = f"no plan from {search.beyond.size} on"
         axes.axvline(search.beyond.size, color=RED, lw=1.2, ls="--", label=label, zorder=2)

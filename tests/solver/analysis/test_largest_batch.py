@@ -13,7 +13,7 @@ import solver.analysis.largest_batch
 import solver.cli.largest_batch
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
-from solver.analysis.largest_batch import CannotBeMadeError, SameStepError, SizeSearch, largest
+from solver.analysis.largest_batch import SameStepError, SizeNotTraceableError, SizeSearch, largest
 from solver.cli.command import main
 from solver.common.deadline import ctrl_c_ends_searches
 from solver.reporting import plot
@@ -74,7 +74,7 @@ def test_it_finds_what_a_scan_of_all_sizes_finds(shown, first, method):
 def test_nothing_fits():
     found = largest(planner(10), first=6)
     assert found.largest is None
-    assert found.pays_until is None
+    assert found.saturation is None
     assert [c.size for c in found.candidates] == [1, 3, 6]
     assert found.beyond is not None
     assert found.beyond.size == 1
@@ -108,7 +108,7 @@ def test_a_size_that_changes_nothing_is_refused():
 def test_a_size_that_cannot_be_made_counts_as_one_that_does_not_fit():
     def plan(n: int) -> Solution:
         if n > 6:
-            raise CannotBeMadeError(f"{n} is too long")
+            raise SizeNotTraceableError(f"{n} is too long")
         return planner(2**50)(n)
 
     found = largest(plan)
@@ -123,8 +123,8 @@ def test_where_more_stops_paying():
     found = largest(planner(peak_bytes(6), method="auto"))
     rates = {c.size: c.rate_per_s for c in found.candidates if c.rate_per_s is not None}
     best = max(rates.values())
-    assert found.pays_until is not None
-    assert found.pays_until.size == min(n for n, rate in rates.items() if rate >= 0.99 * best)
+    assert found.saturation is not None
+    assert found.saturation.size == min(n for n, rate in rates.items() if rate >= 0.99 * best)
     some = found.candidates[0]
     assert some.rate_per_s == pytest.approx(1 / sum(node.time_s for node in batch_of(1).nodes))
 
@@ -168,7 +168,7 @@ def test_the_picture_shows_every_size_that_has_a_plan():
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert "without recomputation" in labels
     assert "with recomputation" in labels
-    assert f"throughput saturates at batch {found.pays_until.size}" in labels
+    assert f"throughput saturates at batch {found.saturation.size}" in labels
     assert f"no plan from {found.beyond.size} on" in labels
     nothing = SizeSearch("batch_size", found.candidates[-1:])
     assert len(plot.throughput(nothing).lines[0].get_xdata()) == 0
@@ -179,7 +179,7 @@ def test_the_object_of_json():
     report = Report("m.py", "cpu", "", (found.largest.solution,), sizes=found)
     value = json.loads(json.dumps(to_json(report), allow_nan=False))["sizes"]
     assert value["largest"] == found.largest.size
-    assert value["pays_until"] == found.pays_until.size
+    assert value["pays_until"] == found.saturation.size
     assert [c["size"] for c in value["candidates"]] == [c.size for c in found.candidates]
     assert value["candidates"][-1]["rate_per_s"] is None
 

@@ -335,7 +335,7 @@ def test_an_error_is_an_object_with_json(capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {
         "status": "error",
-        "error": "absent.json: No such file or directory; give a graph file",
+        "error": "absent.json: No such file or directory; a graph file is expected",
         "exit_code": 4,
     }
 

@@ -55,7 +55,7 @@ def test_memory_is_the_judges_line(planned):
         planned.simulation.time_s / planned.baseline.time_s
     )
     assert any("baseline" in label for label in labels(axes))
-    assert "with the plan" in axes.get_title(loc="left")
+    assert "plan: " in axes.get_title(loc="left")
     assert any(label.startswith("budget:") for label in labels(axes))
 
 
@@ -112,7 +112,7 @@ def test_before_and_after_are_on_the_same_scales(planned):
         PEAK_BYTES / planned.simulation.peak_bytes
     )
     assert "baseline" in above.get_title(loc="left")
-    assert "with the plan" in below.get_title(loc="left")
+    assert "plan: " in below.get_title(loc="left")
     assert above.get_figure() is below.get_figure()
     nothing = solve(GRAPH, budget=int(0.8 * PEAK_BYTES), method="none")
     assert len(plot.before_and_after(nothing)) == 1
