@@ -114,7 +114,7 @@ def test_ctrl_c_in_the_sweep_draws_the_points_that_are_there(tmp_path, capsys, m
     assert main([*argv, "--pareto", str(curve), "--report", str(page)]) == 0
     assert "it has the points found until then" in " ".join(capsys.readouterr().out.split())
     assert "<svg" in curve.read_text()
-    assert "What a smaller budget costs" in page.read_text()
+    assert "Overhead against budget" in page.read_text()
 
 
 def test_ctrl_c_before_any_point_leaves_the_curve_out(tmp_path, capsys, monkeypatch):
