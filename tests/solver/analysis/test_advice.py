@@ -98,7 +98,7 @@ def test_model_state_without_an_optimizer_or_gradients():
     )
     text = advised(dataclasses.replace(graph, tensors=tensors))["state"]
     assert "LoRA" not in text
-    assert text.endswith("divides them by k.")
+    assert text.endswith("divides it by k.")
 
 
 def test_accumulated_gradients_are_state_too():

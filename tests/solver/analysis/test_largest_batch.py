@@ -294,7 +294,7 @@ def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
     )
     found = run_json(capsys, "--max-batch", "--budget", "1MB", model)
     assert found["sizes"]["largest"] == 5
-    assert any("No step of size 6 could be made" in note for note in found["notes"])
+    assert any("Size 6 could not be traced" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
         (["--max-seq"], [], "define it as get_batch(seq_length=1024)"),
         (["--max-batch"], [("randn(batch_size", "randn(64")], "sizes 1 and 2 give the same step"),
         (["--max-batch", "--max-seq"], [], "not allowed with"),
-        (["--max-batch", "--compare"], [], "plan many: leave one"),
+        (["--max-batch", "--compare"], [], "--compare cannot be combined with --max-batch"),
         (["--throughput", "t.png"], [], "--throughput requires --max-batch"),
         (["--max-batch", "--throughput", "t.gif"], [], "must end in .png or .svg"),
     ],
