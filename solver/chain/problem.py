@@ -9,7 +9,7 @@ the block's forward saved. This is the model of
     report RR-9302, 2019 (section 3).
 
 `simulate_chain` says what operations cost and hold, whichever solver they come from: what is on the
-device is kept as sets, and summed anew for each operation. The rules:
+device is kept as sets, and summed for each operation. The rules:
 
 1. At first x_0 is on the device and nothing else. It counts: budgets of chains include x_0.
 2. A forward needs x_{i-1}, by itself or among what block i - 1 saved. That, what it makes and its

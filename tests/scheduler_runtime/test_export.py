@@ -1,4 +1,4 @@
-"""Plans exported as stock checkpointing: judged as they run, the same bits, and removable."""
+"""Plans exported as stock checkpoints: simulated as they run, bitwise identical, removable."""
 
 from __future__ import annotations
 
@@ -98,8 +98,10 @@ def solution_of(graph: Graph, schedule: Schedule | None, budget_bytes: int) -> S
     assert schedule is not None
     plain = simulate(graph, baseline(graph))
     request = Request(budget_bytes, time_limit_s=1.0)
-    judged = simulate(graph, schedule)
-    return Solution("feasible", graph, schedule, judged, request, plain, plain.time_s, "test", 0.0)
+    simulation = simulate(graph, schedule)
+    return Solution(
+        "feasible", graph, schedule, simulation, request, plain, plain.time_s, "test", 0.0
+    )
 
 
 def exported(name: str, share: float) -> tuple[nn.Module, nn.Module, Any, Export]:
@@ -110,7 +112,7 @@ def exported(name: str, share: float) -> tuple[nn.Module, nn.Module, Any, Export
 
 
 @pytest.mark.parametrize(("name", "share"), [("gpt2", 0.8), ("gpt2", 0.35), ("conv", 0.7)])
-def test_the_step_fits_as_judged_and_gives_the_same_bits(name: str, share: float) -> None:
+def test_the_step_fits_as_simulated_and_is_bitwise_identical(name: str, share: float) -> None:
     plain, model, batch, plan = exported(name, share)
     assert plan.modules
     assert plan.fits
@@ -133,8 +135,8 @@ class _Count(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_eager_mode_runs_the_operators_of_the_judged_schedule(seed: int) -> None:
-    """So what is judged is what runs: the early stop, what is saved, what nests."""
+def test_eager_mode_runs_the_operators_of_the_simulated_schedule(seed: int) -> None:
+    """So what is simulated is what runs: the early stop, what is saved, what nests."""
     model, batch = small_gpt2(dropout=0.0), tokens()
     graph = trace(model, batch)
     regions = regions_by_chance(graph, model, random.Random(seed))
@@ -191,7 +193,7 @@ def put(model: nn.Module, graph: Graph, regions: list[CheckpointRegion]) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(5))
-def test_any_choice_of_regions_gives_the_same_bits_within_the_judged_peak(
+def test_any_choice_of_regions_is_bitwise_identical_within_the_simulated_peak(
     name: str, seed: int
 ) -> None:
     make, batch_of = CASES[name]
@@ -199,10 +201,10 @@ def test_any_choice_of_regions_gives_the_same_bits_within_the_judged_peak(
     model = copy.deepcopy(plain)
     regions = regions_by_chance(graph, model, random.Random(seed))
     n_regions = sum(1 for top in regions for _ in top.flat())
-    judged = simulate(graph, put(model, graph, regions)).peak_bytes
+    simulated_bytes = simulate(graph, put(model, graph, regions)).peak_bytes
     torch.manual_seed(0)
     measured = measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes
-    assert measured <= judged + (n_regions + 1) * CPU_RANDOM_STATE_BYTES
+    assert measured <= simulated_bytes + (n_regions + 1) * CPU_RANDOM_STATE_BYTES
     for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
         assert torch.equal(expected, got)
 

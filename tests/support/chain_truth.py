@@ -1,6 +1,6 @@
 """The truth for chains: Dijkstra over every state of the device; the recurrence written plainly.
 
-Neither shares code with the solver; the schedules that Dijkstra finds go through the judge.
+Neither shares code with the solver; the schedules that Dijkstra finds go through the simulator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rules of a schedule once more, as plainly as can be: sets, and sums over them.
 
 Written from the rules alone and in another style than `solver.simulate`, which it checks: nothing
-is kept up to date, everything is counted anew at each op. Quadratic, for small graphs.
+is kept up to date, everything is counted again at each op. Quadratic, for small graphs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]
     for i, op in enumerate(schedule.ops):
         if not isinstance(op, Compute):
             if op.tensor not in here:
-                raise FoulError("5: not there, or nobody made it")
+                raise FoulError("5: not live, or made by no node")
             if op.tensor in graph.outputs and last_run[made_by[op.tensor].name] < i:
-                raise FoulError("5: an output, and it is not made again")
+                raise FoulError("5: an output that is not recomputed")
             here.remove(op.tensor)
             curve.append(held())
             continue
@@ -70,7 +70,7 @@ def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]
 
 
 def _check_turn(graph: Graph, history: list[str], name: str) -> None:
-    """Rule 4: first runs come in graph order; only recomputable forward nodes run again."""
+    """Rule 4: first runs come in graph order; only recomputable forward nodes are recomputed."""
     names = [n.name for n in graph.nodes]
     node = graph.nodes[names.index(name)]
     if name in history:

@@ -1,4 +1,4 @@
-"""The chain and its judge: hand-computed costs and peaks, every rule broken, every bad input."""
+"""The chain and its simulator: costs and peaks by hand, every rule broken, every bad input."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ def mutants(chain: Chain, ops: tuple[ChainOp, ...]) -> Iterator[tuple[str, tuple
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_judge_refuses_mutants(seed: int) -> None:
+def test_the_simulator_refuses_mutants(seed: int) -> None:
     """What it lets pass still computes everything: no operation of an optimum can be missed."""
     rng = random.Random(seed)
     chain = random_chain(rng, n_blocks=8)

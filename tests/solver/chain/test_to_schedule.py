@@ -47,10 +47,10 @@ def test_operations_by_hand() -> None:
     # all from x_0: revolve with one snapshot
     text = "k1 n2 n3 a4 b5 b4 k1 n2 a3 b3 k1 a2 b2 a1 b1"
     assert order(text) == "f1 f2 f3 f4 loss b4 f1 f2 b3 f1 b2 b1"
-    # x_2 is held: f3 and f4 need not run again for b_4, nor f4 for b_3
+    # x_2 is held: f3 and f4 are not recomputed for b_4, nor f4 for b_3
     text = "k1 n2 k3 a4 b5 b4 a3 b3 k1 a2 b2 a1 b1"
     assert order(text) == "f1 f2 f3 f4 loss b4 b3 f1 b2 b1"
-    # a segment made again at once and kept for both backward passes
+    # a segment recomputed at once and kept for both backward passes
     text = "k1 n2 n3 a4 b5 b4 a1 a2 a3 b3 b2 b1"
     assert order(text) == "f1 f2 f3 f4 loss b4 f1 f2 b3 b2 b1"
 

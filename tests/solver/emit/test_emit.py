@@ -1,4 +1,4 @@
-"""`--emit`: settings of other systems, their cost by the judge, and that the systems take them."""
+"""`--emit`: settings of other systems, their simulated cost, and that the systems accept them."""
 
 from __future__ import annotations
 
@@ -134,10 +134,10 @@ def test_the_nearest_setting_is_the_fastest_that_fits(graph, system):
     assert tight.setting.simulation.time_s > plain.time_s
     assert not none.fits
     candidates = [c for f in SYSTEMS[system].families(graph, layers(graph)) for c in f]
-    judged = [simulate(graph, forecast(graph, c.regions)) for c in candidates]
-    fitting = [t.time_s for t in judged if t.peak_bytes <= 0.7 * plain.peak_bytes]
+    simulated = [simulate(graph, forecast(graph, c.regions)) for c in candidates]
+    fitting = [t.time_s for t in simulated if t.peak_bytes <= 0.7 * plain.peak_bytes]
     assert tight.setting.simulation.time_s == min(fitting)
-    assert none.setting.simulation.peak_bytes == min(t.peak_bytes for t in judged)
+    assert none.setting.simulation.peak_bytes == min(t.peak_bytes for t in simulated)
 
 
 def test_a_long_family_is_searched_by_halves():

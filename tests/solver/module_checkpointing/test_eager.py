@@ -1,4 +1,4 @@
-"""What eager mode does beside the graph, and regions of a step that run again as a whole."""
+"""What eager mode does beside the graph, and regions of a step that are recomputed as a whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def whole(graph: Graph) -> CheckpointRegion:
     return CheckpointRegion(nodes, modules=("m",))
 
 
-def test_a_region_runs_again_at_once_when_the_first_of_it_is_missing() -> None:
+def test_a_region_is_recomputed_at_once_when_the_first_of_it_is_missing() -> None:
     graph = step()
     plan = plan_regions(graph, [whole(graph)])
     order = [op.node for op in plan.schedule.ops if isinstance(op, Compute)]
@@ -55,7 +55,7 @@ def test_a_region_runs_again_at_once_when_the_first_of_it_is_missing() -> None:
     assert Free("a") in plan.schedule.ops[: plan.schedule.ops.index(Compute("bh"))]
 
 
-def test_what_a_region_saves_does_not_run_again_but_sets_off_the_rest() -> None:
+def test_what_a_region_saves_is_not_recomputed_but_triggers_the_rest() -> None:
     """The first tensor that the backward pass asks for is a saved one: PyTorch runs all then."""
     graph = step()
     region = dataclasses.replace(whole(graph), saved=frozenset({"g"}))
@@ -89,13 +89,13 @@ def test_operators_in_place_live_where_they_write() -> None:
 
 
 @pytest.mark.parametrize("junk", [None, 3, "f", ["nobody", 4], [["bg", 7], None], {"f": 1}])
-def test_what_a_file_says_amiss_is_taken_for_nothing(junk: object) -> None:
+def test_malformed_metadata_of_a_file_is_ignored(junk: object) -> None:
     eager = EagerStep.of(step(in_place=junk, backward_functions=junk))
     assert eager.in_place == frozenset()
     assert all(set(nodes) <= {"bg", "bf"} for nodes in eager.function_of.values())
 
 
-def test_the_trace_tells_operators_in_place_and_backward_functions() -> None:
+def test_the_trace_names_operators_in_place_and_backward_functions() -> None:
     model = nn.Sequential(
         nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 1)
     )

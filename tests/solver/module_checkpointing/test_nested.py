@@ -1,4 +1,4 @@
-"""Neighbours of an nn.Sequential in one checkpoint, nested: planned, judged, and run."""
+"""Neighbours of an nn.Sequential in one checkpoint, nested: planned, simulated, and run."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def test_every_persistent_schedule_is_a_tree_of_checkpoints() -> None:
 
 
 @pytest.mark.parametrize(("inplace", "share"), [(False, 0.6), (False, 0.45), (True, 0.45)])
-def test_layers_run_again_together_within_the_told_peak(inplace: bool, share: float) -> None:
+def test_layers_are_recomputed_together_within_the_reported_peak(
+    inplace: bool, share: float
+) -> None:
     plain, batch = convolutions(inplace=inplace)
     model = copy.deepcopy(plain)
     solution, plain_bytes = planned(model, batch, share)
@@ -132,14 +134,14 @@ def test_children_run_as_often_as_they_are_nested() -> None:
     assert isinstance(forward, SegmentedForward)
     bits(model, batch, 0)
     most = n_runs(solution.segments, len(model))
-    # a checkpoint stops running again when it has all that was put by, so its last may be left out
+    # recomputing stops when everything has been saved again, so a region's last child may not run
     assert all(1 <= ran <= n for ran, n in zip(forward.n_runs, most, strict=True))
     assert sum(forward.n_runs) > len(model)
     with torch.no_grad():
         assert torch.equal(model.eval()(batch[0]), copy.deepcopy(model)(batch[0]))
 
 
-def test_the_report_names_who_runs_again_together() -> None:
+def test_the_report_names_what_is_recomputed_together() -> None:
     model, batch = convolutions(inplace=True)
     solution, _ = planned(model, batch, 0.45)
     paths = next(region.modules for region in solution.segments if len(region.modules) > 1)

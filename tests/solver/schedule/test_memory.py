@@ -1,4 +1,4 @@
-"""The layers of the memory plot: they add up to the judge's figure, and each is what it says."""
+"""The layers of the memory plot add up to the simulator's figure, and each is what it says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.builders import make, odd_graph, op, plan
 
 
 def computed_bytes(graph, schedule: Schedule) -> tuple[int, ...]:
-    """The judge's bytes during each compute."""
+    """The simulator's bytes during each compute."""
     live_bytes = simulate(graph, schedule).live_bytes
     return tuple(
         size for op, size in zip(schedule.ops, live_bytes, strict=True) if isinstance(op, Compute)
@@ -24,7 +24,7 @@ def computed_bytes(graph, schedule: Schedule) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     "graph", [chain(n_blocks=6), residual(n_blocks=5), *map(odd_graph, range(20))]
 )
-def test_the_layers_add_up_to_the_judges_bytes(graph):
+def test_the_layers_add_up_to_the_simulated_bytes(graph):
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     schedules = [baseline(graph)]
     found = solve(graph, budget=int(0.9 * peak_bytes), time_limit_s=5).schedule
@@ -63,7 +63,7 @@ def test_what_each_layer_is():
     assert tuple(layers.layer_bytes) == LAYERS
 
 
-def test_an_output_that_is_still_there_is_counted_twice_while_it_is_made_again():
+def test_an_output_that_is_still_live_is_counted_twice_while_it_is_recomputed():
     graph = make(
         [
             op("f", "x", "a b"),
@@ -80,7 +80,7 @@ def test_an_output_that_is_still_there_is_counted_twice_while_it_is_made_again()
     assert layers["recomputed"] == (0, 0, 110, 110)
 
 
-def test_a_storage_is_there_as_long_as_a_view_of_it_is():
+def test_a_storage_is_live_as_long_as_a_view_of_it_is():
     graph = make(
         [
             op("f", "x", "a"),

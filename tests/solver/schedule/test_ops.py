@@ -31,14 +31,14 @@ def test_frees_by_hand() -> None:
     assert again.order == tuple(words("f1 f2 f3 loss f1 f2 b3 b2 f1 b1"))
 
 
-def test_what_nobody_reads_goes_at_once_and_outputs_stay() -> None:
+def test_what_nothing_reads_is_freed_at_once_and_outputs_stay() -> None:
     graph = make(
         [op("f", "x", "a b"), op("g", "x", "c"), op("h", "x", "")],
         {"x": 1, "a": 1, "b": 1, "c": 1},
         outputs="b",
     )
     assert text(free_after_last_use(graph, words("f g h"))) == "f -a g -c h"
-    # an output is dropped before it is made again, and then stays
+    # an output is dropped before it is recomputed, and then stays
     assert text(free_after_last_use(graph, words("f g h f"))) == "f -a -b g -c h f -a"
 
 
@@ -50,7 +50,7 @@ def test_views_are_freed_one_by_one() -> None:
         outputs="d",
     )
     assert text(free_after_last_use(graph, words("f v q"))) == "f v -a q -view"
-    again = free_after_last_use(graph, words("f v v q"))  # the view anew, on the same storage
+    again = free_after_last_use(graph, words("f v v q"))  # the view once more, on the same storage
     assert text(again) == "f v -view v -a q -view"
     assert simulate(graph, again).live_bytes == (5, 5, 5, 5, 5, 6, 2)
 

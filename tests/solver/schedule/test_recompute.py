@@ -30,7 +30,7 @@ def test_baseline_runs_each_node_once() -> None:
 
 
 def test_keeping_nothing_recomputes_each_forward_node_once() -> None:
-    """What is made again is held to its last use, so b_3 and below find theirs."""
+    """What is recomputed is held to its last use, so b_3 and below find theirs."""
     graph = uniform_chain(4)
     order = keep_order(graph, ())
     assert order == words("f1 f2 f3 f4 f1 f2 f3 f4 loss b4 b3 b2 b1")
@@ -65,7 +65,7 @@ def test_views_follow_their_storage() -> None:
         aliases={"view": "a"},
         outputs="e",
     )
-    # s is made again, with it a, so that the kept view is lost and taken again
+    # s is recomputed, with it a, so that the kept view is lost and taken again
     assert keep_order(graph, {"a"}) == words("f v g f q v r")
     simulate(graph, keep(graph, {"a"}))
 
@@ -126,11 +126,11 @@ def test_a_long_chain_needs_no_deep_stack() -> None:
 def test_dead_computes_by_hand() -> None:
     graph = uniform_chain(3)
     order = words("f1 f2 f3 f1 loss f2 f1 f2 b3 b2 f3 f1 b1")
-    # b_3 reads x_2 of the third f2, b_2 x_1 of the third f1; the other repeats are for nobody
+    # b_3 reads x_2 of the third f2, b_2 x_1 of the third f1; nothing reads the other repeats
     assert without_dead_computes(graph, order) == words("f1 f2 f3 loss f1 f2 b3 b2 b1")
 
 
-def test_first_runs_stay_although_nobody_reads_them() -> None:
+def test_first_runs_stay_although_nothing_reads_them() -> None:
     graph = make([op("f", "x", "a"), op("effect", "x", "")], {"x": 1, "a": 1})
     assert without_dead_computes(graph, ["f", "effect", "f"]) == ["f", "effect"]
 

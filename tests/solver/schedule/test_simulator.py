@@ -1,4 +1,4 @@
-"""The judge: peaks and times worked out by hand, and no illegal schedule gets past it."""
+"""The simulator: peaks and times worked out by hand, and no illegal schedule passes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def twins() -> Graph:
 
 
 def test_outputs_that_are_still_there_count_twice(twins: Graph) -> None:
-    # At the second f, a is there: 1 + 5 + 3, both outputs anew (12), workspace 2; then 1 + 3 + 12.
+    # At the second f, a is live: 1 + 5 + 3, both outputs again (12), workspace 2; then 1 + 3 + 12.
     assert curve(twins, "f -b g f q -a -b") == (15, 6, 9, 23, 16, 11, 4)
 
 
@@ -210,7 +210,7 @@ def test_a_view_of_something_resident_is_free() -> None:
     assert curve(graph, "v -view v f -view") == (6, 6, 6, 7, 7)
 
 
-def test_the_judge_changes_nothing(step: Graph) -> None:
+def test_simulating_changes_nothing(step: Graph) -> None:
     before, schedule = step.to_json(), plan(step, "f g loss q -a -b")
     assert simulate(step, schedule) == simulate(step, schedule)
     assert step.to_json() == before
@@ -272,7 +272,7 @@ def mutant(graph: Graph, ops: tuple[Op, ...], rng: random.Random) -> tuple[Op, .
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_judge_and_referee_agree_on_mutated_schedules(block: int) -> None:
+def test_simulator_and_referee_agree_on_mutated_schedules(block: int) -> None:
     n_illegal = n_legal = 0
     for seed in range(20 * block, 20 * block + 20):
         rng = random.Random(seed)
