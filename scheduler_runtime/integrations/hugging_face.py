@@ -2,8 +2,8 @@
 
     Trainer(model=model, args=args, ..., callbacks=[FitCallback(budget="16GB")]).train()
 
-At that moment the model is on its device and the Trainer has made the optimizer. Importing this
-file imports transformers.
+By then the model is on its device and the Trainer has created the optimizer. Importing this file
+imports transformers.
 """
 
 from __future__ import annotations
@@ -12,44 +12,33 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from scheduler_runtime.applying import remove
-from scheduler_runtime.fitting import FitError, Fitted, FittedForward, fit, plans_of
+from scheduler_runtime.fitting import FitError, Fitted
+from scheduler_runtime.integrations.fitted_model import FittedModel
 
 
 class FitCallback(TrainerCallback):
-    """Fits the Trainer's model for the time of the training. Takes the options of `fit`.
+    """Fits the Trainer's model for the duration of the training. Takes the options of `fit`.
 
-    plans: those that were made until now, or in the last training.
+    plans: those made so far, or in the last training.
     """
 
     def __init__(self, *, budget: int | str = "auto", **options: Any) -> None:
-        if "optimizer" in options:
-            raise ValueError("optimizer= is the Trainer's own: leave it out")
-        self._options = {"budget": budget, **options}
-        self._model: Any = None
-        self._plans: tuple[Fitted, ...] = ()
+        self._fitted = FittedModel({"budget": budget, **options})
 
     @property
     def plans(self) -> tuple[Fitted, ...]:
-        return self._plans if self._model is None else plans_of(self._model)
+        return self._fitted.plans
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises what `fit` raises, and FitError for what the Trainer does to the model itself."""
         del state, control
         _refuse_arguments(args)
-        model = kwargs["model"]
-        if isinstance(model.__dict__.get("forward"), FittedForward):
-            remove(model)  # of a training that ended with an error
-        fit(model, optimizer=kwargs["optimizer"], **self._options)
-        self._model = model
+        self._fitted.begin(kwargs["model"], kwargs["optimizer"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is as it was, ready to be saved or trained again."""
+        """The model has its own forward again, ready to be saved or trained further."""
         del args, state, control, kwargs
-        if self._model is not None:
-            self._plans = plans_of(self._model)
-            remove(self._model)
-            self._model = None
+        self._fitted.end()
 
 
 def _refuse_arguments(args: Any) -> None:
@@ -61,13 +50,13 @@ def _refuse_arguments(args: Any) -> None:
         )
     if args.torch_compile:
         raise FitError(
-            "TrainingArguments has torch_compile=True, and the compiler decides what is kept: "
-            "leave it out"
+            "TrainingArguments has torch_compile=True, and the compiler decides what is saved for "
+            "backward: leave it out"
         )
     if args.fsdp or args.deepspeed:
         raise FitError(
             "TrainingArguments has fsdp or deepspeed, which gather parameters in hooks of "
-            "submodules that a planned step would not run; use one device or data parallelism"
+            "submodules that a planned step does not run; use one device or data parallelism"
         )
     if args.n_gpu > 1:
         raise FitError(

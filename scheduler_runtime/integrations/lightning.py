@@ -2,8 +2,8 @@
 
     Trainer(callbacks=[FitCallback(budget="16GB")]).fit(module, data)
 
-At that moment the module is on its device and its optimizers are made. Importing this file imports
-lightning, or pytorch_lightning where that is what is installed.
+By then the module is on its device and its optimizers exist. Importing this file imports lightning,
+or pytorch_lightning where that is installed instead.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ try:
 except ModuleNotFoundError:
     from pytorch_lightning import Callback, LightningModule
 
-from scheduler_runtime.applying import remove
-from scheduler_runtime.fitting import FitError, Fitted, FittedForward, fit, plans_of
+from scheduler_runtime.fitting import FitError, Fitted
+from scheduler_runtime.integrations.fitted_model import FittedModel
 
 
 class FitCallback(Callback):
-    """Fits the module for the time of the training. Takes the options of `fit`.
+    """Fits the module for the duration of the training. Takes the options of `fit`.
 
-    part: which part of the LightningModule is planned, a function of it (`lambda module:
-        module.model`). None: the whole, whose `forward` training_step calls.
-    plans: those that were made until now, or in the last training.
+    part: a function of the LightningModule that returns the part to plan (`lambda module:
+        module.model`). None: all of it, if training_step calls its `forward`.
+    plans: those made so far, or in the last training.
     """
 
     def __init__(
@@ -37,17 +37,13 @@ class FitCallback(Callback):
         part: Callable[[Any], nn.Module] | None = None,
         **options: Any,
     ) -> None:
-        if "optimizer" in options:
-            raise ValueError("optimizer= is the Trainer's own: leave it out")
+        self._fitted = FittedModel({"budget": budget, **options})
         self._part = part
-        self._options = {"budget": budget, **options}
-        self._model: nn.Module | None = None
-        self._plans: tuple[Fitted, ...] = ()
         self._n_steps = 0
 
     @property
     def plans(self) -> tuple[Fitted, ...]:
-        return self._plans if self._model is None else plans_of(self._model)
+        return self._fitted.plans
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Raises what `fit` raises, and FitError for a module that has no forward to plan."""
@@ -57,17 +53,15 @@ class FitCallback(Callback):
                 f"{type(model).__name__} has no forward of its own; name the part of it that "
                 "training_step calls: FitCallback(part=lambda module: module.model)"
             )
-        if isinstance(model.__dict__.get("forward"), FittedForward):
-            remove(model)  # of a training that ended with an error
-        fit(model, optimizer=trainer.optimizers, **self._options)
-        self._model, self._n_steps = model, trainer.global_step
+        self._fitted.begin(model, trainer.optimizers)
+        self._n_steps = trainer.global_step
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Drop the gradients of the last step before the forward pass of the next.
+        """Free the gradients of the last step before the next forward pass.
 
-        Lightning does it after the forward pass, so that they would take memory all along it.
+        Lightning does so after the forward pass, so they would take memory throughout it.
         """
         del batch
         if pl_module.automatic_optimization and trainer.global_step != self._n_steps:
@@ -76,9 +70,6 @@ class FitCallback(Callback):
         self._n_steps = trainer.global_step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The module is as it was, ready to be saved or trained again."""
+        """The module has its own forward again, ready to be saved or trained further."""
         del trainer, pl_module
-        if self._model is not None:
-            self._plans = plans_of(self._model)
-            remove(self._model)
-            self._model = None
+        self._fitted.end()

@@ -55,12 +55,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def kind_of(model: nn.Module, call: Call) -> Any:
     """Equal for calls that one program can be for; compare as `planned == here`."""
-    modules = modules_of(model)
+    modules = list(model.modules())
     parameters = {
         id(p): p for m in modules for p in m._parameters.values() if p is not None
     }.values()
     buffers = (b for m in modules for b in m._buffers.values() if b is not None)
     device = next((p.device.type for p in parameters), "cpu")
+    modes = torch.overrides._get_current_function_mode_stack()
     return (
         tuple(map(_form, call.tensors)),
         sharing(call.tensors) if len(call.tensors) > 1 else (),
@@ -68,23 +69,19 @@ def kind_of(model: nn.Module, call: Call) -> Any:
         call.spec,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),
-        _torch_settings(),
+        tuple((type(mode), getattr(mode, "device", None)) for mode in modes),
+        global_hooks(),
+        parametrize._cache_enabled > 0,
+        torch.get_default_dtype(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
         tuple(map(_form, parameters)),
         tuple(map(_form, buffers)),
         settings_of(model, modules),
     )
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """What `model.modules()` has, in another order; without a generator for each level of it."""
-    found = {id(model): model}
-    stack = [model]
-    while stack:
-        for child in stack.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                stack.append(child)
-    return list(found.values())
 
 
 def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
@@ -114,19 +111,9 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _torch_settings() -> tuple[Any, ...]:
-    modes = torch.overrides._get_current_function_mode_stack()
-    return (
-        tuple((type(mode), getattr(mode, "device", None)) for mode in modes),
-        global_hooks(),
-        parametrize._cache_enabled > 0,
-        torch.get_default_dtype(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+def _argument(value: Any) -> Any:
+    """An argument that is no tensor; the numbers of an array are constants of the program."""
+    return _array(value) if isinstance(value, np.ndarray) else _setting(value, set())
 
 
 class _Record:
@@ -176,11 +163,13 @@ class _Same:
 
 
 class _NotPlainError(Exception):
-    """An object holds more than plain values."""
+    """A value is not plain."""
 
 
 def _setting(value: Any, seen: set[int]) -> Any:
     """A value of an attribute, to be compared. seen: ids of mutable objects read in this pass."""
+    if type(value) in _COMMON:  # most of what there is
+        return type(value), value
     try:
         return _read(value, seen, in_object=False)
     except _NotPlainError:
@@ -188,10 +177,11 @@ def _setting(value: Any, seen: set[int]) -> Any:
 
 
 def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
-    """Raises _NotPlainError for what cannot be compared. in_object: then nothing is let through."""
+    """Raises _NotPlainError where identity is all that can be compared.
+
+    in_object: then that goes for the whole object, not for an item of a container by itself.
+    """
     kind = type(value)
-    if kind in _COMMON:
-        return kind, value
     if isinstance(value, _PLAIN):
         return _plain(value)
     if isinstance(value, _CODE):
@@ -200,54 +190,28 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
         return value, _class_settings(value)
     if isinstance(value, np.ndarray):
         return _array(value) if value.nbytes <= LARGE_BYTES else _Same(value)
-    if isinstance(value, torch.Tensor | weakref.ref):
-        # tensors have guards of their own; nn.RNN lists references to its weights, new ones often
-        if in_object:
-            raise _NotPlainError
-        return kind
-    if isinstance(value, tuple | set | frozenset):
-        return kind, _parts(value, seen, in_object=in_object)
-    if id(value) in seen:  # the config that all layers share, or a list that holds itself
-        return id(value)
+    if isinstance(value, torch.Tensor | weakref.ref) and not in_object:
+        return kind  # tensors have guards of their own; nn.RNN renews references to its weights
     if isinstance(value, functools.partial):
         value = (value.func, value.args, value.keywords)
-    elif isinstance(value, _CONTAINERS):
+    if not isinstance(value, tuple | set | frozenset):
+        if id(value) in seen:  # the config that all layers share, or a list that contains itself
+            return id(value)
+        if not isinstance(value, _CONTAINERS):
+            # in a set of its own: what was read of an object that is not plain is not known
+            tried = {*seen, id(value)}
+            state = tuple((k, _read(v, tried, in_object=True)) for k, v in _state(value).items())
+            seen |= tried
+            return kind, state
         seen.add(id(value))
-    else:
-        # In a set of its own: what is read before something cannot be is not known elsewhere.
-        tried = {*seen, id(value)}
-        state = tuple((k, _read(v, tried, in_object=True)) for k, v in _state(value).items())
-        seen |= tried
-        return kind, state
-    return kind, _parts(value, seen, in_object=in_object)
-
-
-def _parts(value: Any, seen: set[int], *, in_object: bool) -> Any:
-    """Items of a container. Each by itself may be known by identity, but not within an object."""
     if len(value) > MANY:
-        return len(value)
+        return kind, len(value)
     read = functools.partial(_read, in_object=True) if in_object else _setting
     if isinstance(value, dict):
-        return tuple(
-            (_plain(k) if isinstance(k, _PLAIN) else id(k), read(v, seen))
-            for k, v in list(value.items())
-        )
+        keys = (_plain(key) if isinstance(key, _PLAIN) else id(key) for key in list(value))
+        return kind, tuple(zip(keys, [read(v, seen) for v in list(value.values())], strict=True))
     items = sorted(value, key=hash) if isinstance(value, set | frozenset) else list(value)
-    return tuple([read(item, seen) for item in items])
-
-
-def _argument(value: Any) -> Any:
-    """An argument that is no tensor, nor a container that a call is opened into."""
-    if isinstance(value, np.ndarray):
-        return _array(value)  # its numbers are constants of the traced step
-    if isinstance(value, (*_PLAIN, *_CODE, type, set, frozenset)):
-        return _setting(value, set())
-    try:
-        state = _state(value)
-    except _NotPlainError:
-        return type(value), repr(value)
-    seen = {id(value)}
-    return type(value), _Same(value), tuple((k, _setting(v, seen)) for k, v in state.items())
+    return kind, tuple([read(item, seen) for item in items])
 
 
 def _plain(value: object) -> Any:
@@ -262,7 +226,9 @@ def _class_settings(kind: type) -> tuple[Any, ...]:
         for each in kind.__mro__
         if not each.__module__.startswith(("torch.", "builtins"))
         for name, value in vars(each).items()
-        if isinstance(value, _PLAIN) and not name.startswith("__")
+        if type(value) is not types.FunctionType  # most of what there is
+        and isinstance(value, _PLAIN)
+        and not name.startswith("__")
     )
 
 
@@ -272,7 +238,9 @@ def _array(array: np.ndarray[Any, Any]) -> Any:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """Attributes of an object, in its dict and its slots; _NotPlainError: Python cannot see any."""
+    """Attributes of an object, in its dict and its slots; _NotPlainError: none are visible."""
+    if isinstance(value, torch.Tensor):
+        raise _NotPlainError
     state = getattr(value, "__dict__", None)
     names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
     slots = {name: getattr(value, name) for name in names if hasattr(value, name)}

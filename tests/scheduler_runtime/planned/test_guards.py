@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scheduler_runtime import apply
-from scheduler_runtime.planned.guards import modules_of, settings_of
+from scheduler_runtime.planned.guards import settings_of
 from solver.solving import solve
 
 
@@ -94,7 +94,7 @@ class Tripled(nn.Linear):
 
 
 def settings(model: nn.Module) -> Any:
-    return settings_of(model, modules_of(model))
+    return settings_of(model, list(model.modules()))
 
 
 def _swap_class(model: Settable) -> None:

@@ -1,0 +1,38 @@
+"""What the callbacks for trainers share: `fit` when a training begins, `remove` when it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from scheduler_runtime.applying import remove
+from scheduler_runtime.fitting import Fitted, FittedForward, Optimizers, fit, plans_of
+
+
+class FittedModel:
+    """The model of one training at a time, and its plans. options: of `fit`."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        if "optimizer" in options:
+            raise ValueError("optimizer= is the Trainer's own: leave it out")
+        self._options = options
+        self._model: nn.Module | None = None
+        self._plans: tuple[Fitted, ...] = ()
+
+    @property
+    def plans(self) -> tuple[Fitted, ...]:
+        """Those made so far in this training, else those of the last one."""
+        return self._plans if self._model is None else plans_of(self._model)
+
+    def begin(self, model: nn.Module, optimizer: Optimizers) -> None:
+        if isinstance(model.__dict__.get("forward"), FittedForward):
+            remove(model)  # of a training that ended with an error
+        fit(model, optimizer=optimizer, **self._options)
+        self._model = model
+
+    def end(self) -> None:
+        if self._model is not None:
+            self._plans = self.plans
+            remove(self._model)
+            self._model = None
