@@ -1,4 +1,4 @@
-"""Backends of torch.compile that take a partitioner of ours."""
+"""torch.compile backends that use our partitioner."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def _inductor(partitioner: BudgetPartitioner) -> Backend:
 
 
 def _aot_eager(partitioner: BudgetPartitioner) -> Backend:
-    """Operator by operator as traced: no fusion, no code to build, the bits of eager operators."""
+    """Runs operator by operator as traced, without fusion: bitwise identical to eager operators."""
     compile_graph: Backend = aot_autograd(
-        fw_compiler=_as_it_is,
-        bw_compiler=_as_it_is,
+        fw_compiler=_boxed,
+        bw_compiler=_boxed,
         partition_fn=partitioner,
         keep_inference_input_mutations=True,
     )
     return compile_graph
 
 
-def _as_it_is(module: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-    """Generated code that takes its inputs in a list and drops each after its last use."""
+def _boxed(module: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+    """Generated code that takes its inputs in a list, and frees each after its last use."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
 

@@ -1,8 +1,8 @@
 """What operators cost once a compiler has fused them.
 
-Products, convolutions and attention stay kernels of their own and cost what the model for plain
-operators says. The others are limited by the bytes that they move; an elementwise one is computed
-within a neighbour's kernel, where it reads and writes registers.
+Matrix products, convolutions and attention remain kernels of their own and cost what the given cost
+model says. The others are limited by the bytes that they move; an elementwise one is fused into a
+neighbour's kernel, where it reads and writes registers.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from graphs.costs import Cost, CostModel, OpCall, bytes_moved, flops_of
 from graphs.hardware import Hardware
 
 FUSED_SHARE = 0.1
-"""Of the time that its bytes would take to move, what an elementwise operator costs.
+"""Cost of an elementwise operator, as a share of the time to move its bytes.
 
-Not 0: a long chain of them, made again for each reader, is not free; and between plans that are
-otherwise equal the one that runs fewer again is better.
+Not 0: recomputing a long chain of them for each reader is not free, and of plans that are otherwise
+equal the one that recomputes fewer should win.
 """
 
 
 class FusedCosts:
     """Costs of the operators of a compiled step.
 
-    hardware: whose bandwidth counts. products: seconds and workspace of what has FLOPs.
+    hardware: for its bandwidth.
+    products: seconds and workspace of operators with FLOPs.
     """
 
     def __init__(self, hardware: Hardware, *, products: CostModel) -> None:
@@ -42,10 +43,9 @@ class FusedCosts:
             return Cost(time_s=0.0)
         if flops_of(call):
             return self.products.cost(call)
-        share = FUSED_SHARE if _is_elementwise(call) else 1.0
+        is_elementwise = (
+            torch.Tag.pointwise in getattr(call.target, "tags", ())
+            or getattr(call.target, "namespace", "") == "prims"
+        )
+        share = FUSED_SHARE if is_elementwise else 1.0
         return Cost(time_s=share * bytes_moved(call) / self.hardware.bytes_per_s)
-
-
-def _is_elementwise(call: OpCall) -> bool:
-    tags = getattr(call.target, "tags", ())
-    return torch.Tag.pointwise in tags or getattr(call.target, "namespace", "") == "prims"

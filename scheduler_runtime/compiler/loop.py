@@ -1,4 +1,4 @@
-"""Compile, measure, correct what was planned for, compile again: until the step fits."""
+"""Compile, measure, correct the planned budget, compile again: until the step fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scheduler_runtime.compiler.rehearsal import Rehearsal
 from solver.common import BudgetError, format_size
 
 CLOSE = 0.02
-"""A peak this share below the budget is close enough to stop at."""
+"""The search ends at a measured peak that is at most this share below the budget."""
 
 
 class GraphBreakError(TraceError):
@@ -25,10 +25,27 @@ class GraphBreakError(TraceError):
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One compilation. planned_bytes: what its partition was planned for (None: as PyTorch does).
+class Target:
+    """How to compile, and what for.
 
-    measured_bytes: peak of the step (None: the device's memory did not suffice).
+    budget_bytes: of the device for the whole step. available_bytes: without the reserve.
+    max_attempts: compilations at most.
+    partitioner: makes one for `budget_bytes`.
+    """
+
+    backend: str
+    budget_bytes: int
+    available_bytes: int
+    max_attempts: int
+    partitioner: Callable[..., BudgetPartitioner]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One compilation.
+
+    planned_bytes: the budget of its partition (None: PyTorch's partition).
+    measured_bytes: peak of the step (None: out of memory).
     """
 
     planned_bytes: int | None
@@ -39,38 +56,28 @@ class Attempt:
 class CompileLoop:
     """Compile, measure, correct; `attempts` are what was tried."""
 
-    def __init__(
-        self,
-        rehearsal: Rehearsal,
-        forward: Callable[..., Any],
-        *,
-        backend: str,
-        partitioner: Callable[..., BudgetPartitioner],
-        available_bytes: int,
-        max_attempts: int,
-    ) -> None:
+    def __init__(self, rehearsal: Rehearsal, forward: Callable[..., Any], target: Target) -> None:
         self.attempts: list[Attempt] = []
         self._rehearsal = rehearsal
         self._forward = forward
-        self._backend = backend
-        self._partitioner = partitioner
-        self._available_bytes = available_bytes
-        self._max_attempts = max_attempts
+        self._target = target
+        self._title = type(rehearsal.model).__name__
         self._best: tuple[Attempt, Callable[..., Any]] | None = None
-        self._fits_bytes = 0  # the largest planned budget whose measured peak fitted
-        self._bursts_bytes = 2**60  # the smallest whose peak did not
+        self._fits_bytes = 0  # the largest predicted peak whose measured peak fitted
+        self._exceeds_bytes = 2**60  # the smallest whose measured peak did not
 
     def run(self) -> tuple[Attempt, Callable[..., Any]]:
+        """The fastest attempt that fits, and its function. Raises BudgetError."""
         planned_bytes: int | None = None
         least_tried = False
-        while len(self.attempts) < self._max_attempts:
+        while len(self.attempts) < self._target.max_attempts:
             try:
                 attempt, function = self._attempt(planned_bytes)
             except NothingFitsError as error:
                 if self._best is not None:
                     break
                 if error.reached_bytes is None or least_tried:
-                    raise BudgetError(self._nothing_fits()) from error
+                    raise self._nothing_fits() from error
                 planned_bytes, least_tried = error.reached_bytes, True
                 continue
             self.attempts.append(attempt)
@@ -81,18 +88,17 @@ class CompileLoop:
                 break
             planned_bytes = following
         if self._best is None:
-            raise BudgetError(self._nothing_fits())
+            raise self._nothing_fits()
         return self._best
 
     def _attempt(self, planned_bytes: int | None) -> tuple[Attempt, Callable[..., Any]]:
-        partitioner = self._partitioner(budget_bytes=planned_bytes)
-        function = _compiled(self._forward, backend_of(self._backend, partitioner))
+        partitioner = self._target.partitioner(budget_bytes=planned_bytes)
+        function = _compiled(self._forward, backend_of(self._target.backend, partitioner))
         try:
             measured_bytes: int | None = self._rehearsal.peak_bytes(function)
         except torch._dynamo.exc.Unsupported as error:
             raise GraphBreakError(
-                f"torch.compile cannot make one graph of {type(self._rehearsal.model).__name__}: "
-                f"{_first_lines(error)}"
+                f"torch.compile cannot make one graph of {self._title}: {_first_lines(error)}"
             ) from error
         except torch._dynamo.exc.BackendCompilerFailed as error:
             inner = getattr(error, "inner_exception", None)
@@ -101,75 +107,72 @@ class CompileLoop:
             raise
         except SideEffectError as error:
             raise TraceError(
-                f"{type(self._rehearsal.model).__name__} cannot be compiled within a budget: "
-                f"{error}"
+                f"{self._title} cannot be compiled within a budget: {error}"
             ) from error
         except torch.OutOfMemoryError:
             if not partitioner.partitions:
-                raise  # before there was anything to plan
+                raise  # before the backward pass was partitioned: no plan can help
             measured_bytes = None
         if len(partitioner.partitions) != 1:
             raise GraphBreakError(
-                f"{type(self._rehearsal.model).__name__} was compiled into "
-                f"{len(partitioner.partitions)} graphs with a backward pass; a budget is kept for "
-                "one"
+                f"torch.compile made {len(partitioner.partitions)} graphs with a backward pass of "
+                f"{self._title}; a budget can be kept for one only"
             )
         partitioner.seal()
         return Attempt(planned_bytes, partitioner.partitions[0], measured_bytes), function
 
     def _is_final(self, attempt: Attempt, function: Callable[..., Any]) -> bool:
-        """Note what the attempt shows; whether there is nothing more to win."""
-        if any(_is_same(attempt, earlier) for earlier in self.attempts[:-1]):
+        """Record the attempt; whether nothing better can be expected."""
+        schedule = attempt.partition.solution.schedule
+        if any(each.partition.solution.schedule == schedule for each in self.attempts[:-1]):
             return self._best is not None
-        planned_bytes = attempt.partition.predicted_bytes
-        if attempt.measured_bytes is None or attempt.measured_bytes > self._available_bytes:
-            self._bursts_bytes = min(self._bursts_bytes, planned_bytes)
+        available_bytes = self._target.available_bytes
+        predicted_bytes = attempt.partition.predicted_bytes
+        if attempt.measured_bytes is None or attempt.measured_bytes > available_bytes:
+            self._exceeds_bytes = min(self._exceeds_bytes, predicted_bytes)
             return False
-        self._fits_bytes = max(self._fits_bytes, planned_bytes)
+        self._fits_bytes = max(self._fits_bytes, predicted_bytes)
         if self._best is None or attempt.partition.overhead < self._best[0].partition.overhead:
             self._best = attempt, function
-        room_bytes = self._available_bytes - attempt.measured_bytes
-        return not attempt.partition.n_recomputed or room_bytes <= CLOSE * self._available_bytes
+        room_bytes = available_bytes - attempt.measured_bytes
+        return not attempt.partition.n_recomputed or room_bytes <= CLOSE * available_bytes
 
     def _next_bytes(self, attempt: Attempt) -> int | None:
         """What to plan for next: the budget, corrected by how far the prediction was off."""
+        available_bytes = self._target.available_bytes
         predicted_bytes = attempt.partition.predicted_bytes
         if attempt.measured_bytes is None:
-            offset_bytes = self._rehearsal.outside_bytes
             planned_bytes = min(
-                self._available_bytes - offset_bytes, predicted_bytes - predicted_bytes // 10
+                available_bytes - self._rehearsal.outside_bytes,
+                predicted_bytes - predicted_bytes // 10,
             )
         else:
-            planned_bytes = self._available_bytes - (attempt.measured_bytes - predicted_bytes)
-        if not self._fits_bytes < planned_bytes < self._bursts_bytes:
-            planned_bytes = (max(self._fits_bytes, 0) + self._bursts_bytes) // 2
-            if not self._fits_bytes:  # only too much so far
-                planned_bytes = int(0.9 * self._bursts_bytes)
-        if self._bursts_bytes - self._fits_bytes <= CLOSE * self._available_bytes / 2:
-            return None if self._fits_bytes else planned_bytes
-        return planned_bytes
+            planned_bytes = available_bytes - (attempt.measured_bytes - predicted_bytes)
+        if not self._fits_bytes < planned_bytes < self._exceeds_bytes:
+            planned_bytes = (
+                (self._fits_bytes + self._exceeds_bytes) // 2
+                if self._fits_bytes
+                else int(0.9 * self._exceeds_bytes)
+            )
+        is_narrow = self._exceeds_bytes - self._fits_bytes <= CLOSE * available_bytes / 2
+        return None if is_narrow and self._fits_bytes else planned_bytes
 
-    def _nothing_fits(self) -> str:
+    def _nothing_fits(self) -> BudgetError:
         measured = [a.measured_bytes for a in self.attempts if a.measured_bytes is not None]
-        least = f"the least peak measured is {min(measured)} bytes" if measured else "none ran"
+        least = f"the smallest measured peak is {min(measured)} bytes" if measured else "none ran"
         tried = "; ".join(
             f"predicted {format_size(a.partition.predicted_bytes)}, "
-            f"measured {shown_bytes(a.measured_bytes)}"
+            f"measured {format_peak(a.measured_bytes)}"
             for a in self.attempts
         )
-        return (
-            f"no compiled step was found within {self._available_bytes} bytes in "
+        return BudgetError(
+            f"no compiled step was found within {self._target.available_bytes} bytes in "
             f"{len(self.attempts)} attempts: {least} ({tried})"
         )
 
 
-def _is_same(one: Attempt, other: Attempt) -> bool:
-    plans = (one.partition.solution.schedule, other.partition.solution.schedule)
-    return plans[0] == plans[1]
-
-
 def _compiled(forward: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of the forward by itself: entries of other attempts do not count against it."""
+    """torch.compile of a new code object: its cache has no entries of other attempts."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
@@ -185,5 +188,5 @@ def _first_lines(error: Exception, n_lines: int = 6) -> str:
     return " ".join(lines[:n_lines])
 
 
-def shown_bytes(n_bytes: int | None) -> str:
+def format_peak(n_bytes: int | None) -> str:
     return "out of memory" if n_bytes is None else format_size(n_bytes)

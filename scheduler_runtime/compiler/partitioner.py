@@ -1,10 +1,10 @@
-"""Where torch.compile asks what to save for the backward pass: our answer, in bytes.
+"""torch.compile's partitioner: what to save for backward, within a budget in bytes.
 
-Inductor hands a partitioner the joint graph of a step as it will compile it: decomposed,
+Inductor gives a partitioner the joint graph of a step as it will compile it: decomposed,
 functionalised, its joint passes done. PyTorch's own partitioner (min-cut) goes first; its choice is
 the baseline, which costs no extra time. Where that peaks above the budget, `solver` plans which of
-the saved values to drop and what to run again, and the simulator judges it. See
-`scheduler_runtime.compiler.compile_model` for the loop around it, which measures.
+the saved values to drop and recompute. `scheduler_runtime.compiler.compile_model` has the loop
+around it, which measures.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ logger = logging.getLogger(__name__)
 class Partition:
     """What was decided for one compiled graph.
 
-    predicted_bytes: peak of the plan, by the simulator; baseline_bytes: of PyTorch's partition.
-    Both count every operator's output, which a compiler partly keeps in registers.
-    saved_bytes, baseline_saved_bytes: what is held from the forward to the backward pass and was
-    not there before. overhead: extra time as a share of the baseline, by the cost model.
+    predicted_bytes: peak of the plan, by the simulator.
+    baseline_bytes: the same of PyTorch's partition. Both count every operator's output, which a
+        compiler partly keeps in registers.
+    saved_bytes, baseline_saved_bytes: saved for backward, without the step's inputs.
+    overhead: extra time as a share of the baseline, by the cost model.
     lower_bound: of the overhead of any plan within the budget.
-    n_again: operators that run again beyond those of PyTorch's partition.
+    n_recomputed: operators recomputed beyond those of PyTorch's partition.
     """
 
     predicted_bytes: int
@@ -54,7 +55,7 @@ class Partition:
 
 
 class NothingFitsError(ValueError):
-    """No plan of the compiled graph fits. reached_bytes: the least peak that was found."""
+    """No plan of the compiled graph fits. reached_bytes: the smallest peak found."""
 
     def __init__(self, message: str, *, reached_bytes: int | None) -> None:
         super().__init__(message)
@@ -64,10 +65,11 @@ class NothingFitsError(ValueError):
 class BudgetPartitioner(CustomPartitionerFn):
     """Splits each joint graph so that its peak, by the simulator, fits `budget_bytes`.
 
-    budget_bytes: for the graph's own tensors: parameters, batch, activations, gradients (None: as
-    PyTorch partitions it; the peak is predicted all the same). method, time_limit_s, seed: of
-    `solver.solve`. costs: None: by the roofline, on CUDA measured. What was decided is added to
-    `partitions`, in the order of compilation.
+    budget_bytes: for the graph's own tensors: parameters, batch, activations, gradients (None:
+        PyTorch's partition, whose peak is predicted all the same).
+    method, time_limit_s, seed: of `solver.solve`.
+    costs: None: by the roofline, on CUDA measured.
+    partitions: what was decided, in the order of compilation.
 
     Raises NothingFitsError, and TraceError for graphs whose sizes depend on data.
     """
@@ -90,7 +92,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         self._is_sealed = False
 
     def seal(self) -> None:
-        """From now on a compilation is one that nobody measured: it is warned of."""
+        """Later compilations are not measured: warn of them."""
         self._is_sealed = True
 
     def __call__(
@@ -98,8 +100,8 @@ class BudgetPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._is_sealed:
             logger.warning(
-                "torch.compile compiles the module anew for a call that differs in a way that was "
-                "not foreseen; it is planned for %s bytes again, but its peak is not measured",
+                "torch.compile recompiles the module: a call differs from the measured one; "
+                "it is planned for %s bytes too, but its peak is not measured",
                 self.budget_bytes,
             )
         static_inputs = options.get("static_lifetime_input_indices") or ()
@@ -123,7 +125,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        """None: the plan is made anew, so that it can be told; compiled kernels have own caches."""
+        """None: not cached, for a cached plan would not be reported. Kernels are cached anyway."""
         return None
 
     def _solve(self, joined: Joined) -> Solution:
@@ -163,7 +165,7 @@ def _partition(joined: Joined, solution: Solution, saved_bytes: int) -> Partitio
 
 
 def default_costs(gm: fx.GraphModule) -> FusedCosts:
-    """On CUDA products are measured on the card; elsewhere the roofline of a generic CPU."""
+    """On CUDA, products are measured on the device; elsewhere the roofline of a generic CPU."""
     devices = {
         value.device
         for node in gm.graph.nodes

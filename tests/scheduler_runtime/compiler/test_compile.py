@@ -213,7 +213,7 @@ def test_a_graph_break_is_an_error_that_says_where():
 
 def test_what_cannot_fit_says_what_was_reached():
     model, batch = Perceptrons(n_blocks=1), Perceptrons.batch()
-    with pytest.raises(BudgetError, match="the least peak measured is"):
+    with pytest.raises(BudgetError, match="the smallest measured peak is"):
         compile(model, batch, budget="600kB", backend="aot_eager")
     assert "forward" not in model.__dict__
 
