@@ -24,7 +24,7 @@ from graphs.costs import Roofline, finish_measuring, measured
 from scheduler_runtime.compiler.fused_costs import FusedCosts
 from scheduler_runtime.compiler.joined import Joined, join
 from scheduler_runtime.compiler.split import split
-from solver.schedule import Request, Solution
+from solver.schedule import Request, Simulation, Solution
 from solver.solving import answer
 
 logger = logging.getLogger(__name__)
@@ -34,24 +34,40 @@ logger = logging.getLogger(__name__)
 class Partition:
     """What was decided for one compiled graph.
 
-    predicted_bytes: peak of the plan, by the simulator.
-    baseline_bytes: the same of PyTorch's partition. Both count every operator's output, which a
-        compiler partly keeps in registers.
-    saved_bytes, baseline_saved_bytes: saved for backward, without the step's inputs.
-    overhead: extra time as a share of the baseline, by the cost model.
-    lower_bound: of the overhead of any plan within the budget.
-    n_recomputed: operators recomputed beyond those of PyTorch's partition.
+    solution: the plan; its peaks count every operator's output, which a compiler partly keeps in
+        registers.
+    saved_bytes, baseline_saved_bytes: saved for backward by the plan and by PyTorch's partition,
+        without the step's inputs.
     """
 
-    predicted_bytes: int
-    baseline_bytes: int
+    solution: Solution
     saved_bytes: int
     baseline_saved_bytes: int
-    overhead: float
-    lower_bound: float
-    n_recomputed: int
-    method: str
-    solution: Solution
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Peak of the plan, by the simulator."""
+        return self._simulation.peak_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Extra time as a share of PyTorch's partition, by the cost model."""
+        return self._simulation.time_s / (self.solution.baseline.time_s or 1.0) - 1.0
+
+    @property
+    def lower_bound(self) -> float:
+        """Of the overhead of any plan within the budget."""
+        return max(0.0, self.solution.lower_bound_overhead)
+
+    @property
+    def n_recomputed(self) -> int:
+        """Operators recomputed beyond those of PyTorch's partition."""
+        return self._simulation.n_recomputed
+
+    @property
+    def _simulation(self) -> Simulation:
+        assert self.solution.simulation is not None
+        return self.solution.simulation
 
 
 class NothingFitsError(ValueError):
@@ -106,7 +122,7 @@ class BudgetPartitioner(CustomPartitionerFn):
             )
         static_inputs = options.get("static_lifetime_input_indices") or ()
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        costs = self._costs or default_costs(gm)
+        costs = self._costs or _default_costs(gm)
         joined = join(
             forward,
             backward,
@@ -116,12 +132,11 @@ class BudgetPartitioner(CustomPartitionerFn):
         )
         finish_measuring(costs.products)
         solution = self._solve(joined)
-        saved_bytes = joined.bytes_of(joined.saved)
-        assert solution.simulation is not None
+        saved_bytes = baseline_saved_bytes = joined.bytes_of(joined.saved)
         assert solution.schedule is not None
-        if solution.simulation.n_recomputed:
+        if solution.simulation is not None and solution.simulation.n_recomputed:
             forward, backward, saved_bytes = split(joined, solution.schedule)
-        self.partitions.append(_partition(joined, solution, saved_bytes))
+        self.partitions.append(Partition(solution, saved_bytes, baseline_saved_bytes))
         return forward, backward
 
     def uuid(self) -> Any:
@@ -148,32 +163,12 @@ class BudgetPartitioner(CustomPartitionerFn):
         return solution
 
 
-def _partition(joined: Joined, solution: Solution, saved_bytes: int) -> Partition:
-    assert solution.simulation is not None
-    plain_s = solution.baseline.time_s or 1.0
-    return Partition(
-        predicted_bytes=solution.simulation.peak_bytes,
-        baseline_bytes=solution.baseline.peak_bytes,
-        saved_bytes=saved_bytes,
-        baseline_saved_bytes=joined.bytes_of(joined.saved),
-        overhead=solution.simulation.time_s / plain_s - 1.0,
-        lower_bound=max(0.0, solution.lower_bound_s / plain_s - 1.0),
-        n_recomputed=solution.simulation.n_recomputed,
-        method=solution.method,
-        solution=solution,
-    )
-
-
-def default_costs(gm: fx.GraphModule) -> FusedCosts:
+def _default_costs(gm: fx.GraphModule) -> FusedCosts:
     """On CUDA, products are measured on the device; elsewhere the roofline of a generic CPU."""
-    devices = {
-        value.device
-        for node in gm.graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
-    }
-    cuda = [device for device in devices if device.type == "cuda"]
-    if not cuda:
-        cpu = hardware.named("cpu")
-        return FusedCosts(cpu, products=Roofline(cpu))
-    products = measured(cuda[0])
-    return FusedCosts(products.roofline.hardware, products=products)
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            products = measured(value.device)
+            return FusedCosts(products.roofline.hardware, products=products)
+    cpu = hardware.named("cpu")
+    return FusedCosts(cpu, products=Roofline(cpu))
