@@ -86,13 +86,16 @@ def write(path: Path | None, report: Row, markdown: Callable[[Row], str] | None 
         path.with_suffix(".md").write_text(markdown(report))
 
 
-def ran(report: Row) -> str:
-    """The line of a table's page that says how its figures were made."""
+def ran(report: Row, *, cpus: str = "") -> str:
+    """The line of a table's page that says how its figures were made.
+
+    cpus: how many of the CPUs were used, where that matters.
+    """
     c = report["circumstances"]
     versions = ", ".join(f"{name} {version}" for name, version in c["versions"].items())
-    cpus = f"{c['n_cpus']} CPUs, one used, " if "n_cpus" in c else ""
+    machine = f"{c['n_cpus']} CPUs, {cpus}, " if cpus else ""
     note = f"; {c['note']}" if "note" in c else ""  # written by hand, where parts were run later
-    return f"`{c['command']}`, {c['date']}, {cpus}{versions}{note}."
+    return f"`{c['command']}`, {c['date']}, {machine}{versions}{note}."
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

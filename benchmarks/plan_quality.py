@@ -155,7 +155,7 @@ def markdown(report: Row) -> str:
     aim = "0.1 points at shares of a half and more, 1 point below"
     parts = [
         "# Quality of plans",
-        harness.ran(report),
+        harness.ran(report, cpus="one used"),
         "Overhead, bound and gap are in percent of the step without checkpointing.",
         "## Gap and search time",
         table(["graph", "ops", *shares], rows),

@@ -1,7 +1,7 @@
 """The parts of the GPU benchmark: what cases each has, and what one case measures.
 
-A case is named by words with a slash between them ("gpt2/ours/0.5"), so that a run can be taken up
-where it was left.
+A case is named by words with a slash between them ("gpt2/ours/0.5"), so that a run can be
+continued.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ PARTS: Mapping[str, Part] = {
         ),
     ),
     "bits": Part(
-        "Gradients are the same bits as eager's",
+        "Training is bitwise identical to eager mode",
         _bits_cases,
         _bits_run,
         ("n_again", "n_compared", "n_unsteady", "n_different", "status"),

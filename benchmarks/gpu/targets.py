@@ -1,4 +1,4 @@
-"""What the figures must show, row by row, and where they do not."""
+"""The targets of the GPU benchmark, and the rows that miss them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _faster(cases: Cases) -> Target:
 
 
 def _bits(cases: Cases) -> Target:
-    target = Target("gradients are the same bits")
+    target = Target("training is bitwise identical")
     for case, row in cases.items():
         n_different = row.get("n_different")
         words = row.get("reason", f"{n_different} differ")

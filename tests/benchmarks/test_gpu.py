@@ -65,7 +65,7 @@ def test_the_part_on_budgets_tells_whether_they_were_kept():
     assert row["peak_bytes"] <= row["budget_bytes"] < row["plain_peak_bytes"]
 
 
-def test_the_part_on_bits_compares_a_plan_that_runs_something_again():
+def test_the_part_on_bits_compares_a_plan_that_recomputes():
     row = run("bits", "attention with dropout/ours")
     assert row["n_again"] > 0
     assert row["n_compared"] > 10
@@ -127,7 +127,7 @@ def test_all_ways_are_in_one_picture(tmp_path):
     assert (tmp_path / "ways-gpt2.png").stat().st_size > 10_000
 
 
-def test_a_cuda_graph_of_random_operators_that_run_again_is_refused():
+def test_a_cuda_graph_of_recomputed_random_operators_is_refused():
     from benchmarks.zoo.written import AttentionWithDropout
 
     model, batch = AttentionWithDropout(), torch.randn(2, 64, 64)

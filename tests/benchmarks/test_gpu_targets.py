@@ -83,7 +83,7 @@ def test_budgets_bits_and_the_host_have_targets():
     assert list(found["bits"]["missed"]) == ["b/ours"]
     assert found["host"]["missed"] == {"gpt2/ours": "1.20 times eager's"}
     text = "\n".join(targets.lines(found))
-    assert "gradients are the same bits: 1 of 2" in text
+    assert "training is bitwise identical: 1 of 2" in text
     assert "missed by unet/0.5: refused: nothing fits" in text
     assert list(targets.lines({})) == []
 
