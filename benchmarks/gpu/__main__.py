@@ -6,8 +6,8 @@
     python -m benchmarks.gpu --out DIR --parts ways     # one part
     python -m benchmarks.gpu --out DIR --device cpu     # the same code at small size
 
-DIR/gpu.json holds the machine, versions, commands and figures; a case that is in it is not run
-again, so a run that was cut off goes on where it was. The command stops after `--minutes`, a case
+DIR/gpu.json holds the machine, versions, commands and figures; a case that is in it is skipped, so
+a run that was stopped continues. The command stops after `--minutes`, a case
 after `--case-minutes`. Each case runs in a process of its own, so that one does not leave memory or
 settings to the next. `--only gpt2 ours` runs the cases with one of these words between slashes for
 each `--only`.
@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     device = torch.device(arguments.device)
     if device.type not in ("cuda", "cpu"):
-        print(f"device is {device}; what is measured here needs cuda (or cpu, for a try)")
+        print(f"device is {device}; this benchmark needs cuda (or cpu, to try it at small size)")
         return 2
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here; --device cpu runs the same code at small size")
+        print("no CUDA device found; --device cpu runs the same code at small size")
         return 2
-    if device.type == "cuda" and device.index is None:  # some of torch.cuda wants to be told which
+    if device.type == "cuda" and device.index is None:  # some functions need the index
         device = torch.device("cuda", 0)
     settings = Settings(device, full=arguments.full, backend=arguments.backend)
     if arguments.case:
@@ -72,21 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         {name: part["cases"] for name, part in results.data["parts"].items()}
     )
     results.save()
-    _draw(results.data["parts"].get("ways", {}).get("cases", {}), arguments.out)
+    try:
+        from benchmarks.gpu.picture import draw
+    except ImportError as error:
+        print(f"no plot is drawn: {error}")
+    else:
+        draw(results.data["parts"].get("ways", {}).get("cases", {}), arguments.out)
     for name in names:
         print(table(name, results.data["parts"][name]["cases"]))
     for line in targets.lines(results.data["targets"]):
         print(line)
     return 0
-
-
-def _draw(cases: Mapping[str, Any], folder: Path) -> None:
-    try:
-        from benchmarks.gpu.picture import draw
-    except ImportError as error:
-        print(f"no picture is drawn: {error}")
-        return
-    draw(cases, folder)
 
 
 class Results:
@@ -100,7 +96,7 @@ class Results:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if found.get("machine") != machine:
                 raise SystemExit(
-                    f"{self.path} holds figures of another machine or versions; give another --out"
+                    f"{self.path} has figures of another machine or versions; choose another --out"
                 )
             self.data = found
 
@@ -133,7 +129,7 @@ def _run_part(
             continue
         if left_s <= 0:
             n_left = sum(left not in done for left in cases[number:])
-            print(f"{name}: {n_left} cases are left; run the command again")
+            print(f"{name}: {n_left} cases are left; repeat the command to continue")
             break
         print(f"{name}: {case}", flush=True)
         done[case] = (
@@ -152,7 +148,7 @@ def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) 
     """A case's figures; what goes wrong is a row too, so that the others still run."""
     try:
         return part.run(case, settings, earlier)
-    except Exception as error:  # noqa: BLE001 - a benchmark tells of every failure and goes on
+    except Exception as error:  # noqa: BLE001 - every failure is a row
         return {
             "status": "failed",
             "reason": f"{type(error).__name__}: {error}",
@@ -240,12 +236,12 @@ def _child(
 
 
 def _machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Asked for in another process: this one must not take a part of the card for a context."""
+    """Queried in another process: a CUDA context in this one would take memory of the card."""
     if arguments.in_process or device.type == "cpu":
         return machine_of(device)
     code, found, errors = _child(["--machine"], arguments, {}, {}, 120.0)
     if found is None:
-        raise SystemExit(f"the device {device} cannot be asked ({code}): {errors[-900:]}")
+        raise SystemExit(f"the device {device} cannot be queried ({code}): {errors[-900:]}")
     return found
 
 
@@ -277,7 +273,7 @@ def table(part: str, cases: Mapping[str, Any]) -> str:
     columns = PARTS[part].columns
     rows = [["case", *columns]]
     for case, row in cases.items():
-        rows.append([case, *(_shown(column, row.get(column)) for column in columns)])
+        rows.append([case, *(_cell(column, row.get(column)) for column in columns)])
         if row.get("status") in ("failed", "refused"):
             rows[-1][-1] = f"{row['status']}: {row.get('reason', '')[:60]}"
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
@@ -290,7 +286,7 @@ def table(part: str, cases: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _shown(column: str, value: Any) -> str:
+def _cell(column: str, value: Any) -> str:
     if value is None:
         return "-"
     if column.endswith("_bytes"):

@@ -22,11 +22,15 @@ N_WARM, N_TIMED = 3, 5
 
 @dataclass(frozen=True)
 class Figures:
-    """peak_bytes: allocated, resident included; of recorded steps what the allocator holds, since
-    their memory is no tensor's. On CUDA alone: requested_bytes, the peak without what the allocator
-    rounds up; other_bytes, allocated between steps beside resident tensors (workspaces of cuBLAS);
-    reserved_bytes, context_bytes, what the allocator took from the device, and what everything else
-    takes beside it."""
+    """What one step takes; the fields with None are of CUDA alone.
+
+    peak_bytes: allocated, resident included; of recorded steps what the allocator holds, since
+        their memory belongs to no tensor.
+    reserved_bytes: what the allocator took from the device.
+    context_bytes: what everything else of the process takes beside it.
+    requested_bytes: the peak before the allocator rounds up.
+    other_bytes: allocated between steps beside resident tensors (workspaces of cuBLAS).
+    """
 
     peak_bytes: int
     time_s: float
@@ -39,9 +43,9 @@ class Figures:
 
 
 def predicted(prepared: Prepared, figures: Figures) -> dict[str, Any]:
-    """What was foretold, and by which share it was above what was measured (peak_off, time_off).
+    """What was predicted, and by which share it was above what was measured (peak_off, time_off).
 
-    Steps that are recorded have a peak of another kind: it is not compared.
+    Recorded steps have a peak of another kind: it is not compared.
     """
     row: dict[str, Any] = {
         "predicted_bytes": prepared.predicted_bytes,
@@ -124,7 +128,7 @@ def measured(
 
 
 def emptied(device: torch.device) -> None:
-    """Drop what nobody holds any more, so that it is in no figure of what comes next."""
+    """Release unreferenced memory, so that it counts in no later figure."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

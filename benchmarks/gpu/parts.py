@@ -29,7 +29,12 @@ CARDS_BYTES = {"16 GB": 16 * 10**9, "24 GB": 24 * 10**9, "80 GB": 80 * 10**9}
 
 @dataclass(frozen=True)
 class Settings:
-    """device; full: all models and shares. backend: of torch.compile. time_limit_s: of a search."""
+    """How the parts are run.
+
+    full: all models and shares.
+    backend: of torch.compile.
+    time_limit_s: of one search.
+    """
 
     device: torch.device
     full: bool = False
@@ -57,8 +62,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Part:
-    """title: what it answers. cases: in order. run: a case's figures; `earlier`: those of the cases
-    before it. columns: of its table."""
+    """A part of the benchmark.
+
+    title: what it answers.
+    cases: their names, in order.
+    run: (case, settings, figures of the cases before it) -> figures of the case.
+    columns: of its table.
+    """
 
     title: str
     cases: Callable[[Settings], list[str]]
@@ -226,10 +236,6 @@ def _batch_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dic
 # ---- host overhead -----------------------------------------------------------------------------
 
 
-def _host_cases(settings: Settings) -> list[str]:
-    return [f"{name}/{way}" for name in settings.names for way in ("eager", "ours")]
-
-
 def _host_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds in which the host hands a step over, by its operators.
 
@@ -254,34 +260,19 @@ def _host_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict
     }
 
 
-def _costs_cases(settings: Settings) -> list[str]:
-    return settings.names
-
-
-def _costs_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    return operators.measured_beside_roofline(settings.subject(case), settings.device)
-
-
-def _bits_cases(settings: Settings) -> list[str]:
-    return [f"{name}/{way}" for name in TINY for way in ("ours", "ours, compiled")]
-
-
-def _bits_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    name, way = case.split("/")
-    return bits.compare(name, way, settings.device, backend="aot_eager")
-
-
 PARTS: Mapping[str, Part] = {
     "smoke": Part(
         "Every path once, on tiny models",
         smoke.groups,
-        lambda case, settings, earlier: smoke.run(case, settings.device, settings.backend),
+        lambda case, settings, _: smoke.run(case, settings.device, settings.backend),
         ("n_held", "n_failed", "seconds", "status"),
     ),
     "costs": Part(
         "What operators cost, measured beside the roofline",
-        _costs_cases,
-        _costs_run,
+        lambda settings: settings.names,
+        lambda case, settings, _: operators.measured_beside_roofline(
+            settings.subject(case), settings.device
+        ),
         ("n_distinct", "n_fallbacks", "measured_s", "roofline_s", "ratio", "step_s"),
     ),
     "budget": Part(
@@ -301,13 +292,15 @@ PARTS: Mapping[str, Part] = {
     ),
     "bits": Part(
         "Training is bitwise identical to eager mode",
-        _bits_cases,
-        _bits_run,
+        lambda _: [f"{name}/{way}" for name in TINY for way in ("ours", "ours, compiled")],
+        lambda case, settings, _: bits.compare(
+            *case.split("/"), settings.device, backend="aot_eager"
+        ),
         ("n_again", "n_compared", "n_unsteady", "n_different", "status"),
     ),
     "host": Part(
         "Host time per operator",
-        _host_cases,
+        lambda settings: [f"{name}/{way}" for name in settings.names for way in ("eager", "ours")],
         _host_run,
         ("n_operators", "host_s_per_operator", "time_s"),
     ),

@@ -21,9 +21,14 @@ from solver import solve
 
 @dataclass(frozen=True)
 class Prepared:
-    """call: what to call in place of the model. predicted_bytes, predicted_s, overhead: of the
-    plan, where there is one; bound: no plan has less overhead. undo: after the measurement.
-    replays: steps are recorded as CUDA graphs."""
+    """A model prepared for a budget.
+
+    call: what to call in place of the model.
+    predicted_bytes, predicted_s, overhead: of the plan, where there is one.
+    bound: no plan has less overhead.
+    undo: after the measurement.
+    replays: steps are recorded as CUDA graphs.
+    """
 
     call: Callable[..., Any]
     predicted_bytes: int | None = None
@@ -36,8 +41,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Setting:
-    """share: of the activations that may be held (None: no budget). budget_bytes: of the whole
-    step, reserve_bytes included. time_limit_s: of each search."""
+    """What a way is prepared for.
+
+    share: of the activations that may be held (None: no budget).
+    budget_bytes: of the whole step, reserve_bytes included.
+    time_limit_s: of each search.
+    """
 
     share: float | None
     budget_bytes: int

@@ -91,7 +91,7 @@ def test_costs_are_put_beside_the_roofline():
 def test_the_command_goes_on_where_it_was_left(tmp_path, capsys):
     options = ["--out", str(tmp_path), "--device", "cpu", "--in-process", "--parts", "host"]
     assert main([*options, "--minutes", "0"]) == 0
-    assert "run the command again" in capsys.readouterr().out
+    assert "repeat the command to continue" in capsys.readouterr().out
     path = tmp_path / "gpu.json"
     found = json.loads(path.read_text())
     found["parts"]["host"]["cases"] = {
