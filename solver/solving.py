@@ -1,8 +1,8 @@
-"""The front door: a model or a graph and a budget in bytes, and back comes a judged Solution.
+"""The front door: a model or a graph and a budget in bytes, and back comes a Solution.
 
 Methods propose a schedule, `solver.simulate` decides what it costs and whether it fits, and
 `solver.bound.lower_bound` proves how far from the best it can be. A new method is a function with
-the signature of `proposal.Method` and a line in `methods.METHODS`.
+the signature that `methods.Method` describes and a line in `methods.METHODS`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def solve(
     time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
     reason. What is best by then is the answer; it says that the clock ended the search.
 
-    Raises ValueError for a budget, reserve, method or time limit that is none; TraceError (a module
+    Raises ValueError for an invalid budget, reserve, method or time limit; TraceError (a module
     that cannot be traced), FormatError (a file). That nothing fits is no error but the Solution's
     status.
     """

@@ -6,13 +6,15 @@ storage is there anyway and drops out. Folding forgets that a view has to be tak
 an alias alone does not serve a reader of its sibling, so every bound on the folded step is a bound
 on the graph.
 
-The two facts that all bounds rest on, for a legal schedule and the moment at which node p runs for
-the first time (the judge fixes the order of first runs, so nodes 0..p-1 have run and no other):
+The two facts that all bounds rest on, for a legal schedule and the position at which node p is
+computed for the first time (the simulator fixes the order of first computations, so nodes 0..p-1
+have been computed and no other):
 
-- A later node (phase outside, backward, optimizer) never runs again. What it made before p and what
+- A later node (phase outside, backward, optimizer) is never recomputed. What it made before p and
+what
   a node from p on, or the end, still reads is on the device now.
 - A forward unit made before p that a node from p on, or the end, still reads is on the device now
-  or its maker runs again after this moment. If p reads it, it is on the device now.
+  or its maker is recomputed after this position. If p reads it, it is on the device now.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Bytes = npt.NDArray[np.int64]
 class FoldedGraph:
     """The folded graph. Nodes and units are numbered; forward nodes are 0 .. n_forward - 1.
 
-    time_s, workspace_bytes, reads, makes: by node. again: the node may run more than once.
+    time_s, workspace_bytes, reads, makes: by node. recomputable: the node may run more than once.
     unit_bytes, maker: by unit. uses: by unit, the nodes that read it, in order, and n_nodes (the
     end) if it holds an output of the graph. pinned: by unit, spans (first, last) of nodes during
     which it must be on the device whatever else is decided.
@@ -105,7 +107,7 @@ class FoldedGraph:
 
     @cached_property
     def held_bytes(self) -> Bytes:
-        """By moment p = 0 .. n_nodes: bytes that any schedule holds while p runs, before p's own.
+        """By position p = 0 .. n_nodes: bytes that any schedule holds while p runs, before p's own.
 
         Resident tensors and pinned units, without what p reads (unless pinned), makes and takes as
         workspace. They are there from the end of node p - 1 on. At n_nodes: the end of the step.
@@ -128,7 +130,7 @@ class FoldedGraph:
 
     @cached_property
     def least_bytes(self) -> Bytes:
-        """By moment: bytes that any schedule whatever has on the device while p runs."""
+        """By position: bytes that any schedule whatever has on the device while p runs."""
         least = self.held_bytes + self.own_bytes
         for p, read in enumerate(self.reads):
             least[p] += sum(self.unit_bytes[u] for u in read if not self.is_pinned(u, p))
@@ -136,7 +138,7 @@ class FoldedGraph:
 
     @cached_property
     def baseline_bytes(self) -> Bytes:
-        """By moment: bytes on the device while p runs when each node runs once, at most as early
+        """By position: bytes on the device while p runs when each node runs once, at most as early
         freed as its last use allows.
         """
         change = np.zeros(self.n_nodes + 2, dtype=np.int64)
@@ -156,7 +158,7 @@ class FoldedGraph:
 
     @cached_property
     def last_need(self) -> tuple[int, ...]:
-        """By forward node: the last moment that anything it makes can serve, over any number of
+        """By forward node: the last position that anything it makes can serve, over any number of
         recomputations in between.
         """
         graph = self.graph
@@ -174,7 +176,7 @@ class FoldedGraph:
         return tuple(last)
 
     def may_recompute(self, *, after: int, before: int, budget_bytes: int) -> npt.NDArray[np.bool_]:
-        """By forward node: may it run again between these two moments, in any schedule at all?
+        """By forward node: may it be recomputed between these two positions, in any schedule?
 
         It runs between two first runs, beside what is held from one to the other, and while what
         it makes can still serve: if that never fits, what it made is kept or is lost. `before` is
@@ -210,9 +212,9 @@ def _pinned(
     uses: list[list[int]],
     recomputable: tuple[bool, ...],
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Spans of moments during which each unit must be there.
+    """Spans of positions during which each unit must be there.
 
-    From its making to its last use for what cannot be made again, and likewise for what a node that
+    From its making to its last use for what cannot be recomputed, and likewise for what a node that
     runs once makes as an alias: the alias is there, so is its storage.
     """
     spans: list[list[tuple[int, int]]] = [[] for _ in maker]
@@ -238,7 +240,7 @@ def _pinned(
 
 
 def _disjoint(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same moments as spans that do not overlap, so that no byte is counted twice."""
+    """The same positions as spans that do not overlap, so that no byte is counted twice."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
         if merged and first <= merged[-1][1] + 1:

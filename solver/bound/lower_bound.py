@@ -1,20 +1,20 @@
 """What no schedule can do: the least time within a budget, and the least budget at all.
 
-The bound is the largest over moments of the cut bound (`solver.bound.cut` states and proves it, for
-every schedule that the judge accepts: order of first runs kept, later nodes once, recomputation
-anywhere and in any order). Every moment bounds by itself, so looking at a few is as valid as
-looking at all and only less sharp. The moments where the baseline holds most are tried first, by
-the LP relaxation (milliseconds); on no graph of the benchmark did one of their neighbours bound
-better. The best ones are then solved as MILPs, stopped when their dual bound is within GAP of the
-baseline's time, and the dual bound counts, not the solution. Moments at which the baseline fits
-have the bound zero.
+The bound is the largest over positions of the cut bound (`solver.bound.cut` states and proves it,
+for every schedule that the simulator accepts: order of first computations kept, later nodes once,
+recomputation anywhere and in any order). Every position bounds by itself, so looking at a few is as
+valid as looking at all and only less sharp. The positions where the baseline holds most are tried
+first, by the LP relaxation (milliseconds); on no graph of the benchmark did one of their neighbours
+bound better. The best ones are then solved as MILPs, stopped when their dual bound is within GAP of
+the baseline's time, and the dual bound counts, not the solution. Positions at which the baseline
+fits have the bound zero.
 
-What falls short: the memory that the recomputation itself takes is only seen where a moment stands
-in it, and never its order. For deep budgets the bound is therefore weak;
+What falls short: the memory that the recomputation itself takes is only seen where a position
+stands in it, and never its order. For deep budgets the bound is therefore weak;
 `solver.methods.auto.stages` sharpens it with several cuts at once.
 
 The least budget, from below: the most that any one op must have on the device (its inputs,
-outputs, workspace, and what later ops need and cannot be made again), or, where that is more, the
+outputs, workspace, and what later ops need and cannot be recomputed), or, where that is more, the
 least budget at which no cut's LP is infeasible. From above: `solver.methods.least_budget`, by
 greedy eviction.
 """
@@ -35,8 +35,8 @@ GAP = 1e-4
 """A MILP stops when its bound is within this share of the baseline's time of its solution."""
 PROOF_TOLERANCE = 1e-5
 """The least budget that is proven is within this share of the least that could be, by these LPs."""
-N_MOMENTS = 12
-"""Moments at which the LP is tried."""
+N_POSITIONS = 12
+"""Positions at which the LP is tried."""
 
 
 def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0) -> float:
@@ -52,7 +52,7 @@ def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0
 def proven_least_budget_bytes(
     folded: FoldedGraph, *, deadline: Deadline = NEVER
 ) -> tuple[int, int]:
-    """Bytes below which nothing fits, proven, and the moment that proves it."""
+    """Bytes below which nothing fits, proven, and the position that proves it."""
     p = int(np.argmax(folded.least_bytes))
     proven_bytes = int(folded.least_bytes[p])
     fixed = [
@@ -62,7 +62,7 @@ def proven_least_budget_bytes(
     ]
     if not any(folded.maker[u] < folded.n_forward for u in fixed):
         return proven_bytes, p
-    # What may not be made again may have to stay for the sake of what is made from it: a cut says.
+    # What may not be recomputed may have to stay for the sake of what is made from it: a cut says.
     lost = _first_infeasible(folded, budget_bytes=proven_bytes, deadline=deadline)
     if lost is None:
         return proven_bytes, p
@@ -78,7 +78,7 @@ def proven_least_budget_bytes(
 
 
 def _first_infeasible(folded: FoldedGraph, *, budget_bytes: int, deadline: Deadline) -> int | None:
-    """A moment among the fullest at which the cut's LP has no solution; None: none is known."""
+    """A position among the fullest at which the cut's LP has no solution; None: none is known."""
     for p in _fullest(folded, budget_bytes=budget_bytes):
         cuts = solve_cuts(
             folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
@@ -90,7 +90,7 @@ def _first_infeasible(folded: FoldedGraph, *, budget_bytes: int, deadline: Deadl
 
 @dataclass(frozen=True)
 class Binding:
-    """The strongest single cut found. lost_share: proven (inf: nothing fits). ranked: moments by
+    """The strongest single cut found. lost_share: proven (inf: nothing fits). ranked: positions by
     their LP bound, the best first, with it. cuts: the MILP's answer at the best (None: not solved).
     """
 
@@ -103,7 +103,7 @@ class Binding:
 def binding_cut(
     folded: FoldedGraph, *, budget_bytes: int, gap: float = GAP, deadline: Deadline = NEVER
 ) -> Binding:
-    """Search the moment whose cut loses the most time; see the module."""
+    """Search the position whose cut loses the most time; see the module."""
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
     bound: dict[int, float] = {}
@@ -139,7 +139,7 @@ def binding_cut(
 
 
 def _fullest(folded: FoldedGraph, *, budget_bytes: int) -> list[int]:
-    """Moments to try: those where the baseline is furthest above the budget, each a local peak.
+    """Positions to try: those where the baseline is furthest above the budget, each a local peak.
 
     Half of them the highest peaks, half spread over the step; none where the baseline fits.
     """
@@ -149,7 +149,7 @@ def _fullest(folded: FoldedGraph, *, budget_bytes: int) -> list[int]:
     peaks = np.flatnonzero(over & (live >= around))
     if not len(peaks):
         return []
-    highest = peaks[np.argsort(-live[peaks], kind="stable")][: N_MOMENTS // 2]
-    spread = peaks[np.linspace(0, len(peaks) - 1, N_MOMENTS // 2).astype(int)]
+    highest = peaks[np.argsort(-live[peaks], kind="stable")][: N_POSITIONS // 2]
+    spread = peaks[np.linspace(0, len(peaks) - 1, N_POSITIONS // 2).astype(int)]
     tightest = np.argmax(np.where(over, folded.least_bytes, -1))
     return [int(p) for p in dict.fromkeys([*highest, tightest, *spread])]

@@ -72,8 +72,7 @@ class Milp:
         time_limit_s = deadline.left_s
         if time_limit_s <= 0:
             return Answer(values=None, bound=-math.inf, infeasible=False, timed_out=True)
-        if not self.cost:
-            return self._solve_empty()
+        whole = whole and bool(self.cost)  # of no columns HiGHS reports no dual bound
         options: dict[str, float | int | bool] = {"presolve": True, "mip_rel_gap": gap}
         if node_limit is not None:
             options["node_limit"] = node_limit
@@ -105,17 +104,6 @@ class Milp:
             bound=math.inf if infeasible else bound,
             infeasible=infeasible,
             timed_out=result.status == 1,  # a node limit has another status
-        )
-
-    def _solve_empty(self) -> Answer:
-        feasible = all(
-            low <= 0.0 <= high for low, high in zip(self._lower, self._upper, strict=True)
-        )
-        return Answer(
-            values=np.zeros(0) if feasible else None,
-            bound=self.constant if feasible else math.inf,
-            infeasible=not feasible,
-            timed_out=False,
         )
 
 

@@ -8,7 +8,7 @@ yardstick that people know.
 Two mercies that checkpointing by hand may have as well: what no later node reads is not recomputed,
 and the last block is kept where that fits, since its backward pass comes first.
 
-Cost: two schedules are made and judged, each linear in the graph.
+Cost: two schedules are made and simulated, each linear in the graph.
 """
 
 from __future__ import annotations

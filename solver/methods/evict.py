@@ -1,15 +1,15 @@
 """Greedy eviction: run the step within the budget, dropping what is cheapest to lose.
 
 In the manner of Kirisame et al. 2021, "Dynamic Tensor Rematerialization", but with the future
-known. Ops run in order; what one lacks is run again, with whatever that needs in turn. When bytes
+known. Ops run in order; what one lacks is recomputed, with whatever that needs in turn. When bytes
 are short, the forward unit with the least score is dropped:
 
-    score(u) = time to make it again / (bytes * distance to its next use)
+    score(u) = time to recompute it / (bytes * distance to its next use)
 
 where the time counts what is missing above it, so that long runs of missing tensors are not made
 longer. What a guide (the set that a cut keeps) does not hold goes first. Nothing is proven; it
 finds a schedule where the cuts' replay overflows, down to budgets near the least, and never
-overruns: its count of bytes is at least the judge's.
+overruns: its count of bytes is at least the simulator's.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ def evict(
     budget_bytes: int,
     guide: Mapping[int, Collection[int]] | None = None,
     patience: float = 1.0,
-    weights: Sequence[float] | None = None,
     deadline: Deadline = NEVER,
 ) -> Evicted:
     """Run the step greedily within the budget.
 
-    guide: by moment, units that should be there then: they are dropped last. patience: the exponent
-    of the distance to the next use. weights: by unit, factors on the score, for a search over them.
-    The run is given up at the deadline.
+    guide: by position, units that should be there then: they are dropped last.
+    patience: the exponent of the distance to the next use.
+    deadline: the run is given up then.
     """
-    run = _Run(folded, budget_bytes, dict(guide or {}), patience, weights, deadline)
+    run = _Run(folded, budget_bytes, dict(guide or {}), patience, deadline)
     if not run.all():
         return Evicted(None, run.work)
     order = without_dead_computes(folded.graph, run.order)
@@ -66,7 +65,6 @@ class _Run:
     budget_bytes: int
     guide: dict[int, Collection[int]]
     patience: float
-    weights: Sequence[float] | None
     deadline: Deadline
     order: list[str] = field(default_factory=list)
 
@@ -86,7 +84,7 @@ class _Run:
         self.bytes = graph.resident_bytes
         self.now = 0
         self._next = [0] * folded.n_units
-        self._moments = sorted(self.guide)
+        self._positions = sorted(self.guide)
         self._age = 0
         self._costs_then: list[float] = []
         self._ranked: list[int] = []
@@ -205,7 +203,7 @@ class _Run:
             and folded.recomputable[folded.maker[u]]
         ]
         self.work += len(self.live) + len(candidates)
-        ahead = [p for p in self._moments if p >= self.now] or self._moments[-1:]
+        ahead = [p for p in self._positions if p >= self.now] or self._positions[-1:]
         guide = self.guide[ahead[0]] if ahead else ()
         scored = sorted((*self._score(u, self._costs_then, guide), u) for u in candidates)
         self._ranked = [u for *_, u in scored]
@@ -235,12 +233,10 @@ class _Run:
         self._next[u] = i
         distance = (uses[i] if i < len(uses) else 2 * folded.n_nodes) - self.now + 1
         score = costs[folded.maker[u]] / (folded.unit_bytes[u] * distance**self.patience)
-        if self.weights is not None:
-            score *= self.weights[u]
         return u in guide and i < len(uses), score
 
     def _costs(self) -> list[float]:
-        """By forward node: seconds to run it again, with what is missing above it."""
+        """By forward node: seconds to recompute it, with what is missing above it."""
         folded = self.folded
         self.work += folded.n_forward
         costs = list(folded.time_s[: folded.n_forward])

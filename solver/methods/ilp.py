@@ -2,28 +2,30 @@
 
 Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization"
 (sections 4.2-4.8), in the partitioned form: stage p ends with the first run of node p, before which
-any forward node may run again. Variables of a stage: S[x], tensor x is on the device when the stage
-begins; R[n], node n runs again in it; F[x,n], the storage of x is freed right after n; and U, the
-bytes on the device from run to run. What differs from the paper, so that the rules are the judge's:
+any forward node may be recomputed. Variables of a stage: S[x], tensor x is on the device when the
+stage begins; R[n], node n is recomputed in it; F[x,n], the storage of x is freed right after n; and
+U, the bytes on the device from run to run. What differs from the paper, so that the simulator's
+rules hold:
 
 - Forward and backward nodes: later nodes run once, so what they make is a constant of each stage.
-- Nodes with several outputs: while one runs again, outputs that are still there count twice.
+- Nodes with several outputs: while one is recomputed, outputs that are still there count twice.
 - Views: an alias has no bytes; its root is there as long as it is. A view has to be taken again
-  after its root was made again.
-- Workspace, tensors of size zero (never dropped), ops that may not run again, outputs made in the
-  forward pass (they may be dropped and made again), a last stage for what the end still lacks.
+  after its root was recomputed.
+- Workspace, tensors of size zero (never dropped), ops that may not be recomputed, outputs made in
+  the forward pass (they may be dropped and recomputed), a last stage for what the end still lacks.
 - A stage has `n_sweeps` sweeps, each a Checkmate stage of its own. In Checkmate's stage a node runs
-  at most once and in graph order; the judge allows any order and any number. Every sequence of
-  reruns is a chain of ascending ones, so with enough sweeps nothing is lost.
+  at most once and in graph order; the simulator allows any order and any number. Every sequence
+  of recomputations is a chain of ascending ones, so with enough sweeps nothing is lost.
 
-**What it is optimal for.** Every schedule with at most `n_sweeps` ascending sequences of reruns
-between two first runs. `ilp` takes up to N_SWEEPS where the program stays small, one beyond
-that. It claims no more: its lower bound on every schedule is that of the cuts (all moments at once
-where that is small). On random graphs of up to ten nodes it equals the truth by brute force.
+**What it is optimal for.** Every schedule with at most `n_sweeps` ascending sequences of
+recomputations between two first runs. `ilp` takes up to N_SWEEPS where the program stays small, one
+beyond that. It claims no more: its lower bound on every schedule is that of the cuts (all positions
+at once where that is small). On random graphs of up to ten nodes it equals the truth by brute
+force.
 
 **Tightenings**, none of which loses a schedule: the stages up to the first at which keeping
-everything could overflow are folded into one; tensors and reruns that can no longer serve, and
-reruns that fit beside nothing, get no variables; the cut bound is a row.
+everything could overflow are folded into one; tensors and recomputations that can no
+longer serve, and recomputations that fit beside nothing, get no variables; the cut bound is a row.
 
 Cost: about n_later * n_forward * n_sweeps binaries; above MAX_VARIABLES it refuses, saying the
 size, since the search then takes hours. The time limit returns the best found so far.
@@ -54,7 +56,7 @@ __all__ = ["IlpSolution", "TooLargeError", "ilp", "solve_ilp"]
 N_SWEEPS = 3
 """Sweeps of a stage in a small program; three were enough on every random graph tried."""
 SMALL_VARIABLES = 2_500
-"""Up to here a program may have more than one sweep, and a bound from all moments at once."""
+"""Up to here a program may have more than one sweep, and a bound from all positions at once."""
 GAP = 1e-6
 """Relative gap at which the solver stops."""
 
@@ -86,7 +88,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
         if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
             break
         if n_sweeps == 1 and stages.n_variables <= SMALL_VARIABLES:
-            lost_share = max(lost_share, _bound_at_all_moments(folded, budget_bytes, deadline))
+            lost_share = max(lost_share, _bound_at_all_positions(folded, budget_bytes, deadline))
             if math.isinf(lost_share):
                 return Proposal(None, math.inf)
         solution = _solve(stages, lost_share=lost_share, deadline=deadline)
@@ -113,7 +115,7 @@ def solve_ilp(
 @dataclass(frozen=True)
 class IlpSolution:
     """schedule: None when none was found, and time_s is then inf. bound_s: no schedule with at most
-    n_sweeps ascending sequences of reruns in a stage is faster (inf: none fits).
+    n_sweeps ascending sequences of recomputations in a stage is faster (inf: none fits).
     """
 
     schedule: Schedule | None
@@ -122,7 +124,7 @@ class IlpSolution:
     timed_out: bool
 
 
-def _bound_at_all_moments(folded: FoldedGraph, budget_bytes: int, deadline: Deadline) -> float:
+def _bound_at_all_positions(folded: FoldedGraph, budget_bytes: int, deadline: Deadline) -> float:
     cuts = solve_cuts(
         folded,
         positions=range(1, folded.n_nodes + 1),
@@ -141,7 +143,7 @@ class _Sweep:
     stage: Stage
     last: bool
     there: dict[int, pulp.LpVariable] = field(default_factory=dict)
-    rerun: dict[int, pulp.LpVariable] = field(default_factory=dict)
+    recompute: dict[int, pulp.LpVariable] = field(default_factory=dict)
 
 
 class _Model:
@@ -157,17 +159,17 @@ class _Model:
         self.sweeps = [
             _Sweep(stage, last=w == n - 1)
             for stage in stages.stages
-            for n in [stages.n_sweeps if stage.reruns else 1]
+            for n in [stages.n_sweeps if stage.recompute else 1]
             for w in range(n)
         ]
         for sweep in self.sweeps:
             sweep.there = {i: self._binary() for i in sweep.stage.needed}
-            sweep.rerun = {n: self._binary() for n in sweep.stage.reruns}
+            sweep.recompute = {n: self._binary() for n in sweep.stage.recompute}
         baseline_s = self.folded.graph.baseline_time_s or 1.0
         self.lost = pulp.lpSum(
             column * (self.folded.time_s[n] / baseline_s)
             for sweep in self.sweeps
-            for n, column in sweep.rerun.items()
+            for n, column in sweep.recompute.items()
         )
         self.problem += self.lost
         if lost_share > 0:
@@ -188,8 +190,8 @@ class _Model:
         )
 
     def _cover(self, sweep: _Sweep, i: int, by: pulp.LpVariable | int) -> None:
-        """Item i is there in this sweep, or is made again in it, if `by` is one."""
-        supply = sweep.there[i] + sweep.rerun.get(self.items[i].maker, 0)
+        """Item i is there in this sweep, or is recomputed in it, if `by` is one."""
+        supply = sweep.there[i] + sweep.recompute.get(self.items[i].maker, 0)
         self.problem += supply >= by
 
     def _presence(self, sweep: _Sweep, following: _Sweep | None) -> None:
@@ -200,7 +202,7 @@ class _Model:
                 self.problem += column <= sweep.there[root]
             if (p, i) in self.stages.pinned:
                 self.problem += column == 1
-        for n, column in sweep.rerun.items():
+        for n, column in sweep.recompute.items():
             for i in self.stages.reads[n]:
                 self._cover(sweep, i, column)
         if sweep.last:
@@ -221,7 +223,7 @@ class _Model:
         size = {i: self.items[i].size_bytes / self.scale for i in sweep.there}
         now = self._variable()
         self.problem += now == pulp.lpSum(size[i] * column for i, column in sweep.there.items())
-        for n, column in sweep.rerun.items():
+        for n, column in sweep.recompute.items():
             self.problem += now + column * (int(self.folded.own_bytes[n]) / self.scale) <= room
             after = self._variable()
             change = [
@@ -261,10 +263,10 @@ class _Model:
         ):
             return 0
         freed = self._variable(most=1)
-        self.problem += freed <= sweep.rerun[n]
+        self.problem += freed <= sweep.recompute[n]
         if following is not None and i in following.there:
             self.problem += freed + following.there[i] <= 1
-        for m, column in sweep.rerun.items():
+        for m, column in sweep.recompute.items():
             if m > n and self._reads_storage(m, i):
                 self.problem += freed + column <= 1
         return freed
@@ -277,7 +279,8 @@ class _Model:
         nodes = self.folded.graph.nodes
         order = [node.name for node in nodes[: self.sweeps[0].stage.p]]
         for sweep in self.sweeps:
-            order += [nodes[n].name for n, column in sweep.rerun.items() if column.value() > 0.5]
+            chosen = (n for n, column in sweep.recompute.items() if column.value() > 0.5)
+            order += [nodes[n].name for n in chosen]
             if sweep.last and sweep.stage.p < len(nodes):
                 order.append(nodes[sweep.stage.p].name)
         return order
@@ -301,7 +304,7 @@ def _solve(stages: Stages, *, lost_share: float, deadline: Deadline) -> IlpSolut
     status = pulp.LpStatus[model.problem.status]
     if status == "Infeasible":
         return IlpSolution(None, math.inf, math.inf, timed_out=False)
-    values = [column.value() for sweep in model.sweeps for column in sweep.rerun.values()]
+    values = [column.value() for sweep in model.sweeps for column in sweep.recompute.values()]
     if model.problem.sol_status not in (
         pulp.LpSolutionOptimal,
         pulp.LpSolutionIntegerFeasible,

@@ -1,4 +1,4 @@
-"""The index sets of the integer program: which tensors and reruns each stage has to decide on.
+"""The index sets of the integer program: which tensors and recomputations each stage decides on.
 
 `solver.methods.ilp` explains the program. Here the step is cut into stages, each ending with the
 first run of a node, and everything that cannot matter in a stage is left out.
@@ -39,11 +39,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage p: what may be there when it begins, and what may run again in it, ascending."""
+    """Stage p: what may be there when it begins, and what may be recomputed in it, ascending."""
 
     p: int
     needed: tuple[int, ...]
-    reruns: tuple[int, ...]
+    recompute: tuple[int, ...]
     constant_bytes: int
 
 
@@ -78,7 +78,7 @@ class Stages:
             deadline.check()
             stages.append(
                 _stage(
-                    folded, items, reads, made, p=p, may_rerun=p > first, budget_bytes=budget_bytes
+                    folded, items, reads, made, p=p, allowed=p > first, budget_bytes=budget_bytes
                 )
             )
         pinned = frozenset(_pinned(folded, items, index))
@@ -94,8 +94,8 @@ class Stages:
     def n_variables(self) -> int:
         return self.n_sweeps * sum(
             len(stage.needed)
-            + len(stage.reruns) * 2
-            + sum(len(self.reads[n]) for n in stage.reruns)
+            + len(stage.recompute) * 2
+            + sum(len(self.reads[n]) for n in stage.recompute)
             for stage in self.stages
         )
 
@@ -127,9 +127,9 @@ def _items(folded: FoldedGraph) -> tuple[Item, ...]:
 
 
 def _first_stage(folded: FoldedGraph, budget_bytes: int) -> int:
-    """The first stage at which keeping everything could overflow: nothing runs again up to it.
+    """The first stage at which keeping everything could overflow: nothing is recomputed up to it.
 
-    What would run again before it could as well have been kept since its first run.
+    What would be recomputed before it could as well have been kept.
     """
     all_bytes = folded.graph.resident_bytes
     for p in range(folded.n_forward):
@@ -146,10 +146,10 @@ def _stage(
     made: tuple[tuple[int, ...], ...],
     *,
     p: int,
-    may_rerun: bool,
+    allowed: bool,
     budget_bytes: int,
 ) -> Stage:
-    """What can still serve at stage p: read later, or read by what may run again for that."""
+    """What can still serve at stage p: read later, or read by what may be recomputed for that."""
     before = min(p, folded.n_forward)
     may = (
         folded.may_recompute(after=p - 1, before=folded.n_nodes + 1, budget_bytes=budget_bytes)
@@ -159,10 +159,10 @@ def _stage(
     needed = {i for i, item in enumerate(items) if item.maker < before and item.uses[-1:] >= (p,)}
     needed |= {i for u in range(folded.n_units) for i in _held_by_alias(folded, items, u, p)}
     needed |= {items[i].root for i in needed}
-    reruns = []
+    recompute = []
     for n in range(before - 1, -1, -1):
         if may[n] and not needed.isdisjoint(made[n]):
-            reruns.append(n)
+            recompute.append(n)
             needed.update(reads[n])
             needed.update(items[i].root for i in reads[n])
     here = (
@@ -173,7 +173,7 @@ def _stage(
         )
         + folded.graph.resident_bytes
     )
-    return Stage(p, tuple(sorted(needed)), tuple(sorted(reruns)) if may_rerun else (), here)
+    return Stage(p, tuple(sorted(needed)), tuple(sorted(recompute)) if allowed else (), here)
 
 
 def _held_by_alias(folded: FoldedGraph, items: tuple[Item, ...], u: int, p: int) -> Iterator[int]:

@@ -44,7 +44,8 @@ def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
 def _keep_last_segments(graph: Graph, segments: Blocks, search: BestSoFar) -> None:
     """By bisection, as many of the last segments whole as fit.
 
-    More whole segments are faster, so a number that would not beat the best is raised unjudged.
+    More whole segments are faster, so a number that would not beat the best is raised without a
+    simulation.
     """
 
     def fits(n_whole: int) -> bool:

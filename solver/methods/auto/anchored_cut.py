@@ -1,19 +1,19 @@
 """The single cut with anchors: what its replay lacks is memory for long runs of recomputation.
 
-A single cut counts each rerun once and knows nothing of the bytes that reruns take. Where it drops
-the narrow tensors of many blocks in a row (the states of a recurrent net, which cost little to make
-again, each from the one before), the replay makes them all again at once and overflows. So the
-chain of blocks (`solver.chain.blocks`) is cut into segments of a few blocks, the tensors between
-segments are held at the moment of the cut by decree, and the cut decides the rest. What runs again
-at a time is then of one segment, as in Chen et al. 2016, but within and between segments the
-operators are chosen by the cut. Where the replay still overflows, the cut gets that many bytes
-less.
+A single cut counts each recomputed node once and knows nothing of the bytes that this takes. Where
+it drops the narrow tensors of many blocks in a row (the states of a recurrent net, which cost
+little to recompute, each from the one before), the replay recomputes them all at once and
+overflows. So the chain of blocks (`solver.chain.blocks`) is cut into segments of a few blocks, the
+tensors between segments are held at the position of the cut by decree, and the cut decides the
+rest. What is recomputed at a time is then of one segment, as in Chen et al. 2016, but within and
+between segments the operators are chosen by the cut. Where the replay still overflows, the cut gets
+that many bytes less.
 
-Optimal for nothing, and proves nothing: its answers are replayed and judged. Close to the bound on
-deep chains of many small blocks; of no use where blocks are few or long skips cross them.
+Optimal for nothing, and proves nothing: its answers are replayed and simulated. Close to the bound
+on deep chains of many small blocks; of no use where blocks are few or long skips cross them.
 
-Cost: one LP, one replay and one judgement for each length of segment and round, linear in the graph
-but for the LP.
+Cost: one LP, one replay and one simulation for each length of segment and round, linear in the
+graph but for the LP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_ROUNDS = 4
 
 
 def offer_anchored(search: Search, *, base: int) -> None:
-    """Offer the replays of the cut at moment `base`, with anchors further and less far apart."""
+    """Offer the replays of the cut at position `base`, with anchors further and less far apart."""
     blocks = split_into_blocks(search.folded.graph)
     for n_blocks in SEGMENT_BLOCKS:
         if n_blocks is not None and n_blocks >= blocks.n_blocks:

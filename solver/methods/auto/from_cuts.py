@@ -1,10 +1,11 @@
-"""From what is kept at certain moments to a schedule: recompute just in time, drop at the moments.
+"""From what is kept at certain positions to a schedule: recompute just in time, drop at the
+positions.
 
-The cuts say what the device holds at each moment. The replay runs the step in order; at a moment it
-forgets the forward units that the cut does not hold; before each op it runs again what is missing,
-with whatever that needs in turn. It loses at most the recompute time that the cuts counted. Whether
-it fits between the moments is for the judge to say: `StageBytes` folds the judge's trace back onto
-the moments, so that the next cuts can be told where it overflows.
+The cuts say what the device holds at each position. The replay runs the step in order; at a
+position it forgets the forward units that the cut does not hold; before each op it recomputes what
+is missing, with whatever that needs in turn. It loses at most the recompute time that the cuts
+counted. Whether it fits between the positions is for the simulator to say: `FoldedSimulation` folds
+its trace back onto the positions, so that the next cuts know where it overflows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from solver.schedule import (
 def schedule_from_cuts(
     folded: FoldedGraph, kept: Mapping[int, Collection[int]], *, deadline: Deadline = NEVER
 ) -> Schedule:
-    """The schedule that holds these units at these moments; see the module.
+    """The schedule that holds these units at these positions; see the module.
 
     Raises OutOfTimeError.
     """
@@ -41,7 +42,7 @@ def schedule_from_cuts(
     for p, node in enumerate(graph.nodes):
         deadline.check()
         if p in kept:
-            # What the next moment holds was made before it: its inputs may be gone afterwards.
+            # What the next position holds was made before it: its inputs may be gone afterwards.
             held = [folded.unit_names[u] for u in sorted(kept[p])]
             order.extend(missing_computes(graph, held, available))
             for u, maker in enumerate(folded.maker):
@@ -58,11 +59,11 @@ def schedule_from_cuts(
 
 @dataclass(frozen=True)
 class FoldedSimulation:
-    """A schedule with the judge's trace, and the most bytes by moment.
+    """A schedule with its simulation, and the most bytes by position.
 
-    stage_bytes: by moment p, the most on the device from the end of node p - 1's first run to the
+    stage_bytes: by position p, the most on the device from the end of node p - 1's first run to the
     end of node p's: p itself and the recomputation before it. recomputed: (node, p) for every node
-    that runs again between the two.
+    that is recomputed between the two.
     """
 
     schedule: Schedule
@@ -72,7 +73,7 @@ class FoldedSimulation:
 
 
 def fold_simulation(folded: FoldedGraph, schedule: Schedule) -> FoldedSimulation:
-    """Judge the schedule and fold the trace onto the moments; the last one is the end."""
+    """Simulate the schedule and fold the trace onto the positions; the last one is the end."""
     simulation = simulate(folded.graph, schedule)
     index = {node.name: n for n, node in enumerate(folded.graph.nodes)}
     stage = [0] * (folded.n_nodes + 1)

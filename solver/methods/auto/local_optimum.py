@@ -1,6 +1,6 @@
 """Take out recomputation for which there is room after all.
 
-A schedule found by a cut or by greedy eviction runs some nodes again although the bytes would have
+A schedule found by a cut or by greedy eviction recomputes some nodes although the bytes would have
 sufficed to hold what they made. Taking out the run at position i of an order means holding each
 output that is read from there on since its last use before i. The bytes on the device between those
 two positions say whether that fits; the dearest runs are tried first, and what only fed a run that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 
 from solver.bound import Binding, FoldedGraph
@@ -26,12 +25,9 @@ class Search(BestSoFar):
     work: of the evictions, as `Evicted` counts it.
     """
 
-    def __init__(
-        self, folded: FoldedGraph, *, budget_bytes: int, time_limit_s: float, seed: int = 0
-    ) -> None:
+    def __init__(self, folded: FoldedGraph, *, budget_bytes: int, time_limit_s: float) -> None:
         super().__init__(folded.graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
         self.folded = folded
-        self.rng = random.Random(seed)
         self.lost_share = 0.0
         self.binding = Binding(0.0, (), None)
         self.guide: Mapping[int, frozenset[int]] = {}

@@ -1,8 +1,8 @@
-"""Cut where the schedule overflows: from one cut to several, each round judged.
+"""Cut where the schedule overflows: from one cut to several, each round simulated.
 
-The cuts' sets are replayed; the moments at which the judge sees the budget overrun join the
+The cuts' sets are replayed; the positions at which the simulator sees the budget overrun join the
 program, and it is solved again. Without allowances its dual bound is a proof for the budget. A
-moment that is a cut already and still overflows does so because of what the recomputation right
+position that is a cut already and still overflows does so because of what the recomputation right
 before it takes, of which the rows know nothing: it gets that many bytes as an allowance, and from
 then on the program proves nothing and serves as a guide only.
 """
@@ -16,12 +16,12 @@ from solver.methods.auto.from_cuts import FoldedSimulation, schedule_from_cuts
 from solver.methods.auto.search import Search
 
 MAX_ROUNDS = 6
-"""Times that the overflowing moments are added to the cuts."""
-N_NEW_MOMENTS = 3
-"""Moments that one round adds at most."""
+"""Times that the overflowing positions are added to the cuts."""
+N_NEW_POSITIONS = 3
+"""Positions that one round adds at most."""
 LEAST_DISTANCE = 5
-"""Between the moments of one round: neighbours mostly say the same."""
-MAX_MOMENTS = 7
+"""Between the positions of one round: neighbours mostly say the same."""
+MAX_POSITIONS = 7
 MAX_COLUMNS = 2_000
 """Of the program: beyond these one solve takes ten seconds and more."""
 NODES_TIMES_COLUMNS = 30_000
@@ -58,7 +58,7 @@ def offer_several_cuts(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
             allowance_bytes=allowance_bytes,
             deadline=search.deadline,
         )
-        too_large = len(allowance_bytes) > MAX_MOMENTS or program.n_columns > MAX_COLUMNS
+        too_large = len(allowance_bytes) > MAX_POSITIONS or program.n_columns > MAX_COLUMNS
         if not over or too_large:
             break
         before = search.lost_share
@@ -83,11 +83,11 @@ def _solve(search: Search, program: CutMilp, allowance_bytes: Mapping[int, int])
 
 
 def _overflowing(played: FoldedSimulation, budget_bytes: int) -> list[int]:
-    """The moments furthest above the budget, not too close to each other."""
+    """The positions furthest above the budget, not too close to each other."""
     stage = played.stage_bytes
     over = [p for p, live_bytes in enumerate(stage) if live_bytes > budget_bytes]
     chosen: list[int] = []
     for p in sorted(over, key=lambda p: (-stage[p], p)):
-        if len(chosen) < N_NEW_MOMENTS and all(abs(p - q) > LEAST_DISTANCE for q in chosen):
+        if len(chosen) < N_NEW_POSITIONS and all(abs(p - q) > LEAST_DISTANCE for q in chosen):
             chosen.append(p)
     return chosen

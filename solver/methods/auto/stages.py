@@ -16,8 +16,7 @@
 6. **Tiny graphs**, of some ten nodes, are solved by the integer program of `solver.methods.ilp`.
 7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
-   from it. Evictions with random factors on their scores make the menu richer, and it is solved
-   again.
+   from it.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
@@ -28,13 +27,12 @@ a schedule is found where one exists, and anything about a gap that is left, whi
 bound's fault.
 
 Work is limited by counts of positions, rounds, branch-and-bound nodes and evictions, so the same
-input and seed give the same schedule whatever the machine's load; the clock only ends a search
+input gives the same schedule whatever the machine's load; the clock only ends a search
 early, and then the proposal says so.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
@@ -61,12 +59,6 @@ ROOM_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 """Of what the cut leaves for its set: smaller sets show what else can be recomputed, and where."""
 MAX_WORK = 2_000_000
 """Of the evictions of one round: about three seconds."""
-N_RECOMBINATIONS = 3
-"""Rounds of evictions with random factors and recombination."""
-MORE = 1.1
-"""The menu must have grown by this factor to be worth another program."""
-WIDE_GAP = 5e-3
-"""Of the baseline's time: a gap beyond it is worth such a round."""
 OTHERS = (revolve, dp)
 """`dp` asks `sqrt` and tries what `every_block` does. `none` is tried first of all."""
 
@@ -79,13 +71,11 @@ def auto(
     seed: int,
     starts: Sequence[Schedule] = (),
 ) -> Proposal:
-    """The best schedule found and the proven bound; see the module.
+    """The best schedule found and the proven bound; see the module. No randomness.
 
     starts: schedules known for this graph, such as those of a smaller budget.
     """
-    search = Search(
-        FoldedGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=seed
-    )
+    search = Search(FoldedGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     with search:
         search.offer(baseline(graph))
         for schedule in starts:
@@ -152,16 +142,6 @@ def recombination(search: Search) -> None:
     base = search.binding.ranked[0][0]
     _fill_menu(search, base)
     recombine(search, base=base)
-    for _ in range(N_RECOMBINATIONS):
-        before, n_before = search.gap, len(search.menu)
-        if search.done or before <= WIDE_GAP:
-            return
-        _search_weights(search)
-        if search.gap == before and len(search.menu) < MORE * n_before:
-            return
-        recombine(search, base=base)
-        if search.gap > 0.99 * before:
-            return
 
 
 CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (single_cut, anchored_cut, other_methods)
@@ -170,42 +150,32 @@ STAGES: tuple[Callable[[Search], None], ...] = (eviction, several_cuts, recombin
 """Until the gap is OPTIMAL_GAP."""
 
 
-def _offer_improved(search: Search, schedule: Schedule) -> float:
-    """Offer it, and where it fits what is left of it when there is room for more; its seconds."""
+def _offer_improved(search: Search, schedule: Schedule) -> None:
+    """Offer it, and where it fits what is left of it when there is room for more."""
     found = search.offer(schedule)
-    if found is None or found.simulation.peak_bytes > search.budget_bytes:
-        return math.inf
-    improved = search.offer(
-        drop_recomputation(
-            search.folded, schedule, budget_bytes=search.budget_bytes, deadline=search.deadline
-        )
+    if found is not None and found.simulation.peak_bytes <= search.budget_bytes:
+        search.offer(_improved(search, schedule))
+
+
+def _improved(search: Search, schedule: Schedule) -> Schedule:
+    return drop_recomputation(
+        search.folded, schedule, budget_bytes=search.budget_bytes, deadline=search.deadline
     )
-    return math.inf if improved is None else improved.simulation.time_s
 
 
-def _evict(search: Search, patience: float, weights: Sequence[float] | None = None) -> float:
-    """Offer one eviction's schedule, taken to its local optimum; its seconds (inf: none)."""
+def _evict(search: Search, patience: float) -> None:
+    """Offer one eviction's schedule, taken to its local optimum."""
     evicted = evict(
         search.folded,
         budget_bytes=search.budget_bytes,
         guide=search.guide,
         patience=patience,
-        weights=weights,
         deadline=search.deadline,
     )
     search.work += evicted.work
-    if evicted.schedule is None:
-        return math.inf
-    search.work += 10 * len(evicted.schedule.order)
-    improved = search.offer(
-        drop_recomputation(
-            search.folded,
-            evicted.schedule,
-            budget_bytes=search.budget_bytes,
-            deadline=search.deadline,
-        )
-    )
-    return math.inf if improved is None else improved.simulation.time_s
+    if evicted.schedule is not None:
+        search.work += 10 * len(evicted.schedule.order)
+        search.offer(_improved(search, evicted.schedule))
 
 
 def _solved_whole(search: Search) -> bool:
@@ -248,18 +218,3 @@ def _fill_menu(search: Search, base: int) -> None:
         if cuts.kept is None:
             return
         search.offer(schedule_from_cuts(folded, {base: cuts.kept[0]}, deadline=search.deadline))
-
-
-def _search_weights(search: Search) -> None:
-    """Change the factors of a few units at random, keep what is no worse."""
-    n_units, rng = search.folded.n_units, search.rng
-    patience = rng.choice(PATIENCE)
-    best = [1.0] * n_units
-    best_s = _evict(search, patience, best)
-    limit = search.work + MAX_WORK
-    while search.work < limit and not search.close:
-        share = rng.choice((0.02, 0.1, 0.4))
-        weights = [w * math.exp(rng.gauss(0.0, 1.0)) if rng.random() < share else w for w in best]
-        time_s = _evict(search, patience, weights)
-        if time_s <= best_s:
-            best, best_s = weights, time_s
