@@ -1,9 +1,8 @@
 """The one place where solver reaches scheduler_runtime: verifying a plan, planning by submodules.
 
-Imports go one way, `scheduler_runtime → solver → graphs`. The command and the functions of
-`solver.reporting` still have to run a model, and they live in solver because they must start
-without torch. So they find the runtime here, by name and only when it is needed, and speak to it
-through the protocols below.
+Imports go one way, `scheduler_runtime → solver → graphs`. The command and `solver.reporting` still
+have to run a model, and they are in solver because they must start without torch. So the runtime is
+imported here, by name and only when needed, behind the protocols below.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def load_verifier() -> Verifier:
-    """What runs a step both ways, with the plan and without. Imports torch."""
+    """The function that runs a step with and without the plan. Imports torch."""
     verifier: Verifier = importlib.import_module("scheduler_runtime.verifying").verify
     return verifier
 
 
 def load_submodule_planner() -> SubmodulePlanner:
-    """What plans a model that cannot be traced. Imports torch."""
+    """The function that plans a model that cannot be traced. Imports torch."""
     module = importlib.import_module("scheduler_runtime.fallback")
     planner: SubmodulePlanner = module.planned_for_command
     return planner
@@ -39,19 +38,19 @@ PLAN_BY_SUBMODULES = (
 
 
 class VerifyError(ValueError):
-    """The step cannot be run both ways here; says why."""
+    """The step cannot be run with and without the plan here; says why."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The measured step with the plan (and without), on the device that it ran on.
+    """The step measured on `device` with the plan, and without it (baseline).
 
-    available_bytes: what the plan may take. differences: what is not bit for bit the same with
-    the plan as without, in words ("gradient of head.weight"); empty: all of it is. unsteady: names
-    of what differs from run to run without a plan as well, on which nothing can be said.
-    reserved_bytes: what CUDA's allocator took from the device with the plan; context_bytes: what
-    was taken of it beside that, by contexts, kernels and other processes (None on the CPU).
-    Times are medians of n_timed_steps, of which the slowest and fastest were spread_s apart.
+    available_bytes: what the plan may use.
+    differences: results that are not bitwise identical, such as "gradient of head.weight".
+    unsteady: results that also differ between runs of the baseline, and are not compared.
+    reserved_bytes: reserved by CUDA's allocator with the plan (None on the CPU).
+    context_bytes: used on the device beside that, by contexts, kernels and other processes.
+    spread_s: between the slowest and fastest of n_timed_steps, whose medians are the times.
     """
 
     device: str
@@ -82,10 +81,12 @@ class Verification:
 
 
 class Verifier(Protocol):
-    """Runs the step both ways; scheduler_runtime.verifying has the only one.
+    """Runs the step with and without the plan; implemented in `scheduler_runtime.verifying`.
 
-    model, batch, optimizer: make them anew, for real. Raises ValueError for a plan that does not
-    fit the model; RuntimeError and MemoryError for a step that cannot be run here.
+    model, batch, optimizer: functions that create them.
+
+    Raises ValueError for a plan of another model; RuntimeError and MemoryError for a step that
+    cannot be run here.
     """
 
     def __call__(
@@ -108,17 +109,18 @@ class NoRowError(ValueError):
 
 @dataclass(frozen=True)
 class Planned:
-    """notes: whole sentences: which submodules are planned how, and how to run the plan."""
+    """notes: sentences on how the submodules are planned and how to run the plan."""
 
     solution: Solution
     notes: tuple[str, ...]
 
 
 class SubmodulePlanner(Protocol):
-    """Watches real steps and plans them; `scheduler_runtime.fallback` has the only one.
+    """Measures real steps and plans their submodules; implemented in `scheduler_runtime.fallback`.
 
-    model, batch, optimizer: make them anew, for real. Raises NoRowError where there is no row of
-    submodules; whatever the model's own code raises.
+    model, batch, optimizer: functions that create them.
+
+    Raises NoRowError if there is no sequence of submodules, and whatever the model raises.
     """
 
     def __call__(
