@@ -1,7 +1,7 @@
-"""Reading and writing the project's JSON files: whole or not at all, and never trusting them.
+"""Reading and writing the project's JSON files.
 
-The files come from strangers. `Record` reads one field at a time and refuses a wrong type with the
-place and the name of the field; nothing is converted silently.
+Writes are atomic. Input is not trusted: `Record` reads one field at a time and rejects a wrong type
+with the place and name of the field; nothing is converted silently.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, overload
 
 MAX_FILE_BYTES = 2**27
-"""Hostile text of this size takes 3 GB when parsed (measured); a graph has some 500 a node."""
+"""Adversarial JSON of this size takes 3 GB when parsed (measured); a graph has about 500 bytes per
+node."""
 MAX_ENTRIES = 2_000_000
-"""Of one list; ten to a hundred times what the largest models that people trace have."""
+"""Of one list; 10 to 100 times the largest traced models."""
 
 
 class FormatError(ValueError):
-    """A file is not what it should be; the message names the field."""
+    """The file does not have the expected format; the message names the field."""
 
 
 def read_json(path: str | Path) -> object:
@@ -47,13 +48,13 @@ def read_json(path: str | Path) -> object:
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Write JSON so that the file appears whole or not at all."""
+    """Write JSON atomically."""
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
     write_whole(path, (text + "\n").encode())
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Write beside the target and rename over it; an existing file's permissions are kept."""
+    """Write a temporary file and rename it over the target, keeping its permissions."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent or ".", prefix=f".{path.name}.")
     try:
@@ -78,7 +79,7 @@ _REQUIRED: Any = object()
 
 
 class Record:
-    """One JSON object that is read field by field, each with the type that it must have."""
+    """One JSON object, read field by field with type checks."""
 
     def __init__(self, value: object, *, where: str) -> None:
         if not isinstance(value, dict):

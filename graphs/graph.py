@@ -1,8 +1,8 @@
 """The problem: one training step as a graph of operators (time) and tensors (bytes).
 
-A `Graph` lists the operators of the step in the order in which the framework would run them, and
-the tensors that they read and write. It knows nothing of torch; `graphs.trace` makes it from a
-model, `Graph.load` from a file, `graphs.synthetic.nets` from numbers.
+A `Graph` lists the operators of the step in the order in which the framework runs them, and the
+tensors that they read and write. It needs no torch: `graphs.trace` builds it from a model,
+`Graph.load` from a file, `graphs.synthetic.nets` from numbers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)
 FORMAT = "graph/1"
 MAX_BYTES = 2**60
-"""No tensor is larger than an exbibyte: a size above it is a mistake or an attack."""
+"""One exbibyte; a larger tensor is an error in the file."""
 
 
 class GraphError(ValueError):
-    """What was given is not a graph; the message names the field and what would be right."""
+    """Not a legal graph; the message names the field and what would be right."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Tensor:
     """What a node reads or writes.
 
     name: unique in its graph.
-    size_bytes: bytes of its storage. An alias holds its root's storage and adds nothing.
-    kind: what it is for the reader of a report; the judge does not look at it.
-    alias_of: the tensor whose storage it shares; that one is no alias itself.
+    size_bytes: bytes of its storage. An alias shares its root's storage and adds nothing.
+    kind: shown in reports; the simulator does not look at it.
+    alias_of: the tensor whose storage it shares, which is not an alias itself.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Tensor:
 class Node:
     """One operator call.
 
-    inputs, outputs: names of tensors. A node without outputs has an effect only (an update of a
-        buffer, the optimizer's step).
+    inputs, outputs: names of tensors. A node without outputs runs for its side effect (a buffer
+        update, the optimizer step).
     time_s: seconds of one run.
-    workspace_bytes: bytes that the operator takes beside its inputs and outputs while it runs.
-    recomputable: whether it may run again and give the same bits (read for forward nodes only;
-        the others run once).
-    module: the path of the module that called it, for reports: "blocks.3.attn".
+    workspace_bytes: temporary memory while the operator runs, besides inputs and outputs.
+    recomputable: whether it can be recomputed with bitwise identical results (forward nodes only;
+        all other nodes run once).
+    module: path of the module that called it, e.g. "blocks.3.attn".
     """
 
     name: str
@@ -77,7 +77,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A training step: nodes in the framework's order, tensors, and what must be there at its end.
+    """A training step: nodes in the framework's order, tensors, and what is live at its end.
 
     Validated on construction; raises GraphError.
     """
@@ -95,7 +95,6 @@ class Graph:
         _validate(self)
 
     def __repr__(self) -> str:
-        """One line: all of it would fill pages."""
         return (
             f"Graph({len(self.nodes)} nodes, {len(self.tensors)} tensors, "
             f"{self.resident_bytes} bytes resident, {self.graph_id[:19]})"
@@ -111,7 +110,7 @@ class Graph:
 
     @cached_property
     def producer(self) -> dict[str, Node]:
-        """The node that makes each tensor; resident tensors have none."""
+        """The node that outputs each tensor; resident tensors have none."""
         return {name: node for node in self.nodes for name in node.outputs}
 
     @cached_property
@@ -129,12 +128,12 @@ class Graph:
 
     @cached_property
     def later_nodes(self) -> tuple[Node, ...]:
-        """Every node that is not of the forward phase: each runs exactly once."""
+        """All nodes of the other phases; each runs exactly once."""
         return tuple(node for node in self.nodes if node.phase != "forward")
 
     @cached_property
     def resident(self) -> tuple[Tensor, ...]:
-        """Tensors that no node makes: on the device for the whole step (aliases of them too)."""
+        """Tensors that no node outputs: live for the whole step (their aliases too)."""
         return tuple(tensor for tensor in self.tensors if tensor.name not in self.producer)
 
     @cached_property
@@ -152,7 +151,7 @@ class Graph:
 
     @cached_property
     def views(self) -> dict[str, tuple[str, ...]]:
-        """The aliases that nodes make of each storage; only storages with such aliases."""
+        """Root -> its aliases that nodes output; only storages with such aliases."""
         views: dict[str, list[str]] = {}
         for tensor in self.tensors:
             if tensor.alias_of is not None and tensor.name in self.producer:
@@ -161,10 +160,10 @@ class Graph:
 
     @cached_property
     def graph_id(self) -> str:
-        """SHA-256 of the structure: what a schedule needs in order to mean the same thing.
+        """SHA-256 of the structure that a schedule refers to.
 
         Names, ops, wiring, phases, sizes, aliases and outputs; no times, workspace or metadata. The
-        optimizer is left out: `apply` runs the model, whatever optimizer steps afterwards.
+        optimizer is left out: `apply` runs the model, whichever optimizer steps afterwards.
         """
         made_late = {
             name for node in self.nodes if node.phase == "optimizer" for name in node.outputs
@@ -186,9 +185,9 @@ class Graph:
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
     def module_part(self) -> Graph:
-        """What `apply` runs: no nodes of phases outside and optimizer, no resident tensor unread.
+        """What `apply` runs: forward and backward nodes, and the tensors that they use.
 
-        What the caller computes and hands back to the backward pass becomes resident. Tracing the
+        Gradients that the caller's loss hands to the backward pass become resident. Tracing the
         module alone and tracing it with its loss and optimizer give the same module part.
         """
         nodes = tuple(node for node in self.nodes if node.phase in ("forward", "backward"))
@@ -203,7 +202,7 @@ class Graph:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write `graph.json` (format graph/1); the file appears whole or not at all."""
+        """Write `graph.json` (format graph/1), atomically."""
         write_json(path, self.to_json())
 
     @classmethod
@@ -217,38 +216,42 @@ class Graph:
             "format": FORMAT,
             "meta": self.meta.to_json(),
             "outputs": list(self.outputs),
-            "tensors": [
-                {
-                    "name": tensor.name,
-                    "size_bytes": tensor.size_bytes,
-                    "kind": tensor.kind,
-                    "alias_of": tensor.alias_of,
-                }
-                for tensor in self.tensors
-            ],
+            # the fields of Tensor and Node are those of the format, in its order
+            "tensors": [dict(vars(tensor)) for tensor in self.tensors],
             "nodes": [
-                {
-                    "name": node.name,
-                    "op": node.op,
-                    "inputs": list(node.inputs),
-                    "outputs": list(node.outputs),
-                    "time_s": node.time_s,
-                    "workspace_bytes": node.workspace_bytes,
-                    "phase": node.phase,
-                    "recomputable": node.recomputable,
-                    "module": node.module,
-                }
+                {**vars(node), "inputs": list(node.inputs), "outputs": list(node.outputs)}
                 for node in self.nodes
             ],
         }
 
     @classmethod
     def from_json(cls, value: object, *, source: str = "graph") -> Graph:
-        """Build a graph from the dictionary of format graph/1; unknown extra fields are ignored."""
+        """Build a graph from the dictionary of format graph/1; unknown fields are ignored."""
         record = Record(value, where=source)
         record.expect_format(FORMAT)
-        tensors = tuple(_tensor(item) for item in record.records("tensors"))
-        nodes = tuple(_node(item) for item in record.records("nodes"))
+        tensors = tuple(
+            Tensor(
+                name=item.string("name"),
+                size_bytes=item.integer("size_bytes"),
+                kind=item.choice("kind", KINDS),  # type: ignore[arg-type]
+                alias_of=item.string("alias_of", default=None),
+            )
+            for item in record.records("tensors")
+        )
+        nodes = tuple(
+            Node(
+                name=item.string("name"),
+                op=item.string("op"),
+                inputs=item.strings("inputs"),
+                outputs=item.strings("outputs"),
+                time_s=item.number("time_s"),
+                workspace_bytes=item.integer("workspace_bytes", default=0),
+                phase=item.choice("phase", PHASES),  # type: ignore[arg-type]
+                recomputable=item.boolean("recomputable", default=True),
+                module=item.string("module", default=""),
+            )
+            for item in record.records("nodes")
+        )
         try:
             return cls(
                 nodes=nodes,
@@ -260,29 +263,6 @@ class Graph:
             raise FormatError(f"{source}: {error}") from error
 
 
-def _tensor(record: Record) -> Tensor:
-    return Tensor(
-        name=record.string("name"),
-        size_bytes=record.integer("size_bytes"),
-        kind=record.choice("kind", KINDS),  # type: ignore[arg-type]
-        alias_of=record.string("alias_of", default=None),
-    )
-
-
-def _node(record: Record) -> Node:
-    return Node(
-        name=record.string("name"),
-        op=record.string("op"),
-        inputs=record.strings("inputs"),
-        outputs=record.strings("outputs"),
-        time_s=record.number("time_s"),
-        workspace_bytes=record.integer("workspace_bytes", default=0),
-        phase=record.choice("phase", PHASES),  # type: ignore[arg-type]
-        recomputable=record.boolean("recomputable", default=True),
-        module=record.string("module", default=""),
-    )
-
-
 def is_under(path: str, ancestor: str) -> bool:
     """Whether the module at `path` is the one at `ancestor` ("": the model) or inside of it."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
@@ -292,7 +272,7 @@ Named = TypeVar("Named", Tensor, Node)
 
 
 def _validate(graph: Graph) -> None:
-    """What a legal graph is, declared once: names, sizes, aliases, wiring and order."""
+    """Raise GraphError unless names, sizes, aliases, wiring and order are legal."""
     tensors = _unique(graph.tensors, what="tensor")
     _unique(graph.nodes, what="node")
     for tensor in graph.tensors:
@@ -347,7 +327,7 @@ def _check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
 
 
 def _check_wiring(graph: Graph, tensors: dict[str, Tensor]) -> set[str]:
-    """Inputs exist before they are read, outputs are made once, phases come in order."""
+    """Inputs exist before they are read, outputs are written once, phases come in order."""
     made_by = {name: node.name for node in graph.nodes for name in node.outputs}
     made: set[str] = set()
     rank = 0

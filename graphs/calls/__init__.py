@@ -1,4 +1,4 @@
-"""How a model is called: its arguments and outputs as flat lists of tensors, and their form."""
+"""How a model is called: its arguments and outputs as flat lists of leaves, and their structure."""
 
 from graphs.calls.call import (
     HOLE,
@@ -10,9 +10,9 @@ from graphs.calls.call import (
     device_of,
     environment_of,
     find_loss,
+    same_strides,
     signature_of,
 )
-from graphs.calls.strides import same_strides
 
 __all__ = [
     "HOLE",

@@ -1,4 +1,4 @@
-"""How a model is called: its batch as a call, the loss in what it returns, and its environment."""
+"""How a model is called: its batch as a call, the loss in its output, and its environment."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Call:
     def of(
         cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, order: Sequence[str] = ()
     ) -> Call:
-        """order: of named arguments, whose order makes no other call (see `argument_order`)."""
+        """order: of keyword arguments (`argument_order`), so that theirs makes no difference."""
         named = {name: kwargs[name] for name in order if name in kwargs}
         flat, spec = nested.flatten((args, {**named, **kwargs}))
         tensors = [item for item in flat if isinstance(item, torch.Tensor)]
@@ -58,7 +58,7 @@ class Call:
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
-    """None: something compiled, which does not tell."""
+    """The signature; None for compiled code, which has none."""
     try:
         return inspect.signature(forward)
     except (TypeError, ValueError):
@@ -66,7 +66,7 @@ def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def argument_order(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names that forward declares; what it takes as **kwargs it may see in their order."""
+    """The argument names that forward declares (the order of **kwargs is visible to it)."""
     signature = signature_of(forward)
     if signature is None:
         return ()
@@ -75,7 +75,7 @@ def argument_order(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class Hole:
-    """Stands where a tensor was."""
+    """Marks the place of a tensor."""
 
 
 HOLE = Hole()
@@ -84,9 +84,9 @@ HOLE = Hole()
 def as_call(
     batch: Any, inputs: Callable[[Any], Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tensor is called as model(x), a tuple as model(*x), a dict as model(**x).
+    """The (args, kwargs): model(x) for a tensor, model(*x) for a tuple, model(**x) for a dict.
 
-    inputs: which part of the batch the model is called with (None: all of it).
+    inputs: selects the part of the batch that the model is called with (None: all of it).
     """
     if inputs is not None:
         batch = inputs(batch)
@@ -98,9 +98,9 @@ def as_call(
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """The commonest mistake has an answer of its own: a batch with targets that forward lacks.
+    """Raise TraceError where forward does not take these arguments.
 
-    Raises TraceError where forward does not take these arguments.
+    The most common mistake is a batch that includes the targets.
     """
     signature = signature_of(model.forward)
     if signature is None:
@@ -110,8 +110,8 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     except TypeError as error:
         raise TraceError(
             f"{type(model).__name__}.forward{signature} cannot be called with this batch: {error}. "
-            "A tensor is called as model(x), a tuple as model(*x), a dict as model(**x); where the "
-            "model takes a part of the batch and the loss the rest, say which part: "
+            "A tensor is called as model(x), a tuple as model(*x), a dict as model(**x); if the "
+            "model takes only part of the batch, and the loss the rest, select that part: "
             "inputs=lambda batch: batch[0], in a model file get_inputs(batch)"
         ) from error
 
@@ -132,7 +132,7 @@ def find_loss(output: Any) -> torch.Tensor:
     if len(candidates) != 1 or not isinstance(candidates[0], torch.Tensor):
         raise TraceError(
             f"the model returns {_described(output)}, in which no single loss can be found; return "
-            "a scalar, or something with .loss, or give a loss function of (output, batch)"
+            "a scalar or an object with .loss, or give a loss function of (output, batch)"
         )
     loss = candidates[0]
     if loss.numel() != 1 or not loss.is_floating_point():
@@ -155,16 +155,16 @@ def _described(value: object) -> str:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the module's parameters are; the CPU where it has none."""
+    """The device of the module's parameters; the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def environment_of(
     call: Call, model: nn.Module, *, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """What the traced graph depends on: another value of any of these is another graph.
+    """What the traced graph depends on: with another value of any of these the graph may differ.
 
-    device: where the step runs (None: where the model is).
+    device: of the step (None: that of the model).
     """
     kind = (device_of(model) if device is None else device).type
     autocast = (
@@ -179,3 +179,9 @@ def environment_of(
         "shapes": [list(t.shape) for t in call.tensors],
         "dtypes": [str(t.dtype).removeprefix("torch.") for t in call.tensors],
     }
+
+
+def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether the strides place each element alike; where a size is 1 they do not matter."""
+    each = zip(shape, one, other, strict=True)
+    return all(size == 1 or a == b for size, a, b in each)

@@ -1,9 +1,8 @@
-"""Nested values with tensors in them: what a model is called with, and what it returns.
+"""Nested values that contain tensors: what a model is called with, and what it returns.
 
-PyTorch's own pytree goes through tuples, lists, dicts, named tuples and the classes registered with
-it (such as the outputs of transformers). Here dataclasses are gone through as well, when there is a
-tensor in them. They are opened for the moment only: registering a stranger's class would change
-what the rest of the process does with it.
+PyTorch's pytree traverses tuples, lists, dicts, named tuples and registered classes (such as the
+outputs of transformers). This module also traverses dataclasses that contain a tensor. They are
+opened temporarily: registering someone else's class would affect the whole process.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ unflatten = pytree.tree_unflatten
 
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
-    """The leaves in order, and what `unflatten(leaves, spec)` puts them into."""
+    """The leaves in order, and the structure for `unflatten(leaves, spec)`."""
     return pytree.tree_flatten(_opened(value, ()))
 
 
@@ -33,14 +32,14 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def paths(spec: Spec) -> list[tuple[Any, ...]]:
-    """Where each leaf stands, as pytree's keys (`torch.utils._pytree.keystr` writes them out)."""
-    # in the places of the leaves tensors, since a dataclass without any is not opened
+    """The path of each leaf as pytree's keys (`torch.utils._pytree.keystr` formats them)."""
+    # with tensors as leaves, since a dataclass without any is not opened
     like = unflatten([torch.empty(0)] * spec.num_leaves, spec)
     return [path for path, _ in pytree.tree_flatten_with_path(_opened(like, ()))[0]]
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """The same nested value with every tensor changed; nothing is written into the given one."""
+    """A copy of the nested value with `change` applied to every tensor."""
     flat, spec = flatten(value)
     return unflatten(
         [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat], spec
@@ -57,7 +56,7 @@ class _Opened:
 
 
 def _opened(value: Any, around: tuple[int, ...]) -> Any:
-    """`value` with its dataclass instances opened. around: ids of those that it is inside of."""
+    """`value` with its dataclass instances opened. around: ids of the enclosing instances."""
 
     def opened(leaf: Any) -> Any:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or id(leaf) in around:
@@ -66,7 +65,7 @@ def _opened(value: Any, around: tuple[int, ...]) -> Any:
         names = tuple(attributes | getattr(leaf, "__dict__", {}))
         inside = (*around, id(leaf))
         values = tuple(_opened(getattr(leaf, name), inside) for name in names)
-        # one without tensors is a setting: it keeps its identity
+        # an instance without tensors is an option, compared by identity
         if not any(isinstance(item, torch.Tensor) for item in pytree.tree_leaves(values)):
             return leaf
         return _Opened(type(leaf), names, values)
@@ -75,7 +74,7 @@ def _opened(value: Any, around: tuple[int, ...]) -> Any:
 
 
 def _closed(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
-    """The instance again. Its __init__ does not run: it may check or change what it is given."""
+    """Rebuild the instance without running __init__, which may check or change its arguments."""
     kind, names = context
     instance: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):

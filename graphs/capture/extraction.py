@@ -1,16 +1,16 @@
-"""From the joint fx graph to a cost/memory Graph, and the way back to the fx nodes.
+"""From the joint fx graph to the nodes and tensors of a Graph, with the mapping back to fx nodes.
 
 Most fx nodes are views, `getitem` and `detach`: they allocate nothing, so they are folded into the
-storage that they point at. What remains are the operators that allocate: the nodes of the Graph.
-Its tensors are storages; there are no aliases left. A mutated buffer becomes a `copy_` node at the
-end of the forward pass, which runs once.
+storage that they point at. The operators that allocate remain: they are the nodes of the Graph. Its
+tensors are storages; there are no aliases left. A mutated buffer becomes a `copy_` node at the end
+of the forward pass, which runs once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,11 +23,11 @@ from graphs.capture.joint_graph import Capture
 from graphs.graph import Kind, Node, Phase, Tensor
 
 CPU_RANDOM_STATE_BYTES = 5056
-"""What torch.get_rng_state() takes on the CPU; on CUDA 16 bytes on the host."""
+"""Size of torch.get_rng_state() on the CPU; on CUDA it is 16 bytes, on the host."""
 
 
 class NodeCost(Protocol):
-    """Seconds and workspace bytes of one call (made by graphs.costs.models)."""
+    """Seconds and workspace bytes of one call, as `graphs.costs.Cost` has them."""
 
     @property
     def time_s(self) -> float: ...
@@ -37,16 +37,16 @@ class NodeCost(Protocol):
 
 @dataclass
 class Layout:
-    """The step as nodes and tensors, and what each of them is in the fx graph.
+    """The step as nodes and tensors, and what they are in the fx graph.
 
-    calls: node name -> the fx node that it runs. storage: fx node -> the tensor it lives on (for
-    the first tensor of a multi-output call there is none: its getitems have one each).
+    calls: node name -> the fx node that it runs.
+    storage: fx node -> its tensor (a multi-output call has none: its getitems have one each).
     updates: name of a copy_ node -> (placeholder that is written, fx node of the new value).
-    gradients: placeholder of a leaf -> the tensor that holds its gradient, one for each.
+    gradients: placeholder of a leaf -> the tensor that holds its gradient; all different.
     copies: name of a clone node -> fx node of the gradient that it copies.
-    in_place: the forward nodes whose operator overwrites its first argument in eager mode.
-    functions: the names of the nodes of each function of autograd's backward pass, by its number.
-    sums: the backward nodes that add up gradients of one tensor, between functions.
+    in_place: forward nodes whose operator overwrites its first argument in eager mode.
+    functions: sequence number of an autograd function -> names of its backward nodes.
+    sums: backward nodes that sum gradients of one tensor, between functions.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -63,7 +63,10 @@ class Layout:
 
 
 def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], NodeCost]) -> Layout:
-    """Fold views into storages and list what remains. Raises TraceError for what has no size."""
+    """Fold views into storages and list what remains.
+
+    Raises TraceError for tensors of unknown size.
+    """
     return _Extraction(captured, cost).run()
 
 
@@ -74,8 +77,8 @@ class _Extraction:
         self.layout = Layout()
         self.sizes: dict[str, int] = {}
         self.kinds: dict[str, Kind] = {}
-        self._names: dict[int, str] = {}  # storage identity -> tensor name
-        self._alive: list[Any] = []  # keeps the storages, so that identities stay unique
+        self._names: dict[int, str] = {}  # address of a storage -> tensor name
+        self._alive: list[Any] = []  # keeps the storages, so that addresses stay unique
         self._n_random = 0
 
     def run(self) -> Layout:
@@ -110,14 +113,20 @@ class _Extraction:
         self._place(node, value, node.name, kind)
 
     def _place(self, node: torch.fx.Node, value: torch.Tensor, name: str, kind: Kind) -> str:
-        """The tensor that holds the value; a new one called `name` when the storage is new."""
+        """The tensor that holds the value; a new one called `name` if the storage is new."""
         storage = value.untyped_storage()
         known = self._names.get(storage._cdata)
         if known is None:
             known = name
             self._names[storage._cdata] = name
             self._alive.append(storage)
-            self.sizes[name] = _static_bytes(storage, node)
+            n_bytes = storage.nbytes()
+            if not isinstance(n_bytes, int):
+                raise TraceError(
+                    f"the size of {node.name} ({node.target}) depends on the data ({n_bytes}); "
+                    "planning needs sizes that are known before the step"
+                )
+            self.sizes[name] = n_bytes
             self.kinds[name] = kind
         self.layout.storage[node] = known
         return known
@@ -135,14 +144,14 @@ class _Extraction:
         inputs = tuple(
             dict.fromkeys(
                 self.layout.storage[argument]
-                for argument in _tensor_arguments(node)
-                if argument in self.layout.storage
+                for argument in pytree.tree_leaves((node.args, node.kwargs))
+                if isinstance(argument, torch.fx.Node) and argument in self.layout.storage
             )
         )
         if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
             raise TraceError(
-                "nn.LSTM runs as one opaque operator on the CPU, whose workspace exists inside "
-                "autograd alone; write the cells as a loop (nn.LSTMCell), which can be scheduled"
+                "nn.LSTM runs as one opaque operator on the CPU, whose workspace exists only "
+                "inside autograd; write the cells as a loop (nn.LSTMCell), which can be planned"
             )
         if self._has_own_generator(node):
             raise own_generator(node.target)
@@ -159,13 +168,13 @@ class _Extraction:
                 time_s=cost.time_s,
                 workspace_bytes=cost.workspace_bytes,
                 phase=phase,
-                recomputable=phase == "forward" and self._may_run_again(node, inputs),
-                module=_module_path(node),
+                recomputable=phase == "forward" and self._is_recomputable(node, inputs),
+                module=str(_custom(node).get("module_path", "")),
             )
         )
 
     def _note_eager(self, node: torch.fx.Node, phase: Phase) -> None:
-        """What a functional graph of single operators does not tell of eager mode."""
+        """Record facts of eager mode that a functional graph of single operators has lost."""
         number = node.meta.get("seq_nr")
         if phase == "forward":
             if _custom(node).get("in_place"):
@@ -176,7 +185,7 @@ class _Extraction:
             self.layout.functions.setdefault(number, []).append(node.name)
 
     def _made(self, node: torch.fx.Node, values: list[Any]) -> list[str]:
-        """Names of the storages that the call allocates (none: it is a view)."""
+        """Names of the storages that the call allocates; empty for a view."""
         made = []
         single = isinstance(node.meta.get("val"), torch.Tensor)
         for index, item in enumerate(values):
@@ -185,8 +194,8 @@ class _Extraction:
             if item.layout != torch.strided:
                 layout = str(item.layout).removeprefix("torch.")
                 raise TraceError(
-                    f"{node.target} makes a tensor of layout {layout}, whose size depends on "
-                    "numbers; a plan needs dense ones (nn.Embedding with sparse=False)"
+                    f"{node.target} returns a tensor of layout {layout}, whose size depends on "
+                    "values; planning needs dense tensors (nn.Embedding with sparse=False)"
                 )
             name = node.name if single else f"{node.name}.{index}"
             known = self._names.get(item.untyped_storage()._cdata)
@@ -198,14 +207,14 @@ class _Extraction:
             self.layout.storage.pop(node, None)
         return made
 
-    def _may_run_again(self, node: torch.fx.Node, inputs: tuple[str, ...]) -> bool:
+    def _is_recomputable(self, node: torch.fx.Node, inputs: tuple[str, ...]) -> bool:
         target = node.target
         if getattr(target, "namespace", "").startswith(("_c10d", "c10d")):
-            return False  # a collective must run as often on every rank
+            return False  # a collective must run equally often on every rank
         if is_random(node):
             device = _device_of(node)
             if device not in ("cpu", "cuda"):
-                return False  # no way to replay its random numbers
+                return False  # its random numbers cannot be replayed
             self._n_random += 1
         mutated = {self.layout.storage[placeholder] for placeholder in self.captured.mutations}
         return mutated.isdisjoint(inputs) or _ignores_running_statistics(node)
@@ -220,7 +229,7 @@ class _Extraction:
         return any(isinstance(item, torch.Generator) for item in (*leaves, *constants))
 
     def _updates(self) -> None:
-        """The buffers change once, at the end of the forward pass."""
+        """Mutated buffers are written once, at the end of the forward pass."""
         for placeholder, new_value in self.captured.mutations.items():
             name = f"copy_to_{placeholder.name}"
             old, new = self.layout.storage[placeholder], self.layout.storage[new_value]
@@ -242,7 +251,7 @@ class _Extraction:
     def _gradients(self) -> None:
         """Each leaf's gradient gets a storage of its own, as in autograd.
 
-        One that is expanded, shared with another gradient or part of something larger is copied.
+        A gradient that is expanded, shared, or part of a larger storage is copied.
         """
         layout = self.layout
         makers = {name: node.name for node in layout.nodes for name in node.outputs}
@@ -268,7 +277,7 @@ class _Extraction:
             layout.nodes += of_inputs
 
     def _label(self) -> None:
-        """Name outputs for what they are, and count the random state."""
+        """Mark the graph's outputs, and count the random states that recomputation needs."""
         layout = self.layout
         made = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
         for value in self.captured.outputs:
@@ -276,16 +285,14 @@ class _Extraction:
             if returned is not None and returned in made and returned not in layout.outputs:
                 layout.outputs.append(returned)
                 self.kinds[returned] = "output"
-                # The caller holds what the model returns: dropping it would free nothing.
+                # The caller holds what the model returns: freeing it here would free no memory.
                 node = layout.nodes[made[returned]]
                 layout.nodes[made[returned]] = dataclasses.replace(node, recomputable=False)
         layout.outputs.extend(n for n in layout.gradients.values() if n not in layout.outputs)
-        if self._n_random and self._device() == "cpu":
+        device = next((_device_of(node) for node in layout.calls.values()), "cpu")
+        if self._n_random and device == "cpu":
             self.sizes["random_state"] = CPU_RANDOM_STATE_BYTES * self._n_random
             self.kinds["random_state"] = "buffer"
-
-    def _device(self) -> str:
-        return next((_device_of(node) for node in self.layout.calls.values()), "cpu")
 
 
 def _clone(name: str, source: str) -> Node:
@@ -315,7 +322,7 @@ _CUDA_ATTENTION = (
 
 
 def _is_attention_without_dropout(node: torch.fx.Node) -> bool:
-    """Fused attention on CUDA draws nothing then, whatever its tag says of all its calls."""
+    """Fused attention on CUDA draws no numbers then, although the operator is tagged as random."""
     if node.target not in _CUDA_ATTENTION:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
@@ -323,18 +330,10 @@ def _is_attention_without_dropout(node: torch.fx.Node) -> bool:
     return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
-def _tensor_arguments(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
-    return (item for item in pytree.tree_leaves((node.args, node.kwargs)) if _is_node(item))
-
-
-def _is_node(item: object) -> bool:
-    return isinstance(item, torch.fx.Node)
-
-
 def _ignores_running_statistics(node: torch.fx.Node) -> bool:
-    """Training batch norm reads the running statistics only to write new ones, which are dropped.
+    """Training batch norm reads the running statistics only to update them.
 
-    Its other outputs do not depend on them, so it may run again after they have changed.
+    Its other outputs do not depend on them, so it can be recomputed after they have changed.
     """
     target = node.target
     if target is torch.ops.aten._batch_norm_with_update_functional.default:
@@ -348,12 +347,8 @@ def _is_backward(node: torch.fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
-def _module_path(node: torch.fx.Node) -> str:
-    return str(_custom(node).get("module_path", ""))
-
-
 def _custom(node: torch.fx.Node) -> dict[str, Any]:
-    """What `graphs.capture.joint_graph` noted while the node was traced."""
+    """What was annotated (`torch.fx.traceback.annotate`) while the node was traced."""
     custom = node.meta.get("custom")
     return custom if isinstance(custom, dict) else {}
 
@@ -364,13 +359,3 @@ def _device_of(node: torch.fx.Node) -> str:
         if isinstance(item, torch.Tensor):
             return item.device.type
     return "cpu"
-
-
-def _static_bytes(storage: Any, node: torch.fx.Node) -> int:
-    n_bytes = storage.nbytes()
-    if not isinstance(n_bytes, int):
-        raise TraceError(
-            f"the size of {node.name} ({node.target}) depends on the data ({n_bytes}); a plan in "
-            "bytes needs sizes that are known before the step"
-        )
-    return n_bytes

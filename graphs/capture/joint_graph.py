@@ -1,22 +1,21 @@
-"""From a module and a batch to one fx graph of the whole step, forward and backward, on paper.
+"""From a module and a batch to one fx graph of forward and backward, on fake tensors.
 
 AOTAutograd's joint export records every operator that the forward pass and autograd run, with
-mutations turned into outputs (functionalised). Everything happens on fake tensors: no weights, no
-batch and no activation is ever allocated, and the module is left as it was.
+mutations turned into outputs (functionalised). No weight, batch or activation is allocated, and the
+module is unchanged afterwards.
 
-What is done to make that true for modules as people write them:
+What makes this work for modules as people write them:
 
-- Parameters and buffers are handed in deduplicated (tied weights otherwise count twice), through
+- Parameters and buffers are passed in deduplicated (tied weights would count twice), through
   `torch.func.functional_call` on a shell that owns the fake ones.
-- What depends on the batch and on buffers alone may be looked at
-  (`graphs.capture.as_eager.known_values`): the branches are those of eager mode, and what was seen
-  is kept beside the program.
-- Outputs that get no gradient are detached inside, so that the backward pass does not expect
-  zeros as large as they are.
-- Ambient autocast is on for the forward pass alone: the backward pass runs after its block, as
-  PyTorch asks, where operators take the types that they get.
-- Modules call global hooks, for the time of the trace only, that note the path of the module which
-  an operator belongs to.
+- The module may read values that depend only on the batch and on buffers
+  (`graphs.capture.as_eager.known_values`): it takes the branches of eager mode, and what it read is
+  kept as guards of the program.
+- Outputs that get no gradient are detached inside; otherwise the backward pass would expect
+  gradients of zeros for them.
+- Ambient autocast covers the forward pass only: the backward pass runs outside of the autocast
+  block, as PyTorch asks.
+- While tracing, global module hooks record which module each operator belongs to.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ from graphs.capture.refuse import (
 from graphs.capture.shell import Shell
 
 TRACING = threading.RLock()
-"""Held while something is traced. What is patched for that time (operators' kernels, branches of
-libraries, hooks of all modules, settings of AOTAutograd) is the whole process's: two threads that
-trace take turns."""
+"""Held while tracing: what a trace patches (operators' kernels, branches of libraries, hooks of all
+modules, AOTAutograd's settings) is process-wide, so threads take turns."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -78,8 +76,9 @@ def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
 class Source:
     """Where an input of the joint graph comes from.
 
-    kind: "parameter", "buffer", "input" or "tangent". name: the parameter's or buffer's path, or
-    "input.3", "tangent.0". index: among its kind.
+    kind: "parameter", "buffer", "input" or "tangent".
+    name: the parameter's or buffer's path, or "input.3", "tangent.0".
+    index: among its kind.
     """
 
     kind: str
@@ -88,7 +87,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What people call it: "buffer 'norm.running_mean'"."""
+        """For messages: "buffer 'norm.running_mean'"."""
         if self.kind in ("parameter", "buffer"):
             return f"{self.kind} {self.name!r}"
         return f"tensor {self.index} of the batch" if self.kind == "input" else self.name
@@ -96,15 +95,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Capture:
-    """The joint fx graph and the meaning of what goes in and comes out.
+    """The joint fx graph and the meaning of its inputs and outputs.
 
-    sources: per placeholder. outputs: fx nodes (or constants) of the model's flat outputs, in the
-    order of `output_spec`. gradient_outputs: indices of those that get a gradient. differentiable:
-    of those that require one, wanted or not. tangents: index -> its placeholder. gradients:
-    placeholder of a parameter or batch tensor -> fx node of its gradient. mutations: placeholder ->
-    fx node of the new value. guards: what the module looked at; another call that would see
-    something else is another program. held: the tensors in plain attributes of the module that the
-    program has as constants.
+    sources: placeholder -> where it comes from.
+    outputs: fx nodes (or constants) of the model's flat outputs, in the order of `output_spec`.
+    gradient_outputs: indices of the outputs that get a gradient.
+    differentiable: indices of the outputs that require one, whether or not they get it.
+    tangents: index of an output -> placeholder of its gradient.
+    gradients: placeholder of a parameter or batch tensor -> fx node of its gradient.
+    mutations: placeholder -> fx node of its new value.
+    guards: values that the module read; a call with other values needs another program.
+    held: tensors in plain attributes of the module, which are constants of the program.
     """
 
     graph: torch.fx.Graph
@@ -131,42 +132,42 @@ def capture(
 ) -> Capture:
     """Capture forward and backward of `model` called with `call`.
 
-    device: where the fake tensors stand (None: where the real ones are).
+    device: of the fake tensors (None: that of the real ones).
     choose: flat model output -> indices of the outputs that get a gradient.
     Raises TraceError with the reason.
     """
     shell = Shell(model, call, choose=choose, device=device)
-    # What PyTorch remembers of an operator on fake tensors leaves gaps before its result out: sizes
-    # would depend on what this process has traced before.
+    # The cache of results on fake tensors ignores storage offsets: without this, sizes would depend
+    # on what this process has traced before.
     FakeTensorMode.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(eager_kernels(device or torch.device("cpu")))
-        stack.enter_context(eager_branches())
         stack.enter_context(_module_paths(model))
-        # Autocast is for the forward pass: `backward()` is called after its context has ended.
+        # `backward()` is called after the autocast context has ended.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-        try:
-            refuse_hooks(model)
-            refuse_parametrization_cache(model)
-            with attributes_unchanged(model):
-                joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
-            shell.mode.read.refuse_hidden(call.rest)
-        except TraceError:
-            raise
-        except Exception as error:
-            raise TraceError(_reason(model, error), runs_in_eager=True) from error
+        stack.enter_context(_tracing(model))
+        refuse_parametrization_cache(model)
+        with attributes_unchanged(model):
+            joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
+        shell.mode.read.refuse_hidden(call.rest)
         return _read(joint, shell)
 
 
 @one_at_a_time
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
-    """What the model returns for this call, on fake tensors, without recording anything."""
+    """What the model returns for this call, on fake tensors; nothing is recorded."""
     shell = Shell(model, call, choose=lambda _output: (), device=device)
+    with _tracing(model), attributes_unchanged(model), shell.mode:
+        return shell.call(shell.batch)
+
+
+@contextlib.contextmanager
+def _tracing(model: nn.Module) -> Iterator[None]:
+    """Every error inside becomes a TraceError that says where in the user's code it arose."""
     with eager_branches():
         try:
             refuse_hooks(model)
-            with attributes_unchanged(model), shell.mode:
-                return shell.call(shell.batch)
+            yield
         except TraceError:
             raise
         except Exception as error:
@@ -174,7 +175,7 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
 
 
 def _read(joint: Any, shell: Shell) -> Capture:
-    """Translate AOT's descriptors into the words of `Capture`."""
+    """Translate AOTAutograd's descriptors into a `Capture`."""
     module: torch.fx.GraphModule = joint.graph_module
     sources: dict[torch.fx.Node, Source] = {}
     by_desc: dict[Any, torch.fx.Node] = {}
@@ -196,7 +197,7 @@ def _read(joint: Any, shell: Shell) -> Capture:
             if value is not None:
                 gradients[by_desc[desc.grad_of]] = value
         elif value is not None and not isinstance(desc, descriptors.IntermediateBaseAOTOutput):
-            raise TraceError(f"an output of kind {type(desc).__name__} cannot be planned for yet")
+            raise TraceError(f"an output of kind {type(desc).__name__} is not supported")
     positions = [index for index, item in enumerate(shell.flat_outputs) if item is HOLE]
     outputs = list(shell.flat_outputs)
     for index, value in flat.items():
@@ -225,7 +226,7 @@ def _read(joint: Any, shell: Shell) -> Capture:
 
 
 def _refuse_shared(outputs: list[Any], chosen: tuple[int, ...]) -> None:
-    """Outputs that get a gradient must be tensors of their own."""
+    """Raise TraceError where an output that gets a gradient shares its storage."""
     storages: dict[Any, int] = {}
     for index, item in enumerate(outputs):
         if not isinstance(item, torch.fx.Node):
@@ -247,7 +248,7 @@ def _refuse_shared(outputs: list[Any], chosen: tuple[int, ...]) -> None:
 def _refuse_overlapping(
     sources: Mapping[torch.fx.Node, Source], mutations: Iterable[torch.fx.Node], shell: Shell
 ) -> None:
-    """What is written must share memory with nothing else that the step reads."""
+    """Raise TraceError where a written tensor shares memory with another that the step reads."""
     state = shell.state
     tensors: dict[Any, torch.Tensor] = {}
     titles: dict[Any, str] = {}
@@ -257,7 +258,7 @@ def _refuse_overlapping(
             tensors[node] = shell.batch_given[source.index] if is_input else state[source.name]
             titles[node] = source.title
     for index, tensor in enumerate(shell.mode.read.tensors):
-        tensors[index], titles[index] = tensor, "a tensor that forward reads beside its arguments"
+        tensors[index], titles[index] = tensor, "a tensor that forward reads besides its arguments"
     refuse_overlapping(tensors, mutations, titles)
 
 
@@ -270,33 +271,28 @@ def _source(desc: Any, shell: Shell) -> Source:
         return Source("input", f"input.{desc.idx}", desc.idx)
     if isinstance(desc, descriptors.TangentAOTInput):
         if not isinstance(desc.output, descriptors.PlainAOTOutput):
-            raise TraceError(_shares_memory(desc.output, shell))
+            # a gradient would arrive for something that is not an output of its own
+            written = getattr(desc.output, "mutated_input", None)
+            if isinstance(written, descriptors.ParamAOTInput):
+                raise TraceError(
+                    f"forward changes parameter {shell.path(written.target)!r} in place (clamp_, "
+                    "copy_, .data, max_norm of nn.Embedding); change it outside of forward, before "
+                    "the step"
+                )
+            raise TraceError("outputs of the model share memory; return clones of them")
         return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
-    raise TraceError(f"an input of kind {type(desc).__name__} cannot be planned for yet")
-
-
-def _shares_memory(output: Any, shell: Shell) -> str:
-    """Why a gradient would arrive for what is no output of its own."""
-    if isinstance(output, descriptors.InputMutationAOTOutput):
-        written = output.mutated_input
-        if isinstance(written, descriptors.ParamAOTInput):
-            return (
-                f"forward changes parameter {shell.path(written.target)!r} in place (clamp_, "
-                "copy_, .data, max_norm of nn.Embedding); change it outside of forward, before "
-                "the step"
-            )
-    return "outputs of the model share memory; return clones of them"
+    raise TraceError(f"an input of kind {type(desc).__name__} is not supported")
 
 
 @contextlib.contextmanager
 def _module_paths(model: nn.Module) -> Iterator[None]:
-    """Write the path of the running module of `model` into each fx node's meta."""
+    """Record the path of the running module of `model` in each fx node's meta."""
     paths = {module: name for name, module in model.named_modules()}
     entered: list[contextlib.ExitStack] = []
     tracing = threading.get_ident()
 
     def before(module: nn.Module, _args: Any) -> None:
-        if threading.get_ident() != tracing:  # a step that another thread runs meanwhile
+        if threading.get_ident() != tracing:  # another thread runs a step meanwhile
             return
         stack = contextlib.ExitStack()
         if module in paths:
@@ -323,23 +319,22 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
             entered.pop().close()
 
 
-_LOOKED_AT = (DataDependentOutputException, DynamicOutputShapeException)
-_LOOKS = (
-    "forward looks at numbers that the step computes (an `if` on a tensor, .item(), int(), a "
-    "selection by a computed mask), so that each step could be another one; a plan is for one. "
-    "Select with torch.where or by multiplying with a mask, or decide by what comes with the batch "
-    "(the batch and the buffers may be looked at)"
+_READS_VALUES = (
+    "forward reads values that the step computes (an `if` on a tensor, .item(), int(), indexing "
+    "by a computed mask), so that each step could run other operators; a plan is for one sequence. "
+    "Use torch.where or multiply by a mask, or decide by values of the batch or of buffers, which "
+    "may be read"
 )
 
 
 def _reason(model: nn.Module, error: Exception) -> str:
-    """One line: what failed and where in the user's code."""
+    """One line: what failed, and where in the user's code."""
     if isinstance(error, SideEffectError):
         return f"{type(model).__name__} cannot be planned: {error}"
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     what = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    if isinstance(error, _LOOKED_AT):
-        what = _LOOKS
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        what = _READS_VALUES
     place = ""
     frame = error.__traceback__
     while frame is not None:

@@ -1,6 +1,6 @@
-"""Calls of `torch.utils.checkpoint` by a model's own code, seen while it is traced.
+"""Calls of `torch.utils.checkpoint` by the model itself, detected while it is traced.
 
-Tracing sees through them: the operators inside are part of the graph like any others, once.
+Tracing goes through them: the operators inside are recorded once, like any others.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from graphs.capture.joint_graph import TRACING
 
 @contextlib.contextmanager
 def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
-    """Call `notice` before each call of `torch.utils.checkpoint.checkpoint` inside.
-
-    What is patched is the whole process's: threads that trace take turns (`TRACING`).
-    """
+    """Call `notice` before each call of `torch.utils.checkpoint.checkpoint` inside."""
     checkpoints = torch.utils.checkpoint
     places: list[tuple[Any, str]] = [
         (checkpoints, "_checkpoint_without_reentrant_generator"),

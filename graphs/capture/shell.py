@@ -1,7 +1,7 @@
-"""A module with fake tensors in the places of its own, called as the real one is.
+"""Calls a module with fake tensors in place of its parameters, buffers and batch.
 
-The module itself is left as it was: `torch.func.functional_call` puts the fake tensors there for
-the time of a call.
+The module is unchanged afterwards: `torch.func.functional_call` swaps the tensors for the duration
+of a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphs.capture.refuse import buffers_of, random_states_untouched, refuse_re
 
 
 class _Forward(nn.Module):
-    """Calls the model's forward and not the model: its own hooks run around the planned step."""
+    """Calls the model's forward, not the model: its own hooks run around the planned step."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,10 @@ class _Forward(nn.Module):
 
 
 class Shell(nn.Module):
-    """Owns fake copies of a module's tensors and calls the module with them."""
+    """Owns fake copies of a module's tensors and calls the module with them.
+
+    spec, chosen, flat_outputs, differentiable: of the last call; see `Capture`.
+    """
 
     def __init__(
         self,
@@ -97,8 +100,8 @@ class Shell(nn.Module):
         own: dict[torch.Tensor, torch.Tensor]
         own = {p: getattr(self, f"p{i}") for i, p in enumerate(model.parameters())}
         own |= {b: getattr(self, f"b{i}") for i, b in enumerate(model.buffers())}
-        # Every place of every module once. `tie_weights=True` names a place once for each name of
-        # its module, and what it puts back there at the end is the stand-in of the time before.
+        # Each attribute of each module once. `tie_weights=True` lists an attribute once per name of
+        # its module (shared modules have several), and would finally restore a fake tensor there.
         state = {
             f"inner.{path}.{name}" if path else f"inner.{name}": own[tensor]
             for path, module in model.named_modules()
@@ -136,14 +139,14 @@ class Shell(nn.Module):
 
 
 def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
-    """The tensors of a call whose values a module may look at; not parameters."""
+    """The tensors of a call whose values a module may read: its buffers and the batch."""
     leaves: dict[Leaf, torch.Tensor]
     leaves = {Leaf("buffer", name): buffer for name, buffer in model.named_buffers()}
     return leaves | {Leaf("input", i): tensor for i, tensor in enumerate(call.tensors)}
 
 
 def _leaves(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
-    """Those that have values: neither fake nor on the meta device."""
+    """Those that have values: neither fake nor meta tensors."""
     return {
         leaf: tensor
         for leaf, tensor in leaves_of(model, call).items()
@@ -156,9 +159,9 @@ def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if type(tensor) not in (torch.Tensor, nn.Parameter) and not isinstance(tensor, nn.Parameter):
         name = type(tensor).__name__
         if name != "FakeTensor":
-            raise TraceError(f"tensors of type {name} cannot be planned for yet")
+            raise TraceError(f"tensors of type {name} are not supported")
     if tensor.layout != torch.strided:
-        raise TraceError(f"a tensor of layout {tensor.layout} cannot be planned for; use strided")
+        raise TraceError(f"a tensor of layout {tensor.layout} is not supported; use strided")
     target = device if device is not None else tensor.device
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target, requires_grad=False
@@ -166,17 +169,17 @@ def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 _CHECKS_RESULT = (
-    "forward calls a function of torch.linalg that looks at its result, to raise an error where "
-    "the matrix is singular (cholesky, inv, solve, lu_factor), so that each step could be another "
-    "one. Take the one that does not look: cholesky_ex(a).L, inv_ex(a).inverse, "
-    "solve_ex(a, b).result, lu_factor_ex(a)[:2]"
+    "forward calls a function of torch.linalg that reads its result, to raise an error where the "
+    "matrix is singular (cholesky, inv, solve, lu_factor), so that steps could differ. Use the "
+    "variant that does not check: cholesky_ex(a).L, inv_ex(a).inverse, solve_ex(a, b).result, "
+    "lu_factor_ex(a)[:2]"
 )
 
 
 class _InPlaceNoted(TorchDispatchMode):
-    """Write into an fx node's meta that the module's operator overwrites its first argument.
+    """Records in an fx node's meta that the module's operator overwrites its first argument.
 
-    The graph itself has lost that: it is functional.
+    The functional graph no longer shows it.
     """
 
     def __torch_dispatch__(

@@ -1,8 +1,8 @@
-"""The random seeds that fused attention hands from its forward to its backward operator on CUDA.
+"""The random seeds that fused attention passes from its forward to its backward operator on CUDA.
 
-On paper they stand on the device. In eager mode some kernels keep them on the host, and their
-backward kernel reads them there: a tensor on the device in their place ends the process. Outside of
-a recording only the forward operator itself tells where they are, so it is asked.
+By PyTorch's fake-tensor rules the seeds are on the device. In eager mode some kernels keep them on
+the host, and their backward kernel crashes the process when it is given a device tensor. Only the
+forward operator knows where the seeds are, so a backward operator is measured with seeds from it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Pair:
-    """forward: of (query, key, value, backward's arguments). made_at: of its results, seed and
-    offset. read_at: where the backward operator takes them."""
+    """An attention's forward operator and its seeds.
+
+    forward: called with (query, key, value, the backward operator's arguments).
+    made_at: positions of seed and offset among its results.
+    read_at: their positions among the backward operator's arguments.
+    """
 
     forward: Callable[..., Any]
     made_at: tuple[int, int]
@@ -53,9 +57,10 @@ _PAIRS = {
 
 
 def real_seeds(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an attention's backward operator with seeds that its forward operator made.
+    """The arguments of an attention's backward operator, with seeds from its forward operator.
 
-    args: real tensors (gradient, query, key, value, ...). Other operators' come back as they are.
+    args: real tensors (gradient, query, key, value, ...). Those of other operators are returned
+        unchanged.
     """
     packet = getattr(operator, "overloadpacket", None)
     pair = _PAIRS.get(getattr(packet, "__name__", ""))

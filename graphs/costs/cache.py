@@ -1,7 +1,7 @@
-"""Measured costs, kept on disk: what was measured once on a device need not be measured again.
+"""Measured costs cached on disk, so that each call is measured once per device.
 
-One file for a device and the versions that its kernels come from; in it, seconds and workspace by a
-digest of the call (operator, options, and per tensor its shape, strides and dtype).
+One file per device and library versions. It maps a digest of the call (operator, options, and the
+shape, strides and dtype of each tensor) to seconds and workspace bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FORMAT = "costs/1"
 
 
 def default_cache_file(device: torch.device | str) -> Path:
-    """Where costs of this device are kept: below $XDG_CACHE_HOME, else ~/.cache."""
+    """The cache file of this device, below $XDG_CACHE_HOME, else ~/.cache."""
     stem = hashlib.sha256(json.dumps(circumstances(device), sort_keys=True).encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "checkpoint-solver" / f"costs-{stem[:16]}.json"
 
 
 def circumstances(device: torch.device | str) -> dict[str, Any]:
-    """What other kernels, or another speed, would come with."""
+    """The versions and settings that decide which kernels run, and how fast."""
     where = torch.device(device)
     found: dict[str, Any] = {
         "torch": torch.__version__,
@@ -51,13 +51,13 @@ def circumstances(device: torch.device | str) -> dict[str, Any]:
         found |= {
             "threads": torch.get_num_threads(),
             "cpu": torch.backends.cpu.get_cpu_capability(),
-            "machine": platform.node(),  # one home may be shared by machines of several speeds
+            "machine": platform.node(),  # a home directory may be shared by different machines
         }
     return found
 
 
 class CostCache:
-    """Costs by call. Nothing is written before `save`."""
+    """Costs by call. Nothing is written to disk before `save`."""
 
     def __init__(self, path: Path, device: torch.device | str) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class CostCache:
         return len(self._costs)
 
     def get(self, key: Any) -> tuple[float, int] | None:
-        """Seconds and workspace bytes of a call by its `OpCall.key()`; None: not known."""
+        """Seconds and workspace bytes of a call, by its `OpCall.key()`; None: not cached."""
         return self._costs.get(_digest(key))
 
     def put(self, key: Any, time_s: float, workspace_bytes: int) -> None:
@@ -79,7 +79,7 @@ class CostCache:
         self._is_changed = True
 
     def save(self) -> None:
-        """Write what is new; a file that another process has written meanwhile is added to."""
+        """Write new costs, merged with what other processes have written meanwhile."""
         if not self._is_changed:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,17 +94,17 @@ def _digest(key: Any) -> str:
 
 
 def _read(path: Path, head: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
-    """The file's costs; raises FormatError for what is no such file of this device."""
+    """The costs in a file; raises FormatError unless it is a cost file of this device."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         for field in ("format", "circumstances"):
             if found[field] != head[field]:
                 raise FormatError(
                     f"{path}: {field} is {found[field]}, expected {head[field]}; delete the file "
-                    "or name another"
+                    "or give another path"
                 )
         return {key: (float(time_s), int(size)) for key, (time_s, size) in found["costs"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError(f"{path}: no file of measured costs ({error}); delete it") from error
+        raise FormatError(f"{path}: not a file of measured costs ({error}); delete it") from error

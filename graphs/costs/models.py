@@ -1,7 +1,7 @@
-"""What one operator call costs: seconds, and bytes of workspace beside inputs and outputs.
+"""Cost models: seconds and workspace bytes of one operator call.
 
-`Roofline` computes seconds from FLOPs and bytes moved for a named device. `Measured` runs each
-distinct call on the device that is there. Both are asked through `cost(call)`.
+`Roofline` computes seconds from FLOPs and bytes moved for a known device. `Measured` runs each
+distinct call on the device of this machine. Both have the method `cost(call)`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ __all__ = [
 ]
 
 DISPATCH_S = 5e-6
-"""Seconds in which eager PyTorch hands over one operator, however small: `torch.ops.aten.add` of
+"""Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
 eight numbers takes 5 µs and `mm` of 8 x 8 takes 7 µs from Python on a server core with torch 2.13.
-On a GPU the host does this while the device works, so that it is a floor there too, no addend."""
+On a GPU the host dispatches while the device works, so it is a lower bound there, not an addend."""
 
 TIME_PER_CALL_S = 0.5
-"""Measuring one call stops once its runs have taken this long; a slower one is run once more."""
+"""Measuring one call stops once its runs have taken this long; a slower call runs once more."""
 
 BATCH_S, MOST_IN_BATCH = 2e-3, 50
-"""On CUDA so many runs of a short call are timed together as take about this long, at most so many:
-between two events around one alone the device waits for the host to hand it over."""
+"""On CUDA, short calls are timed in batches of about this length and of at most so many runs:
+between two events around a single run the device would wait for the host to dispatch it."""
 
 _RECURRENT = {aten._cudnn_rnn, aten._cudnn_rnn_backward}
 _CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
@@ -53,14 +53,14 @@ _CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one run, and bytes taken beside inputs and outputs while it runs."""
+    """Seconds of one run, and bytes allocated besides inputs and outputs while it runs."""
 
     time_s: float
     workspace_bytes: int = 0
 
 
 class CostModel(Protocol):
-    """Says what a call costs; `description` goes into the graph's meta and the report."""
+    """Gives the cost of a call; `description` goes into the graph's meta and the report."""
 
     @property
     def description(self) -> Mapping[str, Any]: ...
@@ -71,10 +71,10 @@ class CostModel(Protocol):
 class Roofline:
     """max(FLOPs / rate of the dtype, bytes moved / bandwidth, dispatch) of a named device.
 
-    float32 products run at the rate of TF32 where torch's settings of this process allow it and the
-    device has it: by default in convolutions, not in matrix products. Caches are left out, and that
-    no operator reaches the peak rates. Workspace is estimated for the CPU and 0 for others: what
-    cuDNN takes inside convolutions only measuring tells.
+    float32 products run at the TF32 rate where torch's settings of this process allow it and the
+    device has it: by default in convolutions, not in matrix products. Not modelled: caches, and
+    that no operator reaches the peak rates. Workspace is estimated for the CPU and 0 for other
+    devices: the workspace of cuDNN's convolutions can only be measured.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -97,7 +97,7 @@ class Roofline:
 
 
 def _rate_name(call: OpCall) -> str:
-    """The dtype that the call computes in; "tfloat32" where torch may round float32 to it."""
+    """The dtype that the call computes in; "tfloat32" where torch may use it for float32."""
     dtype = dtype_of(call)
     if dtype != "float32":
         return dtype
@@ -111,18 +111,21 @@ def _rate_name(call: OpCall) -> str:
 
 
 class Measured:
-    """Each distinct call is run on the device: the median of a few runs, and its workspace.
+    """Runs each distinct call on the device: the median time of a few runs, and its workspace.
 
-    Inputs are random numbers between 0 and 1 of the call's shapes, strides and types; integers are
-    indices that are valid in the operators that look things up, and zeros elsewhere. Only the
-    tensors of one call are held at a time. A call that cannot be run by itself, or for which there
-    is no memory, is costed by the roofline of `fallback`; `n_fallbacks` counts them. Modes that are
-    active (autocast, FLOP counters, fake tensors) do not touch the runs. The random state is as
-    before afterwards; on CUDA the allocator's peak statistics are not. cache: what is known from
-    earlier processes; `save` adds to it. fallback: the default is what the device is known to be,
-    an H100 for a card that is not known; `roofline` is its.
+    Inputs are random numbers between 0 and 1 with the call's shapes, strides and dtypes; integers
+    are valid indices in operators that look up rows, and zeros elsewhere. Only the tensors of one
+    call are held at a time. Active modes (autocast, FLOP counters, fake tensors) do not affect the
+    runs. The random state is restored; on CUDA the allocator's peak statistics are not.
 
-    Raises RuntimeError where a call leaves the CUDA device in error: nothing can run after that.
+    fallback: the hardware whose roofline costs a call that cannot be run by itself, or for which
+        there is not enough memory (`n_fallbacks` counts them); default: this device, or an H100
+        where the card is unknown.
+    n_runs: timed runs per call.
+    cache: costs saved by earlier processes; `save` adds to it.
+
+    Raises RuntimeError where a call leaves the CUDA device in an error state, after which nothing
+    can run.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class Measured:
     ) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device is {self.device}; measuring knows cpu and cuda")
+            raise ValueError(f"device is {self.device}; only cpu and cuda can be measured")
         if n_runs < 1:
             raise ValueError(f"n_runs is {n_runs}; it must be at least 1")
         self.n_fallbacks = 0
@@ -159,23 +162,20 @@ class Measured:
         if call.is_view():
             return Cost(time_s=0.0)
         key = call.key()
-        if key not in self._known:
-            self._known[key] = self._from_cache(call, key)
-        return self._known[key]
-
-    def _from_cache(self, call: OpCall, key: Any) -> Cost:
-        """What the cache knows of the call, else measured now; fallbacks are not kept there."""
-        kept = None if self._cache is None else self._cache.get(key)
-        if kept is not None:
-            return Cost(*kept)
+        if key in self._known:
+            return self._known[key]
+        saved = None if self._cache is None else self._cache.get(key)
+        if saved is not None:
+            self._known[key] = Cost(*saved)
+            return self._known[key]
         n_fallbacks = self.n_fallbacks
-        cost = self._measure(call)
-        if self._cache is not None and self.n_fallbacks == n_fallbacks:
+        cost = self._known[key] = self._measure(call)
+        if self._cache is not None and self.n_fallbacks == n_fallbacks:  # fallbacks are not saved
             self._cache.put(key, cost.time_s, cost.workspace_bytes)
         return cost
 
     def save(self) -> None:
-        """Write what was measured to the cache, where there is one."""
+        """Write new costs to the cache, if there is one."""
         if self._cache is not None:
             self._cache.save()
 
@@ -203,7 +203,7 @@ class Measured:
             return self.roofline.cost(call)
 
     def _check_device(self, call: OpCall, reason: str) -> None:
-        """A kernel that failed on the device fails every later call as well: say which it was."""
+        """After a kernel has failed on the device every later call fails: say which one it was."""
         if self.device.type != "cuda":
             return
         try:
@@ -215,14 +215,14 @@ class Measured:
             ) from error
 
     def _run(self, call: OpCall) -> Cost:
-        """Warm-up, timed runs, and one under observation; a slow call runs only twice."""
+        """A warm-up, timed runs, and one run for the peak memory; a slow call runs only twice."""
         needed = call.made_bytes() + sum(t.untyped_storage().nbytes() for t in call.inputs())
         if needed > _available_bytes(self.device):
             raise MemoryError(f"{call.target} needs {needed} bytes")
         run = _runnable(call, self.device)
         times_s = [self._seconds(run)]
         if times_s[0] < TIME_PER_CALL_S:
-            times_s.clear()  # it was the warm-up
+            times_s.clear()  # that was the warm-up
         while len(times_s) < self._n_runs and sum(times_s) < TIME_PER_CALL_S:
             times_s.append(self._seconds(run))
         workspace = max(0, self._peak_bytes(run) - call.made_bytes())
@@ -238,7 +238,7 @@ class Measured:
         return once_s if n_together < 2 else self._events_s(run, n_together) / n_together
 
     def _events_s(self, run: Callable[[], Any], n_runs: int) -> float:
-        """Seconds of so many runs after one another, by the device's clock."""
+        """Seconds of `n_runs` consecutive runs, by the device's clock."""
         with torch.cuda.device(self.device):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
@@ -262,10 +262,10 @@ class Measured:
 def from_description(
     description: Mapping[str, Any], *, device: torch.device | None = None
 ) -> CostModel:
-    """The cost model that a graph's meta describes; a generic CPU's roofline where it says none.
+    """The cost model that a graph's meta describes; a generic CPU's roofline where it names none.
 
-    device: where what was measured on a device of its kind is measured again (None: the first
-    such). What was measured on a kind that is not here is costed by the roofline it fell back to.
+    device: the device to measure on, where costs were measured on one of its type (None: the first
+        such). Where that type is missing here, the roofline of `fallback` is used.
     """
     kind = str(description.get("device", "cpu"))
     if description.get("model") != "measured":
@@ -294,9 +294,9 @@ def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
 
 
 def _like(tensor: torch.Tensor, device: torch.device, *, below: int) -> torch.Tensor:
-    """A real tensor of the same shape, strides and type; integers lie from 0 to `below` - 1.
+    """A real tensor of the same shape, strides and dtype; integers are from 0 to `below` - 1.
 
-    Numbers that stand on the host (random seeds, step counts) stay there.
+    Scalars on the host (random seeds, step counts) stay there.
     """
     stays = tensor.device.type == "cpu" and tensor.dim() == 0
     where = tensor.device if stays else device
@@ -312,9 +312,9 @@ def _like(tensor: torch.Tensor, device: torch.device, *, below: int) -> torch.Te
 
 
 def _n_indices(call: OpCall) -> dict[int, int]:
-    """Of each index tensor, by its identity: how many positions there are to choose from.
+    """Of each index tensor, by its id: how many positions it can refer to.
 
-    Equal indices would have scattered sums wait for each other, as they do not in a training.
+    With equal indices, scatter-adds would wait for each other as they do not in real training.
     """
     args = call.args
     packet = call.packet
@@ -337,7 +337,7 @@ def _n_indices(call: OpCall) -> dict[int, int]:
 
 
 def _available_bytes(device: torch.device) -> float:
-    """Memory that can be had; infinite where nobody says. What overruns it on Linux is killed."""
+    """Free memory; infinite where unknown. On Linux, a process that exceeds it is killed."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -350,7 +350,7 @@ def _available_bytes(device: torch.device) -> float:
 
 
 def _known(device: torch.device) -> Hardware:
-    """The rates of a device: a generic CPU's, or those of the card that it is."""
+    """The known hardware of a device: a generic CPU, or its card (an unknown one: an H100)."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return named("cpu")
     card = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""One operator call of a traced step, and what it computes and moves: FLOPs and bytes."""
+"""One operator call of a traced step, its FLOPs and the bytes it moves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OpCall:
-    """An operator call with tensors (fake ones, or real) in the places of its tensor arguments.
+    """An operator call; its tensor arguments are fake or real tensors.
 
     target: an OpOverload, or a higher-order operator. value: what the call returns.
     """
@@ -37,7 +37,7 @@ class OpCall:
 
     @property
     def packet(self) -> Any:
-        """The operator whatever its overload; None for what is no ATen operator."""
+        """The operator without its overload; None for one that is not an ATen operator."""
         return getattr(self.target, "overloadpacket", None)
 
     def inputs(self) -> list[torch.Tensor]:
@@ -59,11 +59,11 @@ class OpCall:
         return _tensors([given.get(name) for name in written])
 
     def made_bytes(self) -> int:
-        """Bytes of the storages that the call allocates for its outputs, each once."""
+        """Bytes of the storages that the call allocates for its outputs."""
         return sum(_storages(self.outputs(), but=self.inputs()).values())
 
     def is_view(self) -> bool:
-        """Whether it returns other views of its inputs' storages, and does no more."""
+        """Whether all it does is return views of its inputs' storages."""
         outputs = self.outputs()
         return bool(outputs) and not _storages(outputs, but=self.inputs()) and not self.mutated()
 
@@ -102,7 +102,7 @@ Shape = Sequence[int]
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Scores and their product with the values; grouped queries read a head of keys together.
+    """Scores and their product with the values; with grouped queries, several heads share keys.
 
     As in torch's registry, a causal mask is not counted as half of the work.
     """
@@ -113,30 +113,25 @@ def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> in
 def _attention_backward(
     _: Shape, query: Shape, key: Shape, value: Shape, *__: Any, **___: Any
 ) -> int:
-    """The scores again, then the gradients of values, probabilities, queries and keys."""
+    """The scores once more, then the gradients of values, probabilities, queries and keys."""
     n_scores = math.prod(query[:-1]) * key[-2]
     return 2 * n_scores * (3 * query[-1] + 2 * value[-1])
 
 
 def _rnn(inputs: Shape, weights: Sequence[Shape], *_: Any, **__: Any) -> int:
-    """cuDNN's RNN: every weight matrix of every layer meets every step of every sequence."""
+    """cuDNN's RNN: every step of every sequence is multiplied by every weight matrix."""
     matrices = sum(math.prod(shape) for shape in weights if len(shape) == 2)
     return 2 * math.prod(inputs[:-1]) * matrices
 
 
-def _rnn_backward(inputs: Shape, weights: Sequence[Shape], *_: Any, **__: Any) -> int:
-    return 2 * _rnn(inputs, weights)
-
-
 def _mkldnn_rnn(inputs: Shape, of_input: Shape, of_hidden: Shape, *_: Any, **__: Any) -> int:
-    """One layer of nn.LSTM on the CPU, one way: both matrices meet every step."""
+    """One direction of one layer of nn.LSTM on the CPU: every step, times both matrices."""
     return 2 * math.prod(inputs[:-1]) * (math.prod(of_input) + math.prod(of_hidden))
 
 
-def _mkldnn_rnn_backward(
-    inputs: Shape, of_input: Shape, of_hidden: Shape, *_: Any, **__: Any
-) -> int:
-    return 2 * _mkldnn_rnn(inputs, of_input, of_hidden)
+def _twice(forward: Callable[..., int]) -> Callable[..., int]:
+    """A backward pass that computes the gradients of inputs and weights: two products each."""
+    return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
 
 
 def _addbmm(_: Shape, one: Shape, other: Shape, *__: Any, **___: Any) -> int:
@@ -156,7 +151,7 @@ def _trilinear(*arguments: Any, **_: Any) -> int:
 
 
 def _grouped_mm(one: Shape, other: Shape, *_: Any, out_shape: Shape = (), **__: Any) -> int:
-    """Rows or columns of the groups lie beside each other in a matrix, so each meets one group."""
+    """The groups are rows or columns of one matrix; each is multiplied within its group only."""
     if len(one) == len(other) == 2:  # the inner dimension is what the groups share
         return 2 * one[0] * one[1] * other[1]
     return 2 * math.prod(out_shape) * one[-1]
@@ -185,9 +180,9 @@ _FORMULAS: tuple[tuple[Callable[..., int], tuple[str, ...]], ...] = (
         ),
     ),
     (_rnn, ("_cudnn_rnn",)),
-    (_rnn_backward, ("_cudnn_rnn_backward",)),
+    (_twice(_rnn), ("_cudnn_rnn_backward",)),
     (_mkldnn_rnn, ("mkldnn_rnn_layer",)),
-    (_mkldnn_rnn_backward, ("mkldnn_rnn_layer_backward",)),
+    (_twice(_mkldnn_rnn), ("mkldnn_rnn_layer_backward",)),
     (_grouped_mm, ("_grouped_mm",)),
     (_addbmm, ("addbmm",)),
     (_trilinear, ("_trilinear",)),
@@ -199,10 +194,10 @@ FLOPS: Mapping[Any, Callable[..., int]] = {
     for name in names
     if hasattr(aten, name)
 }
-"""What torch's registry lacks, of shapes: also a `custom_mapping` for torch's FlopCounterMode.
+"""Formulas of shapes that torch's registry lacks; also a `custom_mapping` for FlopCounterMode.
 
-Attention that the registry knows is here too: in older torch it refuses grouped queries. Attention
-of torch.nn.MultiheadAttention's fast path is not: it has no backward.
+Attention is here although the registry has it: in older torch it rejects grouped queries. The fast
+path of torch.nn.MultiheadAttention is not: it has no backward.
 """
 
 _wrapped: Callable[[Callable[..., int]], Callable[..., int]] = shape_wrapper
@@ -221,7 +216,7 @@ def flops_of(call: OpCall) -> int:
 # ---- bytes -------------------------------------------------------------------------------------
 
 _READS_ROWS = {aten.embedding, aten.index, aten.index_select, aten.gather}
-"""Of their first input they read as many bytes as they write, not all of it."""
+"""They read as many bytes of their first input as they write, not all of it."""
 
 _NOT_READ: Mapping[Any, tuple[int, ...]] = {
     aten.nll_loss_forward: (0,),  # one number per target
@@ -244,7 +239,7 @@ _NOT_READ: Mapping[Any, tuple[int, ...]] = {
     aten._foreach_copy_: (0,),
     aten._foreach_zero_: (0,),
 }
-"""Positions of inputs of which the shape matters, or a number here and there."""
+"""Positions of inputs of which only the shape, or a few elements, are read."""
 
 _WRITES_NOTHING = {
     aten.empty,
@@ -256,9 +251,9 @@ _WRITES_NOTHING = {
 
 
 def bytes_moved(call: OpCall) -> int:
-    """Bytes of all tensors read and written, each once; none for a view.
+    """Bytes of all tensors read and written, each once; 0 for a view.
 
-    Of an expanded tensor the storage counts, not the numbers that are only there in name.
+    An expanded tensor counts with the bytes of its storage.
     """
     if call.packet in _WRITES_NOTHING or call.is_view():
         return 0
@@ -281,8 +276,8 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 def dtype_of(call: OpCall) -> str:
-    """The dtype that the operator computes in, as torch names it: that of its largest
-    floating-point input, else output; float32 where there is none."""
+    """Name of the dtype that the operator computes in: that of its largest floating-point input,
+    else output, else float32."""
     for tensors in (call.inputs(), call.outputs()):
         floating = [item for item in tensors if item.dtype.is_floating_point]
         if floating:

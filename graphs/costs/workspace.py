@@ -1,13 +1,12 @@
-"""What operators take inside while they run on the CPU, estimated without running them.
+"""Workspace of operators on the CPU, estimated without running them.
 
-Convolutions are the ones that matter (a tenth of a step's peak in a ResNet): oneDNN lays tensors
-out anew, in blocks of 16 channels, works there, and lays the result out as it was. The figures here
-follow its order of copies; they were compared with the profiler's memory events on an x86 machine
-with AVX-512 and torch 2.13 (`tests/graphs/costs/test_costs.py` does so again) and are within a few
-percent of the bytes that a convolution handles in float32. With AVX2 it takes no more than they
-say, often less; with SSE alone it may take more. Other machines choose other layouts: where it must
-be right to the byte, measure. Of CUDA nothing is said: what cuDNN takes depends on the algorithm
-that it picks on the card.
+Convolutions matter most (a tenth of a step's peak in a ResNet): oneDNN reorders tensors into blocks
+of 16 channels, computes there, and reorders the result. The estimates follow its order of copies.
+Compared with the profiler's memory events on an x86 machine with AVX-512 and torch 2.13
+(`tests/graphs/costs/test_costs.py` repeats this), they are within a few percent of the bytes that a
+float32 convolution handles. With AVX2 it takes no more, often less; with SSE alone it may take
+more. Other machines choose other layouts; for exact bytes, measure. CUDA is not covered: cuDNN's
+workspace depends on the algorithm it picks on the card.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ import torch
 from graphs.costs.operators import OpCall, aten
 
 _BLOCK = 16
-"""Channels of oneDNN's blocked layouts with AVX-512 (8 with AVX2, which takes no more)."""
+"""Channels per block of oneDNN's layouts with AVX-512 (8 with AVX2, which takes no more)."""
 
 _WIDEST_UNROLLED = 14
-"""Columns of a kernel; what is wider is computed as products of matrices."""
+"""Columns of a convolution kernel; wider ones are computed as matrix products."""
 
 
 def cpu_workspace_bytes(call: OpCall) -> int:
-    """Bytes that the call takes beside inputs and outputs while it runs on the CPU."""
+    """Bytes that the call allocates besides inputs and outputs while it runs on the CPU."""
     estimate = _ESTIMATES.get(call.packet)
     return 0 if estimate is None else estimate(call)
 
 
 def _blocked(tensor: torch.Tensor, *channels: int) -> int:
-    """Bytes of a tensor whose dimensions `channels` are padded to whole blocks."""
+    """Bytes of a tensor with the dimensions `channels` padded to whole blocks."""
     shape = [
         -(-size // _BLOCK) * _BLOCK if dim in channels else size
         for dim, size in enumerate(tensor.shape)
@@ -47,7 +46,7 @@ def _plain(tensor: torch.Tensor) -> int:
 
 
 def _convolution(call: OpCall) -> int:
-    """Input and weight laid out anew beside the blocked result; then it is laid out as it was."""
+    """Reordered input and weight and the blocked result, then the result is reordered."""
     x, weight, _, stride, _, _, transposed, _, groups = call.args
     out = call.outputs()[0]
     if _keeps_channels_last(x):
@@ -62,7 +61,7 @@ def _convolution(call: OpCall) -> int:
 
 
 def _convolution_backward(call: OpCall) -> int:
-    """The gradient of the input first, then beside it that of the weight."""
+    """First the gradient of the input, then that of the weight, beside it."""
     gradient, x, weight, _, stride, *_, groups, mask = call.args
     if _keeps_channels_last(x):
         return _in_channels_last(weight, groups) + _of_bias(gradient)
@@ -82,33 +81,33 @@ def _convolution_backward(call: OpCall) -> int:
 
 
 def _by_matrix_products(weight: torch.Tensor, gradient: torch.Tensor) -> int:
-    """Bytes of a wide kernel's gradient (the patches of a ViT): each thread has four of the weight,
-    and one image's patches in a row."""
+    """Workspace of a wide kernel's gradient (the patches of a ViT): per thread, four copies of the
+    weight and the patches of one image."""
     patches = math.prod(weight.shape[1:]) * math.prod(gradient.shape[2:]) * weight.element_size()
     return torch.get_num_threads() * (4 * _plain(weight) + patches) + 256
 
 
 def _input(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
-    """Bytes of the input laid out anew, where it is."""
+    """Bytes of the reordered input, if it is reordered."""
     return 0 if _is_read_in_place(x, weight, groups) else _blocked(x, 1)
 
 
 def _weight(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
-    """Bytes of the weight laid out anew."""
+    """Bytes of the reordered weight."""
     if groups != 1:
         return _plain(weight)
     return _blocked(weight, 0) if _is_read_in_place(x, weight, groups) else _blocked(weight, 0, 1)
 
 
 def _is_read_in_place(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Inputs of few channels, as images are, are read as they lie."""
+    """Inputs of few channels, such as images, are not reordered."""
     return x.shape[1] < _BLOCK and groups == 1 and math.prod(weight.shape[2:]) > 1
 
 
 def _keeps_channels_last(x: torch.Tensor) -> bool:
-    """Convolutions of channels-last inputs are done in that layout.
+    """Convolutions of channels-last inputs stay in that layout.
 
-    An image of one pixel is contiguous in every layout; its strides tell how it is taken.
+    An image of one pixel is contiguous in every layout; its strides decide.
     """
     return (
         x.dim() == 4
@@ -123,10 +122,10 @@ def _is_depthwise(weight: torch.Tensor, groups: int) -> bool:
 
 
 def _in_channels_last(weight: torch.Tensor, groups: int) -> int:
-    """Bytes that the weight's gradient takes in that layout.
+    """Workspace of the weight's gradient in the channels-last layout.
 
-    Depthwise kernels larger than 3 x 3 (ConvNeXt's) are summed up in 256 places, whatever the
-    number of threads.
+    Depthwise kernels larger than 3 x 3 (ConvNeXt's) are summed in 256 partial results, whatever
+    the number of threads.
     """
     if not _is_depthwise(weight, groups):
         return 3 * _blocked(weight, 0)
@@ -143,7 +142,7 @@ def _batch_norm_backward(call: OpCall) -> int:
 
 
 def _attention(call: OpCall) -> int:
-    """Each thread holds a tile of scores, its rows' maxima and sums, and a tile of the output."""
+    """Per thread, a tile of scores, the maxima and sums of its rows, and a tile of the output."""
     query: torch.Tensor = call.args[0]
     key: torch.Tensor = call.args[1]
     rows, columns = _tile(query, key)
@@ -151,7 +150,7 @@ def _attention(call: OpCall) -> int:
 
 
 def _attention_backward(call: OpCall) -> int:
-    """Each thread holds a tile of scores and of their gradient; a copy of the output's gradient."""
+    """Per thread, a tile of scores and one of their gradient; a copy of the output's gradient."""
     query: torch.Tensor = call.args[1]
     key: torch.Tensor = call.args[2]
     rows, columns = _tile(query, key)

@@ -20,11 +20,11 @@ class _Op:
 
 @dataclass
 class Tape:
-    """Records forward ops and what their backward ops read, then plays the backward pass.
+    """Records forward ops and what they save for backward, then adds the backward ops.
 
-    The backward of an op takes `backward_ratio` times its forward time, reads the gradients of its
-    outputs and what it saved, and makes one gradient for each input that is no parameter, and one
-    for each parameter (an output of the graph). Gradients that meet are added, pair by pair.
+    The backward of an op takes `backward_ratio` times its forward time, reads the gradient of its
+    output and what it saved, and makes one gradient per input and per parameter (an output of the
+    graph). Several gradients of one tensor are summed pair by pair.
     """
 
     backward_ratio: float = 2.0
@@ -49,9 +49,9 @@ class Tape:
         self,
         name: str,
         inputs: Sequence[str],
-        *,
         size_bytes: int | Sequence[int],
         time_s: float,
+        *,
         parameter_bytes: int | None = None,
         saves_inputs: bool = True,
         saves_output: bool = False,
@@ -59,8 +59,9 @@ class Tape:
         recomputable: bool = True,
         module: str = "",
     ) -> str:
-        """Run an op forward; returns its first output. With more sizes, the others are saved too.
+        """Run an op forward; returns its first output.
 
+        size_bytes: of its output, or of several; all but the first are saved for backward.
         parameter_bytes: it has a parameter of that size, whose gradient its backward makes.
         """
         sizes = [size_bytes] if isinstance(size_bytes, int) else list(size_bytes)
@@ -89,8 +90,12 @@ class Tape:
         self._ops.append(_Op(name, tuple(read), outputs[0], tuple(saved), time_s, workspace_bytes))
         return outputs[0]
 
+    def relu(self, name: str, x: str, size_bytes: int, time_s: float) -> str:
+        """An op whose backward reads its result instead of its input."""
+        return self.op(name, [x], size_bytes, time_s, saves_inputs=False, saves_output=True)
+
     def graph(self, loss: str) -> Graph:
-        """Play the backward pass from this tensor; the gradients of parameters are the outputs."""
+        """Add the backward pass from this tensor; the gradients of parameters are the outputs."""
         seed = self.tensor(f"grad.{loss}", self._bytes[loss], "tangent")
         gradient = {loss: seed}
         outputs = [loss]

@@ -1,7 +1,7 @@
-"""What stands around the module in a training step: accumulation and the optimizer.
+"""The parts of a training step around the module: gradient accumulation and the optimizer.
 
-Both are added to a traced module's graph here, without torch, so that a plan can be made anew from
-what a schedule file says of them.
+They are added to a traced module's graph without torch, so that a plan can be recreated from what a
+schedule file says about them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ACCUMULATED = ".accumulated"
 
 
 def with_accumulation(graph: Graph, gradients: Mapping[str, str]) -> Graph:
-    """Gradients are there from the start; each new one is added when it is made and nothing reads
-    its parameter any more, which is when the runtime hands it out.
+    """Gradients exist from the start; a new one is added once it is complete and its parameter is
+    not read any more, which is when the runtime returns it.
 
-    gradients: the tensors that hold a new gradient, each with its parameter's.
+    gradients: tensor of a new gradient -> tensor of its parameter.
     """
     gradients = {name: of for name, of in gradients.items() if name in graph.producer}
     last_reader = {name: node.name for node in graph.later_nodes for name in node.inputs}
@@ -58,15 +58,15 @@ def _accumulate(name: str) -> Node:
 
 
 def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
-    """The optimizer's state is resident, and its step is the last node.
+    """Add the optimizer's state as a resident tensor and its step as the last node.
 
-    optimizer: name, state_bytes, workspace_bytes, time_s (None: the graph as it is).
+    optimizer: name, state_bytes, workspace_bytes, time_s; None: the graph is returned unchanged.
     """
     if optimizer is None:
         return graph
     resident = [tensor.name for tensor in graph.resident if tensor.kind == "gradient"]
     kept = [n for n in graph.outputs if graph.tensor_by_name[n].kind == "gradient"]
-    gradients = resident or kept  # accumulated: the new ones are gone by then
+    gradients = resident or kept  # accumulating: the new ones are freed by then
     parameters = [tensor.name for tensor in graph.resident if tensor.kind == "parameter"]
     step = Node(
         name="optimizer_step",
@@ -91,10 +91,11 @@ LOSS = "loss.of_the_caller"
 
 
 def with_unknown_loss(graph: Graph, *, workspace_bytes: int) -> Graph:
-    """A loss outside of which only this is known: it reads the outputs and hands gradients back.
+    """Add a loss of which only this is known: it reads the outputs and returns their gradients.
 
-    One node between forward and backward pass reads what the module returns and makes the gradients
-    of its outputs, which are not there before. workspace_bytes: what it takes beside them.
+    It is one node between forward and backward, before which these gradients are not live.
+
+    workspace_bytes: what it allocates besides them.
     """
     tangents = tuple(tensor.name for tensor in graph.tensors if tensor.kind == "tangent")
     forward = {name for node in graph.forward_nodes for name in node.outputs}
@@ -116,7 +117,7 @@ def with_unknown_loss(graph: Graph, *, workspace_bytes: int) -> Graph:
 
 
 def with_resident(graph: Graph, name: str, size_bytes: int) -> Graph:
-    """The same step beside memory that is taken for all of it (buckets of data parallelism)."""
+    """Add memory that is live for the whole step (the buckets of data parallelism)."""
     if not size_bytes:
         return graph
     held = Tensor(name, size_bytes, "buffer")

@@ -1,7 +1,4 @@
-"""A Hugging Face model whose forward returns its loss and nothing else.
-
-Imports torch, as the model file does: it is loaded where a model is built.
-"""
+"""A Hugging Face model whose forward returns only its loss."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from torch import nn
 
 
 class LossOnly(nn.Module):
-    """Calls the model and returns `output.loss`, so that nobody holds the logits after it.
+    """Calls the model and returns `output.loss`, so that the logits are freed afterwards.
 
-    The logits of a language model can be the largest tensor of the step. What is returned beside
-    the loss is held to the end of the step by whoever called the model.
+    The logits of a language model can be the largest tensor of the step; if they are returned, the
+    caller holds them to the end of the step.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,13 +1,13 @@
-"""What an optimizer takes: its state, and the memory and time of its step.
+"""The cost of an optimizer: its state, and the memory and time of its step.
 
-A twin of the optimizer (same class, same options) steps twice on fake parameters, and what it
-allocates is followed storage by storage. So every optimizer whose step does not depend on the
-numbers in its tensors is known without a table, and the user's own is never touched: none of its
-hooks run, no scheduler hears of the step, and its parameters and state stay as they are.
+A twin of the optimizer (same class, same options) steps twice on fake parameters, and its
+allocations are tracked storage by storage. This covers every optimizer whose step does not depend
+on tensor values, without a table. The user's own is not touched: none of its hooks run, no
+scheduler sees the step, and its parameters and state are unchanged.
 
-On CUDA the foreach implementation is the default, which allocates about one more copy of the
-parameters for AdamW; on the CPU a loop over parameters is, which allocates a few tensors as large
-as the largest parameter.
+On CUDA the foreach implementation is the default, which for AdamW allocates about one more copy of
+the parameters; on the CPU a loop over parameters is, which allocates a few tensors as large as the
+largest parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphs.fsdp import shard_rows
 _NOT_COPIED = (
     "state",
     "param_groups",
-    "step",  # a scheduler's wrapper, which is bound to the user's optimizer
+    "step",  # a scheduler's wrapper, bound to the user's optimizer
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
     "_optimizer_state_dict_pre_hooks",
@@ -43,17 +43,20 @@ _NOT_COPIED = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-"""Attributes of an optimizer that its twin has its own of."""
+"""Attributes that are not copied to the twin."""
 
 _READ_FROM_TENSORS = {True: 1000.0, False: 1000}
-"""What a step reads out of a fake tensor, by whether it is a floating-point one: its step count.
-Large, as in most of a training: RAdam and ASGD allocate more after their first few steps."""
+"""What a step reads from a fake tensor (its step count), by whether it is a floating-point one.
+Large, as in most of training: RAdam and ASGD allocate more after their first few steps."""
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """name: the class. state_bytes: resident on the device from the first step on.
-    workspace_bytes: the most that a later step allocates beside it. time_s: seconds of a step."""
+    """name: the class.
+    state_bytes: resident on the device from the first step on.
+    workspace_bytes: the peak that a later step allocates besides its state.
+    time_s: seconds of a step.
+    """
 
     name: str
     state_bytes: int
@@ -73,57 +76,51 @@ def optimizer_costs(
     """Step a twin of the optimizer on fake parameters and gradients.
 
     optimizer: an optimizer of the model's parameters (real or on the meta device), or a function
-        from the parameters that are trained to one. Parameters that take no gradient have no state.
-    device: where the fake tensors stand. foreach: use the implementation that CUDA chooses, where
-        the optimizer leaves the choice open (always on a CUDA device). n_ranks: each of so many
-        devices steps its shard of the rows of each parameter.
+        from the trainable parameters to one. Parameters without gradients have no state.
+    device: of the fake tensors.
+    foreach: use the implementation of CUDA (the default on a CUDA device, and where `costs` are
+        those of one), unless the optimizer chooses one itself.
+    n_ranks: each of so many devices steps its shard of the rows of each parameter.
 
-    Raises TraceError for an optimizer that cannot step on fake tensors: one that takes a closure,
-    or that looks at the numbers; and for one that has none of the model's parameters. One that has
-    others beside them is warned of.
+    Raises TraceError for an optimizer that cannot step on fake tensors, since it takes a closure or
+    reads values, and for one that has none of the model's parameters. Warns of one that has others
+    besides them.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = _made(optimizer, [p for p in model.parameters() if p.requires_grad])
+        given, trainable = optimizer, [p for p in model.parameters() if p.requires_grad]
+        optimizer = given(trainable) if callable(given) else given
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            what = "what optimizer(parameters) returned" if callable(given) else "optimizer"
+            raise TypeError(
+                f"{what} is a {type(optimizer).__name__}; give the torch.optim.Optimizer that "
+                "trains the model, or a function from its parameters to one (torch.optim.AdamW)"
+            )
     name = type(optimizer).__name__
     _check_parameters(optimizer, model)
-    foreach = foreach or device.type == "cuda"
+    foreach = foreach or device.type == "cuda" or hardware.is_cuda(costs.description)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             twin = _twin(optimizer, mode, device, foreach=foreach, n_ranks=n_ranks)
-            with _Follower(costs):
+            with _Tracker(costs):
                 _step(twin)  # makes the state
-            with _Follower(costs) as follower:
+            with _Tracker(costs) as tracker:
                 _step(twin)
             return OptimizerCost(
                 name=name,
                 state_bytes=_state_bytes(twin, device),
-                workspace_bytes=follower.peak_bytes,
-                time_s=follower.time_s,
+                workspace_bytes=tracker.peak_bytes,
+                time_s=tracker.time_s,
             )
     except Exception as error:
         raise TraceError(
-            f"the step of the optimizer {name} cannot be followed on fake tensors "
+            f"the optimizer {name} cannot step on fake tensors "
             f"({type(error).__name__}: {error}); plan without an optimizer and leave room for its "
             "state in the reserve"
         ) from error
 
 
-def _made(make: Any, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Raises TypeError for what is neither an optimizer nor a function that makes one."""
-    made = make(trained) if callable(make) else make
-    if isinstance(made, torch.optim.Optimizer):
-        return made
-    given = f"what optimizer(parameters) returned is a {type(made).__name__}"
-    if made is make:
-        given = f"optimizer is a {type(made).__name__}"
-    raise TypeError(
-        f"{given}; give the torch.optim.Optimizer that trains the model, or a function from its "
-        "parameters to one (torch.optim.AdamW)"
-    )
-
-
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """An optimizer made over another model, or over an earlier copy, would count other bytes."""
+    """Raise TraceError for an optimizer of another model or of a copy; warn of a mixture."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     own = {id(p) for p in model.parameters()}
     n_own = sum(id(p) in own for p in held)
@@ -132,14 +129,13 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
     name, title = type(optimizer).__name__, type(model).__name__
     if n_own == 0:
         raise TraceError(
-            f"the optimizer {name} trains none of this {title}'s parameters: the "
-            f"{len(held)} that it has are another model's, or a copy's. Make it from the "
-            f"parameters of the model that is planned: {name}(model.parameters())"
+            f"the optimizer {name} has none of this {title}'s parameters; its {len(held)} are "
+            f"those of another model or of a copy. Create it for the model that is planned: "
+            f"{name}(model.parameters())"
         )
     warnings.warn(
-        f"the optimizer {name} trains {n_own} parameters of this {title} and {len(held) - n_own} "
-        "that are not its own; the state of these is counted in the step as well, and their bytes "
-        "and gradients are not",
+        f"the optimizer {name} has {n_own} parameters of this {title} and {len(held) - n_own} "
+        "others; the state of the others is counted, but not their bytes and gradients",
         stacklevel=3,
     )
 
@@ -152,24 +148,14 @@ def optimizer_figures(
     costs: CostModel,
     n_ranks: int = 1,
 ) -> dict[str, Any]:
-    """`optimizer_costs` as plain figures, which travel with the schedule file.
-
-    name, state_bytes, workspace_bytes, time_s: what `graphs.training_step.around.with_optimizer`
-    takes. The implementation is that of the device whose costs are asked for. Raises TraceError.
-    """
-    cost = optimizer_costs(
-        optimizer,
-        model,
-        device=device,
-        costs=costs,
-        foreach=hardware.is_cuda(costs.description),
-        n_ranks=n_ranks,
+    """`optimizer_costs` as the dictionary that `with_optimizer` takes and schedule files store."""
+    return dataclasses.asdict(
+        optimizer_costs(optimizer, model, device=device, costs=costs, n_ranks=n_ranks)
     )
-    return dataclasses.asdict(cost)
 
 
 def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Several optimizers that step one after the other, as one (none: None)."""
+    """The figures of several optimizers that step one after the other; None for none."""
     if not figures:
         return None
     return {
@@ -181,7 +167,7 @@ def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """The step of the class, past the hooks that every optimizer of the process may have."""
+    """Call the class's step, without the hooks that are registered for all optimizers."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # torch's own wrapper, which calls the hooks
         step = step.__wrapped__
@@ -196,7 +182,7 @@ def _twin(
     foreach: bool,
     n_ranks: int,
 ) -> torch.optim.Optimizer:
-    """The same class with the same options for fake parameters that have gradients."""
+    """An optimizer of the same class and options, for fake parameters with gradients."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     fakes = {
         id(p): _fake(_shard(p, n_ranks), device)
@@ -214,7 +200,7 @@ def _twin(
         ]
         own = copy.deepcopy(_without(optimizer.__dict__, *_NOT_COPIED), memo)
     state: dict[Any, Any] = defaultdict(dict)
-    for parameter, kept in optimizer.state.items():  # some make their state when constructed
+    for parameter, kept in optimizer.state.items():  # some create their state when constructed
         key = fakes.get(id(parameter), parameter)
         n_parts = n_ranks if isinstance(parameter, torch.Tensor) else 1
 
@@ -234,10 +220,10 @@ def _without(items: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _options(options: dict[str, Any], *, foreach: bool) -> dict[str, Any]:
-    """The options of a group; where they leave the implementation open, the one of the device.
+    """The options of a group, with the device's default implementation if they name none.
 
-    torch chooses foreach on CUDA unless the step is differentiable or the learning rate is a tensor
-    without `capturable`.
+    torch chooses foreach on CUDA unless the step is differentiable, or the learning rate is a
+    tensor without `capturable`.
     """
     is_open = options.get("foreach", False) is None and not options.get("fused")
     needs_loop = options.get("differentiable") or (
@@ -249,7 +235,7 @@ def _options(options: dict[str, Any], *, foreach: bool) -> dict[str, Any]:
 
 
 def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
-    """On paper, what the first of so many devices has of the tensor's rows: none has more."""
+    """A meta tensor with the rows of the first of `n_ranks` devices, which has the most."""
     if n_ranks == 1 or tensor.dim() == 0:
         return tensor
     rows = shard_rows(tensor.shape[0], n_ranks)
@@ -262,7 +248,7 @@ def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
 
 
 def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """A fake parameter like the given one, with a gradient if it takes one."""
+    """A fake parameter like the given one, with a gradient if it requires one."""
     fake = nn.Parameter(_empty_like(parameter, device), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
         fake.grad = _empty_like(parameter, device)
@@ -270,7 +256,7 @@ def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
 
 
 def _fake_state(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Step counts stay on the host where they are there; the rest is where the parameters are."""
+    """Step counts on the host stay there; other state is on the device of the parameters."""
     stays = tensor.dim() == 0 and tensor.device.type == "cpu"
     return _empty_like(tensor, tensor.device if stays else device)
 
@@ -288,8 +274,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     return sum(storages.values())
 
 
-class _Follower(TorchDispatchMode):
-    """Adds up what is allocated and not yet dropped, in bytes, and the seconds of each operator."""
+class _Tracker(TorchDispatchMode):
+    """Tracks the bytes that are allocated and not yet freed, and sums the seconds of operators."""
 
     def __init__(self, costs: CostModel) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """A loss that the caller computes: its operators between the forward and the backward pass.
 
-The loss function is captured by itself, on stand-ins of the model's outputs, and its nodes are put
-into the model's graph with phase "outside": they take time and memory, they run once, and no
-schedule touches them. The model's own nodes keep the names that they have when the model is traced
-alone, which is what `apply` does.
+The loss function is captured separately, on meta tensors in place of the model's outputs. Its nodes
+enter the model's graph with phase "outside": they take time and memory, run once, and are never
+rescheduled. The model's own nodes keep the names that they have when it is traced alone, as `apply`
+does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFIX = "loss."
 
 
 class MetaOutputs:
-    """What the model returns, with meta tensors in the places of its tensors.
+    """What the model returns, with meta tensors.
 
     positions: of the tensors among the model's flat outputs.
     """
@@ -41,22 +41,21 @@ class MetaOutputs:
         ]
 
     def output(self) -> Any:
-        """The output, made anew: a loss function may take things out of it."""
+        """A new copy of the output: a loss function may modify it."""
         return nested.unflatten(_filled(self._flat, self.tensors), self._spec)
 
     def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
-        """Which flat output of the model the loss function hands on as it is; None: it computes.
-
-        `lambda output, batch: output.loss`: then the loss is inside, the model has computed it.
+        """The index of the flat output that the loss function returns unchanged, as
+        `lambda output, batch: output.loss` does; None: it computes something.
         """
         meta_batch = nested.map_tensors(lambda t: t.to("meta"), batch)
         value = None
-        # What is wrong with it, capturing it says, and where.
+        # errors are reported, with their place, when the function is captured
         with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
             value = loss(self.output(), meta_batch)
         for position, tensor in zip(self.positions, self.tensors, strict=True):
             if value is tensor:
-                find_loss(value)  # raises TraceError where it is none
+                find_loss(value)  # raises TraceError if it cannot be a loss
                 return position
         return None
 
@@ -68,23 +67,23 @@ class OutsideLoss:
         self,
         loss: Callable[[Any, Any], torch.Tensor],
         batch: Any,
-        stand_ins: MetaOutputs,
+        outputs: MetaOutputs,
         call: Call,
         *,
         device: torch.device,
         choose: Callable[[Any], tuple[int, ...]],
     ) -> None:
-        self._positions = stand_ins.positions
-        # Of the batch, the loss may read what the model was not called with (the targets).
+        self._positions = outputs.positions
+        # the loss may read parts of the batch that the model does not take (the targets)
         index = {id(tensor): i for i, tensor in enumerate(call.tensors)}
         self._batch = [index.get(id(item)) for item in nested.tensors(batch)]
-        output_call = Call.of((stand_ins.output(), batch), {})
+        output_call = Call.of((outputs.output(), batch), {})
         self.captured: Capture = capture(
             LossFunction(loss), output_call, device=device, choose=choose
         )
 
     def gradient_outputs(self) -> tuple[int, ...]:
-        """Indices of the model's flat outputs to which the loss sends a gradient."""
+        """Indices of the model's flat outputs that get a gradient from the loss."""
         reached = {
             self.captured.sources[node].index
             for node in self.captured.gradients
@@ -93,7 +92,7 @@ class OutsideLoss:
         return tuple(p for i, p in enumerate(self._positions) if i in reached)
 
     def insert(self, graph: Graph, captured: Capture, layout: Layout, loss_layout: Layout) -> Graph:
-        """The model's graph with the loss's nodes after its forward nodes."""
+        """The model's graph with the nodes of the loss after its forward nodes."""
         names = self._names(captured, layout, loss_layout)
         outside = [_renamed(node, names) for node in loss_layout.nodes]
         made = {name for node in outside for name in node.outputs}
@@ -144,9 +143,9 @@ class OutsideLoss:
         made: set[str],
         graph: Graph,
     ) -> tuple[dict[str, str], list[Node]]:
-        """Let each tangent of the model be what the loss's backward pass makes for it.
+        """Rename the gradients that the loss returns to the model's tangents.
 
-        One that is expanded or shared, or whose strides are not the output's, is copied first.
+        A gradient that is expanded or shared, or whose strides are not the output's, is copied.
         """
         handed = {
             self.captured.sources[node].index: gradient
@@ -184,7 +183,7 @@ class OutsideLoss:
 class LossFunction(nn.Module):
     """A module around the loss function, so that it can be captured like a model.
 
-    Errors show the class's name, so it has one that says what it is.
+    Error messages show the name of this class.
     """
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:

@@ -274,7 +274,7 @@ def test_what_a_planned_step_would_not_do_is_refused(model: nn.Module, message: 
 
 def test_a_sparse_gradient_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
-    with pytest.raises(TraceError, match=r"makes a tensor of layout sparse_coo, .* sparse=False"):
+    with pytest.raises(TraceError, match=r"returns a tensor of layout sparse_coo, .* sparse=False"):
         trace(model, torch.tensor([1, 2, 2]), loss=lambda output, _: output.sum())
 
 

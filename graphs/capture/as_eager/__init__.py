@@ -1,4 +1,4 @@
-"""Adjustments that make the traced operators the ones that eager mode runs."""
+"""Adjustments that make a trace record the operators that eager mode runs."""
 
 from graphs.capture.as_eager.autocast import casts_once
 from graphs.capture.as_eager.kernels import eager_kernels, own_generator

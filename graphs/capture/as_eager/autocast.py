@@ -1,18 +1,17 @@
-"""Under autocast, cast a weight as often as eager mode does: once.
+"""Under autocast, cast each weight once, as eager mode does.
 
-Eager's autocast remembers the low-precision copy of a float32 leaf that needs a gradient until the
+Eager autocast caches the low-precision copy of a float32 leaf that requires a gradient until the
 outermost autocast context ends. A weight that is used twice is then cast once, and its gradients
-add up in low precision before one cast brings them back. While PyTorch traces nothing is a leaf, so
-that memory stays empty, each use casts for itself, and the gradients add up in float32: other bits.
+are summed in low precision before they are cast back. While PyTorch traces, no tensor is a leaf, so
+the cache stays empty, each use casts, and the gradients are summed in float32: different bits.
 
-Here the operators that autocast runs in low precision are wrapped at the autocast dispatch key, for
-the time of one forward pass: where a leaf comes in they are handed the copy that its first use
-made, and what autocast does with the other arguments is left to autocast.
+So for the duration of one forward pass the operators that autocast runs in low precision are
+wrapped at the autocast dispatch key: an argument that stands for a leaf is replaced by the copy
+that its first use made. Other arguments are left to autocast.
 
-As in eager mode the copy is kept by tensor alone, and an autocast context that ends inside the
-module forgets all copies if it was the outermost. What a planned module does not share is the
-memory beyond its own call: a weight that is also used outside the module, or by two calls in one
-autocast context, is cast once more (the plain module would share one copy among them).
+As in eager mode the cache is keyed by tensor alone, and the end of the outermost autocast context
+clears it. A planned module does not share the cache beyond its own call: a weight that is also used
+outside of the module, or by two calls in one autocast context, is cast once more than in eager.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 @contextlib.contextmanager
 def casts_once(leaves: Sequence[torch.Tensor], *, cache_enabled: bool) -> Iterator[None]:
-    """Make autocast remember the copies of these tensors, which stand for eager mode's leaves.
+    """Make autocast cache the copies of these tensors, which stand for eager mode's leaves.
 
     cache_enabled: the caller's `torch.is_autocast_cache_enabled()`, before tracing turned it off.
     """
@@ -97,7 +96,7 @@ def casts_once(leaves: Sequence[torch.Tensor], *, cache_enabled: bool) -> Iterat
 def _copy_of(
     waiting: set[int], copies: dict[int, torch.Tensor], *, kind: str
 ) -> Callable[[Any], Any]:
-    """What an operator is handed in place of an argument."""
+    """Returns the function that replaces an operator's argument."""
 
     def low(argument: Any) -> Any:
         if isinstance(argument, list | tuple):
@@ -113,7 +112,7 @@ def _copy_of(
 
 @contextlib.contextmanager
 def _wrapped(low: Callable[[Any], Any], *, key: str) -> Iterator[None]:
-    """Registers the operators anew at this dispatch key; the end brings the old kernels back."""
+    """Wrap the operators' kernels at this dispatch key, for the duration of the context."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
     try:
@@ -122,7 +121,7 @@ def _wrapped(low: Callable[[Any], Any], *, key: str) -> Iterator[None]:
                 packet, _, overload = name.partition(".")
                 operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
                 kernel = torch.library.get_kernel(operator, key)
-                with warnings.catch_warnings(action="ignore"):  # that it is registered already
+                with warnings.catch_warnings(action="ignore"):  # "already registered"
                     library.impl(name, _through(kernel, low), key, with_keyset=True)
         yield
     finally:

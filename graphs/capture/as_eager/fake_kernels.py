@@ -1,11 +1,11 @@
-"""What CPU kernels return on fake tensors, where PyTorch's rule says something else.
+"""Results of CPU kernels on fake tensors, where PyTorch's meta function differs from the kernel.
 
-A trace runs on tensors without numbers, for which PyTorch has a rule beside each kernel. Where the
-rule refuses what the CPU kernel takes, or gives other strides or another storage, the traced step
-would not be eager's. `cpu_kernel_result` goes before these rules.
+Fake tensors are computed by meta functions. Where one rejects what the CPU kernel takes, or returns
+other strides or another storage, the traced step would differ from eager mode; `cpu_kernel_result`
+replaces these functions.
 
-How a kernel lays its result out is asked of the kernel itself, on tensors of two elements a
-dimension whose strides are in the same order.
+The layout of a kernel's result is found by running the kernel on tensors of two elements per
+dimension with strides in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_REDUCED = 0
 def cpu_kernel_result(
     mode: FakeTensorMode, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The fake result of an operator on CPU tensors; NotImplemented: PyTorch's rule is right."""
+    """The fake result of an operator on CPU tensors; NotImplemented: PyTorch's own is right."""
     rule = _RULES.get(operator)
     if rule is None or not _are_fake_cpu_tensors(args[:2]):
         return NotImplemented
@@ -37,8 +37,8 @@ def cpu_kernel_result(
 
 
 def _grouped_product(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, Any]) -> Any:
-    """Products of groups of rows (mixtures of experts): PyTorch's rule knows bfloat16 alone and
-    closes the gaps by which the kernel aligns each row of the result.
+    """Products of groups of rows (mixtures of experts): PyTorch's takes only bfloat16,
+    and leaves out the padding by which the kernel aligns the rows of the result.
     """
     dtype = one.dtype
     if dtype not in _GROUPED_DTYPES or other.dtype != dtype or given.get("bias") is not None:
@@ -57,8 +57,8 @@ def _grouped_product(one: torch.Tensor, other: torch.Tensor, given: Mapping[str,
 
 
 def _reduced_loss(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, Any]) -> Any:
-    """A loss whose kernel computes all terms in the storage of its result: one number, which holds
-    the bytes of all of them for as long as it lives.
+    """A loss whose kernel computes all terms in the storage of its result: the scalar keeps
+    the bytes of all of them alive.
     """
     same = one.shape == other.shape and one.dtype == other.dtype
     if given.get("reduction") == _NOT_REDUCED or not same or one.numel() == 0:
@@ -67,9 +67,8 @@ def _reduced_loss(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, An
 
 
 def _ctc_loss(log_probs: torch.Tensor, _: torch.Tensor, given: Mapping[str, Any]) -> Any:
-    """Losses, and what the backward pass reads: as wide as the longest target, which the batch
-    tells (`graphs.capture.as_eager.known_values` looks, and raises where it depends on what the
-    step computes).
+    """The losses, and what is saved for backward, which is as wide as the longest target, a value
+    of the batch (`graphs.capture.as_eager.known_values` raises where the step computes it).
     """
     n_steps, n_rows, _n_labels = log_probs.shape
     longest = int(given["target_lengths"].max())
@@ -79,7 +78,7 @@ def _ctc_loss(log_probs: torch.Tensor, _: torch.Tensor, given: Mapping[str, Any]
 def laid_out_as_by_cpu_kernel(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Any:
-    """The fake result on CPU tensors, with its strides in the order that the kernel gives them."""
+    """The fake result on CPU tensors, with its strides in the kernel's order."""
     tensors = [item for item in args if isinstance(item, torch.Tensor)]
     if operator not in _LAID_OUT_BY_THE_KERNEL or not _are_fake_cpu_tensors(tensors):
         return result
@@ -90,11 +89,13 @@ def laid_out_as_by_cpu_kernel(
     try:
         with unset_fake_temporarily(), torch.no_grad():
             small = operator(*arguments, **kwargs)
-    except RuntimeError:  # statistics of half-precision batch norms have another dtype than by rule
+    except (
+        RuntimeError
+    ):  # half-precision batch norm: the meta function gives its statistics another dtype
         return result
 
     def like(one: Any, other: Any) -> Any:
-        if not isinstance(one, torch.Tensor) or other is None:  # None: nobody asked for it
+        if not isinstance(one, torch.Tensor) or other is None:  # None: a gradient not asked for
             return one
         return one.as_strided(one.shape, _dense(one.shape, _order(other)))
 
@@ -108,14 +109,14 @@ def _are_fake_cpu_tensors(items: Sequence[Any]) -> bool:
 
 
 def _small(item: Any, name: str) -> Any:
-    """A real tensor of at most two elements a dimension, with strides in the same order."""
+    """A real tensor of at most two elements per dimension, with strides in the same order."""
     if name == "normalized_shape":
         return [min(size, 2) for size in item]
     if not isinstance(item, torch.Tensor):
         return item
     shape = [min(size, 2) for size in item.shape]
     strides = list(_dense(shape, _order(item)))
-    if item.stride()[-1:] != (1,) and 1 not in item.stride():  # every other element of a larger one
+    if item.stride()[-1:] != (1,) and 1 not in item.stride():  # a slice of every other element
         strides = [2 * stride for stride in strides]
     strides = [0 if whole == 0 else own for whole, own in zip(item.stride(), strides, strict=True)]
     return torch.ones(4 ** len(shape), dtype=item.dtype).as_strided(shape, strides)
@@ -128,7 +129,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides without gaps of a tensor whose dimensions lie in this order."""
+    """Strides without gaps, for dimensions in this order."""
     strides, stride = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = stride
@@ -169,5 +170,5 @@ _LAID_OUT_BY_THE_KERNEL = frozenset(
         aten.roll.default,
     }
 )
-"""Operators whose result has other strides than PyTorch's rule says, for some order of strides of
-their arguments (`tests/graphs/costs/test_operators.py` goes through a list of them)."""
+"""Operators whose result has other strides than by PyTorch's meta function, for some order of the
+strides of their arguments (`tests/graphs/costs/test_operators.py` checks a list of them)."""

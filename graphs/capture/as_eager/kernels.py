@@ -1,18 +1,18 @@
-"""Trace the operators that eager mode runs, not the decompositions that compilers prefer.
+"""Trace the operators that eager mode runs, not decompositions of them.
 
 While PyTorch traces, some operators are replaced by Python decompositions even where none was asked
-for: dropout by its fused form (other bits in half precision on the CPU, and a smaller mask than
-eager keeps), upsampling by index arithmetic. A plan must run what eager runs, to the bit, and count
-what eager holds. So these registrations are set aside while a step is captured.
+for: dropout by its fused form (different bits in half precision on the CPU, and a smaller mask than
+eager keeps), upsampling by index arithmetic. A plan must run what eager mode runs, bitwise
+identical, and count what it allocates. So these registrations are removed while a step is captured.
 
-Random fills in place (`x.normal_()`) become new tensors, whose strides are others where x has gaps
-or is transposed: the same numbers would fall on other elements. On the CPU operators of ours fill
-such tensors in eager's order. Two limits: on CUDA fills of tensors that are not contiguous have not
-been compared with eager mode, and `out=` of a random operator must be contiguous.
+In-place random fills (`x.normal_()`) become new tensors, with other strides where x has gaps or is
+transposed: the same numbers would go to other elements. On the CPU, custom operators fill such
+tensors in eager's order. Two limits: on CUDA, fills of non-contiguous tensors have not been
+compared with eager mode, and `out=` of a random operator must be contiguous.
 
-Batch norm keeps its decomposition: the eager kernels write the running statistics without saying so
-in their signature, and the decomposition is what makes that visible (and gives the same bits).
-Where eager mode runs cuDNN's (on CUDA, in training), the operator is one that says so and runs it.
+Batch norm keeps its decomposition: the eager kernels write the running statistics without declaring
+it in their schema; the decomposition makes the writes visible, and is bitwise identical. Where
+eager mode runs cuDNN's kernel (on CUDA, in training), an operator is used that declares them.
 """
 
 from __future__ import annotations
@@ -44,23 +44,18 @@ _UPSAMPLING = (
     "upsample_bicubic2d",
 )
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
-"""Taken apart, their terms are added up in another order."""
+"""Their decompositions sum the terms in another order."""
 
 
 _library = torch.library.Library("checkpoint_solver", "DEF")
 
 
 def _define(schema: str, *, cpu: Callable[..., torch.Tensor], meta: Callable[..., object]) -> None:
-    """A random operator of ours, which runs again with the same numbers as PyTorch's do."""
+    """Define a random operator, which is recomputed with the same numbers as PyTorch's own are."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
     _library.impl(name, cpu, "CPU")
     _library.impl(name, meta, "Meta")
-
-
-def _dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
-    """What eager dropout multiplies by, filled in the order of the input's strides."""
-    return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
 
 
 def _strided_like(like: torch.Tensor, *_: object) -> torch.Tensor:
@@ -70,7 +65,8 @@ def _strided_like(like: torch.Tensor, *_: object) -> torch.Tensor:
 
 _define(
     "dropout_noise(Tensor like, float p) -> Tensor",
-    cpu=_dropout_noise,
+    # what eager dropout multiplies by, filled in the order of the input's strides
+    cpu=lambda like, p: torch.empty_like(like).bernoulli_(1 - p).div_(1 - p),
     meta=lambda like, _p: torch.empty_like(like),
 )
 _define(
@@ -93,8 +89,8 @@ _define(
 def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Dropout as eager mode computes it on the CPU.
 
-    Its in-place steps are one operator here: taken apart they would be functionalised into others,
-    whose noise is contiguous whatever the input's strides are, and so falls on other elements.
+    Its in-place steps are one operator here: taken apart they would be functionalised, and the
+    noise would be contiguous whatever the input's strides are, so it would hit other elements.
     """
     if p == 0 or not train or tensor.numel() == 0:
         return tensor
@@ -105,56 +101,51 @@ def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 _AUTOGRAD = DispatchKey.AutogradCPU
-_bernoulli = torch.ops.aten.bernoulli_.float
-_normal = torch.ops.aten.normal_.default
-_random = getattr(torch.ops.aten.random_, "from")
 
 
 def own_generator(operator: object) -> TraceError:
-    """Why a call that is handed a generator is refused."""
+    """The error for a call that is given a generator."""
     return TraceError(
-        f"{operator} draws from a generator of its own, whose numbers a planned step could not "
-        "draw again; leave generator= out, the default one is replayed"
+        f"{operator} draws from a generator of its own, which recomputation cannot replay; leave "
+        "generator= out: the default generator is replayed"
     )
 
 
-def _eager_bernoulli(
-    tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    if generator is not None:
-        raise own_generator(_bernoulli)
-    if tensor.is_contiguous():  # as PyTorch traces it: one tensor less
-        return _bernoulli._op_dk(_AUTOGRAD, tensor, p)  # type: ignore[no-any-return]
-    return tensor.copy_(torch.ops.checkpoint_solver.bernoulli_fill(tensor.detach(), p))
-
-
-def _eager_normal(
-    tensor: torch.Tensor,
-    mean: float = 0.0,
-    std: float = 1.0,
+def _fill(
+    operator: torch._ops.OpOverload,
+    ours: Any,
+    defaults: Mapping[str, float | None],
     *,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    if generator is not None:
-        raise own_generator(_normal)
-    if tensor.is_contiguous():
-        return _normal._op_dk(_AUTOGRAD, tensor, mean, std)  # type: ignore[no-any-return]
-    return tensor.copy_(torch.ops.checkpoint_solver.normal_fill(tensor.detach(), mean, std))
+    as_traced: bool = True,
+) -> Callable[..., torch.Tensor]:
+    """The in-place random operator in terms of `ours`, which fills in eager's order.
+
+    defaults: of the operator's arguments, by name (None: required).
+    as_traced: contiguous tensors are filled as PyTorch traces it, which takes one tensor less.
+    """
+
+    def fill(
+        tensor: torch.Tensor, *args: Any, generator: torch.Generator | None = None, **named: Any
+    ) -> torch.Tensor:
+        if generator is not None:
+            raise own_generator(operator)
+        if as_traced and tensor.is_contiguous():
+            return operator._op_dk(_AUTOGRAD, tensor, *args, **named)  # type: ignore[no-any-return]
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
+        return tensor.copy_(ours(tensor.detach(), *given.values()))
+
+    return fill
 
 
-def _eager_random(
-    tensor: torch.Tensor, low: int, high: int | None, *, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """PyTorch's functional form is called `from`, a word that its own generated code trips over."""
-    if generator is not None:
-        raise own_generator(_random)
-    return tensor.copy_(torch.ops.checkpoint_solver.random_fill(tensor.detach(), low, high))
-
-
+_ours = torch.ops.checkpoint_solver
+_bernoulli = torch.ops.aten.bernoulli_.float
+_normal = torch.ops.aten.normal_.default
+_random = getattr(torch.ops.aten.random_, "from")
 _FILLS: Mapping[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
-    _bernoulli: _eager_bernoulli,
-    _normal: _eager_normal,
-    _random: _eager_random,
+    _bernoulli: _fill(_bernoulli, _ours.bernoulli_fill, {"p": 0.5}),
+    _normal: _fill(_normal, _ours.normal_fill, {"mean": 0.0, "std": 1.0}),
+    # PyTorch's functional form is called `from`, a keyword that breaks its own generated code
+    _random: _fill(_random, _ours.random_fill, {"from": None, "to": None}, as_traced=False),
 }
 
 
@@ -172,19 +163,19 @@ def _eager_cudnn_batch_norm(
     factor: float,
     eps: float,
 ) -> _Tensors:
-    """cuDNN's batch norm by an operator whose signature tells that the statistics are written.
+    """cuDNN's batch norm as an operator whose schema declares that the statistics are written.
 
-    It chooses between cuDNN and PyTorch's own kernel as eager mode does, by the same function.
+    It chooses between cuDNN and PyTorch's own kernel by the function that eager mode uses.
     """
     if training and mean is not None and variance is not None:
         updating: Callable[..., _Tensors] = torch.ops.aten._batch_norm_with_update.default
         try:
             return updating(tensor, weight, bias, mean, variance, factor, eps)
         except RuntimeError as error:
-            # The size of what cuDNN keeps for the backward pass is asked of cuDNN itself.
+            # only cuDNN knows how many bytes it saves for backward
             logger.warning(
-                "cuDNN's batch norm cannot be traced (%s); PyTorch's own kernel is planned in its "
-                "place, whose last bits may differ from eager mode's",
+                "cuDNN's batch norm cannot be traced (%s); PyTorch's own kernel is planned "
+                "instead, whose last bits may differ from eager mode's",
                 error,
             )
     kernel: Callable[..., _Tensors] = torch._decomp.decompositions.cudnn_batch_norm
@@ -193,7 +184,7 @@ def _eager_cudnn_batch_norm(
 
 @contextlib.contextmanager
 def eager_kernels(device: torch.device) -> Iterator[None]:
-    """Set the decompositions aside that differ from eager mode on this device."""
+    """Remove the decompositions that differ from eager mode on this device, while inside."""
     replaced: dict[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., Any] | None]
     replaced = {
         (getattr(getattr(torch.ops.aten, name), overload), key): None
@@ -221,7 +212,7 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
 def _register(
     kernels: Mapping[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., Any] | None],
 ) -> None:
-    """Put each kernel in its place; None: nothing is registered there."""
+    """Set each kernel; None: nothing is registered there."""
     for (operator, key), kernel in kernels.items():
         if kernel is None:
             operator.py_kernels.pop(key, None)

@@ -1,12 +1,12 @@
-"""Values that are known while tracing: constants, and what comes from the batch and buffers alone.
+"""Values that are known while tracing: constants, and values of the batch and buffers.
 
-A module may look at numbers: is the attention mask all ones, how long is the longest sequence, how
-many labels count. Fake tensors have no numbers, but these depend on nothing that the step computes,
-so they can be computed for real from the real batch. The branch that is traced is then the one that
-eager mode takes, and what was looked at is kept as a `Guard`: a call with other numbers is another
-program. What depends on parameters is not known: `if hidden.sum() > 0` stays refused.
+A module may read values: is the attention mask all ones, how long is the longest sequence, how many
+labels count. Fake tensors have none, but these values do not depend on parameters, so they can be
+computed from the real batch. The traced branch is then the one that eager mode takes, and what was
+read is kept as a `Guard`: a call with other values needs another program. Values that depend on
+parameters are unknown: `if hidden.sum() > 0` is refused.
 
-Nothing is computed before a module looks: each fake tensor carries the recipe of its value.
+Nothing is computed until a module reads a value: each fake tensor carries the recipe of its value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of the call ("input", its index) or of the module ("buffer", its name)."""
+    """An input of the call ("input", its index) or a buffer of the module ("buffer", its name)."""
 
     kind: str
     key: int | str
@@ -37,11 +37,12 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """One operator: the value of output `index` (None: of its only one).
+    """One operator call: the value of its output `index` (None: of its only output).
 
-    arguments: flat arguments, with recipes in the places of tensors. inputs: the recipes among
-    them. leaves: what it depends on in the end. reads_constants: whether it depends on tensors that
-    are neither of the call nor of the module, which may be written between calls.
+    arguments: flat arguments, with recipes in place of tensors.
+    inputs: the recipes among them.
+    leaves: all inputs and buffers that it depends on.
+    reads_constants: whether it depends on other tensors, which may be written between calls.
     """
 
     operator: Any
@@ -58,25 +59,25 @@ Value: TypeAlias = Leaf | Recipe
 
 @dataclass(frozen=True)
 class Guard:
-    """What a module saw: a number, or the shapes of tensors whose sizes depend on numbers."""
+    """What a module read: a value, or the shapes of tensors whose sizes depend on values."""
 
     recipe: Recipe
     seen: Any
 
     def holds(self, leaves: Mapping[Leaf, torch.Tensor]) -> bool:
-        """Whether a call with these tensors would see the same."""
+        """Whether a call with these tensors would read the same."""
         return _same(_seen(evaluate(self.recipe, leaves)), self.seen)
 
 
 @dataclass
 class KnownValues:
-    """What is known in one trace. leaves: the real tensors; guards: what was looked at."""
+    """The known values of one trace. leaves: the real tensors; guards: what was read."""
 
     leaves: Mapping[Leaf, torch.Tensor]
     guards: list[Guard] = field(default_factory=list)
 
     def look(self, recipe: Recipe) -> Any:
-        """The real result of the recipe; remembered where another call may see another."""
+        """The real result of the recipe; recorded as a guard if it may differ in another call."""
         result = evaluate(recipe, self.leaves)
         if recipe.leaves or recipe.reads_constants:
             self.guards.append(Guard(recipe, _seen(result)))
@@ -84,13 +85,13 @@ class KnownValues:
 
 
 class KnowingMode(FakeTensorMode):
-    """Fake tensors that carry the recipes of their values, where these are known."""
+    """Fake tensors that carry the recipes of their values, if known."""
 
     def __init__(self, leaves: Mapping[Leaf, torch.Tensor]) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.known = KnownValues(leaves)
         self.read = ReadTensors()
-        self._written: dict[int, Any] = {}  # storages that changed in place, kept for their ids
+        self._written: dict[int, Any] = {}  # storages written in place, kept alive for their ids
 
     def dispatch(
         self,
@@ -119,13 +120,13 @@ class KnowingMode(FakeTensorMode):
         return result
 
     def set_leaf(self, tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-        """Say that the fake tensor stands for a real one."""
+        """Declare that the fake tensor stands for a real one."""
         if leaf in self.known.leaves:
             tensor.__dict__[_ATTRIBUTE] = leaf
         return tensor
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
-        """The recipe of the tensor's value; None: it depends on what the step computes."""
+        """The recipe of the tensor's value; None: the step computes it."""
         if not isinstance(tensor, FakeTensor):
             return _constant(tensor) if type(tensor) is torch.Tensor else None
         if self._written and tensor.untyped_storage()._cdata in self._written:
@@ -136,7 +137,7 @@ class KnowingMode(FakeTensorMode):
     def _recipe(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Recipe | None:
-        """How to compute what the call returns; None where an argument is unknown or random."""
+        """The recipe of the call's result; None if an argument is unknown or the call is random."""
         if torch.Tag.nondeterministic_seeded in func.tags or func in _UNSET:
             return None
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -188,11 +189,11 @@ _UNSET = (
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 )
-"""Tensors whose numbers are whatever was there before."""
+"""They return uninitialised memory."""
 
 
 def is_unknown(tensor: object) -> bool:
-    """Whether a tensor is traced and its value depends on what the step computes."""
+    """Whether a tensor is traced and its value is computed by the step."""
     if isinstance(tensor, FunctionalTensor):
         torch._functionalize_sync(tensor.elem)
         tensor = torch._from_functional_tensor(tensor.elem)
@@ -203,13 +204,17 @@ def is_unknown(tensor: object) -> bool:
 
 
 def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
-    """Compute the value for real, outside of all tracing."""
+    """Compute the value on real tensors, outside of all tracing."""
     values: dict[Value, Any] = {leaf: leaves[leaf] for leaf in recipe.leaves}
     device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
     with _outside_of_tracing(), torch.no_grad(), torch._C._DisableAutocast():
         for each in _in_order(recipe):
             flat = [
-                values[item] if isinstance(item, Leaf | Recipe) else _placed(item, device)
+                values[item]
+                if isinstance(item, Leaf | Recipe)
+                else device
+                if isinstance(item, torch.device)
+                else item
                 for item in each.arguments
             ]
             args, kwargs = pytree.tree_unflatten(flat, each.spec)
@@ -219,7 +224,7 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
 
 
 def _in_order(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe with all that it needs, each after what it needs (without recursion)."""
+    """The recipe and all that it depends on, in topological order, without recursion."""
     done: set[Recipe] = set()
     stack: list[Recipe] = [recipe]
     while stack:
@@ -234,24 +239,20 @@ def _in_order(recipe: Recipe) -> Iterator[Recipe]:
             yield each
 
 
-def _placed(item: Any, device: torch.device) -> Any:
-    return device if isinstance(item, torch.device) else item
-
-
 def _seen(result: Any) -> Any:
-    """A number as it is; of tensors their shapes."""
+    """A number as it is, a tensor as its shape."""
     return pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), result)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether the same was seen; a number that is none (NaN) is the same as another."""
+    """Whether the same was read; NaN equals NaN."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other) or bool(one != one and other != other)
 
 
 def _constant(tensor: torch.Tensor) -> Recipe:
-    """A real tensor that the module holds or makes (torch.tensor(3.0))."""
+    """The recipe of a real tensor that the module holds or creates (torch.tensor(3.0))."""
 
     def value() -> torch.Tensor:
         return tensor
@@ -263,7 +264,7 @@ _NO_ARGUMENTS = pytree.tree_flatten(((), {}))[1]
 
 
 def _with_recipe(result: Any, recipe: Recipe) -> Any:
-    """Let each fake tensor of the result carry how to compute it."""
+    """Attach the recipe to each fake tensor of the result."""
     if isinstance(result, FakeTensor):
         result.__dict__[_ATTRIBUTE] = recipe
     elif isinstance(result, list | tuple):

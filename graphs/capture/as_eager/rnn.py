@@ -1,17 +1,17 @@
-"""Recurrent layers on the CPU as eager mode runs them, to the bit.
+"""`nn.GRU` and `nn.RNN` on the CPU, bitwise identical to eager mode.
 
-While PyTorch traces, `nn.GRU` and `nn.RNN` are taken apart in Python, and the in-place steps of a
-GRU's cell become steps with results of their own. Both give other last bits than eager mode:
+While PyTorch traces, they are decomposed in Python, and the in-place steps of a GRU cell become
+steps with results of their own. Both change the last bits:
 
-- CPU kernels take whole registers of numbers, and what is left at the end of a row one by one, by
-  functions that differ in the last bit. Eager mode adds up two gates in place, in parts of rows
-  that are three gates long. In a tensor of its own a gate's rows follow each other without ends, so
-  that other numbers would be the last ones, unless a gate is a multiple of 32 wide.
-- Dropout between layers draws its numbers in the order in which its input lies in memory.
+- CPU kernels process whole vector registers, and the rest of a row element by element, with
+  functions that differ in the last bit. Eager mode sums two gates in place, in parts of rows that
+  are three gates long. In a contiguous tensor a gate's rows have no ends, so other elements would
+  be the rest, unless a gate's width is a multiple of 32.
+- Dropout between layers draws its numbers in the memory order of its input.
 
-Here the steps of ATen/native/RNN.cpp are followed in the same order (torch 2.13), and gates are
-laid out as parts of longer rows before their sigmoid. `nn.LSTM` is refused elsewhere: on the CPU it
-is one operator whose workspace is hidden.
+The steps of ATen/native/RNN.cpp (torch 2.13) are followed in the same order, and gates get the
+strides of parts of longer rows before their sigmoid. `nn.LSTM` is refused in
+`graphs.capture.extraction`: on the CPU it is one operator whose workspace is hidden.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from graphs.calls import TraceError
 
 Tensor = torch.Tensor
-Cell = Callable[[Tensor, Tensor, "_Parameters"], Tensor]
-"""Of (input already multiplied with its weight, hidden, parameters)."""
+Linear = Callable[[Tensor], Tensor]
+Cell = Callable[[Tensor, Tensor, Linear], Tensor]
+"""Of (input already multiplied with its weight, hidden, linear layer of the hidden state)."""
 
 aten = torch.ops.aten
 _library = torch.library.Library("checkpoint_solver", "FRAGMENT")
@@ -44,49 +45,25 @@ torch.library.register_autograd(
 )
 
 
-class _Parameters:
-    """Weights and biases of one direction of one layer."""
-
-    def __init__(self, tensors: Sequence[Tensor], *, has_biases: bool) -> None:
-        self._weight_ih, self._weight_hh = tensors[:2]
-        self._bias_ih = tensors[2] if has_biases else None
-        self._bias_hh = tensors[3] if has_biases else None
-
-    def of_input(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight_ih, self._bias_ih)
-
-    def of_hidden(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._weight_hh, self._bias_hh)
-
-
-def _gru(x: Tensor, hidden: Tensor, parameters: _Parameters) -> Tensor:
-    in_reset, in_update, in_new = x.unsafe_chunk(3, 1)
-    reset, update, new = parameters.of_hidden(hidden).unsafe_chunk(3, 1)
+def _gru(gates: Tensor, hidden: Tensor, from_hidden: Linear) -> Tensor:
+    in_reset, in_update, in_new = gates.unsafe_chunk(3, 1)
+    reset, update, new = from_hidden(hidden).unsafe_chunk(3, 1)
     laid_out: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.checkpoint_solver.laid_out
+    # eager mode sums in place: the sums have the strides of a third of a row of three gates
     reset = laid_out(reset + in_reset, reset.stride()).sigmoid()
     update = laid_out(update + in_update, update.stride()).sigmoid()
     new = (in_new + new * reset).tanh()
     return (hidden - new) * update + new
 
 
-def _tanh(x: Tensor, hidden: Tensor, parameters: _Parameters) -> Tensor:
-    return (parameters.of_hidden(hidden) + x).tanh()
+def _simple(activation: Callable[[Tensor], Tensor]) -> Cell:
+    return lambda gates, hidden, from_hidden: activation(from_hidden(hidden) + gates)
 
 
-def _relu(x: Tensor, hidden: Tensor, parameters: _Parameters) -> Tensor:
-    return (parameters.of_hidden(hidden) + x).relu()
-
-
-def _direction(
-    x: Tensor, hidden: Tensor, parameters: _Parameters, cell: Cell, *, backwards: bool
-) -> tuple[Tensor, Tensor]:
-    """All steps of one direction of one layer: outputs by step, and the last hidden state."""
-    steps = parameters.of_input(x).unbind(0)
-    outputs = []
-    for step in reversed(steps) if backwards else steps:
-        hidden = cell(step, hidden, parameters)
-        outputs.append(hidden)
-    return torch.stack(outputs[::-1] if backwards else outputs, 0), hidden
+def _linears(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Linear, Linear]:
+    """What an input and a hidden state are multiplied with."""
+    of_input, of_hidden = zip(weights, biases, strict=True)
+    return lambda x: F.linear(x, *of_input), lambda x: F.linear(x, *of_hidden)
 
 
 def _layers(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -102,18 +79,20 @@ def _layers(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
         x = x.transpose(0, 1) if batch_first else x
-        hidden = iter(hx.unbind(0))
-        size = 4 if has_biases else 2
-        groups = iter(
-            _Parameters(params[start : start + size], has_biases=has_biases)
-            for start in range(0, len(params), size)
-        )
+        hidden, parameters = iter(hx.unbind(0)), iter(params)
         last = []
         for layer in range(num_layers):
             outputs = []
             for backwards in (False, True)[: 1 + bidirectional]:
-                output, state = _direction(x, next(hidden), next(groups), cell, backwards=backwards)
-                outputs.append(output)
+                weights = [next(parameters), next(parameters)]
+                biases = [next(parameters), next(parameters)] if has_biases else [None, None]
+                from_input, from_hidden = _linears(weights, biases)
+                steps = from_input(x).unbind(0)
+                state, states = next(hidden), []
+                for step in reversed(steps) if backwards else steps:
+                    state = cell(step, state, from_hidden)
+                    states.append(state)
+                outputs.append(torch.stack(states[::-1] if backwards else states, 0))
                 last.append(state)
             x = torch.cat(outputs, -1) if bidirectional else outputs[0]
             if dropout and train and layer < num_layers - 1:
@@ -131,25 +110,24 @@ def _gru_cell(
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
 ) -> Tensor:
-    biases = () if bias_ih is None or bias_hh is None else (bias_ih, bias_hh)
-    parameters = _Parameters((weight_ih, weight_hh, *biases), has_biases=bool(biases))
-    return _gru(parameters.of_input(x), hidden, parameters)
+    from_input, from_hidden = _linears((weight_ih, weight_hh), (bias_ih, bias_hh))
+    return _gru(from_input(x), hidden, from_hidden)
 
 
 def _refuse_packed(*_args: Any, **_kwargs: Any) -> Any:
     raise TraceError(
-        "a recurrent layer is given a packed sequence, whose steps PyTorch traces in another way "
-        "than eager mode runs them; hand it the padded batch, or write the cells as a loop"
+        "a recurrent layer is given a packed sequence, whose steps PyTorch traces differently from "
+        "how eager mode runs them; pass the padded batch, or write the cells as a loop"
     )
 
 
 KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.gru_cell.default: _gru_cell,
     aten.gru.input: _layers(_gru),
-    aten.rnn_tanh.input: _layers(_tanh),
-    aten.rnn_relu.input: _layers(_relu),
+    aten.rnn_tanh.input: _layers(_simple(torch.tanh)),
+    aten.rnn_relu.input: _layers(_simple(torch.relu)),
     aten.gru.data: _refuse_packed,
     aten.rnn_tanh.data: _refuse_packed,
     aten.rnn_relu.data: _refuse_packed,
 }
-"""What to run in the place of these operators while a step on the CPU is traced."""
+"""Replacements of these operators while a step on the CPU is traced."""

@@ -1,10 +1,9 @@
-"""Where a library runs other operators under a tracer than in eager mode, and what to do about it.
+"""Makes transformers take the branches of eager mode while it is traced.
 
-transformers asks whether a tensor is fake before it looks at its values: are several sequences
-packed into one row, is the padding mask all ones. Under a tracer it does not look, builds the
-T x T mask in any case and leaves the fused causal attention: another program, more memory, other
-bits than eager mode. Where the values are known while tracing
-(`graphs.capture.as_eager.known_values`), it may look.
+transformers checks whether a tensor is fake before it reads values: are several sequences packed
+into one row, is the padding mask all ones. Under a tracer it skips the check, always builds the
+T x T mask and does not use fused causal attention: another program, more memory, different bits.
+Where the values are known while tracing (`graphs.capture.as_eager.known_values`), it may read them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from graphs.capture.as_eager.known_values import is_unknown
 
 @contextlib.contextmanager
 def eager_branches() -> Iterator[None]:
-    """Let libraries that are loaded take the branches that they take in eager mode."""
+    """Let libraries that are loaded take their branches of eager mode, while inside."""
     library: Any = sys.modules.get("transformers.utils.import_utils")
     original = getattr(library, "is_fake_tensor", None)
     if original is None:

@@ -1,4 +1,4 @@
-"""What cannot be traced faithfully: each check refuses it and says why."""
+"""Checks that refuse what cannot be traced faithfully; each error says why."""
 
 from graphs.capture.refuse.aliasing import refuse_overlapping, sharing
 from graphs.capture.refuse.constants import HeldTensor, ReadTensors

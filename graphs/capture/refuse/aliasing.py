@@ -1,7 +1,7 @@
-"""Tensors that share memory with one that the forward pass writes.
+"""Refuses inputs of a step that share memory with one that the forward pass writes.
 
-On paper each tensor that comes into a step has memory of its own. In eager mode a write to one is a
-write to all that overlap it, and what is read after it differs; so such a step is refused.
+In a trace each input has memory of its own. In eager mode a write to one changes all that overlap
+it, so later reads would differ.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from graphs.calls import TraceError
 def refuse_overlapping(
     tensors: Mapping[Any, torch.Tensor], written: Iterable[Any], titles: Mapping[Any, str]
 ) -> None:
-    """Raises TraceError where one of `written` overlaps another of `tensors`.
+    """Raise TraceError where one of `written` overlaps another of `tensors`.
 
-    titles: what people call them, by the same keys.
+    titles: their names for messages, by the same keys.
     """
     together = _by_storage(tensors)
     for key in written:
@@ -28,14 +28,14 @@ def refuse_overlapping(
             if other != key and _overlap(tensors[key], tensors[other]):
                 raise TraceError(
                     f"forward changes {titles[key]} in place, which shares memory with "
-                    f"{titles[other]}: a planned step would not see the change there; hand in or "
-                    "keep a clone of one of them"
+                    f"{titles[other]}: a planned step would not see the change there; clone one of "
+                    "them"
                 )
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Which of these tensors are on one storage, and where they begin there: (position of the first
-    of them, own position, offset in elements) of each that is not alone on its storage."""
+    """Which of these tensors share a storage: for each that does, (position of the first tensor on
+    it, own position, offset in elements)."""
     groups = _by_storage(dict(enumerate(tensors))).values()
     return tuple(
         (group[0], position, tensors[position].storage_offset())
@@ -61,14 +61,13 @@ def _storage_of(tensor: torch.Tensor | None) -> int | None:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of two on one storage: whether their first to last bytes overlap. Two that are interleaved
-    without a byte in common count as overlapping."""
+    """Whether the byte ranges of two tensors on one storage overlap; interleaved ones do."""
     (start, end), (other_start, other_end) = _span(one), _span(other)
     return start < other_end and other_start < end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From its first byte on the storage to the one after its last."""
+    """Its first byte on the storage, and the one after its last."""
     if not tensor.numel():
         return 0, 0
     start = int(tensor.storage_offset())

@@ -1,9 +1,8 @@
-"""Tensors that a module reads and that are neither its parameters, its buffers nor the batch.
+"""Tensors that a module reads and that are not parameters, buffers or part of the batch.
 
-A trace takes them for constants. That is right as long as they stay the same and need no gradient:
-one that needs a gradient is refused, for it would get none; of one in a plain attribute
-(`self.scale = torch.tensor(2.0)`) it is noted where it is held, so that another one in its place is
-noticed. Those in closures and globals are taken to stay.
+A trace treats them as constants. One that requires a gradient is refused, for it would get none.
+For one in a plain attribute (`self.scale = torch.tensor(2.0)`) its place is recorded, so that a
+replacement is noticed. Those in closures and globals are assumed not to change.
 """
 
 from __future__ import annotations
@@ -23,8 +22,12 @@ _NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
 
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """module: the path of the one that holds it. attribute: its name there. index: among the
-    tensors of the attribute, which may be a list, tuple or dict, or an object with attributes."""
+    """A tensor in a plain attribute of a module.
+
+    module: path of the module.
+    attribute: name of the attribute, which may be a list, tuple, dict or object with attributes.
+    index: among the tensors of the attribute.
+    """
 
     module: str
     attribute: str
@@ -39,13 +42,13 @@ class HeldTensor:
 
 
 class ReadTensors:
-    """The real tensors that came up in one trace."""
+    """The real tensors that were read in one trace."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, torch.Tensor] = {}
 
     def note(self, operator: object, args: Iterable[object]) -> None:
-        """Raises TraceError for one that needs a gradient here."""
+        """Record real tensors among the arguments; TraceError if one requires a gradient."""
         for item in pytree.arg_tree_leaves(*args):
             if not isinstance(item, torch.Tensor) or isinstance(item, FakeTensor):
                 continue
@@ -54,19 +57,19 @@ class ReadTensors:
                     continue
                 raise TraceError(
                     f"forward reads a tensor of shape {tuple(item.shape)} that requires a gradient "
-                    "and is no parameter of the module, so that no gradient would reach it: "
+                    "and is not a parameter of the module, so no gradient would reach it: "
                     "register it (nn.Parameter as an attribute, nn.ParameterList for a list), "
-                    "hand it in with the batch, or detach it"
+                    "pass it in with the batch, or detach it"
                 )
             self._by_storage[item.untyped_storage()._cdata] = item
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """One of each storage."""
+        """One per storage."""
         return tuple(self._by_storage.values())
 
     def held_by(self, model: nn.Module) -> tuple[HeldTensor, ...]:
-        """Those of them that stand in plain attributes of the model's modules."""
+        """Those in plain attributes of the model's modules."""
         return tuple(
             HeldTensor(path, attribute, index, tensor)
             for path, module in model.named_modules()
@@ -77,15 +80,15 @@ class ReadTensors:
         )
 
     def refuse_hidden(self, arguments: Iterable[object]) -> None:
-        """Raises TraceError where an argument is an object that hides tensors which were read."""
+        """Raise TraceError where an argument is an object that hides tensors which were read."""
         for argument in arguments:
             inside = getattr(argument, "__dict__", {})
             for tensor in nested.tensors(list(inside.values())):
                 if tensor.untyped_storage()._cdata in self._by_storage:
                     raise TraceError(
-                        f"an argument of type {type(argument).__name__} hides tensors, which would "
-                        "stay those of the first call: hand the tensors in by themselves, in a "
-                        "dict or in a dataclass"
+                        f"an argument of type {type(argument).__name__} hides tensors; every step "
+                        "would read those of the first call: pass the tensors directly, in a dict "
+                        "or in a dataclass"
                     )
 
 

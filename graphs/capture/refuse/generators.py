@@ -1,8 +1,8 @@
-"""Random generators of a model's own, of Python or NumPy, and their states.
+"""Random generators of Python and NumPy that a forward pass may use, and their states.
 
-torch's generators are seen operator by operator; these are Python objects that hand out numbers,
-which would be constants of the traced step. They are looked for where a forward pass finds them:
-in attributes of modules and of their classes, in containers there, in attributes of plain objects
+torch's generators are seen operator by operator. Numbers from these would be constants of a traced
+step. Besides the two global generators, they are searched for where a forward pass finds them: in
+attributes of modules and of their classes, in containers there, in attributes of plain objects
 there, and among the globals and closures that a forward names.
 """
 
@@ -17,10 +17,17 @@ from typing import Any
 
 from torch import nn
 
+_PYTHONS: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
+"""The generator behind the functions of the module `random`."""
+
 
 def generators_of(model: nn.Module) -> dict[str, Any]:
-    """The generators by what to call them: "the random.Random in 'mask.rng'"."""
+    """The generators by their name for messages: "the random.Random in 'mask.rng'"."""
     found: dict[int, tuple[str, Any]] = {}
+    found[id(_PYTHONS)] = ("Python's random", _PYTHONS)
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpys = numpy_random.mtrand._rand
+        found[id(numpys)] = ("numpy.random", numpys)
     for path, module in model.named_modules():
         for name, value in _named(module):
             for each in _inside(value):
@@ -32,14 +39,14 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of(generator: Any) -> Any:
-    """Its state, as a value that can be compared."""
+    """Its state, as a comparable value."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return pickle.dumps(_numpy_state(generator))
 
 
 def put_back(generator: Any, state: Any) -> None:
-    """Undo what was drawn since."""
+    """Restore a state."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "set_state"):
@@ -67,7 +74,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a forward pass of the module may name, PyTorch's own classes left out."""
+    """What a forward pass of the module may refer to; PyTorch's own classes are skipped."""
     own = [k for k in type(module).__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
     yield from vars(module).items()
     for kind in own:
@@ -82,12 +89,12 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(code.co_freevars, forward.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents
-            except ValueError:  # nothing was put there yet
+            except ValueError:  # the cell is still empty
                 continue
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """The value, what its containers hold, and the attributes of an object of neither kind."""
+    """The value, the items of its containers, and the attributes of a plain object."""
     seen: set[int] = set()
     stack = [value]
     while stack:

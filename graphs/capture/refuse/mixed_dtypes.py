@@ -1,7 +1,7 @@
-"""Operators whose kernels take one dtype only: a trace must raise where eager mode would.
+"""Operators whose kernels take one dtype only: a trace must fail where eager mode does.
 
-PyTorch's rules for tensors without numbers work out sizes and let most mixtures of dtypes pass, so
-that a float64 batch on float32 weights would be planned and fail in the first step.
+PyTorch's meta functions let most mixtures of dtypes pass, so a float64 batch on float32 weights
+would be planned and fail in the first step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def refuse_mixed_dtypes(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError for a call whose kernel would refuse its mixture of dtypes.
+    """Raise TypeError for a call whose kernel would reject its mixture of dtypes.
 
-    The norms take half-precision inputs with float32 weights and statistics.
+    Norms take half-precision inputs with float32 weights and statistics.
     """
     if operator not in _ALL_ALIKE and operator not in _NORMS:
         return

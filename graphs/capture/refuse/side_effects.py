@@ -1,18 +1,16 @@
-"""What a module does beside computing: a flat program would silently not do it, so it is refused.
+"""Side effects of a forward pass that a planned step would silently skip are refused.
 
-A planned step runs the operators that were traced. Hooks of submodules, attributes that the forward
-pass changes and buffers that it replaces are Python, not operators: they would run once, while
-tracing, on tensors without values. So would a change of the random state, and a number from Python
-or NumPy would be drawn once for all steps. Everything is put back as it was and the reason is said.
+A planned step runs the operators that were traced. Hooks of submodules, changed attributes and
+replaced buffers are Python, not operators: they would take effect once, while tracing, on tensors
+without values. So would a change of the random state; a number drawn from Python or NumPy would be
+the same in every step. Everything is restored, and the error names the side effect.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -33,15 +31,15 @@ _HOOKS = {
 
 
 class SideEffectError(ValueError):
-    """The forward pass does something that a planned step would not do; says what and where."""
+    """The forward pass has a side effect that a planned step would skip; says what and where."""
 
 
 def global_hooks() -> tuple[Any, ...]:
     """Hooks that run for every module of the process, by their code.
 
-    They are traced with the module: what one of them changes is in the program. A profiler may
-    register a new closure of the same code with every step. Those of a trace do not count, nor do
-    PyTorch's own (its FLOP counter's), which only look.
+    They are traced with the module: what they change is part of the program. They are compared by
+    code, since a profiler may register a new closure in every step. Hooks of a trace are left out,
+    and PyTorch's own (of its FLOP counter), which change nothing.
     """
     hooks = [h for of in _HOOKS for h in getattr(nn.modules.module, f"_global{of}").values()]
     functions = [getattr(h, "__func__", h) for h in hooks if not getattr(h, "is_of_trace", False)]
@@ -50,36 +48,35 @@ def global_hooks() -> tuple[Any, ...]:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Hooks of the model itself run around the planned step; those of its parts would not run."""
+    """Refuse hooks of submodules; those of the model itself run around the planned step."""
     for name, module in model.named_modules():
         for attribute, kind in _HOOKS.items():
             hooks = getattr(module, attribute).values()
             if module is not model and not all(map(is_capturing, hooks)):
                 raise SideEffectError(
                     f"submodule {name!r} has a {kind}, which a planned step would not run; "
-                    "remove it, put it on the model itself or on parameters, or write what it "
-                    "computes into forward (torch.nn.utils.parametrizations instead of the older "
-                    "weight_norm and spectral_norm)"
+                    "remove it, register it on the model itself or on parameters, or compute it in "
+                    "forward (torch.nn.utils.parametrizations instead of the older weight_norm and "
+                    "spectral_norm)"
                 )
 
 
 def refuse_parametrization_cache(model: nn.Module) -> None:
-    """Weights that calls share while the cache is on would be computed anew by a planned step."""
+    """Refuse `parametrize.cached()`: its weights are shared among calls."""
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
         raise SideEffectError(
-            "parametrize.cached() is on, under which several calls share the weights that the "
-            "first one computes; a planned step computes them once in each call: leave the cache "
-            "out, or turn it on inside of forward"
+            "parametrize.cached() is active: several calls share the weights that the first one "
+            "computes, but a planned step computes them in each call. Remove the cache, or "
+            "activate it inside of forward"
         )
 
 
 @contextlib.contextmanager
 def attributes_unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back plain attributes that change inside, and say which.
+    """Restore plain attributes that change inside, and raise SideEffectError naming the first.
 
-    Raises SideEffectError after restoring. Names that start anew (caches filled in the first
-    call) count as changes too: their values would be tensors without contents. So does what is
-    written into a list, dict, set or deque of an attribute.
+    New attributes (caches filled in the first call) are changes too: their values would be fake
+    tensors. So are changes to a list, dict, set or deque in an attribute.
     """
     before = {module: dict(vars(module)) for module in model.modules()}
     contents = list(_contents_of(model))
@@ -98,20 +95,24 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             if attribute in before[module]:
                 vars(module)[attribute] = before[module][attribute]
         changed += [(each.module, each.attribute) for each in contents if each.put_back()]
-    changed = [pair for pair in changed if pair[1] not in _RNN_BOOKKEEPING or not _is_rnn(pair[0])]
+    changed = [
+        (module, attribute)
+        for module, attribute in changed
+        if attribute not in _RNN_BOOKKEEPING or not isinstance(module, nn.RNNBase)
+    ]
     if changed:
         names = {module: name for name, module in model.named_modules()}
         module, attribute = changed[0]
         where = names.get(module) or type(module).__name__
         raise SideEffectError(
             f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
-            "not do; keep it in a buffer that is changed in place, or outside of forward"
+            "not do; keep it in a buffer that is updated in place, or outside of forward"
         )
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a container in an attribute of a module holds."""
+    """The items of a container in an attribute of a module."""
 
     module: nn.Module
     attribute: str
@@ -119,7 +120,7 @@ class _Contents:
     items: tuple[Any, ...]
 
     def put_back(self) -> bool:
-        """Whether it holds something else by now; then it holds the same again."""
+        """Restore the items; returns whether they had changed."""
         now = _items(self.container)
         if len(now) == len(self.items) and all(map(_same, self.items, now)):
             return False
@@ -149,25 +150,25 @@ def _items(container: Any) -> tuple[Any, ...]:
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers as they hang on the modules now, shared ones under each of their names."""
+    """The current buffers; shared ones under each of their names."""
     return dict(model.named_buffers(remove_duplicate=False))
 
 
 def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """`self.mean = 0.9 * self.mean + ...` puts another tensor in the buffer's place."""
+    """Refuse assignments such as `self.mean = 0.9 * self.mean + ...`."""
     for name, tensor in buffers_of(model).items():
         if before.get(name) is not tensor:
             raise SideEffectError(
-                f"forward puts another tensor in the place of buffer {name!r}; change it in place "
+                f"forward replaces buffer {name!r} by another tensor; update it in place "
                 f"(self.{name.rpartition('.')[2]}.copy_(...))"
             )
 
 
 @contextlib.contextmanager
 def random_states_untouched(model: nn.Module) -> Iterator[None]:
-    """Refuse what changes torch's random state from Python, and numbers that are not torch's."""
-    own = generators_of(model)
-    states = _states_elsewhere() | {name: state_of(each) for name, each in own.items()}
+    """Refuse calls that set torch's random state, and random numbers that are not torch's."""
+    generators = generators_of(model)
+    before = {name: state_of(each) for name, each in generators.items()}
     places = [(m, name) for m in (torch, torch.random) for name in _SEEDING if hasattr(m, name)]
     try:
         with contextlib.ExitStack() as stack:
@@ -175,16 +176,13 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, name, _refuse_seeding))
             yield
     finally:
-        after = _states_elsewhere() | {name: state_of(each) for name, each in own.items()}
-        drawn = [name for name, state in states.items() if state != after[name]]
-        _put_back(states)
-        for name, each in own.items():
-            if name in drawn:
-                put_back(each, states[name])
+        drawn = [name for name, each in generators.items() if state_of(each) != before[name]]
+        for name in drawn:
+            put_back(generators[name], before[name])
     if drawn:
         raise SideEffectError(
-            f"forward draws numbers with {drawn[0]}, which a planned step would do once for all "
-            "steps; draw them with torch, or hand them in with the batch"
+            f"forward draws numbers with {drawn[0]}; a planned step would use those of the first "
+            "call in every step. Draw them with torch, or pass them in with the batch"
         )
 
 
@@ -198,31 +196,11 @@ def _refuse_seeding(*_args: object, **_kwargs: object) -> None:
     )
 
 
-def _states_elsewhere() -> dict[str, Any]:
-    """The random states of Python and, where it is loaded, of NumPy, as plain values."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        kind, key, *rest = numpy_random.get_state()
-        states["numpy.random"] = (kind, key.tolist(), *rest)
-    return states
-
-
-def _put_back(states: Mapping[str, Any]) -> None:
-    random.setstate(states["Python's random"])
-    if "numpy.random" in states:
-        sys.modules["numpy.random"].set_state(states["numpy.random"])
-
-
 TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes of every module: its tensors, submodules and hooks."""
 _MISSING = object()
 _RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
-"""nn.LSTM and its kin list their weights beside the parameters, anew whenever one is set."""
-
-
-def _is_rnn(module: nn.Module) -> bool:
-    return isinstance(module, nn.RNNBase)
+"""nn.LSTM, nn.GRU and nn.RNN list their weights here, and rebuild the list whenever one is set."""
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -1,10 +1,10 @@
 """The hooks with which transformers collects hidden states and attentions.
 
-A model that returns `hidden_states` puts a forward hook on its layers when it is first called, and
-a mark on itself that it has done so. These hooks hand tensors on within one forward pass and leave
-nothing behind, so that a traced step holds all that they do: unlike other hooks of submodules they
-need not be refused. After a trace neither the hooks nor the mark must stay: one without the other
-would collect nothing, or everything twice.
+A model that returns `hidden_states` registers forward hooks on its layers in its first call, and
+marks itself as having done so. These hooks pass tensors on within one forward pass and have no
+other effect, so a trace records all that they do: unlike other hooks of submodules they need not be
+refused. After a trace both the hooks and the mark must be removed: one without the other would
+collect nothing, or everything twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_capturing(hook: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def capturing_hooks_as_before(model: nn.Module) -> Iterator[None]:
-    """Take off what was put on inside."""
+    """Remove such hooks and marks that were added inside."""
     before = {module: set(module._forward_hooks) for module in model.modules()}
     marked = {module for module in before if _MARK in vars(module)}
     try:

@@ -187,7 +187,7 @@ def test_a_selection_whose_size_is_known_has_a_gradient() -> None:
 
 def test_a_number_that_the_step_computes_is_refused_in_the_users_words() -> None:
     model = Looking(lambda _module, hidden, _mask: hidden if hidden.sum() > 0 else -hidden)
-    with pytest.raises(TraceError, match=r"line \d+\): forward looks at numbers.*torch\.where"):
+    with pytest.raises(TraceError, match=r"line \d+\): forward reads values.*torch\.where"):
         trace(model, batch_of(8))
 
 

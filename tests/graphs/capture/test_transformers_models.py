@@ -39,7 +39,7 @@ def test_a_loss_function_that_picks_the_loss_makes_the_same_plan() -> None:
     plain = trace(model, batch())
     picked = trace(model, batch(), loss=lambda output, _: output.loss)
     assert picked.graph_id == plain.graph_id
-    assert picked.meta["environment"] == plain.meta["environment"]
+    assert picked.meta.environment == plain.meta.environment
 
 
 def test_a_plan_runs_with_the_same_bits() -> None:

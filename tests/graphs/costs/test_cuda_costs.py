@@ -128,7 +128,7 @@ def test_a_spoilt_file_of_costs_is_told_and_no_more(cards, caplog):
     path.parent.mkdir(parents=True)
     path.write_text("{}")
     assert isinstance(default_costs.measured(torch.device("cuda")), Measured)
-    assert "no file of measured costs" in caplog.text
+    assert "not a file of measured costs" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_no_more(tmp_path, monkeypatch, caplog):

@@ -342,7 +342,7 @@ def test_an_optimizer_of_another_model_is_refused_and_one_of_more_is_told() -> N
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     call = {"loss": lambda output, _: output.mean()}
     with pytest.raises(
-        TraceError, match=r"Adam trains none of this Linear's parameters: the 2 .* Adam\(model\."
+        TraceError, match=r"Adam has none of this Linear's parameters; its 2 .* Adam\(model\."
     ):
         trace(model, torch.ones(2, 4), optimizer=torch.optim.Adam(other.parameters()), **call)
     both = torch.optim.Adam([*model.parameters(), *other.parameters()])
