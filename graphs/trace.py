@@ -2,10 +2,10 @@
 
     graph = trace(model, batch, optimizer=optimizer)
 
-The step is: forward, loss, backward, optimizer. `graphs.capture.joint_graph` records it on fake
-tensors, `graphs.capture.extraction` folds views away, `graphs.costs.models` says what each operator
-costs, and here the rest of the step is put around it: a loss that the caller computes,
-accumulation, the optimizer.
+The step is forward, loss, backward, optimizer. `graphs.capture.joint_graph` records the module on
+fake tensors, `graphs.capture.extraction` folds views away, `graphs.costs.models` gives the cost of
+each operator, and this module adds the rest of the step: a loss that the caller computes, gradient
+accumulation, FSDP2, the optimizer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GRADIENTS = ("fresh", "accumulate")
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """The captured program beside its graph: what `apply` needs to run a schedule of it."""
+    """The captured program and its graph: what `apply` needs to run a schedule."""
 
     captured: Capture
     layout: Layout
@@ -69,27 +69,26 @@ def trace(
     costs: CostModel | None = None,
     fsdp: int | Sharding | None = None,
 ) -> Graph:
-    """Trace one training step into a cost/memory Graph; nothing is allocated or changed.
+    """Trace one training step into a cost/memory Graph; no tensor is allocated or changed.
 
-    model: real, fake or on the meta device. The ambient autocast and its train/eval state are
-        those of the step.
+    model: real, fake or on the meta device. The step uses the ambient autocast and the model's
+        train or eval mode.
     batch: a tensor is called as model(x), a tuple as model(*x), a dict as model(**x).
     loss: None: the model returns the loss (a scalar, `.loss`, or the only scalar of a tuple).
         A function of (output, batch): the caller computes the loss; its operators are counted
-        (phase "outside"), and no schedule touches them. If it only picks what the model has
-        computed (`output.loss`), the loss is the model's.
-    inputs: a function of the batch: what of it the model is called with (`lambda batch: batch[0]`;
-        the rest, the targets, is for the loss). None: the model is called with all of it.
+        (phase "outside") but never rescheduled. If it only selects what the model has computed
+        (`output.loss`), the loss is the model's.
+    inputs: a function that selects the part of the batch that the model is called with (`lambda
+        batch: batch[0]`, where the rest is for the loss). None: all of it.
     optimizer: its state and the memory of its step are counted; None: no optimizer.
-    gradients: "fresh": set to None before the step; "accumulate": there from the start.
-    device: where the tensors of the graph stand (default: where the model's are; meta means CPU).
-    costs: seconds and workspace of each operator (default: measured on a CUDA device, on the CPU
-        the roofline of a generic one).
-    fsdp: the step as one rank of FSDP2 sees it (`graphs.fsdp.transform`): a number of ranks, each
-        block of the model being a group by itself, or a Sharding. `batch` is that of one rank.
+    gradients: "fresh": None before the step; "accumulate": allocated before the step.
+    device: of the graph's tensors (default: the model's; meta means CPU).
+    costs: seconds and workspace of each operator (default: measured on a CUDA device, the roofline
+        of a generic CPU otherwise).
+    fsdp: the step as one rank of FSDP2 runs it (`graphs.fsdp.transform`): a number of ranks, with
+        each block of the model as a group, or a Sharding. `batch` is that of one rank.
 
-    Raises TraceError, saying what cannot be traced and why; ShardingError for groups that cannot
-    be.
+    Raises TraceError, saying what cannot be traced and why; ShardingError for illegal groups.
     """
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
@@ -101,23 +100,28 @@ def trace(
     if costs is None:
         costs = default_costs(target)
     outside: OutsideLoss | None = None
-    choose: Callable[[Any], tuple[int, ...]] = loss_index
+    chosen: tuple[int, ...] = ()
     if loss is not None:
-        stand_ins = MetaOutputs(model, call, device=target)
-        picked = stand_ins.returned_by(loss, batch)
+        outputs = MetaOutputs(model, call, device=target)
+        picked = outputs.returned_by(loss, batch)
         if picked is None:
-            outside = OutsideLoss(loss, batch, stand_ins, call, device=target, choose=loss_index)
-            choose = _always(outside.gradient_outputs())
+            outside = OutsideLoss(loss, batch, outputs, call, device=target, choose=loss_index)
+            chosen = outside.gradient_outputs()
         else:
-            choose = _always((picked,))
+            chosen = (picked,)
     checkpoints_itself = threading.Event()
     with at_each_checkpoint(checkpoints_itself.set):
         step = trace_module(
-            model, call, device=target, choose=choose, gradients=gradients, costs=costs
+            model,
+            call,
+            device=target,
+            choose=loss_index if loss is None else lambda _output: chosen,
+            gradients=gradients,
+            costs=costs,
         )
     graph = step.graph
     if outside is not None:
-        loss_layout = extract(outside.captured, cost=_Asked(costs))
+        loss_layout = extract(outside.captured, cost=_NodeCosts(costs))
         graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
     n_ranks = 1
     if fsdp is not None:
@@ -139,7 +143,7 @@ def trace(
 
 
 def _refuse_replaced(model: nn.Module) -> None:
-    """Modules whose forward pass is no longer what their code says."""
+    """Raise TraceError for modules whose forward has been replaced, compiled or planned."""
     from torch._dynamo import OptimizedModule  # takes a second to import
 
     name = type(model).__name__
@@ -147,8 +151,8 @@ def _refuse_replaced(model: nn.Module) -> None:
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             part = f"its submodule {path} is" if path else "the module is"
             raise TraceError(
-                f"{name} cannot be traced: {part} compiled by torch.compile; give the module that "
-                "was compiled (model._orig_mod)"
+                f"{name} cannot be traced: {part} compiled by torch.compile; pass the original "
+                "module (model._orig_mod)"
             )
     refuse_plans(model)
 
@@ -156,9 +160,9 @@ def _refuse_replaced(model: nn.Module) -> None:
 def refuse_plans(model: nn.Module, *, also_its_own: bool = True) -> None:
     """Raise TraceError where something planned replaces a forward pass that would be traced.
 
-    A replaced `forward` says so by a method `why_not_traced(title)` that returns the reason.
+    Such a replacement has a method `why_not_traced(title)` that returns the reason.
 
-    also_its_own: False for whoever traces the module from within its own plan.
+    also_its_own: False where the module's own plan traces it.
     """
     for path, module in model.named_modules():
         why_not = getattr(module.__dict__.get("forward"), "why_not_traced", None)
@@ -177,15 +181,15 @@ def trace_module(
     gradients: str,
     costs: CostModel | None,
 ) -> CapturedStep:
-    """Trace the module alone: no loss outside of it, no optimizer. `costs=None`: all zero."""
+    """Trace the module alone, without outside loss and optimizer. `costs=None`: all zero."""
     if device is not None:
         refuse_other(device)
     captured = capture(model, call, device=device, choose=choose)
-    cost = _Asked(costs)
+    cost = _NodeCosts(costs)
     layout = extract(captured, cost=cost)
-    tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
-    for source_node, source in captured.sources.items():
-        tensors_of.setdefault(source.kind, {})[source.name] = source_node.name
+    tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}}
+    for placeholder, source in captured.sources.items():
+        tensors_of.setdefault(source.kind, {})[source.name] = placeholder.name
     graph = Graph(
         nodes=tuple(layout.nodes),
         tensors=tuple(layout.tensors),
@@ -206,7 +210,7 @@ def trace_module(
             costs=cost.description,
             environment={
                 **environment_of(call, model, device=device),
-                "device": _kind_of(device),
+                "device": "cpu" if device is None else device.type,
                 "gradients": gradients,
                 "gradient_outputs": list(captured.gradient_outputs),
             },
@@ -219,7 +223,7 @@ def trace_module(
 
 
 def parameter_forms(model: nn.Module) -> dict[str, str]:
-    """What people call each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
+    """Dtype and shape of each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
     return {
         name: _form(parameter) + ("" if parameter.requires_grad else ", frozen")
         for name, parameter in model.named_parameters()
@@ -229,9 +233,8 @@ def parameter_forms(model: nn.Module) -> dict[str, str]:
 def _parameter_layout(
     model: nn.Module, captured: Capture, layout: Layout
 ) -> dict[str, dict[str, Any]]:
-    """What a step that is shared out over several devices is made of: of each parameter its shape,
-    the bytes of an element, its tensor in the graph, and that of its gradient (None: it has none).
-    """
+    """What sharding needs to know of each parameter: shape, bytes of an element, its tensor in the
+    graph, and that of its gradient (None: it has none)."""
     parameters = dict(model.named_parameters())
     return {
         source.name: {
@@ -246,12 +249,12 @@ def _parameter_layout(
 
 
 def buffer_forms(model: nn.Module) -> dict[str, str]:
-    """The same of each buffer."""
+    """Dtype and shape of each buffer."""
     return {name: _form(buffer) for name, buffer in model.named_buffers()}
 
 
 def input_forms(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The same of each tensor of a call, with what is unlike a usual batch."""
+    """Dtype and shape of each tensor of a call, with unusual strides and requires_grad."""
     forms = []
     for tensor in tensors:
         words = [_form(tensor)]
@@ -278,12 +281,8 @@ def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:
     return sizes
 
 
-def _always(chosen: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
-    return lambda _output: chosen
-
-
-class _Asked:
-    """What each node costs; adds up what the roofline says beside what was measured."""
+class _NodeCosts:
+    """The cost of each fx node; sums the roofline's times along with the measured ones."""
 
     def __init__(self, costs: CostModel | None) -> None:
         self._costs = costs
@@ -302,7 +301,7 @@ class _Asked:
 
     @property
     def description(self) -> dict[str, Any]:
-        """measured_s, roofline_s: of all the operators, one run each; where they are measured."""
+        """The cost model's, with the sums over all operators where they were measured."""
         if self._costs is None:
             return {}
         described = dict(self._costs.description)
@@ -312,27 +311,23 @@ class _Asked:
 
 
 def loss_index(output: Any) -> tuple[int, ...]:
-    """The model returns the loss: which of its flat outputs is it."""
+    """The index of the loss among the flat outputs of a model that returns it."""
     loss = find_loss(output)
     flat = nested.leaves(output)
     return (next(index for index, item in enumerate(flat) if item is loss),)
 
 
-def _kind_of(device: torch.device | None) -> str:
-    return "cpu" if device is None else device.type
-
-
 def refuse_other(device: torch.device) -> None:
-    """Raise TraceError for a device whose steps nobody can plan."""
+    """Raise TraceError for a device other than cpu, cuda and meta."""
     if device.type not in ("cpu", "cuda", "meta"):
         raise TraceError(
-            f"the step is on {device}; steps are planned for cpu and cuda alone, where the peak "
-            "can be measured and random numbers be drawn again"
+            f"the step is on {device}; steps are planned for cpu and cuda only, where the peak "
+            "can be measured and random numbers replayed"
         )
 
 
 def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> torch.device:
-    """One device for the whole step; meta tensors are planned as if they were on the CPU."""
+    """The device of the step; meta tensors are planned as CPU tensors."""
     if device is not None:
         target = torch.device(device)
     else:
@@ -342,15 +337,15 @@ def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> 
         if len(kinds) > 1:
             names = ", ".join(sorted(map(str, kinds)))
             raise TraceError(
-                f"model and batch are on several devices ({names}); "
-                "a plan is for one device: move them together"
+                f"model and batch are on several devices ({names}); move them to one: a plan is "
+                "for one device"
             )
         target = kinds.pop()
     if target.type == "meta":
         target = torch.device("cpu")
     refuse_other(target)
     if target.type == "cuda" and not torch.cuda.is_available():
-        # Fake CUDA tensors abort a CPU-only build's process beyond any `except`.
+        # fake CUDA tensors abort the process of a CPU-only build; no `except` catches it
         raise TraceError(
             "a graph for CUDA can only be traced where CUDA is available; trace on the CPU and "
             "plan with the named device's rates"

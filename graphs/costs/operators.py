@@ -157,41 +157,32 @@ def _grouped_mm(one: Shape, other: Shape, *_: Any, out_shape: Shape = (), **__: 
     return 2 * math.prod(out_shape) * one[-1]
 
 
-_FORMULAS: tuple[tuple[Callable[..., int], tuple[str, ...]], ...] = (
-    (
-        _attention,
-        (
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-            "_scaled_dot_product_attention_math_for_mps",
-        ),
-    ),
-    (
-        _attention_backward,
-        (
-            "_scaled_dot_product_flash_attention_backward",
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
-            "_scaled_dot_product_efficient_attention_backward",
-            "_scaled_dot_product_cudnn_attention_backward",
-            "_scaled_dot_product_fused_attention_overrideable_backward",
-        ),
-    ),
-    (_rnn, ("_cudnn_rnn",)),
-    (_twice(_rnn), ("_cudnn_rnn_backward",)),
-    (_mkldnn_rnn, ("mkldnn_rnn_layer",)),
-    (_twice(_mkldnn_rnn), ("mkldnn_rnn_layer_backward",)),
-    (_grouped_mm, ("_grouped_mm",)),
-    (_addbmm, ("addbmm",)),
-    (_trilinear, ("_trilinear",)),
-)
+_FORMULAS: Mapping[Callable[..., int], str] = {
+    _attention: """
+        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+        _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps
+    """,
+    _attention_backward: """
+        _scaled_dot_product_flash_attention_backward
+        _scaled_dot_product_flash_attention_for_cpu_backward
+        _scaled_dot_product_efficient_attention_backward
+        _scaled_dot_product_cudnn_attention_backward
+        _scaled_dot_product_fused_attention_overrideable_backward
+    """,
+    _rnn: "_cudnn_rnn",
+    _twice(_rnn): "_cudnn_rnn_backward",
+    _mkldnn_rnn: "mkldnn_rnn_layer",
+    _twice(_mkldnn_rnn): "mkldnn_rnn_layer_backward",
+    _grouped_mm: "_grouped_mm",
+    _addbmm: "addbmm",
+    _trilinear: "_trilinear",
+}
 
 FLOPS: Mapping[Any, Callable[..., int]] = {
     getattr(aten, name): formula
-    for formula, names in _FORMULAS
-    for name in names
+    for formula, names in _FORMULAS.items()
+    for name in names.split()
     if hasattr(aten, name)
 }
 """Formulas of shapes that torch's registry lacks; also a `custom_mapping` for FlopCounterMode.
@@ -218,26 +209,18 @@ def flops_of(call: OpCall) -> int:
 _READS_ROWS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 """They read as many bytes of their first input as they write, not all of it."""
 
+_SHAPE_ONLY = """
+    zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full fill_ zero_
+    copy_ _foreach_copy_ _foreach_zero_
+"""
 _NOT_READ: Mapping[Any, tuple[int, ...]] = {
-    aten.nll_loss_forward: (0,),  # one number per target
+    aten.nll_loss_forward: (0,),  # one element per target
     aten.nll_loss2d_forward: (0,),
     aten.nll_loss_backward: (1,),
     aten.nll_loss2d_backward: (1,),
     aten.max_pool2d_with_indices_backward: (1,),
     aten.avg_pool2d_backward: (1,),
-    aten.zeros_like: (0,),
-    aten.ones_like: (0,),
-    aten.full_like: (0,),
-    aten.rand_like: (0,),
-    aten.randn_like: (0,),
-    aten.new_zeros: (0,),
-    aten.new_ones: (0,),
-    aten.new_full: (0,),
-    aten.fill_: (0,),
-    aten.zero_: (0,),
-    aten.copy_: (0,),
-    aten._foreach_copy_: (0,),
-    aten._foreach_zero_: (0,),
+    **{getattr(aten, name): (0,) for name in _SHAPE_ONLY.split()},
 }
 """Positions of inputs of which only the shape, or a few elements, are read."""
 

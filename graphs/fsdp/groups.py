@@ -1,4 +1,4 @@
-"""Which parameters FSDP2 gathers together, and when the modules of each group run in a step."""
+"""The groups of parameters that FSDP2 gathers together, and when each group runs in a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from graphs.fsdp.spec import ShardingError, shard_rows
 from graphs.graph import Graph, Node, is_under
 
 ROOT = ""
-"""The path of the model itself: the group of all parameters that no other group has."""
+"""The path of the model itself: the group of the parameters that are in no other group."""
 
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """shard_bytes: of each rank, padding included. gradient: the tensor that holds its whole
-    gradient, if it has one. is_even: whether its rows are a multiple of the number of ranks."""
+    """A parameter and its shards.
+
+    shard_bytes: of each rank, padding included.
+    gradient: the tensor that holds its whole gradient, if it has one.
+    is_even: whether its rows are a multiple of the number of ranks.
+    """
 
     path: str
     tensor: str
@@ -29,9 +33,9 @@ class ShardedParameter:
 class Group:
     """The parameters that are gathered together; shard_bytes and reduced_bytes are of one rank.
 
-    first, last: positions of its first and last forward node, and begins, ends: of its later ones
-    (None: the backward pass does not come there). late: whether its gradients are reduced at the
-    end of the backward pass.
+    first, last: positions of its first and last forward node.
+    begins, ends: positions of its first and last later node (None: it has no backward).
+    late: whether its gradients are reduced at the end of the backward pass.
     """
 
     path: str
@@ -54,15 +58,13 @@ class Group:
 def read_parameters(graph: Graph, n_ranks: int) -> list[ShardedParameter]:
     layout = graph.meta.parameter_layout
     if not layout:
-        raise ShardingError(
-            "the graph does not say which parameters it has, of which shapes; trace the model again"
-        )
+        raise ShardingError("the graph has no parameter_layout in its meta; trace the model again")
     found = []
     for path, entry in layout.items():
         shape = tuple(entry["shape"])
         if not shape:
             raise ShardingError(
-                f"parameter {path!r} is a scalar, which FSDP2 does not take; give it the shape [1]"
+                f"parameter {path!r} is a scalar, which FSDP2 does not shard; give it the shape [1]"
             )
         n_elements = shard_rows(shape[0], n_ranks) * math.prod(shape[1:])
         found.append(
@@ -78,7 +80,7 @@ def read_parameters(graph: Graph, n_ranks: int) -> list[ShardedParameter]:
 
 
 class _Finder:
-    """Finds out when each group's modules run, forward and backward."""
+    """Finds when each group's modules run, forward and backward."""
 
     def __init__(self, graph: Graph, parameters: Sequence[ShardedParameter], paths: Sequence[str]):
         self._graph = graph
@@ -94,12 +96,12 @@ class _Finder:
         self._with_gradient = self._requiring_gradient(parameters)
 
     def found(self) -> list[Group]:
-        """In the given order, the root first; only those that have parameters and run."""
+        """In the given order, the root first; only groups that have parameters and run."""
         groups = [self._group(path) for path in self._paths if self._owned[path]]
         return [group for group in groups if group is not None]
 
     def _requiring_gradient(self, parameters: Sequence[ShardedParameter]) -> set[str]:
-        """Trained parameters, and what the forward pass makes of them."""
+        """Trained parameters, and the forward tensors that depend on them."""
         found = {p.tensor for p in parameters if p.gradient is not None}
         for node in self._forward:
             if not found.isdisjoint(node.inputs):
@@ -141,8 +143,8 @@ class _Finder:
         in_pieces = inside[-1] - inside[0] + 1 != len(inside)
         if in_pieces or min(map(len, filter(None, readers.values())), default=1) > 1:
             raise ShardingError(
-                f"module {path!r} runs several times in a step, which is not planned for a group "
-                "of FSDP2; leave it out of the groups, so that it belongs to the model's own"
+                f"module {path!r} runs several times in a step, which is not supported for a group "
+                "of FSDP2; leave it out of the groups, so that it belongs to the root group"
             )
         for parameter in self._owned[path]:
             for node in readers[parameter.tensor]:
@@ -150,7 +152,7 @@ class _Finder:
                     raise ShardingError(
                         f"parameter {parameter.path!r} of group {path!r} is read by {node.name!r} "
                         f"in module {node.module!r}, where FSDP2 has only shards of it; leave "
-                        f"{path!r} out of the groups, so that it belongs to the model's own"
+                        f"{path!r} out of the groups, so that it belongs to the root group"
                     )
 
     def _later_positions(self, path: str) -> list[int]:
@@ -166,7 +168,7 @@ class _Finder:
         ]
 
     def _after_sums(self, later: Sequence[int]) -> int:
-        """Autograd adds up the gradients of a group's inputs before it leaves the group."""
+        """Autograd sums the gradients of a group's inputs before it leaves the group."""
         made = {name for i in later for name in self._later[i].outputs}
         end = later[-1]
         while end + 1 < len(self._later):

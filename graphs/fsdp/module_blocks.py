@@ -1,4 +1,4 @@
-"""Which parts of a model are its blocks: the members of its outermost lists and sequences."""
+"""The blocks of a model: the members of its outermost module lists and sequences."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Containers: their members are called, they are not."""
-    from torch import nn  # here: planning for ranks needs no torch
+    """Whether only the members of the module are called, not the module itself."""
+    from torch import nn  # here: this package is importable without torch
 
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
@@ -33,7 +33,7 @@ def listed_blocks(model: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def called_children(model: nn.Module, path: str = "") -> Iterator[str]:
-    """The nearest modules inside whose forward is called."""
+    """The nearest submodules whose forward is called."""
     for name, child in model.get_submodule(path).named_children():
         inside = f"{path}.{name}" if path else name
         if is_container(child):
@@ -43,11 +43,11 @@ def called_children(model: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def default_groups(model: nn.Module) -> tuple[str, ...]:
-    """The modules that FSDP2 is usually applied to by themselves, before the model itself: its
-    blocks, or its children where it has none.
+    """The modules that FSDP2 is usually applied to before the model itself: its blocks, or its
+    children if it has none.
 
-    Left out are those without parameters, and those that share one with other parts of the model:
-    FSDP2 takes a parameter into one group only.
+    Modules without parameters are left out, and those that share a parameter with other parts of
+    the model: FSDP2 assigns a parameter to one group only.
     """
     paths = list(listed_blocks(model)) or list(called_children(model))
     shared = [places for places in _places(model) if len(places) > 1]
@@ -66,24 +66,24 @@ def groups_of(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in sharding.groups:
         if path not in modules:
-            raise ShardingError(f"groups names {path!r}, which is no module of the model")
+            raise ShardingError(f"groups names {path!r}, which is not a module of the model")
         if is_container(modules[path]):
             raise ShardingError(
                 f"groups names {path!r}, a {type(modules[path]).__name__} that is never called, so "
-                "FSDP2 would not gather its parameters; name its members"
+                "FSDP2 would not gather its parameters; name its members instead"
             )
         for places in _places(model):
             if len({_is_in(place, path) for place in places}) > 1:
                 raise ShardingError(
                     f"group {path!r} shares a parameter with other modules "
-                    f"({', '.join(sorted(places))}), and FSDP2 takes a parameter into one group "
-                    "only; leave the group out, so that it belongs to the model's own"
+                    f"({', '.join(sorted(places))}), and FSDP2 assigns a parameter to one group "
+                    "only; leave the group out, so that it belongs to the root group"
                 )
     return tuple(path for path in modules if path and path in sharding.groups)
 
 
 def _places(model: nn.Module) -> list[list[str]]:
-    """Of each parameter, all the names that it has."""
+    """All names of each parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

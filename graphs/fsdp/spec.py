@@ -1,4 +1,4 @@
-"""How a step is shared out over ranks by FSDP2, and what a graph or a plan says of that."""
+"""How FSDP2 shards a step, and the sharding that a graph or a plan was made for."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 class ShardingError(ValueError):
-    """The step cannot be sharded so; says what stands in the way."""
+    """The step cannot be sharded this way; says why."""
 
 
 @dataclass(frozen=True)
 class Sharding:
     """How FSDP2 is applied.
 
-    n_ranks: over how many devices. groups: paths of the modules that `fully_shard` is called on by
-        themselves, in the model's order, before the model itself; None: the model's blocks
-        (`graphs.fsdp.module_blocks.default_groups`).
+    n_ranks: number of devices.
+    groups: paths of the modules that `fully_shard` is called on, in the model's order, before the
+        model itself; None: the model's blocks (`graphs.fsdp.module_blocks.default_groups`).
     """
 
     n_ranks: int
@@ -33,7 +33,7 @@ class Sharding:
 
 
 def shard_rows(n_rows: int, n_ranks: int) -> int:
-    """Rows of the largest shard: FSDP2 pads every rank's to it."""
+    """Rows of the largest shard, to which FSDP2 pads the others."""
     return -(-n_rows // n_ranks)
 
 

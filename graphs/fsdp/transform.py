@@ -1,35 +1,34 @@
-"""A training step as one rank of FSDP2 (`torch.distributed.fsdp.fully_shard`) sees it.
+"""A training step as one rank of FSDP2 (`torch.distributed.fsdp.fully_shard`) runs it.
 
-FSDP2 cuts each parameter along its first dimension into equal shards, one for each rank, and
-gathers the parameters of a group of modules while they are needed. `sharded` writes that into a
-traced step: parameters become shards, and nodes are put in that gather, drop and reduce, in the
-order in which the hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) do it with their
-default settings:
+FSDP2 splits each parameter along its first dimension into equal shards, one per rank, and gathers
+the parameters of a group of modules while they are needed. `sharded` adds that to a traced step:
+parameters become shards, and nodes are inserted that gather, free and reduce, in the order of the
+hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) with their default settings:
 
-- *Forward.* Before a group's first operator its shards are gathered into one buffer, and copied
-  from there into whole parameters. These are dropped after its last operator; the buffer stays
-  until the next group has gathered its own, that of the last group to the end of the forward pass.
+- *Forward.* Before a group's first operator its shards are all-gathered into one buffer, and copied
+  from there into whole parameters, which are freed after its last operator. The buffer is freed
+  when the next group has gathered its own, that of the last group at the end of the forward pass.
   The root keeps its whole parameters to the end of the backward pass.
-- *Backward.* When the gradient of a group's output comes, its parameters are gathered again, unless
-  that has begun: each group, when it starts, gathers the one that ran before it into a buffer, to
-  be copied out when that one starts.
-- *After a group's backward* its whole parameters are dropped, its gradients copied into one buffer
-  and dropped, and reduced to a shard of them. That buffer stays until the next group reduces. A
-  group none of whose inputs takes a gradient does this at the end of the backward pass, as the root
+- *Backward.* When the gradient of a group's output arrives, its parameters are gathered again,
+  unless they have been prefetched: each group, when it starts, gathers the group that ran before it
+  into a buffer, which is copied out when that group starts.
+- *After a group's backward* its whole parameters are freed, its gradients copied into one buffer
+  and freed, and reduce-scattered to a shard. That buffer is freed when the next group reduces. A
+  group none of whose inputs gets a gradient does this at the end of the backward pass, as the root
   does.
-- What runs again in the backward pass, for a checkpoint inside of a group, finds the whole
-  parameters there. A checkpoint around a whole group would call the group's hooks again; the nodes
-  put in are not recomputable, so such a region is refused (`solver.module_checkpointing.regions`).
+- Recomputation of a checkpoint inside of a group finds the whole parameters. A checkpoint around a
+  whole group would call the group's hooks again; the inserted nodes are not recomputable, so such a
+  region is refused (`solver.module_checkpointing.regions`).
 
-A schedule of single operators may run an operator again outside of its group's backward, which
-FSDP2 cannot; then the whole parameters that it would need are not counted. What
-`scheduler_runtime.export` puts into a model runs again inside alone.
+A schedule of single operators may recompute an operator outside of its group's backward, which
+FSDP2 cannot do; the whole parameters that it would need are then not counted. Exported plans
+(`to_torch_checkpoint`) recompute only inside of groups.
 
-Communication takes no time here: overlapped it takes little, and how little depends on the network.
+Communication takes no time here: most of it is overlapped, and the rest depends on the network.
 Not modelled: MixedPrecisionPolicy and CPU offload, reshard_after_forward other than the default,
 groups of several modules, `set_requires_gradient_sync(False)`, shard placements other than dim 0,
-and what NCCL takes by itself, beside torch's allocator. What gloo allocates on the CPU is counted:
-a copy of what it gathers, and one of what it reduces.
+and memory that NCCL allocates outside of torch's allocator. What gloo allocates on the CPU is
+counted: a copy of what it gathers, and one of what it reduces.
 """
 
 from __future__ import annotations
@@ -44,24 +43,24 @@ from graphs.fsdp.spec import Sharding, ShardingError, sharding_of, sharding_word
 from graphs.graph import Graph, Node, Phase, Tensor
 
 GLOO_SCALARS_BYTES = 12
-"""gloo divides a sum by the number of ranks, which it makes a tensor of, in two types."""
+"""gloo divides a sum by the number of ranks, a tensor that it allocates in two dtypes."""
 
 
 def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str], on_cpu: bool = False) -> Graph:
-    """The step as one rank sees it; `graph` is as `graphs.trace` made it, without an optimizer.
+    """The step as one rank runs it; `graph` is a traced step without an optimizer.
 
-    groups: paths of modules, in the model's order; the root is added. Those that have no
-        parameters of their own, or do not run, change nothing.
-    on_cpu: the step runs on the CPU, where gloo talks, and FSDP2 pads rows in a copy.
+    groups: paths of modules, in the model's order; the root is added. Those without parameters of
+        their own, and those that do not run, have no effect.
+    on_cpu: the step runs on the CPU, where gloo communicates and FSDP2 pads rows in a copy.
 
-    Raises ShardingError: a group that runs several times or not in one piece, a parameter that is
-    read outside of its group, a graph without the figures of its parameters.
+    Raises ShardingError for a group that runs several times or not in one piece, a parameter that
+    is read outside of its group, and a graph without `parameter_layout`.
 
     Cost: linear in the graph, times the number of groups.
     """
     if any(node.phase == "optimizer" for node in graph.nodes):
         raise ShardingError(
-            "the graph has an optimizer's step: shard first, then add the optimizer"
+            "the graph includes an optimizer step: shard first, then add the optimizer"
         )
     if sharding_of(graph.meta.environment) is not None:
         raise ShardingError(
@@ -73,11 +72,13 @@ def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str], on_cpu: bool =
 
 @dataclass
 class _Transform:
-    """Walks through the step as FSDP2's hooks do, and writes down what they allocate.
+    """Goes through the step as FSDP2's hooks do, and inserts nodes for what they allocate.
 
-    _flat: group -> the buffer that it was gathered into, not copied out yet. _whole: group -> its
-    whole parameters. _gathered: the last buffer of the forward pass. _reduced: the last buffer that
-    gradients were copied into. _order: the groups in the order in which their forward ended.
+    _flat: group -> the buffer that it was gathered into and not yet copied out of.
+    _whole: group -> its whole parameters.
+    _gathered: the last buffer of the forward pass.
+    _reduced: the last buffer that gradients were copied into.
+    _order: the groups in the order in which their forward ended.
     """
 
     graph: Graph
@@ -119,7 +120,7 @@ class _Transform:
 
     def _forward(self) -> None:
         for position, node in enumerate(self.graph.forward_nodes):
-            for group in self._groups:  # the outer ones come first
+            for group in self._groups:  # outer groups come first
                 if group.first == position:
                     self._pre_forward(group)
             self.nodes.append(node)

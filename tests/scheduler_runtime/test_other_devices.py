@@ -51,11 +51,11 @@ def test_applying_and_fitting_on_another_device_is_refused(kind, monkeypatch):
     apply(model, solution)
     for module in (stand_in, __import__("sys").modules["scheduler_runtime.fitting"]):
         monkeypatch.setattr(module, "device_of", lambda _model: torch.device(kind))
-    with pytest.raises(TraceError, match=f"the step is on {kind}; .*cpu and cuda alone"):
+    with pytest.raises(TraceError, match=f"the step is on {kind}; .*cpu and cuda only"):
         model(batch)
     other, _ = model_and_batch()
     fit(other, budget="1GB")
-    with pytest.raises(TraceError, match=f"the step is on {kind}; .*cpu and cuda alone"):
+    with pytest.raises(TraceError, match=f"the step is on {kind}; .*cpu and cuda only"):
         other(batch)
 
 

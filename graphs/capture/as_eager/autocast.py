@@ -25,46 +25,15 @@ from unittest import mock
 import torch
 
 #: Operators that autocast runs in low precision, on any device (PyTorch's autocast op reference).
-LOW_PRECISION = (
-    "_addmm_activation",
-    "_convolution",
-    "_convolution.deprecated",
-    "_native_multi_head_attention",
-    "_scaled_dot_product_flash_attention",
-    "_thnn_fused_gru_cell",
-    "_thnn_fused_lstm_cell",
-    "addbmm",
-    "addmm",
-    "addmv",
-    "addr",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
-    "conv1d",
-    "conv1d.padding",
-    "conv2d",
-    "conv2d.padding",
-    "conv3d",
-    "conv3d.padding",
-    "conv_tbc",
-    "conv_transpose1d",
-    "conv_transpose2d.input",
-    "conv_transpose3d.input",
-    "convolution",
-    "einsum",
-    "gru_cell",
-    "linalg_multi_dot",
-    "linalg_vecdot",
-    "linear",
-    "lstm_cell",
-    "matmul",
-    "mm",
-    "mv",
-    "prelu",
-    "rnn_relu_cell",
-    "rnn_tanh_cell",
-    "scaled_dot_product_attention",
-)
+_LOW_PRECISION = """
+    _addmm_activation _convolution _convolution.deprecated _native_multi_head_attention
+    _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm
+    addmm addmv addr baddbmm bmm chain_matmul conv1d conv1d.padding conv2d conv2d.padding
+    conv3d conv3d.padding conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution einsum gru_cell linalg_multi_dot linalg_vecdot linear
+    lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+"""
+LOW_PRECISION = tuple(_LOW_PRECISION.split())
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 

@@ -149,26 +149,13 @@ _RULES: dict[Any, _Rule] = {
     aten._ctc_loss.Tensor: _ctc_loss,
     **dict.fromkeys(_REDUCED_LOSSES, _reduced_loss),
 }
-_LAID_OUT_BY_THE_KERNEL = frozenset(
-    {
-        aten._native_batch_norm_legit_functional.default,
-        aten.native_batch_norm_backward.default,
-        aten.native_layer_norm_backward.default,
-        aten.log_sigmoid_forward.default,
-        aten.log_sigmoid_backward.default,
-        aten.elu_backward.default,
-        aten.hardsigmoid_backward.default,
-        aten.hardswish_backward.default,
-        aten.hardtanh_backward.default,
-        aten.leaky_relu_backward.default,
-        aten.softplus_backward.default,
-        aten._log_softmax_backward_data.default,
-        aten._prelu_kernel_backward.default,
-        aten.huber_loss_backward.default,
-        aten.mse_loss_backward.default,
-        aten.smooth_l1_loss_backward.default,
-        aten.roll.default,
-    }
-)
+_LAID_OUT = """
+    _native_batch_norm_legit_functional native_batch_norm_backward native_layer_norm_backward
+    log_sigmoid_forward log_sigmoid_backward elu_backward hardsigmoid_backward
+    hardswish_backward hardtanh_backward leaky_relu_backward softplus_backward
+    _log_softmax_backward_data _prelu_kernel_backward huber_loss_backward mse_loss_backward
+    smooth_l1_loss_backward roll
+"""
+_LAID_OUT_BY_THE_KERNEL = frozenset(getattr(aten, name).default for name in _LAID_OUT.split())
 """Operators whose result has other strides than by PyTorch's meta function, for some order of the
 strides of their arguments (`tests/graphs/costs/test_operators.py` checks a list of them)."""

@@ -31,18 +31,11 @@ from graphs.capture.as_eager import rnn
 logger = logging.getLogger(__name__)
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
-_UPSAMPLING = (
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-)
+_UPSAMPLING = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d
+"""
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 """Their decompositions sum the terms in another order."""
 
@@ -188,7 +181,7 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
     replaced: dict[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., Any] | None]
     replaced = {
         (getattr(getattr(torch.ops.aten, name), overload), key): None
-        for name in _UPSAMPLING
+        for name in _UPSAMPLING.split()
         for overload in ("vec", "default")
         for key in _KEYS
     }

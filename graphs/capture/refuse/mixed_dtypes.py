@@ -13,28 +13,14 @@ import torch
 
 aten = torch.ops.aten
 
-_ALL_ALIKE = frozenset(
-    {
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.mv.default,
-        aten.addmv.default,
-        aten.dot.default,
-        aten.convolution.default,
-        aten._cdist_forward.default,
-    }
-)
-_NORMS = frozenset(
-    {
-        aten.native_layer_norm.default,
-        aten.native_group_norm.default,
-        aten.native_batch_norm.default,
-        aten._native_batch_norm_legit.default,
-        aten._native_batch_norm_legit_functional.default,
-    }
-)
+_ALL_ALIKE = "mm bmm addmm baddbmm mv addmv dot convolution _cdist_forward"
+_NORMS = """
+    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit
+    _native_batch_norm_legit_functional
+"""
+_OPERATORS = {
+    getattr(aten, name).default: names for names in (_ALL_ALIKE, _NORMS) for name in names.split()
+}
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -43,13 +29,14 @@ def refuse_mixed_dtypes(operator: Any, args: Sequence[Any], kwargs: Mapping[str,
 
     Norms take half-precision inputs with float32 weights and statistics.
     """
-    if operator not in _ALL_ALIKE and operator not in _NORMS:
+    kind = _OPERATORS.get(operator)
+    if kind is None:
         return
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
     if len(dtypes) < 2:
         return
-    if operator in _NORMS:
+    if kind is _NORMS:
         if tensors[0].device.type != "cpu":
             return
         if tensors[0].dtype in _HALVES and set(dtypes) == {tensors[0].dtype, torch.float32}:

@@ -73,5 +73,5 @@ def test_a_packed_sequence_is_refused_with_the_way_out() -> None:
             return self.layer(x)[0].data.sum()
 
     packed = pack_padded_sequence(torch.randn(5, 2, 8), torch.tensor([5, 3]))
-    with pytest.raises(TraceError, match="hand it the padded batch"):
+    with pytest.raises(TraceError, match="pass the padded batch"):
         trace(Packed(), {"x": packed})

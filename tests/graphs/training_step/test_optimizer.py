@@ -346,7 +346,7 @@ def test_an_optimizer_of_another_model_is_refused_and_one_of_more_is_told() -> N
     ):
         trace(model, torch.ones(2, 4), optimizer=torch.optim.Adam(other.parameters()), **call)
     both = torch.optim.Adam([*model.parameters(), *other.parameters()])
-    with pytest.warns(UserWarning, match="trains 2 parameters of this Linear and 2 that are not"):
+    with pytest.warns(UserWarning, match="has 2 parameters of this Linear and 2 others"):
         trace(model, torch.ones(2, 4), optimizer=both, **call)
     part = torch.optim.Adam([model.weight])
     with warnings.catch_warnings():
