@@ -114,7 +114,7 @@ class Unregistered(nn.Module):
 
 
 def test_a_parameter_that_is_not_registered_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"shape \(16,\) that requires a gradient and is not a param"):
+    with pytest.raises(TraceError, match=r"shape \(16,\) that requires a gradient and is not a"):
         trace(Unregistered(), torch.randn(4, WIDTH))
 
 
