@@ -1,6 +1,6 @@
 """The problem: a cost/memory graph of one training step. Imports nothing of ours.
 
-Torch is imported by `graphs.trace` (`from graphs.trace import trace`) and its helpers alone.
+Only `graphs.trace` (`from graphs.trace import trace`) and its helpers import torch.
 """
 
 from graphs.files import FormatError

@@ -237,15 +237,7 @@ class _Extraction:
                 continue
             self.layout.updates[name] = (placeholder, new_value)
             self.layout.nodes.append(
-                Node(
-                    name=name,
-                    op="aten.copy_.default",
-                    inputs=(new, old),
-                    outputs=(),
-                    time_s=0.0,
-                    phase="forward",
-                    recomputable=False,
-                )
+                Node(name, "aten.copy_.default", (new, old), (), 0.0, recomputable=False)
             )
 
     def _gradients(self) -> None:
@@ -268,7 +260,9 @@ class _Extraction:
             layout.gradients[placeholder] = name
             layout.copies[name] = gradient
             self.sizes[name], self.kinds[name] = n_bytes, "gradient"
-            copies.setdefault(makers.get(storage, ""), []).append(_clone(name, storage))
+            op = "aten.clone.default"
+            copy = Node(name, op, (storage,), (name,), 0.0, phase="backward", recomputable=False)
+            copies.setdefault(makers.get(storage, ""), []).append(copy)
         if copies:
             of_inputs = copies.pop("", [])
             layout.nodes = [
@@ -293,18 +287,6 @@ class _Extraction:
         if self._n_random and device == "cpu":
             self.sizes["random_state"] = CPU_RANDOM_STATE_BYTES * self._n_random
             self.kinds["random_state"] = "buffer"
-
-
-def _clone(name: str, source: str) -> Node:
-    return Node(
-        name=name,
-        op="aten.clone.default",
-        inputs=(source,),
-        outputs=(name,),
-        time_s=0.0,
-        phase="backward",
-        recomputable=False,
-    )
 
 
 def is_random(node: torch.fx.Node) -> bool:

@@ -220,7 +220,7 @@ def _read(joint: Any, shell: Shell) -> Capture:
         tangents=tangents,
         gradients=gradients,
         mutations=mutations,
-        guards=tuple(shell.mode.known.guards),
+        guards=tuple(shell.mode.guards),
         held=shell.mode.read.held_by(shell.model),
     )
 

@@ -28,7 +28,7 @@ def measured(device: torch.device, *, fallback: Hardware | None = None) -> Measu
     if device.type == "cuda":
         try:
             cache = CostCache(default_cache_file(device), device)
-        except FormatError as error:  # nobody asked for the cache: a corrupt one must not fail
+        except FormatError as error:  # the cache is implicit: a corrupt file must not fail
             logger.warning("measured costs will not be saved: %s", error)
     return Measured(device, fallback=fallback, cache=cache)
 

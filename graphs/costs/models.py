@@ -47,6 +47,9 @@ BATCH_S, MOST_IN_BATCH = 2e-3, 50
 """On CUDA, short calls are timed in batches of about this length and of at most so many runs:
 between two events around a single run the device would wait for the host to dispatch it."""
 
+_CALL_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AssertionError, MemoryError)
+"""A call that raises one of these cannot be run by itself."""
+
 _RECURRENT = {aten._cudnn_rnn, aten._cudnn_rnn_backward}
 _CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 
@@ -189,14 +192,7 @@ class Measured:
         ):
             try:
                 return self._run(call)
-            except (
-                RuntimeError,
-                LookupError,
-                TypeError,
-                ValueError,
-                AssertionError,
-                MemoryError,
-            ) as error:
+            except _CALL_ERRORS as error:
                 reason = f"{type(error).__name__}: {error}"
             self._check_device(call, reason)
             self.n_fallbacks += 1

@@ -122,23 +122,18 @@ class _Transform:
         for position, node in enumerate(self.graph.forward_nodes):
             for group in self._groups:  # outer groups come first
                 if group.first == position:
-                    self._pre_forward(group)
+                    before = () if self._gathered is None else (self._gathered,)
+                    self._gathered = self._all_gather(group, "forward", before)
+                    self._unshard(group, "forward", self._gathered)
             self.nodes.append(node)
             for group in reversed(self._groups):
                 if group.last == position:
-                    self._post_forward(group)
+                    self._order.append(group)
+                    if group.path != ROOT:
+                        whole = self._whole.pop(group.path)
+                        self._put("reshard", group.path, "forward", inputs=(whole,))
         if self._gathered is not None:
             self._put("end of forward", ROOT, "forward", inputs=(self._gathered,))
-
-    def _pre_forward(self, group: Group) -> None:
-        before = () if self._gathered is None else (self._gathered,)
-        self._gathered = self._all_gather(group, "forward", before)
-        self._unshard(group, "forward", self._gathered)
-
-    def _post_forward(self, group: Group) -> None:
-        self._order.append(group)
-        if group.path != ROOT:
-            self._put("reshard", group.path, "forward", inputs=(self._whole.pop(group.path),))
 
     def _backward(self) -> None:
         for position, node in enumerate(self.graph.later_nodes):
@@ -187,13 +182,10 @@ class _Transform:
             outputs=(copied,),
             workspace_bytes=padded_bytes if self.on_cpu else 0,
         )
-        self._reduce_scatter(group, copied)
         self._reduced = copied
-
-    def _reduce_scatter(self, group: Group, copied: str) -> None:
         name = _gradient_name(group)
         self.tensors.append(Tensor(name, group.reduced_bytes, "gradient"))
-        copy_bytes = self.sharding.n_ranks * group.reduced_bytes + GLOO_SCALARS_BYTES
+        copy_bytes = n_ranks * group.reduced_bytes + GLOO_SCALARS_BYTES
         self._put(
             "reduce scatter",
             group.path,
@@ -242,18 +234,10 @@ class _Transform:
         outputs: tuple[str, ...] = (),
         workspace_bytes: int = 0,
     ) -> None:
+        name, op = f"fsdp: {what}, {phase} ({path})", f"fsdp.{what.replace(' ', '_')}"
+        module = path.rpartition(".")[0]  # around the group's module, as its hooks are
         self.nodes.append(
-            Node(
-                name=f"fsdp: {what}, {phase} ({path})",
-                op=f"fsdp.{what.replace(' ', '_')}",
-                inputs=inputs,
-                outputs=outputs,
-                time_s=0.0,
-                workspace_bytes=workspace_bytes,
-                phase=phase,
-                recomputable=False,
-                module=path.rpartition(".")[0],  # around the group's module, as its hooks are
-            )
+            Node(name, op, inputs, outputs, 0.0, workspace_bytes, phase, False, module)
         )
 
 

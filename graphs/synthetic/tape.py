@@ -117,9 +117,8 @@ class Tape:
                 if name.endswith(".weight"):
                     outputs.append(part)
             read = (gradient[op.output], *op.saved)
-            self._later(
-                f"{op.name}.backward", read, made, self.backward_ratio * op.time_s, op.workspace
-            )
+            time_s = self.backward_ratio * op.time_s
+            self._later(f"{op.name}.backward", read, made, time_s, op.workspace)
             for name, part in meeting:
                 total = self.tensor(f"{part}+", self._bytes[name], "gradient")
                 time_s = 3 * self._bytes[name] * self.add_s_per_byte
@@ -130,15 +129,7 @@ class Tape:
     def _later(
         self, name: str, read: Sequence[str], made: Sequence[str], time_s: float, workspace: int
     ) -> None:
+        op, inputs = name.rsplit(".", 1)[-1], tuple(dict.fromkeys(read))
         self.nodes.append(
-            Node(
-                name=name,
-                op=name.rsplit(".", 1)[-1],
-                inputs=tuple(dict.fromkeys(read)),
-                outputs=tuple(made),
-                time_s=time_s,
-                workspace_bytes=workspace,
-                phase="backward",
-                recomputable=False,
-            )
+            Node(name, op, inputs, tuple(made), time_s, workspace, "backward", recomputable=False)
         )

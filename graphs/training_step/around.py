@@ -32,7 +32,9 @@ def with_accumulation(graph: Graph, gradients: Mapping[str, str]) -> Graph:
     nodes: list[Node] = []
     for node in graph.nodes:
         nodes.append(node)
-        nodes.extend(_accumulate(name) for name in added_after.get(node.name, ()))
+        for name in added_after.get(node.name, ()):
+            read, op = (name, name + ACCUMULATED), "aten.add_.Tensor"
+            nodes.append(Node(f"accumulate_{name}", op, read, (), 0.0, 0, "backward", False))
     resident = tuple(
         Tensor(name + ACCUMULATED, graph.tensor_by_name[name].size_bytes, "gradient")
         for name in gradients
@@ -42,18 +44,6 @@ def with_accumulation(graph: Graph, gradients: Mapping[str, str]) -> Graph:
         nodes=tuple(nodes),
         tensors=graph.tensors + resident,
         outputs=tuple(name for name in graph.outputs if name not in gradients),
-    )
-
-
-def _accumulate(name: str) -> Node:
-    return Node(
-        name=f"accumulate_{name}",
-        op="aten.add_.Tensor",
-        inputs=(name, name + ACCUMULATED),
-        outputs=(),
-        time_s=0.0,
-        phase="backward",
-        recomputable=False,
     )
 
 

@@ -42,7 +42,9 @@ class MetaOutputs:
 
     def output(self) -> Any:
         """A new copy of the output: a loss function may modify it."""
-        return nested.unflatten(_filled(self._flat, self.tensors), self._spec)
+        values = iter(self.tensors)
+        flat = [next(values) if isinstance(x, torch.Tensor) else x for x in self._flat]
+        return nested.unflatten(flat, self._spec)
 
     def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
         """The index of the flat output that the loss function returns unchanged, as
@@ -166,16 +168,10 @@ class OutsideLoss:
             if gradient in made and gradient not in renamed and is_laid_out and is_whole:
                 renamed[gradient] = placeholder.name
                 continue
+            name = f"{PREFIX}contiguous_{placeholder.name}"
+            read, made_here = (renamed.get(gradient, gradient),), (placeholder.name,)
             copies.append(
-                Node(
-                    name=f"{PREFIX}contiguous_{placeholder.name}",
-                    op="aten.clone.default",
-                    inputs=(renamed.get(gradient, gradient),),
-                    outputs=(placeholder.name,),
-                    time_s=0.0,
-                    phase="outside",
-                    recomputable=False,
-                )
+                Node(name, "aten.clone.default", read, made_here, 0.0, 0, "outside", False)
             )
         return renamed, copies
 
@@ -198,11 +194,6 @@ class LossFunction(nn.Module):
                 f"{type(value).__name__}; it must return the loss as a tensor"
             )
         return value
-
-
-def _filled(flat: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
-    values = iter(tensors)
-    return [next(values) if isinstance(item, torch.Tensor) else item for item in flat]
 
 
 def _renamed(node: Node, names: dict[str, str]) -> Node:

@@ -1,4 +1,4 @@
-"""The two file formats: what is written is read back, and hostile files are refused by field."""
+"""The two file formats: round trips, and errors for malformed files that name the field."""
 
 from __future__ import annotations
 

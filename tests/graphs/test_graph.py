@@ -1,4 +1,4 @@
-"""Graph: what is refused and how, the file format, and what the graph's id depends on."""
+"""Graph: validation errors, the file format, and what graph_id depends on."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_refused_outputs(step: Graph) -> None:
         replace(step, outputs=("loss", "loss"))
 
 
-def test_a_view_is_not_made_before_its_root() -> None:
+def test_a_view_before_its_root_is_refused() -> None:
     with pytest.raises(GraphError, match="made before 'a', whose alias it is"):
         make(
             [op("v", "x", "view"), op("f", "x", "a")],
@@ -291,7 +291,7 @@ def test_module_part_leaves_out_what_the_caller_runs(step: Graph) -> None:
     assert part.module_part() == part
 
 
-def test_module_part_gets_back_what_the_caller_made() -> None:
+def test_gradients_from_the_caller_are_resident_in_the_module_part() -> None:
     graph = make(
         [
             op("f", "x", "y"),

@@ -1,4 +1,4 @@
-"""Named devices: figures that are plausible beside each other, and how they are found."""
+"""Known devices: plausible rates, and lookup by name."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_unknown_names_are_answered_with_those_that_there_are(name: str) -> None
         ({"capacity_bytes": 0}, "capacity_bytes"),
     ],
 )
-def test_figures_that_no_device_has_are_refused(change: dict[str, object], message: str) -> None:
+def test_illegal_hardware_figures_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(DEVICES["t4"], **change)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Tracing: what is counted, what is left as it was, and what is refused."""
+"""Tracing: what is counted, what stays unchanged, and what is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_parameters_gradients_and_optimizer_state_take_what_they_take() -> None:
     assert kind_bytes(graph, "input") == model.batch().numel() * 8
 
 
-def test_the_parameters_bytes_are_told_by_dtype() -> None:
+def test_parameter_bytes_are_recorded_by_dtype() -> None:
     model = TiedLanguageModel()
     n_bytes = parameter_bytes(model)
     assert trace(model, model.batch()).meta.parameter_bytes == {"float32": n_bytes}
@@ -431,7 +431,7 @@ def test_two_threads_that_trace_take_turns(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_step_of_another_thread_is_not_taken_for_the_traced_one() -> None:
-    """Hooks on all modules note where an operator stands; those of another thread are no part."""
+    """Global hooks record the module of each operator; steps of other threads are ignored."""
     plain = nn.Linear(8, 8)
 
     class Waits(nn.Module):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -69,27 +69,17 @@ class Guard:
         return _same(_seen(evaluate(self.recipe, leaves)), self.seen)
 
 
-@dataclass
-class KnownValues:
-    """The known values of one trace. leaves: the real tensors; guards: what was read."""
-
-    leaves: Mapping[Leaf, torch.Tensor]
-    guards: list[Guard] = field(default_factory=list)
-
-    def look(self, recipe: Recipe) -> Any:
-        """The real result of the recipe; recorded as a guard if it may differ in another call."""
-        result = evaluate(recipe, self.leaves)
-        if recipe.leaves or recipe.reads_constants:
-            self.guards.append(Guard(recipe, _seen(result)))
-        return result
-
-
 class KnowingMode(FakeTensorMode):
-    """Fake tensors that carry the recipes of their values, if known."""
+    """Fake tensors that carry the recipes of their values, if known.
+
+    leaves: the real tensors that fake ones stand for.
+    guards: what was read, where another call may read something else.
+    """
 
     def __init__(self, leaves: Mapping[Leaf, torch.Tensor]) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.known = KnownValues(leaves)
+        self.leaves = leaves
+        self.guards: list[Guard] = []
         self.read = ReadTensors()
         self._written: dict[int, Any] = {}  # storages written in place, kept alive for their ids
 
@@ -104,11 +94,14 @@ class KnowingMode(FakeTensorMode):
         refuse_mixed_dtypes(func, args, kwargs or {})
         recipe = self._recipe(func, args, kwargs or {})
         if recipe is not None:
-            if torch.Tag.data_dependent_output in func.tags:
-                return self.known.look(recipe)
-            if torch.Tag.dynamic_output_shape in func.tags:
-                result = pytree.tree_map_only(torch.Tensor, self._like, self.known.look(recipe))
-                return _with_recipe(result, recipe)
+            is_value = torch.Tag.data_dependent_output in func.tags
+            if is_value or torch.Tag.dynamic_output_shape in func.tags:
+                result = evaluate(recipe, self.leaves)
+                if recipe.leaves or recipe.reads_constants:
+                    self.guards.append(Guard(recipe, _seen(result)))
+                if is_value:
+                    return result
+                return _with_recipe(pytree.tree_map_only(torch.Tensor, self._like, result), recipe)
         result = cpu_kernel_result(self, func, args, kwargs or {})
         if result is NotImplemented:
             result = super().dispatch(func, types, args, kwargs or {})
@@ -121,7 +114,7 @@ class KnowingMode(FakeTensorMode):
 
     def set_leaf(self, tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
         """Declare that the fake tensor stands for a real one."""
-        if leaf in self.known.leaves:
+        if leaf in self.leaves:
             tensor.__dict__[_ATTRIBUTE] = leaf
         return tensor
 

@@ -75,7 +75,7 @@ RETURNS: dict[str, tuple[Callable[..., Any], Callable[[Any], list[torch.Tensor]]
         lambda out: [out["x"][1][1]["z"], out["x"][0]],
     ),
 }
-"""How to put together what is returned, and what of it the loss is computed from."""
+"""How to build the output, and which part of it the loss uses."""
 
 
 class Returning(nn.Module):

@@ -1,4 +1,4 @@
-"""A tensor that the forward pass writes shares memory with nothing else that it reads."""
+"""Tensors that the forward pass writes must not share memory with others that it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under autocast a weight that is used more than once is cast once, as eager mode does it."""
+"""Under autocast, a weight that is used more than once is cast once, as in eager mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in plain attributes: as the plain module has them at each call, or refused."""
+"""Tensors in plain attributes: read as in the plain module at each call, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of operators on tensors without numbers lie in memory as the CPU kernels lay them out."""
+"""Results of operators on fake tensors have the memory layout of the CPU kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a module looks at while it is traced: the branch of eager mode, and another program for
-calls that would take another one.
-"""
+"""Values that a module reads while traced: eager mode's branch, and guards for other calls."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ def test_nan_seen_again_is_the_same() -> None:
     assert len(model.forward._programs.programs) == 2
 
 
-def test_another_branch_is_refused_where_nothing_is_planned_anew() -> None:
+def test_another_branch_is_refused_without_replanning() -> None:
     model = Looking(all_or_some)
     graph = trace(model, batch_of(8))
     apply(model, solution_of(graph, keep(graph, set())))

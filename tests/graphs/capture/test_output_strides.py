@@ -1,4 +1,4 @@
-"""Outputs that do not lie in rows, and gradients of them that lie otherwise."""
+"""Non-contiguous outputs, and gradients with other strides than theirs."""
 
 from __future__ import annotations
 

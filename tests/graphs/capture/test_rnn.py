@@ -1,4 +1,4 @@
-"""Recurrent layers on the CPU have eager mode's bits, whatever the width of their gates."""
+"""Recurrent layers on the CPU are bitwise identical to eager mode for every gate width."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_same_bits(name: str, width: int) -> None:
         assert torch.equal(expected, got)
 
 
-def test_a_packed_sequence_is_refused_with_the_way_out() -> None:
+def test_a_packed_sequence_is_refused_with_the_remedy() -> None:
     class Packed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

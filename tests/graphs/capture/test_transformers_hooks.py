@@ -1,4 +1,4 @@
-"""Models of transformers that return hidden states put hooks on their layers when first called."""
+"""Models of transformers that return hidden states register hooks in their first call."""
 
 from __future__ import annotations
 

@@ -59,6 +59,6 @@ def test_a_plan_runs_with_the_same_bits() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_a_cache_among_the_outputs_is_refused_with_the_way_out() -> None:
+def test_a_cache_among_the_outputs_is_refused_with_the_remedy() -> None:
     with pytest.raises(TraceError, match="use_cache = False"):
         trace(language_model(use_cache=True), batch())

@@ -1,4 +1,4 @@
-"""What operators cost: FLOPs and bytes by hand, seconds by the roofline, and measured ones."""
+"""Cost models: FLOPs and bytes by hand, seconds by the roofline, and measured costs."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def precision() -> Iterator[Callable[[str, str], None]]:
 
 
 def test_tf32_is_used_where_torch_would_use_it(precision: Callable[[str, str], None]) -> None:
-    """By default in convolutions, and in products when they are told to."""
+    """TF32 is used by default in convolutions, and in matrix products if enabled."""
     a100 = named("a100")
     x = empty(8192, 8192)
     product = call(aten.mm.default, x, x)
@@ -265,15 +265,15 @@ def test_roofline_finds_itself_again_by_its_description() -> None:
 # What an older processor would run: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 pytest ...
 
 
-def assert_estimated(call: OpCall, *, share: float = 0.0, beside_bytes: float = 0.0) -> None:
+def assert_estimated(call: OpCall, *, share: float = 0.0, extra_bytes: float = 0.0) -> None:
     """Near what is measured with AVX-512, which the figures are made for; never too low elsewhere,
     where oneDNN pads tensors less.
 
-    share, beside_bytes: how near, of what is measured, and beside that.
+    share, extra_bytes: the tolerance, as a share of the measured bytes plus a constant.
     """
     estimated_bytes = cpu_workspace_bytes(call)
     measured_bytes = Measured("cpu", n_runs=1).cost(call).workspace_bytes
-    within_bytes = share * measured_bytes + beside_bytes
+    within_bytes = share * measured_bytes + extra_bytes
     assert estimated_bytes >= measured_bytes - within_bytes
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         assert estimated_bytes <= measured_bytes + within_bytes
@@ -306,7 +306,7 @@ def test_workspace_of_convolutions_is_about_what_is_measured(
     try:
         for one in (forward, backward):
             handled = sum(t.numel() * 4 for t in [*one.inputs(), *one.outputs()])
-            assert_estimated(one, beside_bytes=0.2 * handled)
+            assert_estimated(one, extra_bytes=0.2 * handled)
     finally:
         torch.set_num_threads(n_threads)
 
@@ -337,7 +337,7 @@ def test_workspace_of_convolutions_in_channels_last(
     target = aten.convolution_backward.default
     backward = OpCall(target, arguments, {}, target(*arguments))
     for one in (forward, backward):
-        assert_estimated(one, share=0.05, beside_bytes=20_000)  # by thread
+        assert_estimated(one, share=0.05, extra_bytes=20_000)  # by thread
 
 
 def test_workspace_of_attention_is_a_tile_for_each_thread() -> None:

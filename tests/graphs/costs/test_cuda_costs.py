@@ -1,4 +1,4 @@
-"""Which costs a plan for a CUDA device gets, with stand-ins for the driver's answers."""
+"""The costs of a plan for a CUDA device, with the driver mocked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CARDS = ("NVIDIA H200", "NVIDIA Z9000")
 
 @pytest.fixture
 def cards(monkeypatch, tmp_path):
-    """Two cards, the second of rates that nobody listed; the paths that a cache was asked for."""
+    """Two cards, the second of unknown rates; the cache paths that were requested."""
 
     def properties(device):
         index = device.index or 0 if isinstance(device, torch.device) else device
@@ -85,7 +85,7 @@ def test_in_python_a_card_is_measured_too(cards):
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu", "mps:0"])
-def test_devices_whose_peak_nobody_can_measure_are_refused_on_the_command_line(name):
+def test_devices_whose_peak_cannot_be_measured_are_refused_on_the_command_line(name):
     with pytest.raises(DeviceError, match="planned for cpu and cuda only"):
         find_target(name)
 
@@ -95,7 +95,7 @@ class Loss(nn.Linear):
         return super().forward(x).square().mean()
 
 
-def test_the_roofline_stands_beside_what_was_measured():
+def test_measured_costs_are_compared_with_the_roofline():
     graph = trace(Loss(16, 16), torch.randn(4, 16), costs=Measured("cpu"))
     described = graph.meta.costs
     total_s = sum(node.time_s for node in graph.nodes)
@@ -110,7 +110,7 @@ def test_the_roofline_stands_beside_what_was_measured():
     )
 
 
-def test_what_was_measured_is_kept_and_its_memory_given_back(tmp_path, monkeypatch):
+def test_measured_costs_are_saved_and_their_memory_released(tmp_path, monkeypatch):
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     path = tmp_path / "costs.json"
@@ -123,7 +123,7 @@ def test_what_was_measured_is_kept_and_its_memory_given_back(tmp_path, monkeypat
     assert emptied == [True]
 
 
-def test_a_spoilt_file_of_costs_is_told_and_no_more(cards, caplog):
+def test_a_corrupt_cost_file_is_only_warned_of(cards, caplog):
     path = default_costs.default_cache_file("cuda")
     path.parent.mkdir(parents=True)
     path.write_text("{}")
@@ -131,7 +131,7 @@ def test_a_spoilt_file_of_costs_is_told_and_no_more(cards, caplog):
     assert "not a file of measured costs" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_no_more(tmp_path, monkeypatch, caplog):
+def test_an_unwritable_folder_is_only_warned_of(tmp_path, monkeypatch, caplog):
     costs = Measured("cpu", cache=CostCache(tmp_path / "costs.json", "cpu"))
 
     def refused(*_args):
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_no_more(tmp_path, monkeypat
     assert "read-only file system" in caplog.text
 
 
-def test_a_plan_made_anew_measures_where_the_model_is(monkeypatch):
+def test_replanning_measures_on_the_device_of_the_model(monkeypatch):
     module = apply.__globals__
     model, batch = Loss(16, 16), torch.randn(4, 16)
     solution = solve(model, batch, budget="1GB", device="cpu", costs="measured")

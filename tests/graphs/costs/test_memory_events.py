@@ -1,4 +1,4 @@
-"""Memory by the profiler's events, against what is known to the byte."""
+"""Peak memory from profiler events against known byte counts."""
 
 from __future__ import annotations
 

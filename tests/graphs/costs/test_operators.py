@@ -1,4 +1,4 @@
-"""FLOPs of what torch's own table lacks, by hand; and cost models found again elsewhere."""
+"""FLOPs that torch's registry lacks, by hand; cost models from their descriptions."""
 
 from __future__ import annotations
 

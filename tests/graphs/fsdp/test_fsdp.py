@@ -1,4 +1,4 @@
-"""Plans for one rank of FSDP2: the transform by hand, the options, and the truth on two ranks."""
+"""Plans for one rank of FSDP2: the transform by hand, the options, and two real ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def layers(*rows: int, frozen: int = 0) -> Graph:
 
 
 def held(graph: Graph) -> dict[str, int]:
-    """Bytes on the device beside the resident while each node runs."""
+    """Non-resident bytes on the device while each node runs."""
     schedule = baseline(graph)
     live = simulate(graph, schedule).live_bytes
     return {
@@ -128,7 +128,7 @@ def test_two_groups_and_the_root_step_by_step():
     ]
 
 
-def test_a_frozen_group_is_gathered_ahead_for_nobody():
+def test_a_frozen_group_is_prefetched_and_never_used():
     graph = sharded(layers(4, 2, 2, frozen=1), n_ranks=N, groups=["l0", "l1"])
     flat = "fsdp: gathered, backward (l0)"
     assert [node.name for node in graph.consumers[flat]] == ["fsdp: end of backward, backward ()"]
@@ -222,15 +222,15 @@ def test_gradients_that_accumulate_are_shards():
     simulate(graph, baseline(graph))
 
 
-def test_a_plan_of_a_rank_is_told_exported_and_not_applied(tmp_path, capsys):
+def test_a_plan_for_one_rank_is_reported_and_exported_but_not_applied(tmp_path, capsys):
     model, batch = small_gpt2(0.0), tokens()
     plain = trace(model, batch, fsdp=N)
     peak_bytes = simulate(plain, baseline(plain)).peak_bytes
     solution = solve(model, batch, budget=int(0.8 * peak_bytes), fsdp=N)
     assert "per rank of 2, FSDP2" in repr(solution)
     report(solution)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "All figures are per rank of 2, FSDP2 (fully_shard on 3 modules" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "All figures are per rank of 2, FSDP2 (fully_shard on 3 modules" in printed
     solution.save(tmp_path / "schedule.json")
     for plan in (solution, tmp_path / "schedule.json"):
         with pytest.raises(ValueError, match="to_torch_checkpoint"):

@@ -1,4 +1,4 @@
-"""What an optimizer takes, against real steps under the profiler; and that it is left alone."""
+"""Memory of optimizers against real steps under the profiler; the user's optimizer is unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphs.training_step.optimizer import OptimizerCost, optimizer_costs
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
 SCALARS_BYTES = 64
-"""Numbers that real kernels wrap into tensors for a moment, which are never made on fake ones."""
+"""Scalars that real kernels briefly wrap into tensors; on fake tensors they do not exist."""
 
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": optim.AdamW,
@@ -251,7 +251,7 @@ def test_a_function_is_given_the_parameters_that_are_trained() -> None:
 
 
 class Shampooish(optim.Optimizer):
-    """A user's own, that keeps a matrix per matrix and has a state of its own beside."""
+    """A user's optimizer with a state matrix per parameter and further state of its own."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -318,7 +318,7 @@ def test_hooks_of_all_optimizers_hear_nothing() -> None:
     assert heard == []
 
 
-def test_what_an_operator_takes_inside_counts() -> None:
+def test_workspace_of_the_optimizers_operators_counts() -> None:
     class Wasteful(Roofline):
         def cost(self, call: OpCall) -> Cost:
             return Cost(time_s=1.0, workspace_bytes=1_000_000)
@@ -331,14 +331,14 @@ def test_what_an_operator_takes_inside_counts() -> None:
     assert cost.time_s == len(list(net.parameters()))  # an addition for each
 
 
-def test_an_optimizer_that_wants_a_closure_is_refused_by_name() -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     net = model()
     with pytest.raises(TraceError, match="LBFGS"):
         costs_of(optim.LBFGS(net.parameters()), net)
     step_for_real(optim.SGD(net.parameters(), lr=0.1))  # no fake mode is left behind
 
 
-def test_an_optimizer_of_another_model_is_refused_and_one_of_more_is_told() -> None:
+def test_an_optimizer_of_another_model_is_refused_and_one_of_more_parameters_warned_of() -> None:
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     call = {"loss": lambda output, _: output.mean()}
     with pytest.raises(
@@ -358,7 +358,7 @@ def test_an_optimizer_of_another_model_is_refused_and_one_of_more_is_told() -> N
     ("given", "words"),
     [("adam", "optimizer is a str; give the"), (lambda _: None, "returned is a NoneType; give")],
 )
-def test_what_is_no_optimizer_is_refused(given: Any, words: str) -> None:
+def test_a_wrong_type_of_optimizer_is_refused(given: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         trace(
             nn.Linear(4, 4), torch.ones(2, 4), optimizer=given, loss=lambda output, _: output.mean()
