@@ -24,17 +24,16 @@ def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
         (checkpoints, "_checkpoint_without_reentrant_generator"),
         (checkpoints.CheckpointFunction, "apply"),
     ]
+
+    def noticed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            notice()
+            return function(*args, **kwargs)
+
+        return call
+
     with TRACING, contextlib.ExitStack() as stack:
         for place, name in places:
-            function = _noticed(getattr(place, name), notice)
-            stack.enter_context(mock.patch.object(place, name, function))
+            stack.enter_context(mock.patch.object(place, name, noticed(getattr(place, name))))
         yield
-
-
-def _noticed(function: Callable[..., Any], notice: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def noticed(*args: Any, **kwargs: Any) -> Any:
-        notice()
-        return function(*args, **kwargs)
-
-    return noticed

@@ -257,7 +257,7 @@ def _hooked() -> nn.Module:
         (_Remembers(), "changes the attribute 'last' of '_Remembers'"),
         (_Logs(), "changes the attribute 'losses' of '_Logs'"),
         (_CountsInside(), "changes the attribute 'seen' of '_CountsInside'"),
-        (_Replaces(), "another tensor in the place of buffer 'mean'"),
+        (_Replaces(), "replaces buffer 'mean' by another tensor"),
         (_hooked(), "submodule '0' has a forward hook"),
         (_Lstm(), "nn.LSTM runs as one opaque operator"),
     ],
