@@ -65,7 +65,7 @@ def refuse_parametrization_cache(model: nn.Module) -> None:
     """Refuse `parametrize.cached()`: its weights are shared among calls."""
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
         raise SideEffectError(
-            "parametrize.cached() is active: several calls share the weights that the first one "
+            "parametrize.cached() is on: several calls share the weights that the first one "
             "computes, but a planned step computes them in each call. Remove the cache, or "
             "activate it inside of forward"
         )
