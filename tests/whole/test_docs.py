@@ -118,7 +118,7 @@ def test_the_report_in_the_docs_is_what_the_command_prints(capsys, monkeypatch):
     printed = capsys.readouterr().out.splitlines()
     for text in (README, (DOCS / "report.md").read_text(encoding="utf-8")):
         excerpt = text.partition("```text\n")[2].partition("\n```")[0].splitlines()
-        assert [x for x in excerpt if x not in printed and not x.startswith("  planned in")] == []
+        assert [x for x in excerpt if x not in printed and not x.startswith("  solve time")] == []
 
 
 def test_the_command_page_shows_the_help(site):
