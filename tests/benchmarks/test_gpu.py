@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 
 verify = importlib.import_module("scheduler_runtime.verifying")
 CPU = torch.device("cpu")
-SETTINGS = Settings(CPU, backend="aot_eager", time_limit_s=5.0)
+SETTINGS = Settings(CPU, backend="aot_eager", time_limit_s=600)
 
 
 def run(part: str, case: str, earlier=None) -> dict:
@@ -294,7 +294,7 @@ def test_what_differs_without_a_plan_as_well_is_told_apart(monkeypatch):
 
     monkeypatch.setattr(verify._Bench, "bits", bits)
     found = verify.verify(
-        solve(model, batch, budget="1GB", time_limit_s=5.0),
+        solve(model, batch, budget="1GB", time_limit_s=600),
         model=lambda: made()[0],
         batch=lambda: made()[1],
         loss=None,

@@ -97,7 +97,7 @@ def planned(graph: Graph, share: float) -> Solution:
 def solution_of(graph: Graph, schedule: Schedule | None, budget_bytes: int) -> Solution:
     assert schedule is not None
     plain = simulate(graph, baseline(graph))
-    request = Request(budget_bytes, time_limit_s=1.0)
+    request = Request(budget_bytes, time_limit_s=600)
     simulation = simulate(graph, schedule)
     return Solution(
         "feasible", graph, schedule, simulation, request, plain, plain.time_s, "test", 0.0

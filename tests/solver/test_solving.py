@@ -143,10 +143,10 @@ def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
     obstacle = find_obstacle(graph)
     assert obstacle.proven_bytes <= obstacle.reached_bytes == min_budget_bytes(graph)
     assert simulate(graph, obstacle.schedule).peak_bytes == obstacle.reached_bytes
-    found = auto(graph, budget_bytes=obstacle.reached_bytes, time_limit_s=5.0, seed=0)
+    found = auto(graph, budget_bytes=obstacle.reached_bytes, time_limit_s=600, seed=0)
     assert found.schedule is not None
     assert simulate(graph, found.schedule).peak_bytes <= obstacle.reached_bytes
-    less = auto(graph, budget_bytes=obstacle.proven_bytes - 1, time_limit_s=5.0, seed=0)
+    less = auto(graph, budget_bytes=obstacle.proven_bytes - 1, time_limit_s=600, seed=0)
     assert less.schedule is None
     assert less.lower_bound_s == float("inf")
 

@@ -85,7 +85,7 @@ def plans(case: str, *, n_ranks: int) -> list[Solution]:
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     above_bytes = peak_bytes - graph.resident_bytes
     return [
-        solve(graph, budget=int(graph.resident_bytes + share * above_bytes), time_limit_s=5)
+        solve(graph, budget=int(graph.resident_bytes + share * above_bytes), time_limit_s=600)
         for share in (1.0, *shares)
     ]
 

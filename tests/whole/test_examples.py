@@ -59,7 +59,7 @@ def solution(name: str, share: float) -> Solution:
     graph = measured_graph(name)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget = int(graph.resident_bytes + share * (peak_bytes - graph.resident_bytes))
-    found = answer(graph, Request(budget, method="auto", time_limit_s=20.0))
+    found = answer(graph, Request(budget, method="auto", time_limit_s=600))
     assert found.schedule is not None, f"{name} at {share}: {found.status}"
     return found
 

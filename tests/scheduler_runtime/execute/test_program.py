@@ -29,7 +29,7 @@ def planned(gradients: str) -> tuple[nn.Module, nn.Module, torch.Tensor, Program
     torch.manual_seed(0)
     model, batch = Tower(), torch.randn(3, 4)
     twin = copy.deepcopy(model)
-    apply(model, solve(model, batch, budget="1GB", gradients=gradients, time_limit_s=5.0))
+    apply(model, solve(model, batch, budget="1GB", gradients=gradients, time_limit_s=600))
     for each in (model, twin):
         each(batch).backward()
     ((_, compiled),) = model.forward._programs.programs

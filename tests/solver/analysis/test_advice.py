@@ -55,7 +55,7 @@ def step(
 def advised(graph: Graph, *, spare: int = -1, method: str = "auto") -> dict[str, str]:
     """The advice for a budget this far from the peak without checkpointing."""
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    request = Request(budget_bytes=peak_bytes + spare, method=method, time_limit_s=5)
+    request = Request(budget_bytes=peak_bytes + spare, method=method, time_limit_s=600)
     found = advise(answer(graph, request))
     assert [a.kind for a in found] == [kind for kind in ABOUT if kind in {a.kind for a in found}]
     assert all(a.text.endswith(".") for a in found)
@@ -211,7 +211,7 @@ def test_theory_beside_what_was_found():
     assert "does not fit" not in text
     forward_s = sum(node.time_s for node in graph.forward_nodes)
     assert f"one more forward pass, {100 * forward_s / graph.baseline_time_s:+.2f} %" in text
-    tight = {a.kind: a.text for a in advise(solve(graph, budget="2.9GB", time_limit_s=10))}
+    tight = {a.kind: a.text for a in advise(solve(graph, budget="2.9GB", time_limit_s=600))}
     assert "every block 3.12 GB at" in tight["theory"]
     assert "(does not fit)" in tight["theory"]
     assert "; this plan, op by op, 2." in tight["theory"]

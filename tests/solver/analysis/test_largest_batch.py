@@ -47,7 +47,7 @@ def planner(budget_bytes: int, *, method: str = "every_block", asked: list[int] 
     def plan(n: int) -> Solution:
         if asked is not None:
             asked.append(n)
-        request = Request(budget_bytes=budget_bytes, method=method, time_limit_s=0.5)
+        request = Request(budget_bytes=budget_bytes, method=method, time_limit_s=600)
         return attempt(batch_of(n), request)
 
     return plan

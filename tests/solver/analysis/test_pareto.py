@@ -24,7 +24,7 @@ PEAK_BYTES = simulate(GRAPH, baseline(GRAPH)).peak_bytes
 
 @pytest.fixture(scope="module")
 def curve() -> Curve:
-    return sweep(GRAPH, methods=("sqrt", "every_block", "none"), time_limit_s=5)
+    return sweep(GRAPH, methods=("sqrt", "every_block", "none"), time_limit_s=600)
 
 
 def test_overhead_never_rises_with_the_budget(curve):
@@ -75,7 +75,7 @@ def test_a_cheaper_schedule_is_carried_up(monkeypatch):
 
     monkeypatch.setitem(METHODS, "sqrt_then_worse", Method(odd))
     first, second = sweep(
-        GRAPH, budgets=[int(small), int(large)], methods=["sqrt_then_worse"], time_limit_s=5
+        GRAPH, budgets=[int(small), int(large)], methods=["sqrt_then_worse"], time_limit_s=600
     ).points
     assert first.schedule is not None
     assert second.simulation is not None
@@ -91,7 +91,7 @@ def test_a_schedule_is_carried_to_budgets_where_nothing_was_found(monkeypatch):
 
     monkeypatch.setitem(METHODS, "moody", Method(moody))
     budgets = [int(0.9 * PEAK_BYTES), PEAK_BYTES]
-    first, second = sweep(GRAPH, budgets=budgets, methods=["moody"], time_limit_s=5).points
+    first, second = sweep(GRAPH, budgets=budgets, methods=["moody"], time_limit_s=600).points
     assert first.schedule is not None
     assert second.schedule == first.schedule
     assert second.status in ("feasible", "optimal")
@@ -106,14 +106,14 @@ def test_known_answers_are_points_and_not_sought_again(monkeypatch):
         return attempt(graph, request, **options)
 
     monkeypatch.setattr("solver.analysis.pareto.attempt", watched)
-    curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], known=[known], time_limit_s=5)
+    curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], known=[known], time_limit_s=600)
     assert [p.request.budget_bytes for p in curve.points] == [int(0.83 * PEAK_BYTES), PEAK_BYTES]
     assert seen == [PEAK_BYTES]
 
 
 def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
     budgets = [int(share * PEAK_BYTES) for share in (0.7, 0.8, 0.9, 1.0)]
-    whole = sweep(GRAPH, budgets=budgets, methods=["sqrt", "none"], time_limit_s=5)
+    whole = sweep(GRAPH, budgets=budgets, methods=["sqrt", "none"], time_limit_s=600)
     counts: list[tuple[int, int]] = []
 
     def ctrl_c_in_the_sixth(graph, request, **options):
@@ -127,7 +127,7 @@ def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
             GRAPH,
             budgets=budgets,
             methods=["sqrt", "none"],
-            time_limit_s=5,
+            time_limit_s=600,
             on_point=lambda n_done, n_all: counts.append((n_done, n_all)),
         )
     assert interrupt.is_set()
@@ -139,7 +139,7 @@ def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
 def test_ctrl_c_before_any_point_leaves_an_empty_curve():
     with ctrl_c_ends_searches():
         signal.raise_signal(signal.SIGINT)
-        curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
+        curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=600)
     assert curve.points == ()
 
 
@@ -149,12 +149,12 @@ def test_without_a_front_door_ctrl_c_ends_the_sweep(monkeypatch):
 
     monkeypatch.setattr("solver.analysis.pareto.attempt", ctrl_c)
     with pytest.raises(KeyboardInterrupt):
-        sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=5)
+        sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=600)
 
 
 def test_the_reserve_is_on_top_of_the_default_budgets():
-    plain = default_budgets(GRAPH, method="sqrt", time_limit_s=5)
-    kept = default_budgets(GRAPH, method="sqrt", time_limit_s=5, reserve_bytes=1000)
+    plain = default_budgets(GRAPH, method="sqrt", time_limit_s=600)
+    kept = default_budgets(GRAPH, method="sqrt", time_limit_s=600, reserve_bytes=1000)
     assert kept == tuple(size + 1000 for size in plain)
     assert len(plain) == N_BUDGETS
     assert plain[-1] == PEAK_BYTES
@@ -165,12 +165,12 @@ def test_quick_budgets_start_where_nothing_is_proven_to_be_too_small():
     assert first == find_obstacle(GRAPH).proven_bytes
     assert len(others) == 4
     assert others[-1] == PEAK_BYTES
-    less = solve(GRAPH, budget=first - 1, time_limit_s=5)
+    less = solve(GRAPH, budget=first - 1, time_limit_s=600)
     assert math.isinf(less.lower_bound_s)
 
 
 def test_the_first_default_budget_is_feasible():
-    first = default_budgets(GRAPH, method="sqrt", time_limit_s=5)[0]
+    first = default_budgets(GRAPH, method="sqrt", time_limit_s=600)[0]
     assert solve(GRAPH, budget=first, method="sqrt").schedule is not None
 
 
@@ -183,7 +183,7 @@ def test_a_budget_below_the_reserve_is_refused():
 
 def test_a_graph_without_room_has_one_budget():
     graph = chain(n_blocks=1)
-    assert len(default_budgets(graph, time_limit_s=5)) >= 1
+    assert len(default_budgets(graph, time_limit_s=600)) >= 1
 
 
 def test_a_curve_is_frozen(curve):

@@ -57,7 +57,7 @@ def test_fewer_snapshots_take_less_memory_and_more_time() -> None:
 def test_revolve_reaches_budgets_that_running_once_more_cannot() -> None:
     graph = nets.chain(n_blocks=40)
     budget_bytes = 7000
-    proposal = revolve(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0)
+    proposal = revolve(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0)
     assert proposal.schedule is not None
     simulation = simulate(graph, proposal.schedule)
     assert simulation.peak_bytes <= budget_bytes
@@ -83,7 +83,7 @@ def test_dp_finds_the_truth_on_a_uniform_chain(budget_bytes: int) -> None:
     """Of six blocks: no schedule at all is faster (by exhaustion over every state)."""
     graph = strict_chain(6)
     truth = fastest(graph, budget_bytes=budget_bytes)
-    simulation = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0))
+    simulation = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0))
     if simulation is None:
         assert truth.ops is None
     else:
@@ -95,9 +95,9 @@ def test_dp_on_a_chain_is_never_worse_than_the_rules_of_thumb() -> None:
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
         for part in (0.9, 0.7, 0.5, 0.3):
             budget_bytes = int(part * peak_bytes)
-            best = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0))
+            best = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0))
             for method in (every_block, sqrt, revolve):
-                other = method(graph, budget_bytes=budget_bytes, time_limit_s=9.0, seed=0)
+                other = method(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0)
                 simulation = judged(graph, other)
                 assert simulation is None or (
                     best is not None and best.time_s <= simulation.time_s + 1e-9

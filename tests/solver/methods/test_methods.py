@@ -209,12 +209,12 @@ def test_the_last_block_is_dropped_only_if_it_must_be() -> None:
     graph = make(nodes, sizes, outputs="gx")
     assert peak_of(graph) == 1 + 9 + 1 + 1 + 20
     assert [len(block) for block in split_into_blocks(graph).forward] == [1, 2]
-    roomy = judged(graph, every_block(graph, budget_bytes=32, time_limit_s=9.0, seed=0))
-    tight = judged(graph, every_block(graph, budget_bytes=31, time_limit_s=9.0, seed=0))
+    roomy = judged(graph, every_block(graph, budget_bytes=32, time_limit_s=600, seed=0))
+    tight = judged(graph, every_block(graph, budget_bytes=31, time_limit_s=600, seed=0))
     assert roomy is not None
     assert tight is not None
     assert (roomy.n_recomputed, tight.n_recomputed) == (0, 1)
-    recomputable = judged(graph, sqrt(graph, budget_bytes=31, time_limit_s=9.0, seed=0))
+    recomputable = judged(graph, sqrt(graph, budget_bytes=31, time_limit_s=600, seed=0))
     assert recomputable is not None
 
 

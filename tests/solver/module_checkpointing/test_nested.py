@@ -66,7 +66,7 @@ def planned(model: nn.Module, batch: Batch, share: float) -> tuple[SubmoduleSolu
     """With this share of the plain step's peak; and the plain step's peak in bytes."""
     plain_bytes = measure(copy.deepcopy(model), batch, n_steps=1, **STEP).peak_bytes
     budget = int(share * plain_bytes)
-    return plan_chain(model, batch, budget=budget, time_limit_s=1, **STEP), plain_bytes
+    return plan_chain(model, batch, budget=budget, time_limit_s=600, **STEP), plain_bytes
 
 
 def n_runs(regions: tuple[CheckpointRegion, ...], n_steps: int) -> list[int]:

@@ -75,7 +75,7 @@ def test_a_model_in_evaluation_mode_is_noted(tmp_path, capsys):
 
 def test_pictures_of_an_answer_and_of_a_curve(solution, tmp_path):
     draw(solution, tmp_path / "memory.svg")
-    curve = sweep(solution, budgets=["1MB", solution.baseline.peak_bytes], time_limit_s=1.0)
+    curve = sweep(solution, budgets=["1MB", solution.baseline.peak_bytes], time_limit_s=600)
     asked = {point.request.budget_bytes for point in curve.points}
     assert asked == {10**6, solution.baseline.peak_bytes, solution.request.budget_bytes}
     draw(curve, tmp_path / "curve.svg")

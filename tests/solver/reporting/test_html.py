@@ -69,7 +69,9 @@ def planned() -> Solution:
 @pytest.fixture(scope="module")
 def curve(planned) -> Curve:
     budgets = [3 * 10**9, 35 * 10**8, 5 * 10**9]
-    return sweep(planned.graph, budgets=budgets, methods=["sqrt"], time_limit_s=2, known=[planned])
+    return sweep(
+        planned.graph, budgets=budgets, methods=["sqrt"], time_limit_s=600, known=[planned]
+    )
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def planned() -> Solution:
 @pytest.fixture(scope="module")
 def curve() -> Curve:
     budgets = [int(share * PEAK_BYTES) for share in (0.1, 0.6, 0.7, 0.8, 0.9, 1.0)]
-    return sweep(GRAPH, budgets=budgets, methods=("sqrt", "none"), time_limit_s=2)
+    return sweep(GRAPH, budgets=budgets, methods=("sqrt", "none"), time_limit_s=600)
 
 
 def labels(axes) -> list[str]:

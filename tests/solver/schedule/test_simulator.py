@@ -241,7 +241,7 @@ def legal_schedules(graph: Graph, rng: random.Random) -> list[Schedule]:
     peak_bytes = simulate(graph, schedules[0]).peak_bytes
     for name, method in METHODS.items():
         if name in ("none", "every_block", "sqrt", "revolve", "dp"):
-            found = method(graph, budget_bytes=peak_bytes, time_limit_s=10.0, seed=0).schedule
+            found = method(graph, budget_bytes=peak_bytes, time_limit_s=600, seed=0).schedule
             schedules += [found] if found else []
     return schedules
 
