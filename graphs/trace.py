@@ -37,7 +37,7 @@ from graphs.meta import GraphMeta
 from graphs.training_step import (
     MetaOutputs,
     OutsideLoss,
-    optimizer_figures,
+    optimizer_costs,
     with_accumulation,
     with_optimizer,
 )
@@ -134,8 +134,8 @@ def trace(
             on_cpu=target.type == "cpu" and not hardware.is_cuda(costs.description),
         )
     if optimizer is not None:
-        figures = optimizer_figures(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
-        graph = with_optimizer(graph, figures)
+        cost = optimizer_costs(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
+        graph = with_optimizer(graph, cost)
     finish_measuring(costs)
     if checkpoints_itself.is_set():
         graph = replace(graph, meta=replace(graph.meta, own_checkpoints=True))

@@ -24,7 +24,7 @@ from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.graph import Graph
 from graphs.trace import CapturedStep
 from graphs.training_step import (
-    optimizer_figures,
+    optimizer_costs,
     together,
     with_optimizer,
     with_resident,
@@ -270,7 +270,7 @@ class FittedForward(PlannedForward):
                 "reserved for it besides its inputs and their gradients (or loss_reserve=)"
             )
         figures = [
-            optimizer_figures(each, self._model, device=device, costs=costs)
+            optimizer_costs(each, self._model, device=device, costs=costs)
             for each in self._optimizers
         ]
         graph = with_optimizer(graph, together(figures))

@@ -7,7 +7,7 @@ from graphs.training_step.around import (
     with_unknown_loss,
 )
 from graphs.training_step.loss_only import LossOnly
-from graphs.training_step.optimizer import optimizer_costs, optimizer_figures, together
+from graphs.training_step.optimizer import optimizer_costs, together
 from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "MetaOutputs",
     "OutsideLoss",
     "optimizer_costs",
-    "optimizer_figures",
     "together",
     "with_accumulation",
     "with_optimizer",

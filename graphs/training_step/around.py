@@ -50,7 +50,7 @@ def with_accumulation(graph: Graph, gradients: Mapping[str, str]) -> Graph:
 def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
     """Add the optimizer's state as a resident tensor and its step as the last node.
 
-    optimizer: name, state_bytes, workspace_bytes, time_s; None: the graph is returned unchanged.
+    optimizer: as `optimizer_costs` returns it; None: the graph is returned unchanged.
     """
     if optimizer is None:
         return graph

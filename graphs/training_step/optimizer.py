@@ -13,12 +13,10 @@ largest parameter.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,36 +30,15 @@ from graphs.calls import TraceError
 from graphs.costs import CostModel, OpCall
 from graphs.fsdp import shard_rows
 
-_NOT_COPIED = (
-    "state",
-    "param_groups",
-    "step",  # a scheduler's wrapper, bound to the user's optimizer
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-"""Attributes that are not copied to the twin."""
+_HOOKED = ("step", "state_dict", "load_state_dict")
+_HOOKS = [f"_optimizer_{method}_{when}_hooks" for method in _HOOKED for when in ("pre", "post")]
+_NOT_COPIED = ("state", "param_groups", "step", *_HOOKS)
+"""Attributes that are not copied to the twin; "step" is a scheduler's wrapper, bound to the user's
+optimizer."""
 
 _READ_FROM_TENSORS = {True: 1000.0, False: 1000}
 """What a step reads from a fake tensor (its step count), by whether it is a floating-point one.
 Large, as in most of training: RAdam and ASGD allocate more after their first few steps."""
-
-
-@dataclass(frozen=True)
-class OptimizerCost:
-    """name: the class.
-    state_bytes: resident on the device from the first step on.
-    workspace_bytes: the peak that a later step allocates besides its state.
-    time_s: seconds of a step.
-    """
-
-    name: str
-    state_bytes: int
-    workspace_bytes: int
-    time_s: float
 
 
 def optimizer_costs(
@@ -72,8 +49,12 @@ def optimizer_costs(
     costs: CostModel,
     foreach: bool = False,
     n_ranks: int = 1,
-) -> OptimizerCost:
+) -> dict[str, Any]:
     """Step a twin of the optimizer on fake parameters and gradients.
+
+    Returns what `with_optimizer` takes and schedule files store: its class's name, state_bytes
+    (resident from the first step on), workspace_bytes (the peak that a later step allocates
+    besides), and the time_s of a step.
 
     optimizer: an optimizer of the model's parameters (real or on the meta device), or a function
         from the trainable parameters to one. Parameters without gradients have no state.
@@ -105,12 +86,12 @@ def optimizer_costs(
                 _step(twin)  # makes the state
             with _Tracker(costs) as tracker:
                 _step(twin)
-            return OptimizerCost(
-                name=name,
-                state_bytes=_state_bytes(twin, device),
-                workspace_bytes=tracker.peak_bytes,
-                time_s=tracker.time_s,
-            )
+            return {
+                "name": name,
+                "state_bytes": _state_bytes(twin, device),
+                "workspace_bytes": tracker.peak_bytes,
+                "time_s": tracker.time_s,
+            }
     except Exception as error:
         raise TraceError(
             f"the optimizer {name} cannot step on fake tensors "
@@ -137,20 +118,6 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
         f"the optimizer {name} has {n_own} parameters of this {title} and {len(held) - n_own} "
         "others; the state of the others is counted, but not their bytes and gradients",
         stacklevel=3,
-    )
-
-
-def optimizer_figures(
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
-    model: nn.Module,
-    *,
-    device: torch.device,
-    costs: CostModel,
-    n_ranks: int = 1,
-) -> dict[str, Any]:
-    """`optimizer_costs` as the dictionary that `with_optimizer` takes and schedule files store."""
-    return dataclasses.asdict(
-        optimizer_costs(optimizer, model, device=device, costs=costs, n_ranks=n_ranks)
     )
 
 
@@ -201,16 +168,16 @@ def _twin(
         own = copy.deepcopy(_without(optimizer.__dict__, *_NOT_COPIED), memo)
     state: dict[Any, Any] = defaultdict(dict)
     for parameter, kept in optimizer.state.items():  # some create their state when constructed
+        shape = getattr(parameter, "shape", None)
+
+        def fake_state(tensor: torch.Tensor, shape: Any = shape) -> torch.Tensor:
+            part = _shard(tensor, n_ranks) if tensor.shape == shape else tensor
+            # step counts on the host stay there
+            stays = tensor.dim() == 0 and tensor.device.type == "cpu"
+            return _empty_like(part, tensor.device if stays else device)
+
         key = fakes.get(id(parameter), parameter)
-        n_parts = n_ranks if isinstance(parameter, torch.Tensor) else 1
-
-        def of_shard(
-            tensor: torch.Tensor, whole: Any = parameter, n_parts: int = n_parts
-        ) -> torch.Tensor:
-            like_parameter = n_parts > 1 and tensor.shape == whole.shape
-            return _fake_state(_shard(tensor, n_parts) if like_parameter else tensor, device)
-
-        state[key] = pytree.tree_map_only(torch.Tensor, of_shard, kept)
+        state[key] = pytree.tree_map_only(torch.Tensor, fake_state, kept)
     twin.__setstate__({**own, "state": state, "param_groups": groups})
     return twin
 
@@ -238,13 +205,9 @@ def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
     """A meta tensor with the rows of the first of `n_ranks` devices, which has the most."""
     if n_ranks == 1 or tensor.dim() == 0:
         return tensor
-    rows = shard_rows(tensor.shape[0], n_ranks)
-    return torch.empty(
-        (rows, *tensor.shape[1:]),
-        dtype=tensor.dtype,
-        device="meta",
-        requires_grad=tensor.requires_grad,
-    )
+    shape = (shard_rows(tensor.shape[0], n_ranks), *tensor.shape[1:])
+    shard = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return shard.requires_grad_(tensor.requires_grad)
 
 
 def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
@@ -253,12 +216,6 @@ def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
     if parameter.requires_grad:
         fake.grad = _empty_like(parameter, device)
     return fake
-
-
-def _fake_state(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Step counts on the host stay there; other state is on the device of the parameters."""
-    stays = tensor.dim() == 0 and tensor.device.type == "cpu"
-    return _empty_like(tensor, tensor.device if stays else device)
 
 
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -297,17 +254,12 @@ class _Tracker(TorchDispatchMode):
             storage = item.untyped_storage()
             if storage._cdata not in known:
                 known.add(storage._cdata)
-                self._take(storage)
+                self._taken_bytes += storage.nbytes()
+                weakref.finalize(storage, self._drop, storage.nbytes()).atexit = False
         cost = self._costs.cost(call)
         self.time_s += cost.time_s
         self.peak_bytes = max(self.peak_bytes, self._taken_bytes + cost.workspace_bytes)
         return value
-
-    def _take(self, storage: torch.UntypedStorage) -> None:
-        n_bytes = storage.nbytes()
-        self._taken_bytes += n_bytes
-        self.peak_bytes = max(self.peak_bytes, self._taken_bytes)
-        weakref.finalize(storage, self._drop, n_bytes).atexit = False
 
     def _drop(self, n_bytes: int) -> None:
         self._taken_bytes -= n_bytes

@@ -31,7 +31,7 @@ from torch import nn
 from graphs.calls import TraceError, device_of, nested
 from graphs.costs import Roofline
 from graphs.hardware import named
-from graphs.training_step import optimizer_figures, with_optimizer
+from graphs.training_step import optimizer_costs, with_optimizer
 from scheduler_runtime.by_submodule.coarse_graph import Loop, coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
@@ -95,7 +95,7 @@ def plan_chain(
     figures = None
     if optimizer is not None:
         costs = Roofline(named("cpu"))
-        figures = optimizer_figures(optimizer, model, device=device, costs=costs)
+        figures = optimizer_costs(optimizer, model, device=device, costs=costs)
     unseen_bytes, excess_bytes = 0, 0
     plan: RegionPlan | None = None
     for _ in range(1 + N_CORRECTIONS):

@@ -217,8 +217,8 @@ class CompiledForward(PlannedForward):
             device = device_of(model)
             roofline = Roofline(hardware.named("cpu"))
             cost = optimizer_costs(optimizer, model, device=device, costs=roofline)
-            new_state_bytes = 0 if optimizer.state else cost.state_bytes
-            optimizer_workspace_bytes = cost.workspace_bytes
+            new_state_bytes = 0 if optimizer.state else cost["state_bytes"]
+            optimizer_workspace_bytes = cost["workspace_bytes"]
         gradients = [p for p in model.parameters() if p.requires_grad and p.grad is None]
         optimizers = () if optimizer is None else (optimizer,)
         optimizer_peak_bytes = (

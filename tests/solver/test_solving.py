@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from graphs.synthetic.nets import dense, pyramid, residual, u_shape
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure
@@ -21,6 +20,7 @@ from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from tests.support.nets import dense, pyramid, residual, u_shape
 
 NETS = {
     "residual": residual(n_blocks=12),

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from graphs.graph import Graph, Node, Phase, Tensor
-from graphs.synthetic.nets import random_dag
 from solver.schedule.ops import Compute, Free, Schedule
+from tests.support.nets import random_dag
 
 
 def op(

@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 
 from graphs.graph import Graph, Node, Tensor
-from graphs.synthetic.nets import chain, random_dag, residual, u_shape
 from graphs.synthetic.tape import Tape
 from solver.bound.cut import solve_cuts
 from solver.bound.folded import FoldedGraph
@@ -18,6 +17,7 @@ from solver.schedule.ops import Compute, Free, Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.brute_force import Truth, fastest, least_peak_bytes
+from tests.support.nets import chain, random_dag, residual, u_shape
 from tests.support.paths import GPT2
 
 N_RANDOM = 320

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from graphs.graph import Graph
-from graphs.synthetic import nets
 from graphs.synthetic.tape import Tape
 from solver.chain.blocks import Blocks, Storage, checkpoints, forward_storages, split_into_blocks
+from tests.support import nets
 from tests.support.builders import make, odd_graph, op, uniform_chain, words
 from tests.support.paths import DATA
 

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from graphs.graph import Graph
-from graphs.synthetic import nets
 from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
 from solver.chain.problem import (
     Backward,
@@ -19,6 +18,7 @@ from solver.chain.to_schedule import chain_to_schedule
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
+from tests.support import nets
 from tests.support.builders import odd_graph, uniform_chain, words
 
 KINDS = {

@@ -17,7 +17,6 @@ import pytest
 
 from graphs.files import FormatError
 from graphs.graph import Graph
-from graphs.synthetic import nets
 from solver import solve
 from solver.bound.cut import CutMilp, solve_cuts
 from solver.bound.folded import FoldedGraph
@@ -37,6 +36,7 @@ from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, SavedSchedule
 from solver.solving import KEPT_SHARE, answer, attempt, explained
+from tests.support import nets
 from tests.support.paths import GPT2 as GPT2_PATH
 
 GRAPH = nets.recurrent(n_steps=5)

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.emitted_settings import N_LAYERS, checked, layered_graph
 from graphs.graph import Graph
-from graphs.synthetic.nets import random_dag
 from graphs.trace import trace
 from scheduler_runtime.measuring import measure
 from solver.cli.command import main
@@ -25,6 +24,7 @@ from solver.module_checkpointing.regions import CheckpointRegion
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.command import failed, write_model
+from tests.support.nets import random_dag
 from tests.support.paths import GPT2, ROOT
 
 CHECKED = ROOT / "benchmarks" / "results" / "emitted_settings.json"

@@ -6,13 +6,13 @@ import random
 import pytest
 
 from graphs.graph import Graph, Node, Tensor
-from graphs.synthetic.nets import chain, random_dag, residual
 from solver.methods import ilp as module
 from solver.methods.ilp import ilp, solve_ilp
 from solver.methods.ilp_stages import TooLargeError
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
+from tests.support.nets import chain, random_dag, residual
 
 
 def tiny(seed: int) -> Graph:

@@ -6,16 +6,6 @@ import random
 import pytest
 
 from graphs.graph import Graph
-from graphs.synthetic.nets import (
-    chain,
-    dense,
-    pyramid,
-    random_dag,
-    recurrent,
-    residual,
-    transformer,
-    u_shape,
-)
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import proven_least_budget_bytes
 from solver.methods.auto.local_optimum import drop_recomputation
@@ -26,6 +16,16 @@ from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
+from tests.support.nets import (
+    chain,
+    dense,
+    pyramid,
+    random_dag,
+    recurrent,
+    residual,
+    transformer,
+    u_shape,
+)
 from tests.support.paths import DATA
 
 GPT2 = Graph.load(DATA / "gpt2_small_b8_t1024.json")

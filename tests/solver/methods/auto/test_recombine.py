@@ -8,7 +8,6 @@ import random
 import pytest
 
 from graphs.graph import Graph
-from graphs.synthetic.nets import dense, pyramid, random_dag, residual, transformer, u_shape
 from solver.bound.cut import CutMilp, solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
@@ -19,6 +18,7 @@ from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.evict import evict
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from tests.support.nets import dense, pyramid, random_dag, residual, transformer, u_shape
 
 NETS = {
     "residual": residual(n_blocks=8),
