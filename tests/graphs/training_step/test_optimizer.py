@@ -111,9 +111,7 @@ def test_adamw_by_hand() -> None:
     n_parameters = len(list(net.parameters()))
     largest = 400 * 500 * 4
     assert cost["state_bytes"] == 2 * parameter_bytes(net) + 4 * n_parameters
-    assert (
-        2 * largest <= cost["workspace_bytes"] <= 2 * largest + 4096
-    )  # a bias too
+    assert 2 * largest <= cost["workspace_bytes"] <= 2 * largest + 4096  # a bias too
 
 
 def test_foreach_takes_a_copy_of_all_parameters() -> None:
