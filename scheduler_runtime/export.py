@@ -29,7 +29,6 @@ from scheduler_runtime.execute import (
     SavedCalls,
     functional_name,
     remove_torch_checkpoint,
-    torch_checkpoint,
 )
 from scheduler_runtime.planned import PlannedForward, check_order
 from solver.common import counted, format_share, format_size
@@ -299,8 +298,9 @@ def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
     changed = sorted(path for path, tensor in graph.meta.buffers.items() if tensor in written)
     for region in (inside for top in plan.regions for inside in top.flat()):
         prefix = f"{region.path}."
-        torch_checkpoint.put(
-            model.get_submodule(region.path),
+        module = model.get_submodule(region.path)
+        module.forward = CheckpointedForward(
+            module,
             saved=_saved_calls(graph, region) if region.saved else None,
             changed_buffers=tuple(
                 name.removeprefix(prefix) for name in changed if name.startswith(prefix)

@@ -10,7 +10,12 @@ from typing import Any
 from torch import nn
 
 from scheduler_runtime.by_submodule.coarse_graph import SCOPE
-from scheduler_runtime.execute import put_segments, runs_in_a_loop, torch_checkpoint
+from scheduler_runtime.execute import (
+    CheckpointedForward,
+    ExportedForward,
+    SegmentedForward,
+    runs_in_a_loop,
+)
 from solver.common import counted
 from solver.module_checkpointing import CheckpointRegion
 from solver.schedule import Solution
@@ -73,7 +78,7 @@ def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
         if path not in modules:
             raise ValueError(f"the plan is for a model with a submodule {path!r}; this has none")
     if not solution.checkpointed:
-        model.forward = torch_checkpoint.ExportedForward(model)
+        model.forward = ExportedForward(model)
         return model
     if solution.segments:
         container = modules.get(solution.container)
@@ -85,11 +90,13 @@ def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
                 f"this is a {type(container).__name__}"
             )
         names = _inside(solution.changed_buffers, solution.container)
-        put_segments(container, segments=solution.segments, changed_buffers=names)
+        container.forward = SegmentedForward(  # type: ignore[method-assign]
+            container, segments=solution.segments, changed_buffers=names
+        )
         return model
     for path in solution.checkpointed:
         names = _inside(solution.changed_buffers, path)
-        torch_checkpoint.put(modules[path], changed_buffers=names)
+        modules[path].forward = CheckpointedForward(modules[path], changed_buffers=names)
     return model
 
 

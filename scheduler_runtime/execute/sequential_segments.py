@@ -15,10 +15,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from graphs.calls import Call
-from scheduler_runtime.execute.torch_checkpoint import ExportedForward, with_buffers_kept
+from scheduler_runtime.execute.torch_checkpoint import (
+    ExportedForward,
+    checkpointed,
+    with_buffers_kept,
+)
 from solver.module_checkpointing import CheckpointRegion
 
 
@@ -28,16 +30,8 @@ def runs_in_a_loop(module: nn.Module) -> TypeGuard[nn.Sequential]:
         return False
     if type(module).forward is not nn.Sequential.forward:
         return False
-    return not any(_has_hooks(child) for child in module)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return not any(getattr(child, name) for child in module for name in hooks)
 
 
 class SegmentedForward(ExportedForward):
@@ -53,11 +47,11 @@ class SegmentedForward(ExportedForward):
         module: nn.Sequential,
         *,
         segments: Sequence[CheckpointRegion],
-        changed_buffers: Sequence[str],
+        changed_buffers: Sequence[str] = (),
     ) -> None:
         super().__init__(module)
-        self.segments = tuple(segments)
-        self.changed_buffers = tuple(changed_buffers)
+        self.segments = segments
+        self.changed_buffers = changed_buffers
         self.n_runs = [0] * len(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +60,7 @@ class SegmentedForward(ExportedForward):
         return self._run(0, len(self.n_runs) - 1, self.segments, args[0])
 
     def _run(self, first: int, last: int, segments: Sequence[CheckpointRegion], value: Any) -> Any:
-        assert isinstance(self._model, nn.Sequential)
-        children = list(self._model)  # now: one may have been wrapped since
+        children: Any = list(self._model._modules.values())  # now: one may have been wrapped since
         starts = {self._span(segment)[0]: segment for segment in segments}
         position = first
         while position <= last:
@@ -76,9 +69,17 @@ class SegmentedForward(ExportedForward):
                 self.n_runs[position] += 1
                 value = children[position](value)
                 position += 1
-            else:
-                value = self._checkpointed(segment, value)
-                position = self._span(segment)[1] + 1
+                continue
+            start, end = self._span(segment)
+            run = functools.partial(self._run, start, end, segment.inner)
+            # the compiler functionalises buffers itself
+            options: Any = (
+                {}
+                if torch.compiler.is_compiling()
+                else {"context_fn": functools.partial(self._contexts, segment)}
+            )
+            value = checkpointed(run, (value,), {}, **options)
+            position = end + 1
         return value
 
     def _span(self, segment: CheckpointRegion) -> tuple[int, int]:
@@ -87,38 +88,8 @@ class SegmentedForward(ExportedForward):
         first, last = segment.modules[0], segment.modules[-1]
         return names.index(first.rpartition(".")[2]), names.index(last.rpartition(".")[2])
 
-    def _checkpointed(self, segment: CheckpointRegion, value: Any) -> Any:
-        call = Call.of((value,), {})
-        # the compiler functionalises buffers itself
-        options: Any = (
-            {}
-            if torch.compiler.is_compiling()
-            else {"context_fn": functools.partial(self._contexts, segment)}
-        )
-        run = functools.partial(self._run_segment, segment, call.rest, call.spec)
-        return checkpoint(run, *call.tensors, use_reentrant=False, **options)
-
-    def _run_segment(
-        self, segment: CheckpointRegion, rest: list[Any], spec: Any, *tensors: torch.Tensor
-    ) -> Any:
-        (value,), _ = Call(list(tensors), rest, spec).arguments(tensors)
-        first, last = self._span(segment)
-        return self._run(first, last, segment.inner, value)
-
     def _contexts(self, segment: CheckpointRegion) -> tuple[Any, Any]:
         children = {path.rpartition(".")[2] for path in segment.modules}
         inside = [name for name in self.changed_buffers if name.partition(".")[0] in children]
         nothing = contextlib.nullcontext()
         return nothing, with_buffers_kept(nothing, self._model, inside)
-
-
-def put_segments(
-    module: nn.Sequential,
-    *,
-    segments: Sequence[CheckpointRegion],
-    changed_buffers: Sequence[str] = (),
-) -> SegmentedForward:
-    """Replace the module's forward; `remove_torch_checkpoint` undoes it."""
-    forward = SegmentedForward(module, segments=segments, changed_buffers=changed_buffers)
-    module.forward = forward  # type: ignore[method-assign]
-    return forward

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,27 +35,23 @@ class CountMismatchError(RuntimeError):
     """A module ran other operators than those that its plan was made for; says which."""
 
 
+@dataclass(frozen=True, eq=False)
 class SavedCalls:
-    """Which operator calls of a module keep their results.
+    """Which operator calls of the module at `path` keep their results.
 
     saved: operator -> indices of its calls, counted from 0 in each forward.
     n_calls: operator -> calls in all, so that a program other than the planned one is noticed. An
         in-place operator counts as its functional form, as in a traced graph.
     """
 
-    def __init__(
-        self, path: str, saved: Mapping[str, frozenset[int]], n_calls: Mapping[str, int]
-    ) -> None:
-        self.path = path
-        self.saved = dict(saved)
-        self.n_calls = dict(n_calls)
+    path: str
+    saved: Mapping[str, frozenset[int]]
+    n_calls: Mapping[str, int]
 
     def contexts(self) -> tuple[Any, Any]:
         """For one call of `checkpoint`: contexts of the forward pass and of its recomputation."""
         seen: Counter[str] = Counter()
-        forward, recomputation = create_selective_checkpoint_contexts(
-            functools.partial(self._policy, seen)
-        )
+        forward, recomputation = _unchecked_contexts(self, seen)
         return self._checked(forward, seen), recomputation
 
     def _policy(
@@ -81,12 +78,10 @@ class SavedCalls:
                 )
 
 
-def _unchecked_contexts(saved: SavedCalls) -> tuple[Any, Any]:
-    """For torch.compile, which accepts no other context managers."""
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(
-        functools.partial(saved._policy, Counter())
-    )
-    return contexts
+def _unchecked_contexts(saved: SavedCalls, seen: Counter[str] | None = None) -> Any:
+    """For torch.compile, which accepts no other context managers. seen: counts the calls."""
+    policy = functools.partial(saved._policy, Counter() if seen is None else seen)
+    return create_selective_checkpoint_contexts(policy)
 
 
 def functional_name(operator: str) -> str:
@@ -116,7 +111,11 @@ class CheckpointedForward(ExportedForward):
     """
 
     def __init__(
-        self, module: nn.Module, *, saved: SavedCalls | None, changed_buffers: tuple[str, ...]
+        self,
+        module: nn.Module,
+        *,
+        saved: SavedCalls | None = None,
+        changed_buffers: Sequence[str] = (),
     ) -> None:
         super().__init__(module)
         self.saved = saved
@@ -134,24 +133,15 @@ class CheckpointedForward(ExportedForward):
             return checkpoint(
                 self.own_forward, *args, use_reentrant=False, **self._compiled_contexts, **kwargs
             )
-        call = Call.of(args, kwargs)
-        return checkpoint(
-            functools.partial(self._run, call.rest, call.spec),
-            *call.tensors,
-            use_reentrant=False,
-            context_fn=self._contexts,
-        )
+        return checkpointed(self._run, args, kwargs, context_fn=self._contexts)
 
-    def _run(self, rest: list[Any], spec: Any, *tensors: torch.Tensor) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.n_runs += 1
-        args, kwargs = Call(list(tensors), rest, spec).arguments(tensors)
         return self.own_forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[Any, Any]:
-        forward: Any = contextlib.nullcontext()
-        recomputation: Any = contextlib.nullcontext()
-        if self.saved is not None:
-            forward, recomputation = self.saved.contexts()
+        nothing = contextlib.nullcontext()
+        forward, recomputation = self.saved.contexts() if self.saved else (nothing, nothing)
         return forward, with_buffers_kept(recomputation, self._model, self.changed_buffers)
 
 
@@ -172,16 +162,18 @@ def with_buffers_kept(
                 buffer.copy_(value)
 
 
-def put(
-    module: nn.Module,
-    *,
-    saved: SavedCalls | None = None,
-    changed_buffers: tuple[str, ...] = (),
-) -> CheckpointedForward:
-    """Replace the module's forward by one that checkpoints it."""
-    forward = CheckpointedForward(module, saved=saved, changed_buffers=changed_buffers)
-    module.forward = forward
-    return forward
+def checkpointed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any
+) -> Any:
+    """`torch.utils.checkpoint.checkpoint` with all tensors of the call as arguments."""
+    call = Call.of(args, kwargs)
+    run = functools.partial(_run_with, function, call.rest, call.spec)
+    return checkpoint(run, *call.tensors, use_reentrant=False, **options)
+
+
+def _run_with(function: Callable[..., Any], rest: list[Any], spec: Any, *tensors: Any) -> Any:
+    args, kwargs = Call(list(tensors), rest, spec).arguments(tensors)
+    return function(*args, **kwargs)
 
 
 def remove_torch_checkpoint(model: nn.Module) -> nn.Module:

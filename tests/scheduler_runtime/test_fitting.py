@@ -23,9 +23,9 @@ from scheduler_runtime import (
     measure,
     plans_of,
     remove,
+    surroundings,
 )
 from scheduler_runtime.measuring import bytes_of, resident_tensors
-from scheduler_runtime.surroundings import free_memory
 from solver import report, solve
 from solver.common.sizes import BudgetError
 from tests.support.models import NormAndDropout, TiedLanguageModel
@@ -258,9 +258,9 @@ def test_auto_takes_what_is_free_and_what_the_step_has(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 2_500)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 3_000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5_000, 10_000))
-    monkeypatch.setattr(free_memory, "bytes_of", lambda _tensors, _device: 1_800)
+    monkeypatch.setattr(surroundings, "bytes_of", lambda _tensors, _device: 1_800)
     call, device = Call.of((numbers(8)[0],), {}), torch.device("cuda")
-    found = free_memory.free_budget_bytes(tower(), call, [], device, bucket_bytes=200)
+    found = surroundings.free_budget_bytes(tower(), call, [], device, bucket_bytes=200)
     assert found == 5_000 + 3_000 - 500
 
 
