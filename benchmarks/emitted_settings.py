@@ -15,72 +15,55 @@ packages pin others that the tests need newer.
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import itertools
 import json
-import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from graphs.graph import Graph, Node, Tensor
 from solver.emit import SYSTEMS, layers
 
 N_LAYERS = 4
 
 
+LAYER = (
+    ("native_layer_norm", "norm"),
+    ("mm", "attention.in"),
+    ("_scaled_dot_product_flash_attention", "attention"),
+    ("mm", "mlp.up"),
+    ("mm", "mlp.down"),
+)
+
+
 def layered_graph(n_layers: int) -> Graph:
-    """Layers of a norm, attention and an MLP, as their operators and modules; sizes are of no
-    account here."""
+    """Layers of a norm, attention and an MLP, as their operators and modules; all of one size."""
     tensors = [Tensor("x", 64, "input"), Tensor("weight", 64, "parameter")]
     nodes: list[Node] = []
     last = "x"
-
-    def add(op: str, module: str, *, reads_weight: bool) -> None:
-        nonlocal last
+    for i, (op, part) in itertools.product(range(n_layers), LAYER):
         name = f"t{len(nodes)}"
         tensors.append(Tensor(name, 64, "activation"))
-        inputs = (last, "weight") if reads_weight else (last,)
-        nodes.append(
-            Node(f"n{len(nodes)}", op, inputs, (name,), time_s=1.0, phase="forward", module=module)
-        )
+        inputs = (last,) if part == "attention" else (last, "weight")
+        about: Any = {"phase": "forward", "module": f"layers.{i}.{part}", "time_s": 1.0}
+        nodes.append(Node(f"n{len(nodes)}", f"aten.{op}.default", inputs, (name,), **about))
         last = name
-
-    for i in range(n_layers):
-        add("aten.native_layer_norm.default", f"layers.{i}.norm", reads_weight=True)
-        add("aten.mm.default", f"layers.{i}.attention.in", reads_weight=True)
-        add(
-            "aten._scaled_dot_product_flash_attention.default",
-            f"layers.{i}.attention",
-            reads_weight=False,
-        )
-        add("aten.mm.default", f"layers.{i}.mlp.up", reads_weight=True)
-        add("aten.mm.default", f"layers.{i}.mlp.down", reads_weight=True)
     return Graph(nodes=tuple(nodes), tensors=tuple(tensors), outputs=(last,))
 
 
 def megatron(text: str) -> dict[str, Any]:
     """Build a TransformerConfig of the flags; it checks them as it is built."""
     module = importlib.import_module("megatron.core.transformer.transformer_config")
-    given: dict[str, Any] = {}
-    words = text.split()
-    for word in words:
-        if word.startswith("--"):
-            field = word.removeprefix("--").replace("-", "_")
-            given[field] = []
-        else:
-            given[field].append(word)
-    fields = {
-        name: values
-        if name == "recompute_modules"
-        else int(values[0])
-        if name == "recompute_num_layers"
-        else values[0]
-        for name, values in given.items()
-    }
+    fields: dict[str, Any] = {}
+    for flag in f" {text}".split(" --")[1:]:
+        name, *values = flag.split()
+        fields[name.replace("-", "_")] = values if name == "recompute-modules" else values[0]
+    if "recompute_num_layers" in fields:
+        fields["recompute_num_layers"] = int(fields["recompute_num_layers"])
     read = module.TransformerConfig(
         num_layers=N_LAYERS, hidden_size=64, num_attention_heads=4, **fields
     )
@@ -110,29 +93,23 @@ def axolotl(text: str) -> dict[str, Any]:
     schema = importlib.import_module("axolotl.utils.schemas.config")
     given = yaml.safe_load(text)
     assert set(given) <= set(schema.AxolotlInputConfig.model_fields), given
-    read = schema.AxolotlInputConfig.model_validate(
-        {
-            "base_model": "model",
-            "learning_rate": 1e-4,
-            "micro_batch_size": 1,
-            "gradient_accumulation_steps": 1,
-            "datasets": [{"path": "data", "type": "alpaca"}],
-            **given,
-        }
-    )
+    smallest = {
+        "base_model": "model",
+        "learning_rate": 1e-4,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "datasets": [{"path": "data", "type": "alpaca"}],
+    }
+    read = schema.AxolotlInputConfig.model_validate(smallest | given)
     found = {key: (value, getattr(read, key)) for key, value in given.items()}
     if "selective_checkpointing" in given:
-        found["selective_checkpointing"] = (
-            given["selective_checkpointing"]["save"],
-            read.selective_checkpointing.save,
-        )
+        asked, got = found["selective_checkpointing"]
+        found["selective_checkpointing"] = (asked["save"], got.save)
     return found
 
 
 def torchtitan(text: str) -> dict[str, Any]:
     """Parse the subcommand by the policy's own type, as the trainer's parser does."""
-    from dataclasses import make_dataclass
-
     import tyro
 
     policies = importlib.import_module("torchtitan.distributed.activation_checkpoint")
@@ -148,51 +125,39 @@ def torchtitan(text: str) -> dict[str, Any]:
     return {"activation_checkpoint": (asked.__qualname__, type(read).__qualname__)}
 
 
-@dataclass(frozen=True)
-class Check:
-    """distribution: its name on PyPI. read: (setting) -> by key, what was given and what read."""
-
-    distribution: str
-    read: Callable[[str], dict[str, Any]]
-
-
-CHECKS = {
-    "megatron": Check("megatron-core", megatron),
-    "deepspeed": Check("deepspeed", deepspeed),
-    "axolotl": Check("axolotl", axolotl),
-    "torchtitan": Check("torchtitan", torchtitan),
+CHECKS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "megatron": ("megatron-core", megatron),
+    "deepspeed": ("deepspeed", deepspeed),
+    "axolotl": ("axolotl", axolotl),
+    "torchtitan": ("torchtitan", torchtitan),
 }
+"""The system's name on PyPI, and (setting) -> by key, what was given and what was read."""
 
 
 def checked(system: str, graph: Graph) -> dict[str, Any]:
     """Every candidate of the system, and whether what was read is what was given."""
-    check = CHECKS[system]
+    distribution, read = CHECKS[system]
     try:
-        version = metadata.version(check.distribution)
+        version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return {"version": None, "reason": f"{check.distribution} is not installed"}
+        return {"version": None, "reason": f"{distribution} is not installed"}
     settings = []
-    for family in SYSTEMS[system].families(graph, layers(graph)):
-        for candidate in family:
-            found = check.read(candidate.text)
-            wrong = {key: pair for key, pair in found.items() if pair[0] != pair[1]}
-            settings.append({"setting": candidate.text, "taken": not wrong, "keys": sorted(found)})
+    for candidate in itertools.chain(*SYSTEMS[system].families(graph, layers(graph))):
+        found = read(candidate.text)
+        taken = all(given == got for given, got in found.values())
+        settings.append({"setting": candidate.text, "taken": taken, "keys": sorted(found)})
     return {"version": version, "settings": settings}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Check the settings of --emit.")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = harness.parser("emitted_settings", __doc__).parse_args()
     graph = layered_graph(N_LAYERS)
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.emitted_settings", *sys.argv[1:]]),
+        "command": harness.command(),
         "systems": {system: checked(system, graph) for system in CHECKS},
     }
-    text = json.dumps(result, indent=1) + "\n"
-    print(text)
-    if given.out is not None:
-        given.out.write_text(text)
+    print(json.dumps(result, indent=1))
+    harness.write(given.out, result)
     taken = [s["taken"] for found in result["systems"].values() for s in found.get("settings", ())]
     return 0 if taken and all(taken) else 1
 

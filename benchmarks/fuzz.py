@@ -20,14 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks import harness
-from benchmarks.random_modules import (
-    N_ROWS,
-    WIDTH,
-    RandomModule,
-    Recipe,
-    described,
-    random_recipe,
-)
+from benchmarks.random_modules import N_ROWS, WIDTH, RandomModule, Recipe, described, random_recipe
 from benchmarks.same_bits import compare, solution_of, trained
 from benchmarks.step_styles import STYLES, Training
 from benchmarks.zoo import LOSS_INSIDE

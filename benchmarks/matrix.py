@@ -297,10 +297,7 @@ def markdown(report: Row) -> str:
             n_wrong=sum(bool(faults(row)) for row in run),
             n_refused=len(rows) - len(run),
         ),
-        harness.table(
-            _COLUMNS,
-            map(_cells, rows),
-        ),
+        harness.table(_COLUMNS, map(_cells, rows)),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -96,10 +96,7 @@ def _autocast(dtype: torch.dtype | None) -> torch.autocast:
 
 
 def _step(
-    training: Training,
-    *,
-    autocast: torch.dtype | None = None,
-    max_norm: float | None = None,
+    training: Training, *, autocast: torch.dtype | None = None, max_norm: float | None = None
 ) -> None:
     """As in PyTorch's examples; with a gradient scaler where the training has one."""
     optimizer, scaler = training.optimizer, training.scaler
@@ -209,9 +206,7 @@ def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
 def _needing_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Every tensor of the batch that can have a gradient gets one (saliency, adversaries)."""
     return model, pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: t.requires_grad_(True) if t.is_floating_point() else t,
-        batch,
+        torch.Tensor, lambda t: t.requires_grad_(True) if t.is_floating_point() else t, batch
     )
 
 

@@ -163,11 +163,7 @@ def _is_chosen(case: str, only: Sequence[Sequence[str]] | None) -> bool:
 
 
 def _in_own_process(
-    part: str,
-    case: str,
-    earlier: Mapping[str, Any],
-    arguments: argparse.Namespace,
-    left_s: float,
+    part: str, case: str, earlier: Mapping[str, Any], arguments: argparse.Namespace, left_s: float
 ) -> dict[str, Any]:
     limit_s = max(1.0, min(left_s, 60 * arguments.case_minutes))
     options = ["--case", f"{part}:{case}", *(["--full"] if arguments.full else [])]

@@ -18,6 +18,8 @@ from graphs.costs import cpu_peak_bytes
 from scheduler_runtime.measuring import bytes_of, context_bytes, resident_tensors, seconds_of
 
 N_WARM, N_TIMED = 3, 5
+PREDICTED = ("predicted_bytes", "overhead", "bound", "predicted_s")
+"""What a row says of a plan beside the figures."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,6 @@ class Figures:
     other_bytes: int | None = None
 
 
-def predicted(prepared: Prepared, figures: Figures) -> dict[str, Any]:
-    """What was predicted, and by which share it was above what was measured (peak_off, time_off).
-
-    Recorded steps have a peak of another kind: it is not compared.
-    """
-    row: dict[str, Any] = {
-        "predicted_bytes": prepared.predicted_bytes,
-        "overhead": prepared.overhead,
-        "bound": prepared.bound,
-        "predicted_s": prepared.predicted_s,
-    }
-    if prepared.predicted_bytes is not None and not prepared.replays:
-        row["peak_off"] = prepared.predicted_bytes / figures.peak_bytes - 1.0
-    if prepared.predicted_s is not None:
-        row["time_off"] = prepared.predicted_s / figures.time_s - 1.0
-    return row
-
-
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW; fused on CUDA, whose step then takes no copy of the parameters."""
     fused = next(model.parameters()).is_cuda
@@ -67,9 +51,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step_of(
-    call: Callable[..., Any],
-    batch: tuple[torch.Tensor, ...],
-    optimizer: torch.optim.Optimizer,
+    call: Callable[..., Any], batch: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer
 ) -> Callable[[], None]:
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -96,11 +78,12 @@ def measured(
     device = batch[0].device
     for _ in range(n_warm):
         step()
-    times_s = [seconds_of(step, device) for _ in range(n_timed)]
-    time_s = statistics.median(times_s)
+    time_s = statistics.median(seconds_of(step, device) for _ in range(n_timed))
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
     resident = bytes_of(resident_tensors(model, batch, [optimizer]), device)
+    speed = len(batch[0]) / time_s
+    common: Any = {"time_s": time_s, "samples_per_s": speed, "resident_bytes": resident}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -111,20 +94,13 @@ def measured(
         reserved = torch.cuda.max_memory_reserved(device)
         return Figures(
             peak_bytes=reserved if replays else torch.cuda.max_memory_allocated(device),
-            time_s=time_s,
-            samples_per_s=len(batch[0]) / time_s,
-            resident_bytes=resident,
+            **common,
             reserved_bytes=reserved,
             context_bytes=context_bytes(device),
             requested_bytes=torch.cuda.memory_stats(device).get("requested_bytes.all.peak"),
             other_bytes=other,
         )
-    return Figures(
-        peak_bytes=resident + cpu_peak_bytes(step).peak_bytes,
-        time_s=time_s,
-        samples_per_s=len(batch[0]) / time_s,
-        resident_bytes=resident,
-    )
+    return Figures(peak_bytes=resident + cpu_peak_bytes(step).peak_bytes, **common)
 
 
 def emptied(device: torch.device) -> None:
@@ -160,8 +136,8 @@ def run_way(
     subject: Subject,
     device: torch.device,
     *,
-    share: float | None,
     budget_bytes: int,
+    share: float | None = None,
     reserve_bytes: int = 0,
     batch_size: int | None = None,
     card_bytes: int | None = None,
@@ -183,8 +159,12 @@ def run_way(
         step = step_of(prepared.call, batch, optimizer)
         with limited(device, card_bytes):
             figures = measured(step, model, batch, optimizer, replays=prepared.replays)
-        row |= asdict(figures)
-        row |= predicted(prepared, figures)
+        row |= asdict(figures) | {name: getattr(prepared, name) for name in PREDICTED}
+        # A recorded step has a peak of another kind, which is not compared.
+        if prepared.predicted_bytes is not None and not prepared.replays:
+            row["peak_off"] = prepared.predicted_bytes / figures.peak_bytes - 1.0
+        if prepared.predicted_s is not None:
+            row["time_off"] = prepared.predicted_s / figures.time_s - 1.0
         row["status"] = "ran"
     except torch.OutOfMemoryError:
         row["status"] = "out of memory"

@@ -6,6 +6,7 @@ continued.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,17 +48,23 @@ class Settings:
         return list(known) if self.full or self.device.type == "cpu" else list(QUICK)
 
     @property
-    def shares(self) -> tuple[float, ...]:
-        return SHARES if self.full else QUICK_SHARES
+    def capacity_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        return 10**12
 
     @property
-    def kept_shares(self) -> tuple[float, ...]:
-        return ALL_KEPT_SHARES if self.full else KEPT_SHARES
+    def reserve_bytes(self) -> int:
+        return CUDA_RESERVE_BYTES if self.device.type == "cuda" else 0
 
     def subject(self, name: str, *, card_bytes: int | None = None) -> Subject:
         """card_bytes: of the card that it is for (None: the device's)."""
-        subject = subjects(self.device)[name]
-        return fitted(subject, _capacity_bytes(self.device) if card_bytes is None else card_bytes)
+        return fitted(subjects(self.device)[name], card_bytes or self.capacity_bytes)
+
+    def run(self, way: str, subject: Subject, **options: Any) -> dict[str, Any]:
+        """A row of `run_way`; all of the device may be used where no budget is given."""
+        options = {"budget_bytes": self.capacity_bytes, "time_limit_s": self.time_limit_s} | options
+        return run_way(way, subject, self.device, backend=self.backend, **options)
 
 
 @dataclass(frozen=True)
@@ -84,54 +91,31 @@ def _ways_cases(settings: Settings) -> list[str]:
     cases = []
     for name in settings.names:
         cases += [f"{name}/{way}" for way in WAYS if way not in WITH_BUDGET]
-        cases += [f"{name}/{way}/{share}" for share in settings.shares for way in WITH_BUDGET]
+        shares = SHARES if settings.full else QUICK_SHARES
+        cases += [f"{name}/{way}/{share}" for share in shares for way in WITH_BUDGET]
     return cases
 
 
 def _ways_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
     name, way, *rest = case.split("/")
     share = float(rest[0]) if rest else None
-    budget_bytes = _share_bytes(name, share, settings, earlier)
-    row = run_way(
-        way,
-        settings.subject(name),
-        settings.device,
-        share=share,
-        budget_bytes=budget_bytes,
-        time_limit_s=settings.time_limit_s,
-        backend=settings.backend,
-    )
+    subject = settings.subject(name)
+    budget_bytes = settings.capacity_bytes
+    if share is not None:
+        plain = earlier.get(f"{name}/eager") or settings.run("eager", subject)
+        if "peak_bytes" in plain:
+            budget_bytes = _share_bytes(plain, share)
+    row = settings.run(way, subject, share=share, budget_bytes=budget_bytes)
     plain_s = earlier.get(f"{name}/eager", {}).get("time_s")
     if plain_s and row["status"] == "ran":
         row["measured_overhead"] = row["time_s"] / plain_s - 1.0
     return row
 
 
-def _share_bytes(
-    name: str, share: float | None, settings: Settings, earlier: Mapping[str, Any]
-) -> int:
+def _share_bytes(plain: Mapping[str, Any], share: float) -> int:
     """Resident bytes, and that share of what eager takes beside them at its peak."""
-    plain = earlier.get(f"{name}/eager") or _eager_row(name, settings)
-    if share is None or "peak_bytes" not in plain:
-        return _capacity_bytes(settings.device)
-    held = plain["peak_bytes"] - plain["resident_bytes"]
-    return int(plain["resident_bytes"] + share * held)
-
-
-def _eager_row(name: str, settings: Settings) -> dict[str, Any]:
-    return run_way(
-        "eager",
-        settings.subject(name),
-        settings.device,
-        share=None,
-        budget_bytes=_capacity_bytes(settings.device),
-    )
-
-
-def _capacity_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return 10**12
+    resident: int = plain["resident_bytes"]
+    return int(resident + share * (plain["peak_bytes"] - resident))
 
 
 # ---- the budget is kept ------------------------------------------------------------------------
@@ -140,12 +124,9 @@ def _capacity_bytes(device: torch.device) -> int:
 def _kept_cases(settings: Settings) -> list[str]:
     """On CUDA with the allocator as it is, and with segments that grow, which fragment less."""
     allocators = ("", EXPANDABLE) if settings.device.type == "cuda" else ("",)
-    return [
-        f"{name}/{share}{allocator}"
-        for name in settings.names
-        for share in settings.kept_shares
-        for allocator in allocators
-    ]
+    shares = ALL_KEPT_SHARES if settings.full else KEPT_SHARES
+    cases = itertools.product(settings.names, shares, allocators)
+    return [f"{name}/{share}{allocator}" for name, share, allocator in cases]
 
 
 def _kept_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,39 +136,21 @@ def _kept_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict
     """
     name, share_text, *_ = case.split("/")
     share = float(share_text)
-    plain = _eager_row(name, settings)
+    subject = settings.subject(name)
+    plain = settings.run("eager", subject)
     if plain["status"] != "ran":
         return {"status": "refused", "reason": "eager does not run on this device"}
-    held = plain["peak_bytes"] - plain["resident_bytes"]
-    step_bytes = int(plain["resident_bytes"] + share * held)
-    on_cuda = settings.device.type == "cuda"
-    reserve_bytes = CUDA_RESERVE_BYTES if on_cuda else 0
-    card_bytes = step_bytes + reserve_bytes
-    row = run_way(
-        "ours",
-        settings.subject(name),
-        settings.device,
-        share=share,
-        budget_bytes=card_bytes,
-        reserve_bytes=reserve_bytes,
-        card_bytes=card_bytes,
-        time_limit_s=settings.time_limit_s,
-    )
+    step_bytes = _share_bytes(plain, share)
+    card_bytes = step_bytes + settings.reserve_bytes
+    card = {"budget_bytes": card_bytes, "card_bytes": card_bytes}
+    row = settings.run("ours", subject, share=share, reserve_bytes=settings.reserve_bytes, **card)
     row["plain_peak_bytes"] = plain["peak_bytes"]
-    if on_cuda:
-        limited = run_way(
-            "eager",
-            settings.subject(name),
-            settings.device,
-            share=None,
-            budget_bytes=card_bytes,
-            card_bytes=card_bytes,
-        )
-        row["plain_fails"] = limited["status"] == "out of memory"
-        row["kept"] = row["status"] == "ran"
+    row["kept"] = row["status"] == "ran"
+    if settings.device.type == "cuda":
+        row["plain_fails"] = settings.run("eager", subject, **card)["status"] == "out of memory"
     else:
         row["plain_fails"] = plain["peak_bytes"] > step_bytes
-        row["kept"] = row["status"] == "ran" and row["peak_bytes"] <= step_bytes
+        row["kept"] = row["kept"] and row["peak_bytes"] <= step_bytes
     return row
 
 
@@ -195,33 +158,29 @@ def _kept_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict
 
 
 def _batch_cases(settings: Settings) -> list[str]:
-    cards = CARDS_BYTES if settings.full else {"24 GB": CARDS_BYTES["24 GB"]}
+    cards = list(CARDS_BYTES) if settings.full else ["24 GB"]
     if settings.device.type == "cpu":
-        cards = {"4 MB": 4 * 10**6}
+        cards = ["4 MB"]
     return [f"{name}/{way}/{card}" for name in settings.names for card in cards for way in WAYS]
 
 
 def _batch_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """Doubling, then halving the distance; on CUDA it fits if it runs on a card of that size."""
     name, way, card = case.split("/")
-    budget_bytes = {**CARDS_BYTES, "4 MB": 4 * 10**6}[card]
-    on_cuda = settings.device.type == "cuda"
+    card_bytes = {**CARDS_BYTES, "4 MB": 4 * 10**6}[card]
+    options = {
+        "share": 0.3 if way == "compile, memory budget" else None,
+        "budget_bytes": card_bytes,
+        "card_bytes": card_bytes,
+        "reserve_bytes": settings.reserve_bytes,
+    }
+    subject = settings.subject(name, card_bytes=card_bytes)
     largest, smallest_not, best = 0, None, {}
     size = 1
     while smallest_not is None or smallest_not - largest > max(1, largest // 8):
-        row = run_way(
-            way,
-            settings.subject(name, card_bytes=budget_bytes),
-            settings.device,
-            share=0.3 if way == "compile, memory budget" else None,
-            budget_bytes=budget_bytes,
-            reserve_bytes=CUDA_RESERVE_BYTES if on_cuda else 0,
-            batch_size=size,
-            card_bytes=budget_bytes,
-            time_limit_s=settings.time_limit_s,
-            backend=settings.backend,
-        )
-        if row["status"] == "ran" and (on_cuda or row["peak_bytes"] <= budget_bytes):
+        row = settings.run(way, subject, batch_size=size, **options)
+        fits = settings.device.type == "cuda" or row.get("peak_bytes", 0) <= card_bytes
+        if row["status"] == "ran" and fits:
             largest, best = size, row
         else:
             smallest_not = size
@@ -242,10 +201,11 @@ def _host_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict
     The plan is that of a budget that everything fits, so the operators are those of eager.
     """
     name, way = case.split("/")
-    model, batch = settings.subject(name).made(settings.device)
+    subject = settings.subject(name)
+    model, batch = subject.made(settings.device)
     optimizer = optimizer_of(model)
-    setting = Setting(None, _capacity_bytes(settings.device), None, settings.time_limit_s)
-    prepared = WAYS[way](model, batch, settings.subject(name), setting)
+    setting = Setting(None, settings.capacity_bytes, None, settings.time_limit_s)
+    prepared = WAYS[way](model, batch, subject, setting)
     step = step_of(prepared.call, batch, optimizer)
     figures = measured(step, model, batch, optimizer)
     n_operators, host_s = operators.host_time(step, settings.device)

@@ -55,8 +55,19 @@ class Setting:
     backend: str = "inductor"
     reserve_bytes: int = 0
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `solve` and `scheduler_runtime.compile`."""
+        return {
+            "budget": self.budget_bytes,
+            "reserve": self.reserve_bytes,
+            "optimizer": self.optimizer,
+            "time_limit_s": self.time_limit_s,
+        }
 
-Way = Callable[[nn.Module, tuple[torch.Tensor, ...], Subject, Setting], Prepared]
+
+Batch = tuple[torch.Tensor, ...]
+Way = Callable[[nn.Module, Batch, Subject, Setting], Prepared]
 
 
 def eager(model: nn.Module, _batch: Any, _subject: Subject, _setting: Setting) -> Prepared:
@@ -85,15 +96,13 @@ def _checkpointed(every: int, context: Callable[[], Any] | None = None) -> Way:
     return prepare
 
 
+_aten = torch.ops.aten
 _KEPT = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.convolution.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *(_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.convolution.default),
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 
 
@@ -103,37 +112,24 @@ def _keep_products() -> Any:
 
 def compiled(model: nn.Module, _batch: Any, _subject: Subject, setting: Setting) -> Prepared:
     torch._dynamo.reset()
-    return Prepared(
-        torch.compile(model, backend=setting.backend, dynamic=False), undo=torch._dynamo.reset
-    )
-
-
-def memory_budget(
-    model: nn.Module, batch: tuple[torch.Tensor, ...], _subject: Subject, setting: Setting
-) -> Prepared:
-    """torch.compile with its own knob, a share of what its partitioner would save."""
-    torch._dynamo.reset()
     call = torch.compile(model, backend=setting.backend, dynamic=False)
-    share = 1.0 if setting.share is None else setting.share
-    with torch._functorch.config.patch(activation_memory_budget=share):
-        call(*batch).backward()  # compiles with the knob as it is now
     return Prepared(call, undo=torch._dynamo.reset)
 
 
+def memory_budget(model: nn.Module, batch: Batch, subject: Subject, setting: Setting) -> Prepared:
+    """torch.compile with its own knob, a share of what its partitioner would save."""
+    prepared = compiled(model, batch, subject, setting)
+    share = 1.0 if setting.share is None else setting.share
+    with torch._functorch.config.patch(activation_memory_budget=share):
+        prepared.call(*batch).backward()  # compiles with the knob as it is now
+    return prepared
+
+
 def _planned(*, cuda_graph: bool) -> Way:
-    def prepare(
-        model: nn.Module, batch: tuple[torch.Tensor, ...], _subject: Subject, setting: Setting
-    ) -> Prepared:
-        solution = solve(
-            model,
-            batch,
-            budget=setting.budget_bytes,
-            reserve=setting.reserve_bytes,
-            optimizer=setting.optimizer,
-            time_limit_s=setting.time_limit_s,
-            device=batch[0].device,
-            costs="measured",  # a roofline knows no workspace, and a kept budget needs it
-        )
+    def prepare(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
+        # A roofline knows no workspace, and a kept budget needs it.
+        options = setting.options | {"device": batch[0].device, "costs": "measured"}
+        solution = solve(model, batch, **options)
         if solution.simulation is None:
             raise ValueError(f"nothing fits ({solution.status})")
         scheduler_runtime.apply(model, solution, cuda_graph=cuda_graph)
@@ -150,24 +146,15 @@ def _planned(*, cuda_graph: bool) -> Way:
     return prepare
 
 
-def ours_compiled(
-    model: nn.Module, batch: tuple[torch.Tensor, ...], _subject: Subject, setting: Setting
-) -> Prepared:
-    scheduler_runtime.compile(
-        model,
-        batch,
-        budget=setting.budget_bytes,
-        reserve=setting.reserve_bytes,
-        optimizer=setting.optimizer,
-        backend=setting.backend,
-        time_limit_s=setting.time_limit_s,
-    )
+def ours_compiled(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
+    scheduler_runtime.compile(model, batch, backend=setting.backend, **setting.options)
     (report,) = scheduler_runtime.compile_reports(model)
+    chosen = report.chosen.partition
     return Prepared(
         model,
-        predicted_bytes=report.chosen.partition.predicted_bytes,
-        overhead=report.chosen.partition.overhead,
-        bound=report.chosen.partition.lower_bound,
+        predicted_bytes=chosen.predicted_bytes,
+        overhead=chosen.overhead,
+        bound=chosen.lower_bound,
         undo=lambda: scheduler_runtime.uncompile(model),
     )
 

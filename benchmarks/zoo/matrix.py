@@ -288,10 +288,7 @@ ZOO: Mapping[str, Entry] = {
     "GRU cells, 1000 steps": Entry(_recurrent(nn.GRUCell), large=True),
     "graph network": Entry(_graph_network),
     "several losses": Entry(
-        lambda: (
-            written.SeveralLosses(128),
-            (torch.randn(512, 64), torch.arange(512) % N_CLASSES),
-        ),
+        lambda: (written.SeveralLosses(128), (torch.randn(512, 64), torch.arange(512) % N_CLASSES)),
         loss=_sum_of_losses,
     ),
 }

@@ -104,10 +104,7 @@ LARGE: Mapping[str, Subject] = {
         torch.bfloat16,
     ),
     "unet-512": Subject(
-        lambda: unet.get_model(width=64),
-        lambda n: unet.get_batch(n, 512),
-        8,
-        blocks=_units_of_unet,
+        lambda: unet.get_model(width=64), lambda n: unet.get_batch(n, 512), 8, blocks=_units_of_unet
     ),
     "lstm-2000": Subject(
         lstm.get_model, lambda n: lstm.get_batch(n, 2000), 64, blocks=lambda _model: []

@@ -43,8 +43,7 @@ def test_every_case_of_a_part_has_a_name_of_its_own():
 
 @pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
-    "way",
-    ["eager", "every block", "every second block", "selective", "compile", "ours"],
+    "way", ["eager", "every block", "every second block", "selective", "compile", "ours"]
 )
 def test_each_way_runs_and_less_is_held_where_blocks_are_checkpointed(way):
     plain = run("ways", "gpt2/eager")
