@@ -56,21 +56,18 @@ def main() -> None:
         rows["revolve"] = time_revolve()
     if arguments.only != "revolve":
         rows["dp"] = [_dp_in_own_process(length) for length in CHAIN_LENGTHS]
-    print(_lines(rows))
+    print(json.dumps(rows, indent=1))
     harness.write(arguments.out, {**_circumstances(), **rows})
 
 
 def time_revolve() -> Row:
     """Both sides in turns. Each one's forward steps without saving are counted, untimed."""
     # Imported here: the processes that time dp are to hold nothing that dp does not need.
-    from checkpoint_schedules import (  # type: ignore[import-untyped]
-        Forward,
-        MultistageCheckpointSchedule,
-    )
+    import checkpoint_schedules as peer  # type: ignore[import-untyped]
 
     sides: dict[str, Callable[[], Iterable[Any]]] = {
         "ours": lambda: reversal(n_steps=N_STEPS, n_snapshots=N_SNAPSHOTS),
-        "peer": lambda: MultistageCheckpointSchedule(N_STEPS, N_SNAPSHOTS, 0),
+        "peer": lambda: peer.MultistageCheckpointSchedule(N_STEPS, N_SNAPSHOTS, 0),
     }
     times_s: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(N_TURNS):
@@ -94,7 +91,7 @@ def time_revolve() -> Row:
         "n_extra_steps_peer": sum(
             action.n1 - action.n0
             for action in sides["peer"]()
-            if isinstance(action, Forward) and not action.write_adj_deps
+            if isinstance(action, peer.Forward) and not action.write_adj_deps
         ),
         "n_actions_ours": sum(1 for _ in sides["ours"]()),
         "n_actions_peer": sum(1 for _ in sides["peer"]()),
@@ -105,8 +102,7 @@ def _dp_in_own_process(length: int) -> Row:
     """`time_dp` by itself: a process's peak memory never goes down again."""
     command = [sys.executable, "-m", "benchmarks.chain_speed", "--dp-length", str(length)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    row: Row = json.loads(done.stdout)
-    return row
+    return dict(json.loads(done.stdout))
 
 
 def time_dp(length: int) -> Row:
@@ -163,25 +159,6 @@ def _circumstances() -> Row:
             **{name: metadata.version(name) if name in installed else None for name in packages},
         },
     }
-
-
-def _lines(rows: Row) -> str:
-    lines = []
-    if "revolve" in rows:
-        row = rows["revolve"]
-        lines.append(f"revolve, {row['n_steps']} steps, {row['n_snapshots']} snapshots")
-        for side, name in (("ours", "solver.chain.binomial"), ("peer", PEER)):
-            seconds, n_extra = row[f"{side}_s"], row[f"n_extra_steps_{side}"]
-            lines.append(f"  {name:20} {seconds:8.3f} s   {n_extra} extra forward steps")
-        lines.append(f"  {'ratio':20} {row['ratio']:8.2f}")
-    for row in rows.get("dp", ()):
-        seconds, cpu_seconds = row["seconds"], row["cpu_seconds"]
-        lines += [
-            f"dp, {row['n_blocks']} blocks, {row['n_slots']} slots",
-            f"  {'solver.chain.rotor':20} {seconds:8.3f} s   ({cpu_seconds:.3f} s on the CPU)",
-            f"  {'peak of the process':20} {row['peak_rss_bytes'] / 1e6:8.0f} MB",
-        ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import copy
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,54 +82,42 @@ def prepare(entry: Entry, style: Style, *, costs: CostModel | None = None) -> Su
         model, batch = style.prepare(model, batch)
     trainable = (p for p in model.parameters() if p.requires_grad)
     optimizer = None if style.steps_inside else torch.optim.AdamW(trainable, lr=RATE)
-    before = Footprint.of(model)
+    before = footprint(model)
+    options = entry.options | {"optimizer": optimizer, "gradients": style.gradients}
     with style.ambient():
-        graph = trace(
-            model,
-            batch,
-            **entry.options,
-            optimizer=optimizer,
-            gradients=style.gradients,
-            costs=costs,
-        )
-    changed = before.changes(Footprint.of(model))
+        graph = trace(model, batch, **options, costs=costs)
+    changed = changes(before, footprint(model))
     assert not changed, f"tracing has changed {changed}"
     expected, _ = trained(Training(copy.deepcopy(model), copy.deepcopy(batch), entry), style)
     return Subject(model, batch, entry, style, graph, expected)
 
 
-@dataclass(frozen=True)
-class Footprint:
+def footprint(model: nn.Module) -> dict[str, Any]:
     """All that tracing must leave as it was, by name."""
+    values: dict[str, Any] = {"the random state": torch.get_rng_state()}
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            values[f"{path}.{attribute}"] = (
+                # parameters, buffers, modules, hooks
+                {key: id(item) for key, item in value.items()}
+                if isinstance(value, dict)
+                else id(value)
+            )
+    for name, tensor in model.state_dict().items():
+        values[f"the numbers of {name}"] = tensor.clone()
+    return values
 
-    values: dict[str, Any]
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Footprint:
-        values: dict[str, Any] = {"the random state": torch.get_rng_state()}
-        for path, module in model.named_modules():
-            for attribute, value in vars(module).items():
-                values[f"{path}.{attribute}"] = (
-                    # parameters, buffers, modules, hooks
-                    {key: id(item) for key, item in value.items()}
-                    if isinstance(value, dict)
-                    else id(value)
-                )
-        for name, tensor in model.state_dict().items():
-            values[f"the numbers of {name}"] = tensor.clone()
-        return cls(values)
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names of what is no longer as it was."""
 
-    def changes(self, after: Footprint) -> list[str]:
-        def equal(one: Any, other: Any) -> bool:
-            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                return torch.equal(one, other)
-            return bool(one == other)
+    def equal(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return torch.equal(one, other)
+        return bool(one == other)
 
-        return [
-            name
-            for name in {**self.values, **after.values}
-            if not equal(self.values.get(name), after.values.get(name))
-        ]
+    names = {**before, **after}
+    return [name for name in names if not equal(before.get(name), after.get(name))]
 
 
 def run_budget(subject: Subject, share: float, *, time_limit_s: float) -> Row:
@@ -186,17 +174,9 @@ def faults(row: Row) -> list[str]:
     return found
 
 
-def run_model(
-    name: str,
-    *,
-    styles: Sequence[str],
-    shares: Sequence[float],
-    style_shares: Sequence[float],
-    time_limit_s: float,
-    costs: CostModel | None,
-) -> Iterator[Row]:
+def run_model(name: str, arguments: Any, costs: CostModel | None) -> Iterator[Row]:
     """The rows of one model, as they come."""
-    for style in styles:
+    for style in arguments.styles:
         began_s = time.perf_counter()
         try:
             subject = prepare(ZOO[name], STYLES[style], costs=costs)
@@ -213,38 +193,14 @@ def run_model(
             "least_bytes": subject.least.reached_bytes,
             "baseline_peak_bytes": subject.peak_bytes,
         }
-        for share in shares if style == "plain" else style_shares:
+        for share in arguments.shares if style == "plain" else arguments.style_shares:
             try:
-                yield about | run_budget(subject, share, time_limit_s=time_limit_s)
+                yield about | run_budget(subject, share, time_limit_s=arguments.time_limit)
             except (RuntimeError, ValueError, AssertionError) as error:
                 yield about | {"share": share, "failed": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
-    arguments = _arguments()
-    report = harness.read(arguments.out, "models")
-    report["circumstances"] = harness.circumstances(arguments.time_limit)
-    costs = Measured(torch.device("cpu"))
-    failed = False
-    for name in arguments.models:
-        rows = []
-        for row in run_model(
-            name,
-            styles=arguments.styles,
-            shares=arguments.shares,
-            style_shares=arguments.style_shares,
-            time_limit_s=arguments.time_limit,
-            costs=costs,
-        ):
-            rows.append(row)
-            print(line(row), file=sys.stderr, flush=True)
-            failed = failed or bool(faults(row))
-        report["models"][name] = rows
-        harness.write(arguments.out, report, markdown)
-    sys.exit(failed)
-
-
-def _arguments() -> Any:
     parser = harness.parser("matrix", __doc__, time_limit_s=20.0)
     # Separated by semicolons, since some names have commas.
     parser.add_argument("--models", type=harness.names(ZOO, ";"), default=list(ZOO))
@@ -253,7 +209,20 @@ def _arguments() -> Any:
     parser.add_argument(
         "--style-shares", type=harness.shares, default=STYLE_SHARES, help="of the others"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    report = harness.read(arguments.out, "models")
+    report["circumstances"] = harness.circumstances(arguments.time_limit)
+    costs = Measured(torch.device("cpu"))
+    failed = False
+    for name in arguments.models:
+        rows = []
+        for row in run_model(name, arguments, costs):
+            rows.append(row)
+            print(line(row), file=sys.stderr, flush=True)
+            failed = failed or bool(faults(row))
+        report["models"][name] = rows
+        harness.write(arguments.out, report, markdown)
+    sys.exit(failed)
 
 
 def line(row: Row) -> str:

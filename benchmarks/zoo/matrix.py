@@ -52,16 +52,14 @@ LOSS_INSIDE = Entry(lambda: (nn.Identity(), None))
 """How to step any model that is called with its batch and returns its loss."""
 
 
-def _of_transformers(
-    model: str, batch: Callable[[], dict[str, Any]], **config: Any
-) -> Callable[[], tuple[nn.Module, Any]]:
+def _of_transformers(name: str, batch: Callable[[], dict[str, Any]], **config: Any) -> Entry:
     def build() -> tuple[nn.Module, Any]:
         import transformers
 
-        kind = getattr(transformers, model)
+        kind = getattr(transformers, name)
         return kind(kind.config_class(**config)), batch()
 
-    return build
+    return Entry(build)
 
 
 def _tokens(n_rows: int, n_columns: int) -> torch.Tensor:
@@ -91,15 +89,14 @@ def _labelled(n_images: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n_images, 3, size, size), torch.arange(n_images) % N_CLASSES
 
 
-_DECODER = {
-    "vocab_size": N_TOKENS,
+_LANGUAGE = {"vocab_size": N_TOKENS, "use_cache": False}
+_DECODER = _LANGUAGE | {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "use_cache": False,
 }
 _ENCODER = {
     "hidden_size": 96,
@@ -176,92 +173,60 @@ def _sum_of_losses(output: Any, _batch: Any) -> torch.Tensor:
 
 
 ZOO: Mapping[str, Entry] = {
-    "GPT-2": Entry(
-        _of_transformers(
-            "GPT2LMHeadModel",
-            _language(4, 128),
-            n_layer=4,
-            n_embd=128,
-            n_head=4,
-            n_positions=128,
-            vocab_size=N_TOKENS,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
+    "GPT-2": _of_transformers(
+        "GPT2LMHeadModel",
+        _language(4, 128),
+        **_LANGUAGE,
+        n_layer=4, n_embd=128, n_head=4, n_positions=128,
+        bos_token_id=0,
+        eos_token_id=0,
     ),
-    "Llama": Entry(_of_transformers("LlamaForCausalLM", _language(4, 128), **_DECODER)),
-    "Qwen3": Entry(
-        _of_transformers("Qwen3ForCausalLM", _language(4, 128), **_DECODER, head_dim=32)
+    "Llama": _of_transformers("LlamaForCausalLM", _language(4, 128), **_DECODER),
+    "Qwen3": _of_transformers("Qwen3ForCausalLM", _language(4, 128), **_DECODER, head_dim=32),
+    "Mixtral": _of_transformers(
+        "MixtralForCausalLM",
+        _language(4, 64),
+        **_DECODER,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
-    "Mixtral": Entry(
-        _of_transformers(
-            "MixtralForCausalLM",
-            _language(4, 64),
-            **_DECODER,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        )
+    "Mamba": _of_transformers(
+        "MambaForCausalLM",
+        _language(4, 48),
+        **_LANGUAGE,
+        hidden_size=64, state_size=8, num_hidden_layers=2,
     ),
-    "Mamba": Entry(
-        _of_transformers(
-            "MambaForCausalLM",
-            _language(4, 48),
-            vocab_size=N_TOKENS,
-            hidden_size=64,
-            state_size=8,
-            num_hidden_layers=2,
-            use_cache=False,
-        )
+    "BERT": _of_transformers(
+        "BertForSequenceClassification",
+        _sentences,
+        **_ENCODER,
+        vocab_size=N_TOKENS,
+        max_position_embeddings=128,
     ),
-    "BERT": Entry(
-        _of_transformers(
-            "BertForSequenceClassification",
-            _sentences,
-            **_ENCODER,
-            vocab_size=N_TOKENS,
-            max_position_embeddings=128,
-        )
+    "T5": _of_transformers(
+        "T5ForConditionalGeneration",
+        _language(4, 64),
+        **_LANGUAGE,
+        d_model=96, d_kv=24, d_ff=192, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
     ),
-    "T5": Entry(
-        _of_transformers(
-            "T5ForConditionalGeneration",
-            _language(4, 64),
-            vocab_size=N_TOKENS,
-            d_model=96,
-            d_kv=24,
-            d_ff=192,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            use_cache=False,
-        )
+    "ViT": _of_transformers(
+        "ViTForImageClassification", _images, **_ENCODER, image_size=64, patch_size=8
     ),
-    "ViT": Entry(
-        _of_transformers(
-            "ViTForImageClassification", _images, **_ENCODER, image_size=64, patch_size=8
-        )
+    "ConvNeXt": _of_transformers(
+        "ConvNextForImageClassification",
+        _images,
+        hidden_sizes=[16, 32, 48, 64],
+        depths=[1, 1, 2, 1],
+        image_size=64,
+        drop_path_rate=0.1,
+        num_labels=N_CLASSES,
     ),
-    "ConvNeXt": Entry(
-        _of_transformers(
-            "ConvNextForImageClassification",
-            _images,
-            hidden_sizes=[16, 32, 48, 64],
-            depths=[1, 1, 2, 1],
-            image_size=64,
-            drop_path_rate=0.1,
-            num_labels=N_CLASSES,
-        )
-    ),
-    "ResNet": Entry(
-        _of_transformers(
-            "ResNetForImageClassification",
-            _images,
-            embedding_size=16,
-            hidden_sizes=[16, 32, 64],
-            depths=[2, 2, 2],
-            num_labels=N_CLASSES,
-        )
+    "ResNet": _of_transformers(
+        "ResNetForImageClassification",
+        _images,
+        embedding_size=16, hidden_sizes=[16, 32, 64], depths=[2, 2, 2],
+        num_labels=N_CLASSES,
     ),
     "CLIP": Entry(_clip),
     "UNet2DConditionModel": Entry(

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from benchmarks.harness import circumstances
-from benchmarks.matrix import Footprint, faults, line, markdown, prepare, run_budget, run_solution
+from benchmarks.matrix import (
+    changes,
+    faults,
+    footprint,
+    line,
+    markdown,
+    prepare,
+    run_budget,
+    run_solution,
+)
 from benchmarks.same_bits import keeping_nothing
 from benchmarks.step_styles import STYLES
 from benchmarks.zoo import ZOO
@@ -115,12 +124,12 @@ def test_what_is_wrong_is_told() -> None:
 
 def test_what_tracing_leaves_behind_would_be_seen() -> None:
     model = nn.BatchNorm1d(3)
-    before = Footprint.of(model)
-    assert before.changes(Footprint.of(model)) == []
+    before = footprint(model)
+    assert changes(before, footprint(model)) == []
     torch.rand(1)
-    assert before.changes(Footprint.of(model)) == ["the random state"]
+    assert changes(before, footprint(model)) == ["the random state"]
     model.running_mean.add_(1.0)
     model.seen = 3
     model.register_forward_hook(lambda *_: None)
-    changes = before.changes(Footprint.of(model))
-    assert {"the numbers of running_mean", ".seen", "._forward_hooks"} <= set(changes)
+    changed = changes(before, footprint(model))
+    assert {"the numbers of running_mean", ".seen", "._forward_hooks"} <= set(changed)
