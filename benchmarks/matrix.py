@@ -136,14 +136,8 @@ def run_solution(subject: Subject, solution: Solution) -> Row:
     row: Row = {"budget_bytes": solution.request.budget_bytes, "status": solution.status}
     if solution.simulation is None:
         return row
-    found = compare(
-        subject.model,
-        subject.batch,
-        subject.entry,
-        subject.style,
-        solution,
-        expected=subject.expected,
-    )
+    about = (subject.model, subject.batch, subject.entry, subject.style)
+    found = compare(*about, solution, expected=subject.expected)
     return row | {
         "n_recomputed": solution.simulation.n_recomputed,
         "n_compared": found.n_compared,

@@ -18,33 +18,10 @@ from latex2mathml.converter import convert
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("", ("index.md", "tutorial.md")),
-    (
-        "How to",
-        (
-            "report.md",
-            "options.md",
-            "model_files.md",
-            "running_a_plan.md",
-            "hugging_face.md",
-            "emit.md",
-            "export.md",
-            "compile.md",
-            "gpu.md",
-        ),
-    ),
-    (
-        "Understand",
-        (
-            "methods.md",
-            "plan_quality.md",
-            "theory.md",
-            "bitwise_identical.md",
-            "limits.md",
-            "architecture.md",
-        ),
-    ),
+ORDER = (
+    ("", "index tutorial"),
+    ("How to", "report options model_files running_a_plan hugging_face emit export compile gpu"),
+    ("Understand", "methods plan_quality theory bitwise_identical limits architecture"),
 )
 FOLDERS = (("Integrations", "integrations/"), ("Guides", "guides/"), ("Reference", "reference/"))
 README = "<!-- README.md -->"
@@ -61,7 +38,7 @@ def on_config(config: Any) -> Any:
     found = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     nav: list[Any] = []
     for title, pages in ORDER:
-        there = [page for page in pages if page in found]
+        there = [f"{page}.md" for page in pages.split() if f"{page}.md" in found]
         found -= set(there)
         nav.extend([{title: there}] if title and there else there)
     for title, folder in FOLDERS:

@@ -48,7 +48,6 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     def __init__(
         self,
-        *,
         n_layers: int,
         width: int,
         n_heads: int,
@@ -82,14 +81,7 @@ def get_model(
     max_length: int = 1024,
     dropout: float = 0.0,
 ) -> nn.Module:
-    return GPT2(
-        n_layers=n_layers,
-        width=width,
-        n_heads=n_heads,
-        n_tokens=n_tokens,
-        max_length=max_length,
-        dropout=dropout,
-    )
+    return GPT2(n_layers, width, n_heads, n_tokens, max_length, dropout)
 
 
 def get_batch(

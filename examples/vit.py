@@ -37,7 +37,6 @@ class EncoderBlock(nn.Module):
 class ViT(nn.Module):
     def __init__(
         self,
-        *,
         n_layers: int,
         width: int,
         n_heads: int,
@@ -72,15 +71,7 @@ def get_model(
     n_classes: int = 1000,
     dropout: float = 0.1,
 ) -> nn.Module:
-    return ViT(
-        n_layers=n_layers,
-        width=width,
-        n_heads=n_heads,
-        image_size=image_size,
-        patch_size=patch_size,
-        n_classes=n_classes,
-        dropout=dropout,
-    )
+    return ViT(n_layers, width, n_heads, image_size, patch_size, n_classes, dropout)
 
 
 def get_batch(

@@ -26,11 +26,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import harness
 from benchmarks.gpu import targets
 from benchmarks.gpu.parts import EXPANDABLE, PARTS, QUICK_PARTS, Part, Settings
 from graphs.files import write_json
@@ -65,23 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline_s = time.monotonic() + 60 * arguments.minutes
     for name in names:
         _run_part(name, settings, results, arguments, deadline_s)
-    results.data["parts"] = {
-        n: results.data["parts"][n] for n in PARTS if n in results.data["parts"]
-    }
-    results.data["targets"] = targets.found(
-        {name: part["cases"] for name, part in results.data["parts"].items()}
-    )
+    parts = {name: results.data["parts"][name] for name in PARTS if name in results.data["parts"]}
+    found = targets.found({name: part["cases"] for name, part in parts.items()})
+    results.data |= {"parts": parts, "targets": found}
     results.save()
     try:
         from benchmarks.gpu.picture import draw
     except ImportError as error:
         print(f"no plot is drawn: {error}")
     else:
-        draw(results.data["parts"].get("ways", {}).get("cases", {}), arguments.out)
+        draw(parts.get("ways", {}).get("cases", {}), arguments.out)
     for name in names:
-        print(table(name, results.data["parts"][name]["cases"]))
-    for line in targets.lines(results.data["targets"]):
-        print(line)
+        print(table(name, parts[name]["cases"]))
+    print(*targets.lines(found), sep="\n")
     return 0
 
 
@@ -242,14 +240,10 @@ def _machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, A
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    import numpy
-    import scipy
-
     machine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "scipy": scipy.__version__,
+        **{name: metadata.version(name) for name in ("numpy", "scipy")},
         "device": "cpu",
         "cpu": platform.processor() or platform.machine(),
     }
@@ -265,21 +259,14 @@ def machine_of(device: torch.device) -> dict[str, Any]:
 
 
 def table(part: str, cases: Mapping[str, Any]) -> str:
-    """The part's figures, a case a line; plain text, so that nothing need be installed."""
-    columns = PARTS[part].columns
-    rows = [["case", *columns]]
+    """The part's figures, a case a line."""
+    columns = PARTS[part].columns.split()
+    rows = []
     for case, row in cases.items():
         rows.append([case, *(_cell(column, row.get(column)) for column in columns)])
         if row.get("status") in ("failed", "refused"):
             rows[-1][-1] = f"{row['status']}: {row.get('reason', '')[:60]}"
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
-    lines = ["", PARTS[part].title]
-    lines += [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return f"\n{PARTS[part].title}\n\n{harness.table(['case', *columns], rows)}"
 
 
 def _cell(column: str, value: Any) -> str:

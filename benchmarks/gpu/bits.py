@@ -56,9 +56,13 @@ def _compared(
     state = copy.deepcopy(model.state_dict())
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
-        n_recomputed = (
-            _plan(model, batch) if way == "ours" else _compile(model, plain, batch, backend=backend)
-        )
+        if way == "ours":
+            solution = tight_plan(model, batch, share=0.67)
+            scheduler_runtime.apply(model, solution)
+            assert solution.simulation is not None
+            n_recomputed = solution.simulation.n_recomputed
+        else:
+            n_recomputed = _compile(model, plain, batch, backend=backend)
         runs = []
         for trainee in (plain, plain, model):
             trainee.load_state_dict(state)
@@ -81,13 +85,6 @@ def _compared(
         "unsteady": unsteady[:8],
         "all_deterministic": not warn_only,
     }
-
-
-def _plan(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> int:
-    solution = tight_plan(model, batch, share=0.67)
-    scheduler_runtime.apply(model, solution)
-    assert solution.simulation is not None
-    return solution.simulation.n_recomputed
 
 
 def _compile(

@@ -56,17 +56,17 @@ def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str
     both = _Both(Measured(device, fallback=hardware), Roofline(hardware))
     trace(model, batch, device=device, costs=both)
     described = dict(both.first.description)
-    by_operator: dict[str, list[float]] = {}
+    by_operator: dict[str, dict[str, float]] = {}
     for name, measured_s, roofline_s in both.pairs:
-        sums = by_operator.setdefault(name, [0.0, 0.0])
-        sums[0] += measured_s
-        sums[1] += roofline_s
+        sums = by_operator.setdefault(name, {"measured_s": 0.0, "roofline_s": 0.0})
+        sums["measured_s"] += measured_s
+        sums["roofline_s"] += roofline_s
     real, real_batch = subject.made(device)
     optimizer = optimizer_of(real)
     figures = measured(step_of(real, real_batch, optimizer), real, real_batch, optimizer)
     measured_s = sum(pair[1] for pair in both.pairs)
     roofline_s = sum(pair[2] for pair in both.pairs)
-    slowest = sorted(by_operator.items(), key=lambda item: -item[1][0])[:12]
+    slowest = sorted(by_operator.items(), key=lambda item: -item[1]["measured_s"])[:12]
     return {
         "status": "ran",
         "n_distinct": described["n_distinct"],
@@ -75,9 +75,7 @@ def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str
         "roofline_s": roofline_s,
         "ratio": measured_s / roofline_s,
         "step_s": figures.time_s,
-        "operators": {
-            name: {"measured_s": sums[0], "roofline_s": sums[1]} for name, sums in slowest
-        },
+        "operators": dict(slowest),
     }
 
 

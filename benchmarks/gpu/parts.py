@@ -74,13 +74,13 @@ class Part:
     title: what it answers.
     cases: their names, in order.
     run: (case, settings, figures of the cases before it) -> figures of the case.
-    columns: of its table.
+    columns: of its table, with a space between them.
     """
 
     title: str
     cases: Callable[[Settings], list[str]]
     run: Callable[[str, Settings, Mapping[str, Any]], dict[str, Any]]
-    columns: tuple[str, ...]
+    columns: str
 
 
 # ---- side by side ------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ PARTS: Mapping[str, Part] = {
         "Every path once, on tiny models",
         smoke.groups,
         lambda case, settings, _: smoke.run(case, settings.device, settings.backend),
-        ("n_held", "n_failed", "seconds", "status"),
+        "n_held n_failed seconds status",
     ),
     "costs": Part(
         "What operators cost, measured beside the roofline",
@@ -233,22 +233,13 @@ PARTS: Mapping[str, Part] = {
         lambda case, settings, _: operators.measured_beside_roofline(
             settings.subject(case), settings.device
         ),
-        ("n_distinct", "n_fallbacks", "measured_s", "roofline_s", "ratio", "step_s"),
+        "n_distinct n_fallbacks measured_s roofline_s ratio step_s",
     ),
     "budget": Part(
         "The budget is kept where the plain model fails",
         _kept_cases,
         _kept_run,
-        (
-            "budget_bytes",
-            "predicted_bytes",
-            "peak_bytes",
-            "peak_off",
-            "reserved_bytes",
-            "plain_fails",
-            "kept",
-            "status",
-        ),
+        "budget_bytes predicted_bytes peak_bytes peak_off reserved_bytes plain_fails kept status",
     ),
     "bits": Part(
         "Training is bitwise identical to eager mode",
@@ -256,34 +247,25 @@ PARTS: Mapping[str, Part] = {
         lambda case, settings, _: bits.compare(
             *case.split("/"), settings.device, backend="aot_eager"
         ),
-        ("n_again", "n_compared", "n_unsteady", "n_different", "status"),
+        "n_again n_compared n_unsteady n_different status",
     ),
     "host": Part(
         "Host time per operator",
         lambda settings: [f"{name}/{way}" for name in settings.names for way in ("eager", "ours")],
         _host_run,
-        ("n_operators", "host_s_per_operator", "time_s"),
+        "n_operators host_s_per_operator time_s",
     ),
     "ways": Part(
         "All ways side by side",
         _ways_cases,
         _ways_run,
-        (
-            "samples_per_s",
-            "measured_overhead",
-            "bound",
-            "budget_bytes",
-            "peak_bytes",
-            "peak_off",
-            "time_off",
-            "status",
-        ),
+        "samples_per_s measured_overhead bound budget_bytes peak_bytes peak_off time_off status",
     ),
     "batch": Part(
         "The largest batch of each way",
         _batch_cases,
         _batch_run,
-        ("batch_size", "samples_per_s", "peak_bytes", "status"),
+        "batch_size samples_per_s peak_bytes status",
     ),
 }
 QUICK_PARTS = ("smoke", "costs", "budget", "bits", "host", "ways")

@@ -48,10 +48,6 @@ class Subject:
         )
 
 
-def _units_of_unet(model: nn.Module) -> list[nn.Module]:
-    return [*model.down, *model.merge]
-
-
 def _llama(n_layers: int, length: int, *, batch_size: int = 1) -> Subject:
     return Subject(
         build=lambda: Llama(
@@ -104,7 +100,10 @@ LARGE: Mapping[str, Subject] = {
         torch.bfloat16,
     ),
     "unet-512": Subject(
-        lambda: unet.get_model(width=64), lambda n: unet.get_batch(n, 512), 8, blocks=_units_of_unet
+        lambda: unet.get_model(width=64),
+        lambda n: unet.get_batch(n, 512),
+        8,
+        blocks=lambda model: [*model.down, *model.merge],
     ),
     "lstm-2000": Subject(
         lstm.get_model, lambda n: lstm.get_batch(n, 2000), 64, blocks=lambda _model: []
@@ -126,7 +125,7 @@ SMALL: Mapping[str, Subject] = {
         lambda: unet.get_model(width=4, n_levels=2),
         lambda n: unet.get_batch(n, 32),
         2,
-        blocks=_units_of_unet,
+        blocks=lambda model: [*model.down, *model.merge],
     ),
     "lstm": Subject(
         lambda: lstm.get_model(n_tokens=20, width=16),

@@ -99,7 +99,7 @@ def test_the_command_goes_on_where_it_was_left(tmp_path, capsys):
     path.write_text(json.dumps(found))
     assert main(options) == 0
     printed = capsys.readouterr().out
-    assert [line.split()[:2] for line in printed.splitlines()].count(["gpt2/ours", "7"]) == 1
+    assert printed.count("| gpt2/ours | 7 |") == 1
     found["machine"]["torch"] = "0.1"
     path.write_text(json.dumps(found))
     with pytest.raises(SystemExit, match="another machine"):
