@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.meta import GraphMeta
@@ -88,9 +89,7 @@ class Graph:
     meta: GraphMeta = field(default_factory=GraphMeta, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(
-            self.meta, dict
-        ):  # a graph written by hand: Graph(..., meta={"model": "mine"})
+        if isinstance(self.meta, dict):  # a graph written by hand
             object.__setattr__(self, "meta", GraphMeta.from_json(self.meta))
         _validate(self)
 
@@ -152,11 +151,11 @@ class Graph:
     @cached_property
     def views(self) -> dict[str, tuple[str, ...]]:
         """Root -> its aliases that nodes output; only storages with such aliases."""
-        views: dict[str, list[str]] = {}
+        views: dict[str, tuple[str, ...]] = {}
         for tensor in self.tensors:
             if tensor.alias_of is not None and tensor.name in self.producer:
-                views.setdefault(tensor.alias_of, []).append(tensor.name)
-        return {root: tuple(names) for root, names in views.items()}
+                views[tensor.alias_of] = (*views.get(tensor.alias_of, ()), tensor.name)
+        return views
 
     @cached_property
     def graph_id(self) -> str:
@@ -165,9 +164,7 @@ class Graph:
         Names, ops, wiring, phases, sizes, aliases and outputs; no times, workspace or metadata. The
         optimizer is left out: `apply` runs the model, whichever optimizer steps afterwards.
         """
-        made_late = {
-            name for node in self.nodes if node.phase == "optimizer" for name in node.outputs
-        }
+        made_late = {n for node in self.nodes if node.phase == "optimizer" for n in node.outputs}
         structure = {
             "nodes": [
                 [node.name, node.op, list(node.inputs), list(node.outputs), node.phase]
@@ -268,16 +265,14 @@ def is_under(path: str, ancestor: str) -> bool:
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
-Named = TypeVar("Named", Tensor, Node)
-
-
 def _validate(graph: Graph) -> None:
     """Raise GraphError unless names, sizes, aliases, wiring and order are legal."""
-    tensors = _unique(graph.tensors, what="tensor")
-    _unique(graph.nodes, what="node")
+    _check_names(graph.tensors, what="tensor")
+    _check_names(graph.nodes, what="node")
+    tensors = graph.tensor_by_name
     for tensor in graph.tensors:
         _check_tensor(tensor, tensors)
-    made = _check_wiring(graph, tensors)
+    made = _check_wiring(graph)
     for tensor in graph.tensors:
         root = tensor.alias_of
         if root is not None and root in made and tensor.name not in made:
@@ -292,15 +287,12 @@ def _validate(graph: Graph) -> None:
         raise GraphError("outputs names a tensor twice")
 
 
-def _unique(items: Iterable[Named], *, what: str) -> dict[str, Named]:
-    found: dict[str, Named] = {}
-    for item in items:
-        if not item.name:
+def _check_names(items: Sequence[Tensor | Node], *, what: str) -> None:
+    for name, count in Counter(item.name for item in items).items():
+        if not name:
             raise GraphError(f"a {what} has an empty name")
-        if item.name in found:
-            raise GraphError(f"two {what}s are called {item.name!r}; names must be unique")
-        found[item.name] = item
-    return found
+        if count > 1:
+            raise GraphError(f"two {what}s are called {name!r}; names must be unique")
 
 
 def _check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -326,9 +318,12 @@ def _check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _check_wiring(graph: Graph, tensors: dict[str, Tensor]) -> set[str]:
-    """Inputs exist before they are read, outputs are written once, phases come in order."""
-    made_by = {name: node.name for node in graph.nodes for name in node.outputs}
+def _check_wiring(graph: Graph) -> set[str]:
+    """Inputs exist before they are read, outputs are written once, phases come in order.
+
+    Returns what the nodes make.
+    """
+    tensors, made_by = graph.tensor_by_name, graph.producer
     made: set[str] = set()
     rank = 0
     for node in graph.nodes:
@@ -344,7 +339,7 @@ def _check_wiring(graph: Graph, tensors: dict[str, Tensor]) -> set[str]:
                 raise GraphError(f"node {node.name!r} reads {name!r}, which is no tensor")
             if name in made_by and name not in made:
                 raise GraphError(
-                    f"node {node.name!r} reads {name!r}, which {made_by[name]!r} makes later: "
+                    f"node {node.name!r} reads {name!r}, which {made_by[name].name!r} makes later: "
                     "nodes must come in an order in which they can run, without cycles"
                 )
         for name in node.outputs:

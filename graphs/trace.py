@@ -11,6 +11,7 @@ accumulation, FSDP2, the optimizer.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -274,11 +275,10 @@ def _form(tensor: torch.Tensor) -> str:
 
 def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:
     """Bytes of the parameters by dtype name: shown in the advice, never compared."""
-    sizes: dict[str, int] = {}
-    for parameter in model.parameters():
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
-    return sizes
+    sizes: Counter[str] = Counter()
+    for p in model.parameters():
+        sizes[str(p.dtype).removeprefix("torch.")] += p.numel() * p.element_size()
+    return dict(sizes)
 
 
 class _NodeCosts:

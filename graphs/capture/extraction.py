@@ -85,16 +85,13 @@ class _Extraction:
         for node in self.captured.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._resident(node)
-        updates_done = False
-        for node in self.captured.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if not updates_done and _is_backward(node):
-                self._updates()
-                updates_done = True
+        calls = [node for node in self.captured.graph.nodes if node.op == "call_function"]
+        n_forward = next((i for i, node in enumerate(calls) if _is_backward(node)), len(calls))
+        for node in calls[:n_forward]:
             self._call(node)
-        if not updates_done:
-            self._updates()
+        self._updates()
+        for node in calls[n_forward:]:
+            self._call(node)
         self._gradients()
         self._label()
         self.layout.tensors.extend(
@@ -212,8 +209,7 @@ class _Extraction:
         if getattr(target, "namespace", "").startswith(("_c10d", "c10d")):
             return False  # a collective must run equally often on every rank
         if is_random(node):
-            device = _device_of(node)
-            if device not in ("cpu", "cuda"):
+            if _device_of(node) not in ("cpu", "cuda"):
                 return False  # its random numbers cannot be replayed
             self._n_random += 1
         mutated = {self.layout.storage[placeholder] for placeholder in self.captured.mutations}
@@ -317,12 +313,9 @@ def _ignores_running_statistics(node: torch.fx.Node) -> bool:
 
     Its other outputs do not depend on them, so it can be recomputed after they have changed.
     """
-    target = node.target
-    if target is torch.ops.aten._batch_norm_with_update_functional.default:
-        return True
-    if target is not torch.ops.aten._native_batch_norm_legit_functional.default:
-        return False
-    return node.args[5] is True
+    if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
+        return node.args[5] is True
+    return node.target is torch.ops.aten._batch_norm_with_update_functional.default
 
 
 def _is_backward(node: torch.fx.Node) -> bool:
@@ -336,8 +329,5 @@ def _custom(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def _device_of(node: torch.fx.Node) -> str:
-    value = node.meta.get("val")
-    for item in pytree.tree_leaves(value):
-        if isinstance(item, torch.Tensor):
-            return item.device.type
-    return "cpu"
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return next((item.device.type for item in values if isinstance(item, torch.Tensor)), "cpu")

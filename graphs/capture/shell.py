@@ -6,6 +6,7 @@ of a call.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,12 @@ class Shell(nn.Module):
         self.chosen: tuple[int, ...] = ()
         self.flat_outputs: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
-        self.mode = KnowingMode(_leaves(model, call))
+        known = {
+            leaf: tensor
+            for leaf, tensor in leaves_of(model, call).items()
+            if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+        }
+        self.mode = KnowingMode(known)
         with self.mode:
             for name, parameter in model.named_parameters():
                 fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)
@@ -145,27 +151,14 @@ def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
     return leaves | {Leaf("input", i): tensor for i, tensor in enumerate(call.tensors)}
 
 
-def _leaves(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
-    """Those that have values: neither fake nor meta tensors."""
-    return {
-        leaf: tensor
-        for leaf, tensor in leaves_of(model, call).items()
-        if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
-    }
-
-
 def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """An empty tensor of the same size, strides and type (called under a fake mode)."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) and not isinstance(tensor, nn.Parameter):
-        name = type(tensor).__name__
-        if name != "FakeTensor":
-            raise TraceError(f"tensors of type {name} are not supported")
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, nn.Parameter | FakeTensor):
+        raise TraceError(f"tensors of type {type(tensor).__name__} are not supported")
     if tensor.layout != torch.strided:
         raise TraceError(f"a tensor of layout {tensor.layout} is not supported; use strided")
     target = device if device is not None else tensor.device
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target, requires_grad=False
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
 
 
 _CHECKS_RESULT = (
@@ -188,8 +181,6 @@ class _InPlaceNoted(TorchDispatchMode):
         if func is torch.ops.aten._linalg_check_errors.default:
             raise TraceError(_CHECKS_RESULT)
         first = next(iter(func._schema.arguments), None)
-        alias = None if first is None else first.alias_info
-        if alias is None or not alias.is_write:
-            return func(*args, **(kwargs or {}))
-        with annotate({"in_place": True}):
+        writes = first is not None and first.alias_info is not None and first.alias_info.is_write
+        with annotate({"in_place": True}) if writes else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))

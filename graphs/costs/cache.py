@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,8 @@ class CostCache:
     def __init__(self, path: Path, device: torch.device | str) -> None:
         self._path = path
         self._head = {"format": FORMAT, "circumstances": circumstances(device)}
-        self._costs: dict[str, tuple[float, int]] = {}
+        self._costs = self._read()
         self._is_changed = False
-        if path.exists():
-            self._costs = _read(path, self._head)
 
     def __len__(self) -> int:
         return len(self._costs)
@@ -83,28 +80,30 @@ class CostCache:
         if not self._is_changed:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        others = _read(self._path, self._head) if self._path.exists() else {}
-        costs = {key: list(cost) for key, cost in {**others, **self._costs}.items()}
-        write_json(self._path, {**self._head, "costs": costs})
+        write_json(self._path, {**self._head, "costs": {**self._read(), **self._costs}})
         self._is_changed = False
+
+    def _read(self) -> dict[str, tuple[float, int]]:
+        """The costs in the file; raises FormatError unless it is a cost file of this device."""
+        path = self._path
+        if not path.exists():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            for field, expected in self._head.items():
+                if found[field] != expected:
+                    raise FormatError(
+                        f"{path}: {field} is {found[field]}, expected {expected}; delete the file "
+                        "or give another path"
+                    )
+            return {key: (float(time_s), int(n)) for key, (time_s, n) in found["costs"].items()}
+        except FormatError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FormatError(
+                f"{path}: not a file of measured costs ({error}); delete it"
+            ) from error
 
 
 def _digest(key: Any) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
-
-
-def _read(path: Path, head: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
-    """The costs in a file; raises FormatError unless it is a cost file of this device."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for field in ("format", "circumstances"):
-            if found[field] != head[field]:
-                raise FormatError(
-                    f"{path}: {field} is {found[field]}, expected {head[field]}; delete the file "
-                    "or give another path"
-                )
-        return {key: (float(time_s), int(size)) for key, (time_s, size) in found["costs"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(f"{path}: not a file of measured costs ({error}); delete it") from error

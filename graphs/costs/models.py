@@ -24,17 +24,6 @@ from graphs.costs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.workspace import cpu_workspace_bytes
 from graphs.hardware import Hardware, card_called, named
 
-__all__ = [
-    "Cost",
-    "CostModel",
-    "Measured",
-    "OpCall",
-    "Roofline",
-    "bytes_moved",
-    "flops_of",
-    "from_description",
-]
-
 DISPATCH_S = 5e-6
 """Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
 eight numbers takes 5 µs and `mm` of 8 x 8 takes 7 µs from Python on a server core with torch 2.13.
@@ -49,9 +38,6 @@ between two events around a single run the device would wait for the host to dis
 
 _CALL_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AssertionError, MemoryError)
 """A call that raises one of these cannot be run by itself."""
-
-_RECURRENT = {aten._cudnn_rnn, aten._cudnn_rnn_backward}
-_CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 
 
 @dataclass(frozen=True)
@@ -104,13 +90,12 @@ def _rate_name(call: OpCall) -> str:
     dtype = dtype_of(call)
     if dtype != "float32":
         return dtype
-    if call.packet in _CONVOLUTIONS:
-        precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    elif call.packet in _RECURRENT:
-        precision = torch.backends.cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
-    else:
-        precision = torch.backends.cuda.matmul.fp32_precision
-    return "tfloat32" if precision == "tf32" else dtype
+    settings: Any = torch.backends.cuda.matmul
+    if call.packet in (aten.convolution, aten.convolution_backward):
+        settings = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    elif call.packet in (aten._cudnn_rnn, aten._cudnn_rnn_backward):
+        settings = torch.backends.cudnn.rnn
+    return "tfloat32" if settings.fp32_precision == "tf32" else dtype
 
 
 class Measured:
@@ -155,7 +140,9 @@ class Measured:
         return {
             "model": "measured",
             "device": self.device.type,
-            "title": _device_title(self.device),
+            "title": torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"this machine's CPU ({torch.get_num_threads()} threads)",
             "fallback": self.roofline.hardware.name,
             "n_distinct": len(self._known),
             "n_fallbacks": self.n_fallbacks,
@@ -168,12 +155,10 @@ class Measured:
         if key in self._known:
             return self._known[key]
         saved = None if self._cache is None else self._cache.get(key)
-        if saved is not None:
-            self._known[key] = Cost(*saved)
-            return self._known[key]
         n_fallbacks = self.n_fallbacks
-        cost = self._known[key] = self._measure(call)
-        if self._cache is not None and self.n_fallbacks == n_fallbacks:  # fallbacks are not saved
+        cost = self._known[key] = self._measure(call) if saved is None else Cost(*saved)
+        is_new = saved is None and self.n_fallbacks == n_fallbacks  # fallbacks are not saved
+        if self._cache is not None and is_new:
             self._cache.put(key, cost.time_s, cost.workspace_bytes)
         return cost
 
@@ -269,22 +254,18 @@ def from_description(
     fallback = named(str(description.get("fallback", "cpu")))
     if kind == "cuda" and not torch.cuda.is_available():
         return Roofline(fallback)
-    if device is None or device.type != kind:
-        return Measured(kind, fallback=fallback)
-    return Measured(device, fallback=fallback)
+    here = device if device is not None and device.type == kind else kind
+    return Measured(here, fallback=fallback)
 
 
 def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
     """The call with real tensors of the same shapes, strides and types."""
-    flat, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     n_indices = _n_indices(call)
-    real = [
-        _like(item, device, below=n_indices.get(id(item), 1))
-        if isinstance(item, torch.Tensor)
-        else item
-        for item in flat
-    ]
-    args, kwargs = pytree.tree_unflatten(real, spec)
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda tensor: _like(tensor, device, below=n_indices.get(id(tensor), 1)),
+        (call.args, dict(call.kwargs)),
+    )
     args = real_seeds(call.target, args)
     return lambda: call.target(*args, **kwargs)
 
@@ -351,9 +332,3 @@ def _known(device: torch.device) -> Hardware:
         return named("cpu")
     card = torch.cuda.get_device_properties(device)
     return card_called(card.name, capacity_bytes=card.total_memory) or named("h100")
-
-
-def _device_title(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"this machine's CPU ({torch.get_num_threads()} threads)"

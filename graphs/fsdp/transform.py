@@ -170,53 +170,32 @@ class _Transform:
         trained = [p for p in group.parameters if p.gradient is not None]
         if not trained:
             return
-        n_ranks = self.sharding.n_ranks
-        size_bytes = group.reduced_bytes
-        padded_bytes = sum(p.shard_bytes * n_ranks for p in trained if not p.is_even)
+        n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
         copied = self._tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
-        self._put(
-            "copy in",
-            group.path,
-            "backward",
-            inputs=tuple(p.gradient for p in trained if p.gradient is not None),
-            outputs=(copied,),
-            workspace_bytes=padded_bytes if self.on_cpu else 0,
-        )
+        gradients = tuple(p.gradient for p in trained if p.gradient is not None)
+        padded_bytes = sum(p.shard_bytes * n_ranks for p in trained if not p.is_even)
+        self._put("copy in", group.path, "backward", gradients, (copied,), padded_bytes)
         self._reduced = copied
         name = _gradient_name(group)
-        self.tensors.append(Tensor(name, group.reduced_bytes, "gradient"))
-        copy_bytes = n_ranks * group.reduced_bytes + GLOO_SCALARS_BYTES
-        self._put(
-            "reduce scatter",
-            group.path,
-            "backward",
-            inputs=(copied,),
-            outputs=(name,),
-            workspace_bytes=copy_bytes if self.on_cpu else 0,
-        )
+        self.tensors.append(Tensor(name, size_bytes, "gradient"))
+        copy_bytes = n_ranks * size_bytes + GLOO_SCALARS_BYTES
+        self._put("reduce scatter", group.path, "backward", (copied,), (name,), copy_bytes)
         if self._accumulated:
             resident = f"{name}.accumulated"
-            self.tensors.append(Tensor(resident, group.reduced_bytes, "gradient"))
-            self._put("accumulate", group.path, "backward", inputs=(name, resident))
+            self.tensors.append(Tensor(resident, size_bytes, "gradient"))
+            self._put("accumulate", group.path, "backward", (name, resident))
 
     def _all_gather(self, group: Group, phase: Phase, before: tuple[str, ...] = ()) -> str:
         n_bytes = self.sharding.n_ranks * group.shard_bytes
         flat = self._tensor("gathered", group, phase, n_bytes, "buffer")
         shards = tuple(parameter.tensor for parameter in group.parameters)
-        self._put(
-            "all gather",
-            group.path,
-            phase,
-            inputs=(*shards, *before),
-            outputs=(flat,),
-            workspace_bytes=n_bytes if self.on_cpu else 0,
-        )
+        self._put("all gather", group.path, phase, (*shards, *before), (flat,), n_bytes)
         return flat
 
     def _unshard(self, group: Group, phase: Phase, flat: str) -> None:
         n_bytes = self.sharding.n_ranks * group.shard_bytes
         whole = self._tensor("whole parameters", group, phase, n_bytes, "parameter")
-        self._put("copy out", group.path, phase, inputs=(flat,), outputs=(whole,))
+        self._put("copy out", group.path, phase, (flat,), (whole,))
         self._whole[group.path] = whole
 
     def _tensor(self, what: str, group: Group, phase: Phase, size_bytes: int, kind: Any) -> str:
@@ -229,11 +208,11 @@ class _Transform:
         what: str,
         path: str,
         phase: Phase,
-        *,
         inputs: tuple[str, ...],
         outputs: tuple[str, ...] = (),
-        workspace_bytes: int = 0,
+        cpu_workspace_bytes: int = 0,
     ) -> None:
+        workspace_bytes = cpu_workspace_bytes if self.on_cpu else 0
         name, op = f"fsdp: {what}, {phase} ({path})", f"fsdp.{what.replace(' ', '_')}"
         module = path.rpartition(".")[0]  # around the group's module, as its hooks are
         self.nodes.append(
