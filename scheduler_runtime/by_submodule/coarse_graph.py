@@ -15,7 +15,7 @@ from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, ObservedPart
 from scheduler_runtime.execute import runs_in_a_loop
 from solver.chain import Chain
-from solver.module_checkpointing import Row
+from solver.module_checkpointing import SequentialSteps
 
 SCOPE = "planned by submodules, measured in eager mode"
 
@@ -25,11 +25,11 @@ class Loop:
     """A sequence that an nn.Sequential runs in a loop.
 
     container: the path of the nn.Sequential.
-    row: its steps, each one child or several that must be recomputed together.
+    steps: its steps, each one child or several that must be recomputed together.
     """
 
     container: str
-    row: Row
+    steps: SequentialSteps
 
 
 def find_loop(model: nn.Module, observed: Observed) -> tuple[Observed, Loop | None]:
@@ -40,7 +40,7 @@ def find_loop(model: nn.Module, observed: Observed) -> tuple[Observed, Loop | No
     children, in which nothing runs.
 
     A child that overwrites what it reads is recomputed only together with the one that made it, so
-    both are one step of the row; and so with one whose argument is overwritten after it. Bytes are
+    both are one step; and so with one whose argument is overwritten after it. Bytes are
     those of the parts, added so that no answer of the chain looks much better than it is: the graph
     decides.
     """
@@ -89,12 +89,12 @@ def find_loop(model: nn.Module, observed: Observed) -> tuple[Observed, Loop | No
             0,
         ),
     )
-    row = Row(
+    sequential = SequentialSteps(
         nodes=tuple(tuple(f"forward{k}" for k in step) for step in steps),
         modules=tuple(tuple(parts[k].path for k in step) for step in steps),
         chain=chain,
     )
-    return observed, Loop(container, row)
+    return observed, Loop(container, sequential)
 
 
 def _workspace_bytes(observed: Observed, part: ObservedPart) -> int:

@@ -159,7 +159,7 @@ def _choose(
             least_bytes = error.least.peak_bytes
     if loop is not None:
         best, least_bytes = best_in_loop(
-            solution.graph, loop.row, budget_bytes=solution.request.available_bytes
+            solution.graph, loop.steps, budget_bytes=solution.request.available_bytes
         )
         if best is not None:
             found.append(best)

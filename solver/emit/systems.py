@@ -62,10 +62,20 @@ class System:
     note: str = ""
 
 
-def _region(nodes: Sequence[Node], *, drops_output: bool = False) -> CheckpointRegion:
-    """These nodes, recomputed to the last one: these systems do not stop early."""
-    names = tuple(node.name for node in nodes)
-    return CheckpointRegion(names, stops_early=False, drops_output=drops_output)
+def _region(
+    nodes: Sequence[Node],
+    *,
+    saved: Sequence[Node] = (),
+    stops_early: bool = False,
+    drops_output: bool = False,
+) -> CheckpointRegion:
+    """These nodes, without recomputing the saved ones; most systems recompute to the last one."""
+    return CheckpointRegion(
+        tuple(node.name for node in nodes),
+        saved=frozenset(node.name for node in saved),
+        stops_early=stops_early,
+        drops_output=drops_output,
+    )
 
 
 def _whole(layers: Sequence[Layer], *, per_region: int = 1) -> tuple[CheckpointRegion, ...]:
@@ -76,31 +86,17 @@ def _whole(layers: Sequence[Layer], *, per_region: int = 1) -> tuple[CheckpointR
     )
 
 
-def _saving(layer: Layer, saved: Sequence[Node], *, stops_early: bool) -> CheckpointRegion:
-    """The layer, without recomputing these nodes of it."""
-    names = tuple(node.name for node in layer.nodes)
-    return CheckpointRegion(
-        names, saved=frozenset(node.name for node in saved), stops_early=stops_early
-    )
-
-
 def _megatron(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
     yield (Candidate("", ()),)
     yield _megatron_selective(graph, layers)
+    full = "--recompute-granularity full --recompute-method"
     yield tuple(
-        Candidate(
-            "--recompute-granularity full --recompute-method block "
-            f"--recompute-num-layers {n_layers}",
-            _whole(layers[:n_layers]),
-        )
-        for n_layers in range(1, len(layers) + 1)
+        Candidate(f"{full} block --recompute-num-layers {n}", _whole(layers[:n]))
+        for n in range(1, len(layers) + 1)
     )
-    for per_region in segment_counts(len(layers)):
-        setting = (
-            "--recompute-granularity full --recompute-method uniform "
-            f"--recompute-num-layers {per_region}"
-        )
-        yield (Candidate(setting, _whole(layers, per_region=per_region)),)
+    for n in segment_counts(len(layers)):
+        setting = f"{full} uniform --recompute-num-layers {n}"
+        yield (Candidate(setting, _whole(layers, per_region=n)),)
 
 
 def _megatron_selective(graph: Graph, layers: Sequence[Layer]) -> Family:
@@ -161,7 +157,7 @@ def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
     for words in ((), ("aten::mm", "aten::addmm", "attention"), ("aten::mm",), ("attention",)):
         ops = frozenset(op for word in words for op in AXOLOTL_OPS[word])
         regions = tuple(
-            _saving(layer, [node for node in layer.nodes if node.op in ops], stops_early=True)
+            _region(layer.nodes, saved=[n for n in layer.nodes if n.op in ops], stops_early=True)
             for layer in layers
         )
         saved = frozenset(name for region in regions for name in region.saved)
@@ -181,12 +177,8 @@ def _torchtitan(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
     for layer in layers:
         products = [node for node in layer.nodes if node.op == MATRIX_PRODUCT]
         recomputed = {node.name for node in products[1::2]}
-        saved = [
-            node
-            for node in layer.nodes
-            if node.op in COMPUTE_INTENSIVE and node.name not in recomputed
-        ]
-        selective.append(_saving(layer, saved, stops_early=False))
+        saved = [n for n in layer.nodes if n.op in COMPUTE_INTENSIVE and n.name not in recomputed]
+        selective.append(_region(layer.nodes, saved=saved))
     yield (Candidate("activation-checkpoint:selective", tuple(selective)),)
     yield (Candidate("activation-checkpoint:full", _whole(layers)),)
 

@@ -2,7 +2,7 @@
 
 from solver.module_checkpointing.eager import EagerStep
 from solver.module_checkpointing.forecasts import forecast
-from solver.module_checkpointing.nested import Row, best_in_loop
+from solver.module_checkpointing.nested import SequentialSteps, best_in_loop
 from solver.module_checkpointing.region_plan import RegionPlan, plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion
 from solver.module_checkpointing.search import ModuleTree, NoModulesFitError, by_module
@@ -13,7 +13,7 @@ __all__ = [
     "ModuleTree",
     "NoModulesFitError",
     "RegionPlan",
-    "Row",
+    "SequentialSteps",
     "best_in_loop",
     "by_module",
     "forecast",

@@ -1,14 +1,14 @@
-"""Nested checkpoints around neighbours of a row, and the best of them within a budget.
+"""Nested checkpoints around consecutive steps, and the best of them within a budget.
 
-In a row each step reads what the one before it made and nothing else, as the modules of an
-nn.Sequential do. Then any neighbours can be recomputed together, and inside of these again others:
+Each step reads what the one before it made and nothing else, as the modules of an nn.Sequential
+do. Then any neighbours can be recomputed together, and inside of these again others:
 
 - `solver.chain.solve_chain` gives the fastest persistent schedule of a chain. Where it keeps
   x_{s-1}, runs forward to x_{k-1}, and comes back to s .. k-1 after everything behind it is done,
   the steps s .. k-1 are one checkpoint, and what it does when it comes back says which checkpoints
   are inside. So every persistent schedule is a tree of checkpoints, and frameworks that nest can
   run it.
-- A chain knows less than a graph (tensors that several steps save, what runs beside the row). So
+- A chain knows less than a graph (tensors that several steps save, what runs beside the steps). So
   each answer is carried over to the graph (`plan_regions`) and simulated; the chain's budget is
   found by bisection, and the fastest plan that fits is taken.
 
@@ -41,7 +41,7 @@ MAX_DEPTH = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class SequentialSteps:
     """Steps that run one after another.
 
     nodes: by step, its forward nodes in the graph.
@@ -54,7 +54,7 @@ class Row:
     chain: Chain
 
 
-def nested_regions(ops: Sequence[ChainOp], row: Row) -> tuple[CheckpointRegion, ...]:
+def nested_regions(ops: Sequence[ChainOp], steps: SequentialSteps) -> tuple[CheckpointRegion, ...]:
     """The checkpoints that carry out a persistent schedule of `solve_chain`."""
     position = 0  # in ops, which are read in the order of the recursion that wrote them
 
@@ -84,39 +84,40 @@ def nested_regions(ops: Sequence[ChainOp], row: Row) -> tuple[CheckpointRegion, 
             first, last = blocks
             found.append(
                 CheckpointRegion(
-                    nodes=tuple(name for step in row.nodes[first - 1 : last] for name in step),
-                    modules=tuple(path for step in row.modules[first - 1 : last] for path in step),
+                    nodes=tuple(name for step in steps.nodes[first - 1 : last] for name in step),
+                    modules=tuple(
+                        path for step in steps.modules[first - 1 : last] for path in step
+                    ),
                     inner=regions(first, last),
                 )
             )
         return tuple(reversed(found))
 
-    return regions(1, len(row.nodes) + 1)
+    return regions(1, len(steps.nodes) + 1)
 
 
-def best_in_loop(graph: Graph, row: Row, *, budget_bytes: int) -> tuple[RegionPlan | None, int]:
+def best_in_loop(
+    graph: Graph, steps: SequentialSteps, *, budget_bytes: int
+) -> tuple[RegionPlan | None, int]:
     """The fastest plan found that fits (None: none does), and the smallest peak found, in bytes."""
-    chain = row.chain
     plan = plan_regions(graph, (), in_loop=True)
     least_bytes = plan.peak_bytes
     if least_bytes <= budget_bytes:
         return plan, least_bytes
     best: RegionPlan | None = None
-    _, most_bytes = simulate_chain(chain, keeping_everything(chain))
-    low, high = 0, most_bytes
+    low, high = 0, simulate_chain(steps.chain, keeping_everything(steps.chain))[1]
     for _ in range(N_BUDGETS):
-        chain_bytes = (low + high) // 2
-        answer = solve_chain(chain, budget_bytes=chain_bytes, n_slots=N_SLOTS)
-        regions = () if answer is None else nested_regions(answer.ops, row)
+        middle = (low + high) // 2
+        answer = solve_chain(steps.chain, budget_bytes=middle, n_slots=N_SLOTS)
+        regions = () if answer is None else nested_regions(answer.ops, steps)
         if answer is None or max((r.depth for r in regions), default=0) > MAX_DEPTH:
-            low = chain_bytes
+            low = middle
             continue
         plan = plan_regions(graph, regions, in_loop=True)
         least_bytes = min(least_bytes, plan.peak_bytes)
         if plan.peak_bytes > budget_bytes:
-            high = chain_bytes
+            high = middle
             continue
-        low = chain_bytes
-        if best is None or plan.rank < best.rank:
-            best = plan
+        low = middle
+        best = plan if best is None else min(best, plan, key=lambda plan: plan.rank)
     return best, least_bytes

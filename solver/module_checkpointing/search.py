@@ -75,14 +75,19 @@ def by_module(
     if solution.schedule is None:
         raise ValueError(f"the solution has no schedule: its status is {solution.status}")
     graph = solution.graph
-    search = _Search(solution.request.available_bytes)
     choice = _Choice(graph, tree, may_save)
+    available_bytes = budget_bytes = solution.request.available_bytes
+    least = plan_regions(graph, (), extra_bytes_per_region=extra_bytes_per_region)
+    best = least if least.peak_bytes <= available_bytes else None
 
     def excess_bytes(regions: Sequence[CheckpointRegion]) -> int:
         """By how much the plan of these regions is above the budget (0 or less: it fits)."""
-        return search.add(
-            plan_regions(graph, regions, extra_bytes_per_region=extra_bytes_per_region)
-        )
+        nonlocal best, least
+        plan = plan_regions(graph, regions, extra_bytes_per_region=extra_bytes_per_region)
+        least = min(least, plan, key=lambda plan: plan.peak_bytes)
+        if plan.peak_bytes <= available_bytes:
+            best = plan if best is None else min(best, plan, key=lambda plan: plan.rank)
+        return plan.peak_bytes - available_bytes
 
     def fewest_blocks_whole(regions: Mapping[str, Sequence[CheckpointRegion]]) -> int:
         """Try these regions by block, then the first n blocks whole, for the least n that fits.
@@ -109,52 +114,31 @@ def by_module(
                 n_whole = (overflows + fits) // 2
         return excess
 
-    excess_bytes(())
     schedule = solution.schedule
-    budget_bytes = solution.request.available_bytes
     for n_solves in range(1 + N_SMALLER_BUDGETS):
         kept = saved_for_backward(graph, schedule)
-        excess = min(fewest_blocks_whole(choice.as_kept(kept, depth=depth)) for depth in DEPTHS)
+        excess = min(
+            fewest_blocks_whole({b: list(choice.as_kept(b, kept, depth)) for b in tree.blocks})
+            for depth in DEPTHS
+        )
         budget_bytes -= excess
         if excess <= 0 or budget_bytes <= 0 or n_solves == N_SMALLER_BUDGETS:
             break
+        limit_s = min(RESOLVE_TIME_LIMIT_S, solution.request.time_limit_s)
         request = dataclasses.replace(
-            solution.request,
-            budget_bytes=budget_bytes,
-            reserve_bytes=0,
-            time_limit_s=min(RESOLVE_TIME_LIMIT_S, solution.request.time_limit_s),
+            solution.request, budget_bytes=budget_bytes, reserve_bytes=0, time_limit_s=limit_s
         )
         smaller = attempt(graph, request).schedule
         if smaller is None:
             break
         schedule = smaller
     fewest_blocks_whole({})
-    if search.best is None:
+    if best is None:
         for regions in choice.nested():
             excess_bytes(regions)
-    refused = dict(choice.refused)
-    if search.best is None:
-        assert search.least is not None  # at least the plan without any region was added
-        raise NoModulesFitError(dataclasses.replace(search.least, refused=refused))
-    return dataclasses.replace(search.best, refused=refused)
-
-
-class _Search:
-    """Of all plans so far: the fastest that fits, and the one with the smallest peak."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self.best: RegionPlan | None = None
-        self.least: RegionPlan | None = None
-
-    def add(self, plan: RegionPlan) -> int:
-        """By how many bytes the plan is above the budget (0 or less: it fits)."""
-        if self.least is None or plan.peak_bytes < self.least.peak_bytes:
-            self.least = plan
-        excess_bytes = plan.peak_bytes - self._budget_bytes
-        if excess_bytes <= 0 and (self.best is None or plan.rank < self.best.rank):
-            self.best = plan
-        return excess_bytes
+    if best is None:
+        raise NoModulesFitError(dataclasses.replace(least, refused=choice.refused))
+    return dataclasses.replace(best, refused=choice.refused)
 
 
 class _Choice:
@@ -183,18 +167,11 @@ class _Choice:
                 self.refused[path] = str(error)
         return self._known[path]
 
-    def as_kept(
-        self, kept: frozenset[str], *, depth: int
-    ) -> dict[str, tuple[CheckpointRegion, ...]]:
-        """By block, what to checkpoint of it so that these storages are kept."""
-        return {b: tuple(self._as_kept(b, kept, depth=depth)) for b in self._tree.blocks}
-
-    def _as_kept(
-        self, path: str, kept: frozenset[str], *, depth: int
-    ) -> Iterator[CheckpointRegion]:
+    def as_kept(self, path: str, kept: frozenset[str], depth: int) -> Iterator[CheckpointRegion]:
+        """What to checkpoint of a block, so many levels down, so that these storages are kept."""
         if depth:
             for part in self._tree.parts.get(path, ()):
-                yield from self._as_kept(part, kept, depth=depth - 1)
+                yield from self.as_kept(part, kept, depth - 1)
             return
         region, dropped = self._region(path) or (None, ())
         maker_of = {name: self._graph.producer[name].name for name in dropped}
@@ -209,24 +186,19 @@ class _Choice:
 
         Those blocks that are in no such module stay as they are, whole.
         """
+        replace = dataclasses.replace
         blocks = self._wholes(self._tree.blocks)
-        with_parts = [
-            dataclasses.replace(
-                block, inner=tuple(self._wholes(self._tree.parts.get(block.path, ())))
-            )
-            for block in blocks
-        ]
+        parts = self._tree.parts
+        with_parts = [replace(b, inner=self._wholes(parts.get(b.path, ()))) for b in blocks]
         yield tuple(with_parts)
         around = self._wholes(self._tree.around)
         outside = [b for b in blocks if not any(is_under(b.path, w.path) for w in around)]
-        for choice in ([], blocks, with_parts) if self._tree.around else ():
+        for choice in ((), blocks, with_parts) if self._tree.around else ():
             nested = (
-                dataclasses.replace(
-                    whole, inner=tuple(each for each in choice if is_under(each.path, whole.path))
-                )
-                for whole in around
+                replace(w, inner=tuple(each for each in choice if is_under(each.path, w.path)))
+                for w in around
             )
             yield (*nested, *outside)
 
-    def _wholes(self, paths: Sequence[str]) -> list[CheckpointRegion]:
-        return [region for path in paths if (region := self.whole(path))]
+    def _wholes(self, paths: Sequence[str]) -> tuple[CheckpointRegion, ...]:
+        return tuple(region for path in paths if (region := self.whole(path)))

@@ -74,16 +74,16 @@ def draw(
     from solver.reporting import plot
 
     if isinstance(shown, Curve):
-        plot.save(plot.pareto(shown, chosen=chosen), path)
-        return
-    if isinstance(shown, SizeSearch):
-        plot.save(plot.throughput(shown), path)
-        return
-    if not isinstance(shown, Solution):
+        axes = plot.pareto(shown, chosen=chosen)
+    elif isinstance(shown, SizeSearch):
+        axes = plot.throughput(shown)
+    elif not isinstance(shown, Solution):
         raise TypeError(f"draw() takes a Solution or a Curve, not {type(shown).__name__}")
-    if shown.schedule is None:
+    elif shown.schedule is None:
         raise ValueError(f"no schedule to draw: the status is {shown.status}")
-    plot.save(plot.before_and_after(shown)[0], path)
+    else:
+        axes = plot.before_and_after(shown)[0]
+    plot.save(axes, path)
 
 
 def sweep(

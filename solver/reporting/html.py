@@ -39,7 +39,7 @@ def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str
     from solver.reporting.plot import before_and_after, inline_svg, pareto, throughput
 
     answer = report.best
-    yield _section("Answer", f'<p class="{answer.status}">{_text(answer.status)}</p>')
+    yield _section("Answer", _status(answer.status))
     yield _list([*rows.answer_rows(report), *rows.request_rows(report)])
     svg = inline_svg(before_and_after(answer)[0], name="memory")
     yield _section("Memory over the step", _figure(svg, "Memory over one training step"))
@@ -68,14 +68,12 @@ def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str
     if report.advice:
         yield _section("Advice", _list((ABOUT[a.kind], a.text) for a in report.advice))
     if report.verify_error:
-        failure = f'<p class="FAILED">FAILED: {_text(report.verify_error)}</p>'
-        yield _section("Verification", failure)
+        yield _section("Verification", _status("FAILED", f": {report.verify_error}"))
     found = report.verification
     if found is not None:
-        status = "passed" if found.passed else "FAILED"
         yield _section(
             "Verification",
-            f'<p class="{status}">{status}</p>',
+            _status("passed" if found.passed else "FAILED"),
             _table(rows.verification_table(found)),
             _list(rows.verification_rows(found)),
         )
@@ -125,28 +123,23 @@ def bound_text(solution: Solution) -> tuple[str, ...]:
 
 
 def _block_table(solution: Solution) -> rows.Table:
-    heads = (
-        *("block", "module", "ops", "saved", "dropped"),
-        *("recomputed ops", "recompute time", "forward time"),
-    )
-    found = tuple(
-        (
-            str(row.block),
-            row.module,
-            str(row.n_ops),
-            format_size(row.kept_bytes),
-            format_size(row.dropped_bytes),
-            str(row.n_recomputed),
-            format_time(row.recompute_s),
-            format_time(row.forward_s),
-        )
-        for row in block_rows(solution)
-    )
-    return rows.Table(heads, found, n_text=2)
+    heads = "block", "module", "ops", "saved", "dropped"
+    times = "recomputed ops", "recompute time", "forward time"
+    found = []
+    for row in block_rows(solution):
+        sizes = map(format_size, (row.kept_bytes, row.dropped_bytes))
+        seconds = map(format_time, (row.recompute_s, row.forward_s))
+        cells = str(row.block), row.module, str(row.n_ops), *sizes, str(row.n_recomputed), *seconds
+        found.append(cells)
+    return rows.Table((*heads, *times), tuple(found), n_text=2)
 
 
 def _section(title: str, *parts: str) -> str:
     return "\n".join([f"<h2>{_text(title)}</h2>", *parts])
+
+
+def _status(status: str, reason: str = "") -> str:
+    return f'<p class="{status}">{_text(status + reason)}</p>'
 
 
 def _figure(svg: str, label: str) -> str:

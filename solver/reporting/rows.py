@@ -19,7 +19,15 @@ from solver.common import (
 from solver.emit import Emitted
 from solver.reporting.report_data import Report
 from solver.runtime_hooks import Verification
-from solver.schedule import CATEGORIES, Solution, baseline, memory_at, node_at
+from solver.schedule import (
+    CATEGORIES,
+    Schedule,
+    Simulation,
+    Solution,
+    baseline,
+    memory_at,
+    node_at,
+)
 
 N_SHOWN = 4
 """Tensors at the bottleneck op, or differing values, that are named."""
@@ -53,26 +61,22 @@ def request_rows(report: Report) -> Iterator[Row]:
         yield "available", f"{format_both(request.available_bytes)} after the reserve"
 
 
+def _runs(solution: Solution) -> Iterator[tuple[str, Schedule, Simulation]]:
+    """The baseline, and the plan if it is another schedule: name, schedule, simulation."""
+    plain, schedule, found = solution.baseline, solution.schedule, solution.simulation
+    yield "baseline", baseline(solution.graph), plain
+    if schedule and found and (found.n_recomputed > 0 or found.peak_bytes != plain.peak_bytes):
+        yield "plan", schedule, found
+
+
 def memory_table(solution: Solution) -> Table:
     """The memory at the peak by category: of the baseline, and of a plan that differs from it."""
-    graph, simulation = solution.graph, solution.simulation
-    heads, columns = ["", "baseline", ""], []
-    columns.append(memory_at(graph, baseline(graph), solution.baseline.peak_op))
-    if solution.schedule is not None and simulation is not None and _differs(solution):
-        heads += ["plan", ""]
-        columns.append(memory_at(graph, solution.schedule, simulation.peak_op))
+    runs = list(_runs(solution))
+    columns = [memory_at(solution.graph, schedule, run.peak_op) for _, schedule, run in runs]
     rows = [(name, *(cell for c in columns for cell in part(name, c))) for name in CATEGORIES]
     totals = (cell for c in columns for cell in (format_size(sum(c.values())), ""))
-    rows.append(("peak", *totals))
-    return Table(tuple(heads), tuple(rows), bold=len(rows) - 1)
-
-
-def _differs(solution: Solution) -> bool:
-    """Whether the plan is another schedule than the baseline."""
-    return solution.simulation is not None and (
-        solution.simulation.n_recomputed > 0
-        or solution.simulation.peak_bytes != solution.baseline.peak_bytes
-    )
+    heads = (head for name, _, _ in runs for head in (name, ""))
+    return Table(("", *heads), (*rows, ("peak", *totals)), bold=len(rows))
 
 
 def part(name: str, parts: dict[str, int]) -> tuple[str, str]:
@@ -83,12 +87,8 @@ def part(name: str, parts: dict[str, int]) -> tuple[str, str]:
 
 def peak_rows(solution: Solution) -> Iterator[Row]:
     """The ops at which the peaks of the baseline and of the plan are reached."""
-    graph = solution.graph
-    node = node_at(graph, baseline(graph), solution.baseline)
-    yield "peak op (baseline)", describe_op(node)
-    if solution.schedule is not None and solution.simulation is not None and _differs(solution):
-        node = node_at(graph, solution.schedule, solution.simulation)
-        yield "peak op (plan)", describe_op(node)
+    for name, schedule, simulation in _runs(solution):
+        yield f"peak op ({name})", describe_op(node_at(solution.graph, schedule, simulation))
 
 
 def answer_rows(report: Report) -> Iterator[Row]:
@@ -105,11 +105,8 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield "overhead", format_share(solution.overhead)
     bound = solution.lower_bound_overhead
     if not math.isinf(bound):
-        scope = _scope(solution)
-        yield (
-            "lower bound",
-            f"{format_share(bound)}: no schedule{scope} within the budget is faster",
-        )
+        text = f"no schedule{_scope(solution)} within the budget is faster"
+        yield "lower bound", f"{format_share(bound)}: {text}"
     if solution.gap is not None:
         yield "gap", f"{format_percent(solution.gap)} of the baseline step time"
     if simulation is not None:
@@ -177,23 +174,22 @@ def emitted_rows(report: Report, found: Emitted) -> Iterator[Row]:
         yield "note", found.note
 
 
+def _peak(solution: Solution) -> tuple[str, str]:
+    """Peak and overhead, empty without a plan."""
+    run = solution.simulation
+    return format_size(run.peak_bytes) if run else "", format_share(solution.overhead)
+
+
 def size_table(search: SizeSearch) -> Table:
     """A row for each batch size or sequence length that was tried."""
     heads = ("size", "status", "peak", "overhead", "step time", RATE_UNITS[search.size])
     rows = []
     for candidate in search.candidates:
         solution, rate = candidate.solution, candidate.rate_per_s
-        simulation = solution.simulation
-        rows.append(
-            (
-                str(candidate.size),
-                solution.status,
-                "" if simulation is None else format_size(simulation.peak_bytes),
-                format_share(solution.overhead),
-                "" if simulation is None else format_time(simulation.time_s),
-                "" if rate is None else f"{rate:.4g}",
-            )
-        )
+        run = solution.simulation
+        time = format_time(run.time_s) if run else ""
+        speed = "" if rate is None else f"{rate:.4g}"
+        rows.append((str(candidate.size), solution.status, *_peak(solution), time, speed))
     largest = search.largest
     bold = None if largest is None else search.candidates.index(largest)
     return Table(heads, tuple(rows), n_text=2, bold=bold)
@@ -232,19 +228,14 @@ def method_table(report: Report) -> Table:
     titles = ("peak", "overhead", "bound", "gap", "recomputed", "solve time")
     rows: list[tuple[str, ...]] = []
     for solution in report.solutions:
-        simulation, bound = solution.simulation, solution.lower_bound_overhead
-        rows.append(
-            (
-                solution.method,
-                solution.status,
-                "" if simulation is None else format_size(simulation.peak_bytes),
-                format_share(solution.overhead),
-                "" if math.isinf(bound) else format_share(bound),
-                "" if solution.gap is None else format_percent(solution.gap),
-                "" if simulation is None else str(simulation.n_recomputed),
-                format_time(solution.solve_time_s),
-            )
+        run, gap, bound = solution.simulation, solution.gap, solution.lower_bound_overhead
+        figures = (
+            "" if math.isinf(bound) else format_share(bound),
+            "" if gap is None else format_percent(gap),
+            str(run.n_recomputed) if run else "",
+            format_time(solution.solve_time_s),
         )
+        rows.append((solution.method, solution.status, *_peak(solution), *figures))
     rows += [(method, "refused", *[""] * len(titles)) for method, _ in report.refused]
     bold = report.solutions.index(report.best)
     return Table(("method", "status", *titles), tuple(rows), n_text=2, bold=bold)
@@ -252,22 +243,11 @@ def method_table(report: Report) -> Table:
 
 def verification_table(found: Verification) -> Table:
     """Predicted and measured peak and step time, with the plan and without."""
-    peaks = (
-        found.predicted_peak_bytes,
-        found.measured_peak_bytes,
-        found.baseline_predicted_peak_bytes,
-        found.baseline_measured_peak_bytes,
-    )
-    times = (
-        found.predicted_time_s,
-        found.measured_time_s,
-        found.baseline_predicted_time_s,
-        found.baseline_measured_time_s,
-    )
-    return Table(
-        ("", "plan, predicted", "measured", "baseline, predicted", "measured"),
-        (("peak", *map(format_size, peaks)), ("step time", *map(format_time, times))),
-    )
+    names = ("predicted", "measured", "baseline_predicted", "baseline_measured")
+    peaks = (format_size(getattr(found, f"{name}_peak_bytes")) for name in names)
+    times = (format_time(getattr(found, f"{name}_time_s")) for name in names)
+    heads = ("", "plan, predicted", "measured", "baseline, predicted", "measured")
+    return Table(heads, (("peak", *peaks), ("step time", *times)))
 
 
 def verification_rows(found: Verification) -> Iterator[Row]:

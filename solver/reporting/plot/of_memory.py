@@ -33,8 +33,6 @@ from solver.reporting.plot.style import (
 from solver.schedule import (
     LAYERS,
     Occupancy,
-    Schedule,
-    Simulation,
     Solution,
     baseline,
     node_at,
@@ -64,29 +62,41 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     horizontal axis is the time of the schedule.
     """
     axes = new_axes() if ax is None else ax
-    request = solution.request
-    unit, bytes_per_unit = size_unit(max(solution.baseline.peak_bytes, request.budget_bytes))
-    scale = _TimeScale(solution)
-    shown = _shown(solution, without_plan=without_plan)
-    layers = occupancy(solution.graph, shown[0])
-    columns = _columns(layers)
-    _draw_layers(axes, layers, columns, scale, bytes_per_unit)
-    plain = solution.baseline
-    if shown[1] is plain:
-        words = f"baseline: {format_size(plain.peak_bytes)}"
-    else:
-        _draw_outline(axes, solution, scale, bytes_per_unit)
-        words = f"plan: {format_size(shown[1].peak_bytes)}, {overhead_text(solution)}"
-    if solution.simulation is None:
+    request, plain, plan = solution.request, solution.baseline, solution.simulation
+    size, bytes_per_unit = size_unit(max(plain.peak_bytes, request.budget_bytes))
+    longest_s = max(plain.time_s, plan.time_s if plan else 0.0)
+    time, s_per_unit = _time_unit(longest_s)
+    schedule, shown = baseline(solution.graph), plain
+    before = layers = occupancy(solution.graph, schedule)
+    if not without_plan and solution.schedule is not None and plan is not None:
+        schedule, shown = solution.schedule, plan
+        layers = occupancy(solution.graph, schedule)
+    _draw_layers(axes, layers, s_per_unit, bytes_per_unit)
+    words = f"baseline: {format_size(plain.peak_bytes)}"
+    if shown is not plain:
+        columns, edges_s = _columns(before)
+        sizes = [before.total_bytes[index] / bytes_per_unit for index in columns]
+        edges = [edge_s / s_per_unit for edge_s in edges_s]
+        axes.stairs(sizes, edges, color=INK, lw=0.9, label=words, zorder=3)
+        words = f"plan: {format_size(shown.peak_bytes)}, {overhead_text(solution)}"
+    if plan is None:
         words += f"; {overhead_text(solution)}"
     available = request.available_bytes / bytes_per_unit
     name = "budget minus reserve" if request.reserve_bytes else "budget"
     label = f"{name}: {format_size(request.available_bytes)}"
     axes.axhline(available, color=RED, lw=1.2, ls="--", label=label, zorder=5)
-    _mark_times(axes, solution.graph, layers, scale)
-    _mark_peak(axes, solution.graph, *shown, layers, scale, bytes_per_unit)
-    axes.set(xlabel=f"time in the step ({scale.unit})", ylabel=f"device memory ({unit})")
-    axes.set_xlim(0, scale.longest or None)
+    _mark_times(axes, solution.graph, layers, s_per_unit)
+    node = node_at(solution.graph, schedule, shown)
+    if node is not None and shown.peak_bytes in layers.total_bytes:
+        index = layers.total_bytes.index(shown.peak_bytes)
+        middle_s = (layers.edges_s[index] + layers.edges_s[index + 1]) / 2
+        text = f"peak {format_size(shown.peak_bytes)} at {_drawable(node.name)}"
+        right = middle_s / s_per_unit > 0.6 * (longest_s / s_per_unit)
+        _mark_peak(
+            axes, middle_s / s_per_unit, shown.peak_bytes / bytes_per_unit, text, right=right
+        )
+    axes.set(xlabel=f"time in the step ({time})", ylabel=f"device memory ({size})")
+    axes.set_xlim(0, longest_s / s_per_unit or None)
     axes.set_ylim(0, 1.18 * max(available, plain.peak_bytes / bytes_per_unit))
     finish(axes, f"Memory over one training step; {words}")
     axes.grid(visible=False)
@@ -118,61 +128,35 @@ def overhead_text(solution: Solution) -> str:
     return share if share.endswith("long") else f"{share} time"
 
 
-def _shown(solution: Solution, *, without_plan: bool) -> tuple[Schedule, Simulation]:
-    if without_plan or solution.schedule is None or solution.simulation is None:
-        return baseline(solution.graph), solution.baseline
-    return solution.schedule, solution.simulation
+def _time_unit(longest_s: float) -> tuple[str, float]:
+    """The unit for times up to this one, and its seconds."""
+    units = (("s", 1.0), ("ms", 1e-3))
+    return next(((unit, s) for unit, s in units if longest_s >= s), ("us", 1e-6))
 
 
-class _TimeScale:
-    """Seconds in a unit that suits the longer of baseline and plan."""
+def _columns(layers: Occupancy) -> tuple[list[int], list[float]]:
+    """The computes to draw: all, or the fullest of each of N_COLUMNS intervals of time.
 
-    def __init__(self, solution: Solution) -> None:
-        longest_s = max(
-            solution.baseline.time_s, solution.simulation.time_s if solution.simulation else 0.0
-        )
-        self.unit, self.s_per_unit = next(
-            ((unit, s) for unit, s in (("s", 1.0), ("ms", 1e-3)) if longest_s >= s), ("us", 1e-6)
-        )
-        self.longest = longest_s / self.s_per_unit
-
-    def __call__(self, time_s: float) -> float:
-        return time_s / self.s_per_unit
-
-
-def _columns(layers: Occupancy) -> list[int]:
-    """The computes to draw: all, or the fullest of each of N_COLUMNS intervals of time."""
-    totals = layers.total_bytes
-    n = len(totals)
-    if n <= N_COLUMNS:
-        return list(range(n))
-    end_s = layers.edges_s[-1] or 1.0
+    With the edges of the drawn steps in seconds: each lasts until the next one starts.
+    """
+    totals, edges_s = layers.total_bytes, layers.edges_s
+    if len(totals) <= N_COLUMNS:
+        return list(range(len(totals))), list(edges_s)
+    end_s = edges_s[-1] or 1.0
     fullest: dict[int, int] = {}
     for index, total_bytes in enumerate(totals):
-        interval = min(N_COLUMNS - 1, int(N_COLUMNS * layers.edges_s[index] / end_s))
+        interval = min(N_COLUMNS - 1, int(N_COLUMNS * edges_s[index] / end_s))
         if interval not in fullest or total_bytes > totals[fullest[interval]]:
             fullest[interval] = index
-    return list(fullest.values())
+    columns = list(fullest.values())  # the first interval starts with the step
+    return columns, [0.0, *(edges_s[index] for index in columns[1:]), edges_s[-1]]
 
 
-def _stairs(layers: Occupancy, columns: Sequence[int], scale: _TimeScale) -> list[float]:
-    """The edges of the drawn steps: each lasts until the next one starts."""
-    starts = [layers.edges_s[index] for index in columns]
-    if columns and len(columns) < len(layers.nodes):  # the first interval starts with the step
-        starts[0] = 0.0
-    return [scale(time_s) for time_s in (*starts, layers.edges_s[-1])]
-
-
-def _draw_layers(
-    axes: Axes,
-    layers: Occupancy,
-    columns: Sequence[int],
-    scale: _TimeScale,
-    bytes_per_unit: float,
-) -> None:
+def _draw_layers(axes: Axes, layers: Occupancy, s_per_unit: float, bytes_per_unit: float) -> None:
+    columns, edges_s = _columns(layers)
     if not columns:
         return
-    edges = _stairs(layers, columns, scale)
+    edges = [edge_s / s_per_unit for edge_s in edges_s]
     below = np.zeros(len(columns))
     for name in LAYERS:
         sizes = np.array([layers.layer_bytes[name][index] for index in columns])
@@ -192,27 +176,12 @@ def _draw_layers(
         below = above
 
 
-def _draw_outline(axes: Axes, solution: Solution, scale: _TimeScale, bytes_per_unit: float) -> None:
-    """The baseline as a line."""
-    layers = occupancy(solution.graph, baseline(solution.graph))
-    columns = _columns(layers)
-    totals = layers.total_bytes
-    axes.stairs(
-        [totals[index] / bytes_per_unit for index in columns],
-        _stairs(layers, columns, scale),
-        color=INK,
-        lw=0.9,
-        label=f"baseline: {format_size(solution.baseline.peak_bytes)}",
-        zorder=3,
-    )
-
-
-def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, scale: _TimeScale) -> None:
+def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) -> None:
     """Mark where the backward pass starts, and along the axis where each block does."""
     forward, backward = block_starts(graph, layers)
     turn = _turn(layers)
     for starts in (forward, backward):
-        times = [scale(time_s) for time_s, _ in starts]
+        times = [time_s / s_per_unit for time_s, _ in starts]
         axes.vlines(
             times, 0, 0.025, transform=axes.get_xaxis_transform(), color=INK, lw=0.6, zorder=4
         )
@@ -221,12 +190,12 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, scale: _TimeScale) 
     last_s = -room_s
     for time_s, block in (*forward, *backward):
         if len(forward) > 1 and (block - 1) % every == 0 and time_s - last_s >= room_s:
-            _write(axes, scale(time_s), 0.03, str(block), va="bottom", size=6)
+            _write(axes, time_s / s_per_unit, 0.03, str(block), va="bottom", size=6)
             last_s = time_s
     if turn is None:
         return
-    axes.axvline(scale(turn), color=INK, lw=0.8, ls=":", zorder=4)
-    _write(axes, scale(turn), 0.995, "backward", va="top", size=8)
+    axes.axvline(turn / s_per_unit, color=INK, lw=0.8, ls=":", zorder=4)
+    _write(axes, turn / s_per_unit, 0.995, "backward", va="top", size=8)
     if turn > 0:
         blocks = f", {len(forward)} blocks" if len(forward) > 1 else ""
         _write(axes, 0.0, 0.995, f"forward{blocks}", va="top", size=8)
@@ -282,27 +251,11 @@ def _turn(layers: Occupancy) -> float | None:
     return turn
 
 
-def _mark_peak(
-    axes: Axes,
-    graph: Graph,
-    schedule: Schedule,
-    simulation: Simulation,
-    layers: Occupancy,
-    scale: _TimeScale,
-    bytes_per_unit: float,
-) -> None:
-    """A point at the peak, with the op's name."""
-    node = node_at(graph, schedule, simulation)
-    totals = layers.total_bytes
-    if node is None or simulation.peak_bytes not in totals:
-        return
-    index = totals.index(simulation.peak_bytes)
-    x = scale((layers.edges_s[index] + layers.edges_s[index + 1]) / 2)
-    y = simulation.peak_bytes / bytes_per_unit
-    right = x > 0.6 * scale.longest
+def _mark_peak(axes: Axes, x: float, y: float, text: str, *, right: bool) -> None:
+    """A point at the peak, with the op's name to its left if it is on the right."""
     axes.plot([x], [y], marker="o", ms=4, color=INK, ls="", zorder=7)
     axes.annotate(
-        f"peak {format_size(simulation.peak_bytes)} at {_drawable(node.name)}",
+        text,
         (x, y),
         xytext=(-5 if right else 5, 7),
         textcoords="offset points",

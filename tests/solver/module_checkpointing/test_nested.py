@@ -20,7 +20,7 @@ from scheduler_runtime.execute.sequential_segments import SegmentedForward
 from scheduler_runtime.measuring import measure
 from solver.chain.problem import Backward, Chain
 from solver.chain.rotor import solve_chain
-from solver.module_checkpointing.nested import Row, nested_regions
+from solver.module_checkpointing.nested import SequentialSteps, nested_regions
 from solver.module_checkpointing.regions import CheckpointRegion
 from solver.schedule.simulator import simulate
 from tests.support.command import failed, main, write_model
@@ -94,7 +94,9 @@ def test_every_persistent_schedule_is_a_tree_of_checkpoints() -> None:
             if answer is None:
                 continue
             steps = tuple((str(position),) for position in range(n))
-            regions = nested_regions(answer.ops, Row(nodes=steps, modules=steps, chain=chain))
+            regions = nested_regions(
+                answer.ops, SequentialSteps(nodes=steps, modules=steps, chain=chain)
+            )
             n_nested += any(region.depth > 1 for region in regions)
             forwards = Counter(op.block for op in answer.ops if not isinstance(op, Backward))
             assert n_runs(regions, n) == [forwards[block] for block in range(1, n + 1)]
