@@ -8,8 +8,6 @@ shard(model, solution, mesh=mesh)
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -38,8 +36,7 @@ def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Modul
             f"ranks; solve with fsdp={mesh.size()}, or pass a mesh of one dimension with "
             f"{sharding.n_ranks}"
         )
-    options: dict[str, Any] = {"mesh": mesh}
     for path in reversed(sharding.groups or ()):  # nested groups before those that contain them
-        fully_shard(model.get_submodule(path), **options)
-    fully_shard(model, **options)
+        fully_shard(model.get_submodule(path), mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model

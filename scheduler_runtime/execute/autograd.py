@@ -12,8 +12,7 @@ in the order of the forward pass runs the whole forward piece.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +40,8 @@ class Run:
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Run the forward piece; returns the flat outputs that it computes."""
         state, program = self.state, self.program
-        with _plain_operators():
+        # without autocast, whose casts are in the program, or autograd, which sees the links
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             program.forward.run(state)
         outputs = tuple(state[value] for value in program.made_outputs)
         # Remember the versions of what the backward pass reads and code outside can reach, by
@@ -116,7 +116,7 @@ class Run:
                     "backward before whatever changes it (an optimizer step, another forward "
                     "pass, an in-place operator)"
                 )
-        with _plain_operators():
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             piece.run(self.state)
         made = {node: self.state[value] for node, value in piece.gradients}
         for value in piece.handed_out:
@@ -124,13 +124,6 @@ class Run:
         if position == len(self.program.backward) - 1:
             self.state.clear()
         return made
-
-
-@contextlib.contextmanager
-def _plain_operators() -> Iterator[None]:
-    """Without autocast, whose casts are in the program, or autograd, which sees the links."""
-    with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
-        yield
 
 
 class Link(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -59,15 +58,11 @@ class BoundProgram:
         tensors = {node: _tensor_at(model, path) for node, path in self._state}
         tensors |= {node: call.tensors[index] for node, index in self._inputs}
         made = iter(run_step(self.program, tensors))
-        flat = [_output(item, tensors, made) for item in self.program.outputs]
+        flat = list(self.program.outputs)  # plain constants stay
+        for index, item in enumerate(flat):
+            if isinstance(item, fx.Node):  # a tensor that was handed in, or made
+                flat[index] = tensors[item] if item in tensors else next(made)
         return nested.unflatten(flat, self._output_spec)
-
-
-def _output(item: Any, tensors: Mapping[fx.Node, torch.Tensor], made: Iterator[Any]) -> Any:
-    """A plain constant, a tensor that was handed in, or the next one that the program made."""
-    if not isinstance(item, fx.Node):
-        return item
-    return tensors[item] if item in tensors else next(made)
 
 
 def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:

@@ -13,10 +13,9 @@ the end of the step anyway leave a few at a time.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +48,8 @@ class Program:
     differentiable: indices in made_outputs of those that require a gradient in the plain model, so
         that one may arrive that is not planned for.
     titles: of sources, for messages ("buffer 'norm.running_mean'").
-    indifferent: buffers that the step changes and that the backward pass receives, although its
-        results do not depend on their content.
+    reachable: tensors that code outside can reach: inputs, constants, outputs.
+    read_backward: what the backward pass depends on and does not compute itself.
     """
 
     forward: Piece
@@ -63,18 +62,8 @@ class Program:
     tangent_strides: Mapping[Value, tuple[int, ...]]
     differentiable: frozenset[int]
     titles: Mapping[Value, str]
-    indifferent: frozenset[Value]
-
-    @functools.cached_property
-    def reachable(self) -> tuple[Value, ...]:
-        """Tensors that code outside can reach: inputs, constants, outputs."""
-        return (*self.sources.values(), *self.constants, *self.made_outputs)
-
-    @functools.cached_property
-    def read_backward(self) -> frozenset[Value]:
-        """What the backward pass depends on and does not compute itself."""
-        read = {value for piece in self.backward for value in piece.inputs}
-        return frozenset(read - self.indifferent)
+    reachable: tuple[Value, ...]
+    read_backward: frozenset[Value]
 
 
 def build_program(step: CapturedStep, schedule: Schedule) -> Program:
@@ -82,12 +71,6 @@ def build_program(step: CapturedStep, schedule: Schedule) -> Program:
     line = _Line(step, schedule)
     line.emit()
     return line.program()
-
-
-def generated_code(program: Program) -> Iterator[str]:
-    """The Python source of each piece, forward first."""
-    for piece in (program.forward, *program.backward):
-        yield piece.module.code
 
 
 class _Line:
@@ -302,9 +285,12 @@ class _Line:
         # forward pass may change it before this backward pass.
         changed = {self.sources[placeholder] for placeholder in captured.mutations}
         later = {node for body in bodies[1:] for node in body}
+        indifferent = {v for v in changed if later.intersection(v.users) <= self._recomputed}
+        backward = tuple(p for p in pieces[1:] if p.results or p.gradients)
+        read_backward = {value for piece in backward for value in piece.inputs}
         return Program(
             forward=pieces[0],
-            backward=tuple(p for p in pieces[1:] if p.results or p.gradients),
+            backward=backward,
             sources=self.sources,
             constants=self.constants,
             outputs=self._outputs,
@@ -324,7 +310,6 @@ class _Line:
             ),
             titles=dict.fromkeys(self.constants, "a tensor that the model holds")
             | {value: captured.sources[node].title for node, value in self.sources.items()},
-            indifferent=frozenset(
-                v for v in changed if later.intersection(v.users) <= self._recomputed
-            ),
+            reachable=(*self.sources.values(), *self.constants, *made),
+            read_backward=frozenset(read_backward - indifferent),
         )

@@ -31,13 +31,11 @@ class FitCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises what `fit` raises, and FitError for what the Trainer does to the model itself."""
-        del state, control
         _refuse_arguments(args)
         self._fitted.begin(kwargs["model"], kwargs["optimizer"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model has its own forward again, ready to be saved or trained further."""
-        del args, state, control, kwargs
         self._fitted.end()
 
 

@@ -63,7 +63,6 @@ class FitCallback(Callback):
 
         Lightning does so after the forward pass, so they would take memory throughout it.
         """
-        del batch
         if pl_module.automatic_optimization and trainer.global_step != self._n_steps:
             for optimizer in trainer.optimizers:
                 pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
@@ -71,5 +70,4 @@ class FitCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The module has its own forward again, ready to be saved or trained further."""
-        del trainer, pl_module
         self._fitted.end()

@@ -21,7 +21,6 @@ from graphs.graph import Graph
 from graphs.trace import CapturedStep, refuse_plans, trace_module
 from scheduler_runtime.execute import ReplacedForward, StepProgram, has_checkpoints
 from scheduler_runtime.planned.guards import kind_of
-from scheduler_runtime.planned.program_cache import N_KEPT, ProgramCache
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import Compute, Schedule
 
@@ -30,13 +29,42 @@ logger = logging.getLogger(__name__)
 N_WORTH_A_WARNING = (8, 32, 128)
 
 
+class ProgramCache:
+    """Programs by the kind of call that they are for, the one used last at the end.
+
+    Calls of one kind may still differ in the numbers that the module looks at
+    (`graphs.capture.as_eager.known_values`): then there are several programs of that kind, and the
+    guards of each say whether it fits.
+    """
+
+    def __init__(self, *, n_kept: int) -> None:
+        self._n_kept = n_kept
+        self.programs: list[tuple[Any, StepProgram]] = []
+        self.n_added = 0
+
+    def find(self, kind: Any, model: nn.Module, call: Call) -> StepProgram | None:
+        """The program that was made for such a call, if it is still there."""
+        for index in range(len(self.programs) - 1, -1, -1):
+            planned, program = self.programs[index]
+            if planned == kind and program.fits(model, call):
+                self.programs.append(self.programs.pop(index))
+                return program
+        return None
+
+    def add(self, kind: Any, program: StepProgram) -> None:
+        """Keep a program; the one that was not used for longest goes."""
+        self.n_added += 1
+        self.programs.append((kind, program))
+        del self.programs[: -self._n_kept]
+
+
 class PlannedForward(ReplacedForward):
     """Keeps one program for each kind of call; calls that are not planned run the module's own.
 
     n_kept: programs at most.
     """
 
-    n_kept = N_KEPT
+    n_kept = 32
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

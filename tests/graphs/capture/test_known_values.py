@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, apply
-from scheduler_runtime.planned.program_cache import ProgramCache
+from scheduler_runtime.planned.forward import ProgramCache
 from solver import solve
 from solver.schedule.recompute import keep
 from tests.scheduler_runtime.test_applying import one_step, solution_of
