@@ -43,7 +43,7 @@ def verify(
     device: str,
     autocast: str | None,
 ) -> Verification:
-    """Run the step of `solution` with and without its plan. See solver.runtime_hooks.Verifier.
+    """Run the step of `solution` with and without its plan. See solver.runtime_hooks.run_verifier.
 
     Takes the memory of the step without the plan. Raises ValueError: no plan, one that does not
     fit the model, or a batch that it does not take; RuntimeError, MemoryError: the step cannot be

@@ -2,33 +2,45 @@
 
 Imports go one way, `scheduler_runtime → solver → graphs`. The command and `solver.reporting` still
 have to run a model, and they are in solver because they must start without torch. So the runtime is
-imported here, by name and only when needed, behind the protocols below.
+imported here, by name and only when needed.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from solver.schedule import Solution
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn, optim
+
+def run_verifier(solution: Solution, **step: Any) -> Verification:
+    """`scheduler_runtime.verifying.verify`: run the step with and without the plan.
+
+    step: model, batch, optimizer: functions that create them; loss, inputs: functions or None;
+    device, autocast: strings, autocast or None.
+
+    Imports torch. Raises ValueError for a plan of another model; RuntimeError and MemoryError for a
+    step that cannot be run here.
+    """
+    found: Verification = importlib.import_module("scheduler_runtime.verifying").verify(
+        solution, **step
+    )
+    return found
 
 
-def load_verifier() -> Verifier:
-    """The function that runs a step with and without the plan. Imports torch."""
-    verifier: Verifier = importlib.import_module("scheduler_runtime.verifying").verify
-    return verifier
+def run_submodule_planner(**step: Any) -> Planned:
+    """`scheduler_runtime.fallback.planned_for_command`: measure real steps, plan their submodules.
 
+    step: as for `run_verifier`, without autocast; budget_bytes, reserve_bytes, time_limit_s.
 
-def load_submodule_planner() -> SubmodulePlanner:
-    """The function that plans a model that cannot be traced. Imports torch."""
-    module = importlib.import_module("scheduler_runtime.fallback")
-    planner: SubmodulePlanner = module.planned_for_command
-    return planner
+    Imports torch. Raises NoRowError if there is no sequence of submodules, and whatever the model
+    raises.
+    """
+    found: Planned = importlib.import_module("scheduler_runtime.fallback").planned_for_command(
+        **step
+    )
+    return found
 
 
 PLAN_BY_SUBMODULES = (
@@ -80,29 +92,6 @@ class Verification:
         return self.fits and not self.differences
 
 
-class Verifier(Protocol):
-    """Runs the step with and without the plan; implemented in `scheduler_runtime.verifying`.
-
-    model, batch, optimizer: functions that create them.
-
-    Raises ValueError for a plan of another model; RuntimeError and MemoryError for a step that
-    cannot be run here.
-    """
-
-    def __call__(
-        self,
-        solution: Solution,
-        *,
-        model: Callable[[], nn.Module],
-        batch: Callable[[], Any],
-        loss: Callable[[Any, Any], Tensor] | None,
-        inputs: Callable[[Any], Any] | None,
-        optimizer: Callable[[nn.Module], optim.Optimizer],
-        device: str,
-        autocast: str | None,
-    ) -> Verification: ...
-
-
 class NoRowError(ValueError):
     """The model cannot be planned by submodules either; says why."""
 
@@ -113,26 +102,3 @@ class Planned:
 
     solution: Solution
     notes: tuple[str, ...]
-
-
-class SubmodulePlanner(Protocol):
-    """Measures real steps and plans their submodules; implemented in `scheduler_runtime.fallback`.
-
-    model, batch, optimizer: functions that create them.
-
-    Raises NoRowError if there is no sequence of submodules, and whatever the model raises.
-    """
-
-    def __call__(
-        self,
-        *,
-        model: Callable[[], nn.Module],
-        batch: Callable[[], Any],
-        loss: Callable[[Any, Any], Tensor] | None,
-        inputs: Callable[[Any], Any] | None,
-        optimizer: Callable[[nn.Module], optim.Optimizer],
-        device: str,
-        budget_bytes: int,
-        reserve_bytes: int,
-        time_limit_s: float,
-    ) -> Planned: ...

@@ -244,7 +244,7 @@ def planned_for_command(
     reserve_bytes: int,
     time_limit_s: float,
 ) -> Planned:
-    """For the command `solve`. See solver.runtime_hooks.SubmodulePlanner."""
+    """For the command `solve`. See solver.runtime_hooks.run_submodule_planner."""
     real = model().to(device)
     example = nested.map_tensors(lambda tensor: tensor.to(device), batch())
     solution = plan_chain(

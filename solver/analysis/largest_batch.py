@@ -138,9 +138,7 @@ class _Search:
     """The candidates planned so far."""
 
     def __init__(
-        self,
-        plan: Callable[[int], Solution],
-        on_candidate: Callable[[Candidate], None] | None,
+        self, plan: Callable[[int], Solution], on_candidate: Callable[[Candidate], None] | None
     ) -> None:
         self.candidates: list[Candidate] = []
         self.refused: list[tuple[int, str]] = []

@@ -83,27 +83,30 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 SEARCH, STEP, OUTPUT = "search", "training step (recorded in a graph file)", "output"
 
 
-def _option(flags: str, help: str, *, group: str = "", default: Any = None, **settings: Any) -> Any:
+def _option(flags: str, help: str, group: str = "", default: Any = None, **settings: Any) -> Any:
     """One option of the command. settings: for argparse's add_argument."""
     settings |= {"flags": flags.split(", "), "help": help, "group": group}
     return field(default=default, metadata=settings)
 
 
-def _flag(flags: str, help: str, *, group: str) -> Any:
-    return _option(flags, help, group=group, default=False, action="store_true")
+def _flag(flags: str, help: str, group: str, **settings: Any) -> Any:
+    return _option(flags, help, group, default=False, action="store_true", **settings)
 
 
 def _file(flags: str, help: str) -> Any:
-    return _option(flags, help, group=OUTPUT, type=Path, metavar="FILE")
+    return _option(flags, help, OUTPUT, type=Path, metavar="FILE")
+
+
+def _number(flags: str, help: str, group: str, *, least: int, default: int | None = None) -> Any:
+    return _option(flags, help, group, default, type=_at_least(least), metavar="N")
 
 
 def _largest(flag: str, what: str, size: Size) -> Any:
-    start = f"--{size.replace('_', '-')}"
     text = (
         f"find the {what} whose plan fits the budget (default: all memory of the named device), "
-        f"calling get_batch({size}=...) with sizes from {start} on"
+        f"calling get_batch({size}=...) with sizes from --{size.replace('_', '-')} on"
     )
-    return _option(flag, text, group=SEARCH, default=False, action="store_true", exclusive="size")
+    return _flag(flag, text, SEARCH, exclusive="size")
 
 
 @dataclass(frozen=True)
@@ -115,74 +118,55 @@ class Arguments:
     method: str | None = _option(
         "--method",
         ", ".join(METHODS),
-        group=SEARCH,
+        SEARCH,
         choices=tuple(METHODS),
         metavar="NAME",
         exclusive="methods",
     )
-    compare: bool = _option(
-        "--compare",
-        "run all methods and compare them in a table",
-        group=SEARCH,
-        default=False,
-        action="store_true",
-        exclusive="methods",
+    compare: bool = _flag(
+        "--compare", "run all methods and compare them in a table", SEARCH, exclusive="methods"
     )
     reserve: str | None = _option(
         "--reserve",
         "part of the budget that the step may not use (default: 750MB on CUDA, else 0)",
-        group=SEARCH,
+        SEARCH,
         metavar="SIZE",
     )
     time_limit: float = _option(
         "--time-limit",
         "time limit of each method in seconds (default: 60); shared where many plans are made",
-        group=SEARCH,
+        SEARCH,
         default=60.0,
         type=seconds,
         metavar="S",
     )
     max_batch: bool = _largest("--max-batch", "largest batch", "batch_size")
     max_seq: bool = _largest("--max-seq", "longest sequence", "seq_length")
-    seed: int = _option(
-        "--seed",
-        "random seed (default: 0)",
-        group=SEARCH,
-        default=0,
-        type=_at_least(0),
-        metavar="N",
-    )
+    seed: int = _number("--seed", "random seed (default: 0)", SEARCH, least=0, default=0)
     device: str | None = _option(
         "--device",
         "cpu, cuda, cuda:1, or a card such as h100 (default: cuda if available, else cpu)",
-        group=STEP,
+        STEP,
         metavar="NAME",
     )
     costs: str | None = _option(
         "--costs",
         "op times from the rates of the device, or measured on this machine (default: measured on "
         "a local CUDA device, else roofline)",
-        group=STEP,
+        STEP,
         choices=("roofline", "measured"),
     )
-    batch_size: int | None = _option(
-        "--batch-size", "for get_batch", group=STEP, type=_at_least(1), metavar="N"
-    )
-    seq_length: int | None = _option(
-        "--seq-length", "for get_batch", group=STEP, type=_at_least(1), metavar="N"
-    )
+    batch_size: int | None = _number("--batch-size", "for get_batch", STEP, least=1)
+    seq_length: int | None = _number("--seq-length", "for get_batch", STEP, least=1)
     autocast: str | None = _option(
-        "--autocast", "run the model under torch.autocast", group=STEP, choices=("bf16", "fp16")
+        "--autocast", "run the model under torch.autocast", STEP, choices=("bf16", "fp16")
     )
-    accumulate: bool = _flag(
-        "--accumulate", "gradients already exist when the step starts", group=STEP
-    )
-    fsdp: int | None = _option(
+    accumulate: bool = _flag("--accumulate", "gradients already exist when the step starts", STEP)
+    fsdp: int | None = _number(
         "--fsdp",
         "plan for one of N ranks of FSDP2 (fully_shard on each block, then on the model)",
-        group=STEP,
-        type=_at_least(2),
-        metavar="N",
+        STEP,
+        least=2,
     )
     output: Path | None = _file("-o, --output", "write the schedule (JSON)")
     graph_out: Path | None = _file("--graph-out", "write the traced graph (JSON)")
@@ -197,15 +181,15 @@ class Arguments:
     emit: str | None = _option(
         "--emit",
         f"also find the closest setting of another system: {', '.join(SYSTEMS)}",
-        group=OUTPUT,
+        OUTPUT,
         choices=tuple(SYSTEMS),
         metavar="SYSTEM",
     )
     verify: bool = _flag(
-        "--verify", "run one step with and without the plan and compare them", group=OUTPUT
+        "--verify", "run one step with and without the plan and compare them", OUTPUT
     )
-    json: bool = _flag("--json", "print one JSON object instead of the report", group=OUTPUT)
-    quiet: bool = _flag("--quiet", "print no report and no progress", group=OUTPUT)
+    json: bool = _flag("--json", "print one JSON object instead of the report", OUTPUT)
+    quiet: bool = _flag("--quiet", "print no report and no progress", OUTPUT)
     command: str = ""
 
     @property
@@ -271,15 +255,12 @@ def _parser() -> argparse.ArgumentParser:
         settings = dict(option.metadata)
         if "flags" not in settings:
             continue
-        flags, group = settings.pop("flags"), settings.pop("group")
-        exclusive = settings.pop("exclusive", None)
+        flags, group, exclusive = (settings.pop(k, None) for k in ("flags", "group", "exclusive"))
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        target = groups[group]
-        if exclusive is not None:
-            if exclusive not in groups:
-                groups[exclusive] = target.add_mutually_exclusive_group()
-            target = groups[exclusive]
+        if exclusive and exclusive not in groups:
+            groups[exclusive] = groups[group].add_mutually_exclusive_group()
+        target = groups[exclusive or group]
         target.add_argument(*flags, default=option.default, **settings)
     parser.add_argument("--version", action="version", version=f"solve {version()}")
     return parser

@@ -39,22 +39,8 @@ from solver.common import (
 from solver.device import DeviceError
 from solver.emit import NoLayersError, layers, nearest
 from solver.methods import MissingSolverError, TooLargeError
-from solver.reporting import (
-    Report,
-    best,
-    draw,
-    terminal,
-    to_json,
-    write_page,
-)
-from solver.runtime_hooks import (
-    Planned,
-    SubmodulePlanner,
-    Verifier,
-    VerifyError,
-    load_submodule_planner,
-    load_verifier,
-)
+from solver.reporting import Report, best, draw, terminal, to_json, write_page
+from solver.runtime_hooks import VerifyError
 from solver.schedule import Request, Solution
 from solver.solving import attempt, explained
 
@@ -116,7 +102,7 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 
 def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
-    with opened_problem(arguments, progress=progress.says, planner=_plan_submodules) as problem:
+    with opened_problem(arguments, progress.says) as problem:
         reject_missing_unit(arguments.budget, resident_bytes=problem.graph.resident_bytes)
         if arguments.emit is not None:
             try:
@@ -132,9 +118,7 @@ def _run(arguments: Arguments) -> int:
             with progress.says(f"simulating settings of {arguments.emit}"):
                 answer = report.best
                 found = nearest(
-                    answer.graph,
-                    system=arguments.emit,
-                    budget_bytes=answer.request.available_bytes,
+                    answer.graph, system=arguments.emit, budget_bytes=answer.request.available_bytes
                 )
                 report = dataclasses.replace(report, emitted=found)
         report = _saved(arguments, report)
@@ -150,11 +134,6 @@ def _run(arguments: Arguments) -> int:
     if code is not Exit.SOLVED:
         print(f"solve: {_why(code, report)}", file=sys.stderr)
     return code
-
-
-def _plan_submodules(**asked: Any) -> Planned:
-    planner: SubmodulePlanner = load_submodule_planner()
-    return planner(**asked)
 
 
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
@@ -265,10 +244,7 @@ def _search(
         try:
             with progress.says(what), ctrl_c_ends_searches() as interrupt:
                 solutions.append(attempt(problem.graph, request))
-        except (
-            TooLargeError,
-            MissingSolverError,
-        ) as error:  # the method cannot plan this graph
+        except (TooLargeError, MissingSolverError) as error:  # the method cannot plan this graph
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error
             refused.append((method, str(error)))
@@ -293,9 +269,8 @@ def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
 def _verify(problem: Problem, report: Report) -> Report:
     """Add the result of running the step. Raises LoadError if the model cannot be built."""
     assert problem.verify is not None  # --verify is rejected for a graph file
-    verifier: Verifier = load_verifier()
     try:
-        verification = problem.verify(verifier, report.best)
+        verification = problem.verify(report.best)
     except VerifyError as error:
         return dataclasses.replace(report, verify_error=str(error))
     except KeyboardInterrupt:  # the plan is there all the same

@@ -91,6 +91,12 @@ class ModelFile:
     title: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def functions(self) -> dict[str, Any]:
+        """What `solver.runtime_hooks` takes to run the step."""
+        names = ("model", "batch", "loss", "inputs", "optimizer")
+        return {name: getattr(self, name) for name in names}
+
     def model(self) -> Any:
         """Call the factory. Raises LoadError, SizeError."""
         from torch import nn

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from solver.analysis import (
-    N_BUDGETS,
-    Curve,
-    default_budgets,
-    sweep,
-)
+from solver.analysis import N_BUDGETS, Curve, default_budgets, sweep
 from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress

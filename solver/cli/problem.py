@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,9 @@ from graphs.hardware import Hardware
 from solver.analysis import FIRST
 from solver.cli import hf_config
 from solver.cli.arguments import Arguments, UsageError
-from solver.cli.by_submodule import plan_by_submodules
 from solver.cli.model_file import (
     CONFIGURATION,
+    SIZE_NAMES,
     LoadError,
     ModelFile,
     ModelSource,
@@ -33,13 +33,17 @@ from solver.cli.model_file import (
     opened,
     parse_source,
 )
-from solver.common import (
-    format_size,
-    parse_budget,
-)
+from solver.common import format_size, parse_budget
 from solver.device import Target, find_hardware, find_target
 from solver.reporting import describe_costs, step_notes
-from solver.runtime_hooks import SubmodulePlanner, Verification, Verifier, VerifyError
+from solver.runtime_hooks import (
+    NoRowError,
+    Planned,
+    Verification,
+    VerifyError,
+    run_submodule_planner,
+    run_verifier,
+)
 from solver.schedule import Solution
 
 if TYPE_CHECKING:
@@ -81,18 +85,14 @@ class Problem:
     reserve_bytes: int
     reserve_reason: str = ""
     notes: tuple[str, ...] = ()
-    verify: Callable[[Verifier, Solution], Verification] | None = None
+    verify: Callable[[Solution], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
     planned: Solution | None = None
 
 
 @contextlib.contextmanager
-def opened_problem(
-    arguments: Arguments, *, progress: Progress, planner: SubmodulePlanner
-) -> Iterator[Problem]:
+def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
     """Load or trace the problem; inside the context a model file can import its neighbours.
-
-    planner: for a model that cannot be traced.
 
     Raises UsageError, BudgetError, SizeError; LoadError, FormatError.
     """
@@ -113,7 +113,7 @@ def opened_problem(
     # Whatever a model file prints must stay out of the report and the JSON object.
     with (
         contextlib.redirect_stdout(sys.stderr),
-        _model_problem(arguments, source, progress, planner) as it,
+        _model_problem(arguments, source, progress) as it,
     ):
         yield it
 
@@ -170,70 +170,55 @@ def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
     )
     is_default = on_cuda and arguments.reserve is None
     reason = "CUDA context and allocator rounding; set with --reserve" if is_default else ""
-    return {
-        "budget_bytes": budget_bytes,
-        "reserve_bytes": reserve_bytes,
-        "reserve_reason": reason,
-    }
+    return {"budget_bytes": budget_bytes, "reserve_bytes": reserve_bytes, "reserve_reason": reason}
 
 
 @contextlib.contextmanager
 def _model_problem(
-    arguments: Arguments, source: ModelSource, progress: Progress, planner: SubmodulePlanner
+    arguments: Arguments, source: ModelSource, progress: Progress
 ) -> Iterator[Problem]:
     with progress("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs)
-    memory = _memory(arguments, target.hardware)
-    asked = {"batch_size": arguments.batch_size, "seq_length": arguments.seq_length}
-    sizes = {name: size for name, size in asked.items() if size is not None}
-    if arguments.largest is not None:
-        sizes.setdefault(arguments.largest, FIRST[arguments.largest])
+    memory, largest = _memory(arguments, target.hardware), arguments.largest
+    sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
+    if largest is not None:
+        sizes.setdefault(largest, FIRST[largest])
 
-    def traced(file: ModelFile) -> Problem:
-        graph, notes = _traced(file, target, arguments)
-        size = "" if arguments.largest is None else f", {_size_words(file, arguments.largest)}"
+    def problem_of(file: ModelFile, graph: Graph, size: str = "", **fields: Any) -> Problem:
         return Problem(
             name=f"{arguments.problem} ({file.title or graph.meta.model or 'model'}{size})",
             graph=graph,
+            verify=partial(_verified, file, target, arguments.autocast),
+            **fields,
+            **memory,
+        )
+
+    def traced(file: ModelFile) -> Problem:
+        graph, notes = _traced(file, target, arguments)
+        size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
+        return problem_of(
+            file,
+            graph,
+            size,
             device=target.hardware.title,
             costs=describe_costs(graph.meta.cost_model),
             notes=(*target.notes, *_note_on_allocator(target), *notes),
-            verify=partial(_verified, file, target, arguments.autocast),
-            resized=None if arguments.largest is None else partial(resized, file),
-            **memory,
+            resized=None if largest is None else lambda n: traced(file.resized(largest, n)),
         )
 
     def measured(file: ModelFile, refused: NotTracedError) -> Problem:
-        found = plan_by_submodules(
+        found = _planned_by_submodules(file, target, arguments, memory, refused)
+        why = f"Not planned op by op, which may cost less: {refused.why}."
+        return problem_of(
             file,
-            target,
-            arguments,
-            refused=refused,
-            planner=planner,
-            budget_bytes=memory["budget_bytes"],
-            reserve_bytes=memory["reserve_bytes"],
-        )
-        graph = found.solution.graph
-        return Problem(
-            name=f"{arguments.problem} ({file.title or graph.meta.model or 'model'})",
-            graph=graph,
+            found.solution.graph,
             device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
             costs="measured on this machine, by submodule",
-            notes=(
-                f"Not planned op by op, which may cost less: {refused.why}.",
-                *found.notes,
-                *file.notes,
-            ),
-            verify=partial(_verified, file, target, arguments.autocast),
+            notes=(why, *found.notes, *file.notes),
             planned=found.solution,
-            **memory,
         )
 
-    def resized(file: ModelFile, size: int) -> Problem:
-        assert arguments.largest is not None
-        return traced(file.resized(arguments.largest, size))
-
-    with opened(source, sizes=sizes, varied=arguments.largest or "") as file:
+    with opened(source, sizes=sizes, varied=largest or "") as file:
         try:
             with progress(f"tracing {arguments.problem}"):
                 problem = traced(file)
@@ -243,8 +228,33 @@ def _model_problem(
         yield problem
 
 
-def _size_words(file: ModelFile, name: str) -> str:
-    return f"{name.replace('_', ' ')} {file.sizes[name]}"
+def _planned_by_submodules(
+    file: ModelFile,
+    target: Target,
+    arguments: Arguments,
+    memory: Mapping[str, Any],
+    refused: LoadError,
+) -> Planned:
+    """Raises LoadError with `refused` and why planning by submodules is not possible either."""
+    names = ["compare", "autocast", "accumulate", "fsdp", "emit", "max_batch", "max_seq"]
+    names += ["method"] if arguments.method != "auto" else []
+    names += ["costs"] if arguments.costs == "roofline" else []
+    names += ["device"] if target.hardware.kind != target.kind else []  # not on this machine
+    given = arguments.given(*names)
+    if given:
+        raise LoadError(f"{refused}; the command does so without {given}") from refused
+    try:
+        return run_submodule_planner(
+            **file.functions,
+            device=target.torch_device,
+            budget_bytes=memory["budget_bytes"],
+            reserve_bytes=memory["reserve_bytes"],
+            time_limit_s=arguments.time_limit,
+        )
+    except NoRowError as error:
+        raise LoadError(f"{refused}; tried, and failed: {error}") from error
+    except (Exception, SystemExit) as error:  # the code of the model may raise anything
+        raise refused from error
 
 
 def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Graph, list[str]]:
@@ -256,7 +266,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
     batch = _on_meta(file.batch, "the batch", notes)
     optimizer = file.optimizer(model)
     try:
-        with autocast(arguments.autocast, target.kind), _quiet_logs():
+        with _autocast(arguments.autocast, target.kind), _quiet_logs():
             graph = trace(
                 model,
                 batch,
@@ -293,7 +303,7 @@ def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
         return built
 
 
-def autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
+def _autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
     """torch.autocast to "bf16" or "fp16" on the device, or no context (None)."""
     import torch
 
@@ -352,20 +362,12 @@ def _note_on_outputs(graph: Graph) -> Iterator[str]:
 
 
 def _verified(
-    file: ModelFile, target: Target, autocast: str | None, verifier: Verifier, solution: Solution
+    file: ModelFile, target: Target, autocast: str | None, solution: Solution
 ) -> Verification:
     """Raises LoadError for the model file, VerifyError for the run."""
+    device = target.torch_device
     try:
-        return verifier(
-            solution,
-            model=file.model,
-            batch=file.batch,
-            loss=file.loss,
-            inputs=file.inputs,
-            optimizer=file.optimizer,
-            device=target.torch_device,
-            autocast=autocast,
-        )
+        return run_verifier(solution, **file.functions, device=device, autocast=autocast)
     except LoadError:
         raise
     except (ValueError, RuntimeError, MemoryError) as error:

@@ -14,7 +14,7 @@ from graphs.graph import Graph
 from solver.analysis import Curve, SizeSearch, advise, pareto
 from solver.common import parse_size
 from solver.reporting.report_data import Report, describe_costs, step_notes
-from solver.runtime_hooks import Verification, Verifier, load_verifier
+from solver.runtime_hooks import Verification, run_verifier
 from solver.schedule import Solution
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ def verify(
                 f"{name} is an object of type {type(value).__name__}; give a function that creates "
                 f"it ({name}=lambda: ...), as both runs start from the same state"
             )
-    verifier: Verifier = load_verifier()
-    return verifier(
+    return run_verifier(
         solution,
         model=model,
         batch=batch,
