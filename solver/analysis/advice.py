@@ -112,22 +112,21 @@ def _read_at_the_end(graph: Graph) -> frozenset[str]:
 
 
 def _logits(solution: Solution) -> Iterator[str]:
-    node, own_bytes = _widest(solution)
-    if node is not None and _is_of_the_loss(solution.graph, node, own_bytes):
+    node, size = _widest(solution)
+    if node is not None and _is_of_the_loss(solution.graph, node):
         yield (
-            f"At the peak, {describe_op(node)} alone requires {format_size(own_bytes)}, tensors as "
-            "large as the logits. Computing head and loss in chunks of tokens (a chunked or fused "
+            f"At the peak, {describe_op(node)} alone requires {size}, tensors as large as the "
+            "logits. Computing head and loss in chunks of tokens (a chunked or fused "
             "cross-entropy) requires one chunk at a time; no schedule of whole operators does."
         )
 
 
 def _one_op(solution: Solution) -> Iterator[str]:
-    node, own_bytes = _widest(solution)
-    if node is not None and not _is_of_the_loss(solution.graph, node, own_bytes):
+    node, size = _widest(solution)
+    if node is not None and not _is_of_the_loss(solution.graph, node):
         yield (
-            f"At the peak, {describe_op(node)} alone requires {format_size(own_bytes)}. No "
-            "schedule can run it with less; split it over the batch or the sequence, or use a "
-            "fused operator."
+            f"At the peak, {describe_op(node)} alone requires {size}. No schedule can run it with "
+            "less; split it over the batch or the sequence, or use a fused operator."
         )
 
 
@@ -186,20 +185,18 @@ def _costs(solution: Solution, blocks: Blocks) -> str:
     return f"{format_size(simulation.peak_bytes)} at {format_share(over)}{unfit}"
 
 
-def _widest(solution: Solution) -> tuple[Node | None, int]:
-    """The peak op or bottleneck op with the bytes of its tensors; None if they are small."""
-    graph = solution.graph
+def _widest(solution: Solution) -> tuple[Node | None, str]:
+    """The peak op or bottleneck op with the size of its tensors; None if they are small."""
+    graph, node = solution.graph, None
     if solution.obstacle is not None:
         node = graph.node_by_name.get(solution.obstacle.op)
     elif solution.schedule is not None and solution.simulation is not None:
         node = node_at(graph, solution.schedule, solution.simulation)
-    else:
-        node = None
     if node is None or node.phase == "optimizer":
-        return None, 0
-    own_bytes = sum(_own_tensors(graph, node).values()) + node.workspace_bytes
+        return None, ""
+    own_bytes = _own_bytes(graph, node)
     room_bytes = solution.request.available_bytes - graph.resident_bytes
-    return (node, own_bytes) if own_bytes >= OP_SHARE * room_bytes else (None, 0)
+    return (node, format_size(own_bytes)) if own_bytes >= OP_SHARE * room_bytes else (None, "")
 
 
 def _own_tensors(graph: Graph, node: Node) -> dict[str, int]:
@@ -208,23 +205,19 @@ def _own_tensors(graph: Graph, node: Node) -> dict[str, int]:
     return {r: graph.tensor_by_name[r].size_bytes for r in roots if r in graph.producer}
 
 
-def _is_of_the_loss(graph: Graph, node: Node, own_bytes: int) -> bool:
+def _own_bytes(graph: Graph, node: Node) -> int:
+    return sum(_own_tensors(graph, node).values()) + node.workspace_bytes
+
+
+def _is_of_the_loss(graph: Graph, node: Node) -> bool:
     """Whether the op is an operator of a loss, or shares a large tensor with one."""
-    if _operator(node) in LOSS_OPERATORS:
-        return True
-    own = _own_tensors(graph, node)
-    large = {root for root, size in own.items() if size >= LARGE_SHARE * own_bytes}
+    least_bytes = LARGE_SHARE * _own_bytes(graph, node)
+    large = {root for root, size in _own_tensors(graph, node).items() if size >= least_bytes}
     return any(
-        _operator(other) in LOSS_OPERATORS
-        and large.intersection(map(graph.root, (*other.inputs, *other.outputs)))
+        (other.op.split(".")[1:2] or [other.op])[0] in LOSS_OPERATORS  # of aten.OPERATOR.default
+        and (other == node or large & set(map(graph.root, (*other.inputs, *other.outputs))))
         for other in graph.nodes
     )
-
-
-def _operator(node: Node) -> str:
-    """`_log_softmax` of "aten._log_softmax.default"."""
-    parts = node.op.split(".")
-    return parts[1] if len(parts) > 1 else node.op
 
 
 _FINDERS: Mapping[Kind, Callable[[Solution], Iterator[str]]] = {

@@ -87,9 +87,8 @@ class Peak:
 
 def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
     """Why an op is recomputed, by its name; linear in the schedule. Raises KeyError."""
-    graph, schedule = solution.graph, _schedule(solution)
+    graph, order = solution.graph, _computes(_plan(solution)[0])
     node = graph.node_by_name[name]
-    order = computes(schedule)
     runs = [position for position, other in enumerate(order) if other == name]
     first = {name: position for position, name in reversed([*enumerate(order)])}
     is_recomputed = [first[name] < position for position, name in enumerate(order)]
@@ -113,7 +112,7 @@ def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
 
 def peak(solution: Solution) -> Peak:
     """The peak of the plan and what is live there."""
-    graph, schedule, simulation = solution.graph, _schedule(solution), _trace(solution)
+    graph, (schedule, simulation) = solution.graph, _plan(solution)
     node = node_at(graph, schedule, simulation)
     held = held_during(graph, schedule, simulation.peak_op)
     sizes = ((root, graph.tensor_by_name[root].size_bytes) for root in held)
@@ -121,7 +120,7 @@ def peak(solution: Solution) -> Peak:
     return Peak(
         node=node,
         position=sum(isinstance(op, Compute) for op in before),
-        n_ops=len(computes(schedule)),
+        n_ops=len(_computes(schedule)),
         memory_bytes=memory_at(graph, schedule, simulation.peak_op),
         largest=tuple(sorted(sizes, key=lambda item: (-item[1], item[0]))),
         modules={root: graph.producer[root].module for root in held},
@@ -131,7 +130,7 @@ def peak(solution: Solution) -> Peak:
 
 def most_recomputed(solution: Solution) -> tuple[tuple[Node, int], ...]:
     """The recomputed ops and how often, those with the most recompute time first."""
-    runs = Counter(computes(_schedule(solution)))
+    runs = Counter(_computes(_plan(solution)[0]))
     graph = solution.graph
     found = [(graph.node_by_name[name], n - 1) for name, n in runs.items() if n > 1]
     return tuple(sorted(found, key=lambda item: (-item[0].time_s * item[1], item[0].name)))
@@ -154,7 +153,7 @@ def neighbours(
         answers.append(attempt(solution.graph, asked) if asked.available_bytes > 0 else None)
     less, more = answers
     assert more is not None
-    if more.simulation is None or more.simulation.time_s > _trace(solution).time_s:
+    if more.simulation is None or more.simulation.time_s > _plan(solution)[1].time_s:
         more = dataclasses.replace(more, schedule=solution.schedule, simulation=solution.simulation)
     return less, more.with_bound(more.lower_bound_s)
 
@@ -165,7 +164,7 @@ def step_bytes_for(solution: Solution) -> int:
     return max(1, min(STEP_BYTES, above_bytes // STEP_SHARE))
 
 
-def computes(schedule: Schedule) -> list[str]:
+def _computes(schedule: Schedule) -> list[str]:
     """The nodes in the order in which they are computed."""
     return [op.node for op in schedule.ops if isinstance(op, Compute)]
 
@@ -177,19 +176,15 @@ def _recomputation(
     node = graph.node_by_name[order[position]]
     readers = [p for p in range(before + 1, position) if _reads(graph, order[p], node)]
     through: list[Node] = []
-    reader: Node | None = None
-    at, wanted = position, node
-    while reader is None:
-        found = next(
-            (p for p in range(at + 1, len(order)) if _reads(graph, order[p], wanted)), None
-        )
-        if found is None:
-            break
-        at, wanted = found, graph.node_by_name[order[found]]
-        if is_recomputed[found]:
-            through.append(wanted)
-        else:
+    reader, wanted = None, node
+    for at in range(position + 1, len(order)):
+        if not _reads(graph, order[at], wanted):
+            continue
+        wanted = graph.node_by_name[order[at]]
+        if not is_recomputed[at]:
             reader = wanted
+            break
+        through.append(wanted)
     return Recomputation(
         dropped_after=graph.node_by_name[order[readers[-1]]] if readers else node,
         reader=reader,
@@ -212,13 +207,7 @@ def _kept(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
         return None
 
 
-def _schedule(solution: Solution) -> Schedule:
-    if solution.schedule is None:
+def _plan(solution: Solution) -> tuple[Schedule, Simulation]:
+    if solution.schedule is None or solution.simulation is None:
         raise ValueError(f"no schedule to explain: the status is {solution.status}")
-    return solution.schedule
-
-
-def _trace(solution: Solution) -> Simulation:
-    if solution.simulation is None:
-        raise ValueError(f"no schedule to explain: the status is {solution.status}")
-    return solution.simulation
+    return solution.schedule, solution.simulation

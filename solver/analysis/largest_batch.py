@@ -46,9 +46,7 @@ class Candidate:
     def rate_per_s(self) -> float | None:
         """Samples, or positions of each sequence, per second; None without a plan."""
         simulation = self.solution.simulation
-        return (
-            None if simulation is None or simulation.time_s == 0 else self.size / simulation.time_s
-        )
+        return self.size / simulation.time_s if simulation and simulation.time_s else None
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,9 @@ class SizeSearch:
     @property
     def saturation(self) -> Candidate | None:
         """The smallest candidate whose rate is within SATURATION_SHARE of the best."""
-        rates = [(c, c.rate_per_s) for c in self.candidates if c.rate_per_s is not None]
-        best = max((rate for _, rate in rates if rate is not None), default=None)
-        if best is None:
-            return None
-        return next(
-            c for c, rate in rates if rate is not None and rate >= (1 - SATURATION_SHARE) * best
-        )
+        rates = [(c.rate_per_s or 0.0, c) for c in self.candidates]
+        least = (1 - SATURATION_SHARE) * max((rate for rate, _ in rates), default=0.0)
+        return next((c for rate, c in rates if rate and rate >= least), None)
 
 
 def largest(
@@ -102,75 +96,55 @@ def largest(
 
     Raises SameStepError, KeyboardInterrupt (Ctrl-C before any plan fits); whatever `plan` raises.
     """
-    search = _Search(plan, on_candidate)
-    try:
-        fits, overflows = _galloped(search, first or FIRST[size])
-        while overflows - fits > max(1, fits // RESOLUTION[size]):
-            middle = (fits + overflows) // 2
-            if search.fits(middle):
-                fits = middle
-            else:
-                overflows = middle
-    except KeyboardInterrupt:
-        if not any(c.solution.schedule is not None for c in search.candidates):
-            raise
-        return search.result(size, interrupted=True)
-    return search.result(size)
+    candidates: list[Candidate] = []
+    refused: list[tuple[int, str]] = []
 
-
-def _galloped(search: _Search, first: int) -> tuple[int, int]:
-    """A size that fits (0: none does) and the first tried above it that does not."""
-    at = first
-    if search.fits(at):
-        while at < MOST:
-            if not search.fits(2 * at):
-                return at, 2 * at
-            at *= 2
-        return at, at + 1
-    while at > 1:
-        if search.fits(at // 2):
-            return at // 2, at
-        at //= 2
-    return 0, 1
-
-
-class _Search:
-    """The candidates planned so far."""
-
-    def __init__(
-        self, plan: Callable[[int], Solution], on_candidate: Callable[[Candidate], None] | None
-    ) -> None:
-        self.candidates: list[Candidate] = []
-        self.refused: list[tuple[int, str]] = []
-        self._plan = plan
-        self._on_candidate = on_candidate
-
-    def fits(self, size: int) -> bool:
+    def fits(at: int) -> bool:
         try:
-            solution = self._plan(size)
+            solution = plan(at)
         except SizeNotTraceableError as error:
-            self.refused.append((size, str(error)))
+            refused.append((at, str(error)))
             return False
-        self._keep(size, solution)
+        for other in candidates:
+            if other.solution.graph.graph_id == solution.graph.graph_id:
+                raise SameStepError(
+                    f"sizes {other.size} and {at} give the same step: the batch does not depend on "
+                    "the size"
+                )
+        candidates.append(Candidate(at, solution))
+        if on_candidate is not None:
+            on_candidate(candidates[-1])
         if interrupted():  # `plan` handed over what was best by then
             raise KeyboardInterrupt
         return solution.schedule is not None
 
-    def _keep(self, size: int, solution: Solution) -> None:
-        for other in self.candidates:
-            if other.solution.graph.graph_id == solution.graph.graph_id:
-                raise SameStepError(
-                    f"sizes {other.size} and {size} give the same step: the batch does not depend "
-                    "on the size"
-                )
-        candidate = Candidate(size, solution)
-        self.candidates.append(candidate)
-        if self._on_candidate is not None:
-            self._on_candidate(candidate)
+    ended = False
+    try:
+        low, high = _galloped(fits, first or FIRST[size])
+        while high - low > max(1, low // RESOLUTION[size]):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+    except KeyboardInterrupt:
+        if all(c.solution.schedule is None for c in candidates):
+            raise
+        ended = True
+    return SizeSearch(size, tuple(sorted(candidates, key=_size)), tuple(sorted(refused)), ended)
 
-    def result(self, size: Size, *, interrupted: bool = False) -> SizeSearch:
-        candidates = tuple(sorted(self.candidates, key=_size))
-        return SizeSearch(size, candidates, tuple(sorted(self.refused)), interrupted)
+
+def _galloped(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
+    """A size that fits (0: none does) and the first tried above it that does not."""
+    at = first
+    if fits(at):
+        while at < MOST:
+            if not fits(2 * at):
+                return at, 2 * at
+            at *= 2
+        return at, at + 1
+    while at > 1:
+        if fits(at // 2):
+            return at // 2, at
+        at //= 2
+    return 0, 1
 
 
 def _size(candidate: Candidate) -> int:

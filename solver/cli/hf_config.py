@@ -30,19 +30,17 @@ class ConfigurationError(ValueError):
     """No training step can be built from the configuration; says what would work."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a model is trained for.
-
-    table: of its classes in the library, MODEL_FOR_..._MAPPING_NAMES.
-    title: for the report.
-    batch: (configuration, batch size, length, dtype) -> the keyword arguments of the model.
-    """
-
-    table: str
-    title: str
-    is_text: bool
-    batch: Callable[[Any, int, int, Any], dict[str, Any]]
+TASKS = {
+    "CAUSAL_LM": "causal language modeling",
+    "MASKED_LM": "masked language modeling",
+    "SEQ_TO_SEQ_CAUSAL_LM": "sequence-to-sequence, sources as long as targets",
+    "SEQUENCE_CLASSIFICATION": "sequence classification",
+    "TOKEN_CLASSIFICATION": "token classification",
+    "QUESTION_ANSWERING": "question answering",
+    "IMAGE_CLASSIFICATION": "image classification",
+}
+"""The tables of classes in the library, MODEL_FOR_..._MAPPING_NAMES, and what the report says."""
+ON_IMAGES = "IMAGE_CLASSIFICATION"
 
 
 @dataclass(frozen=True)
@@ -124,11 +122,11 @@ def _read(transformers: Any, path: Path) -> Any:
         ) from error
 
 
-def _chosen(transformers: Any, configuration: Any, path: Path) -> tuple[str, Task, str]:
+def _chosen(transformers: Any, configuration: Any, path: Path) -> tuple[str, str, str]:
     """The class to build, its task, and the reason if the file does not name it."""
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
     asked = [str(name) for name in getattr(configuration, "architectures", None) or ()]
-    table_of = {task: getattr(tables, f"MODEL_FOR_{task.table}_MAPPING_NAMES") for task in TASKS}
+    table_of = {task: getattr(tables, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS}
     for name in asked:
         for task, table in table_of.items():
             if name in _flat(table.values()):
@@ -173,7 +171,7 @@ def _dtype(configuration: Any) -> tuple[Any, str]:
 
 
 def _batch_function(
-    task: Task, configuration: Any, dtype: Any, path: Path
+    task: str, configuration: Any, dtype: Any, path: Path
 ) -> Callable[..., dict[str, Any]]:
     longest = getattr(configuration.get_text_config(), "max_position_embeddings", None)
 
@@ -182,23 +180,39 @@ def _batch_function(
             raise ConfigurationError(
                 f"--seq-length {seq_length} exceeds max_position_embeddings={longest} in {path}"
             )
-        return task.batch(configuration, batch_size, seq_length, dtype)
+        return _texts(task, configuration, (batch_size, seq_length), dtype)
 
     def image(batch_size: int) -> dict[str, Any]:
-        return task.batch(configuration, batch_size, 0, dtype)
+        return _images(configuration, batch_size, dtype)
 
-    return text if task.is_text else image
+    return image if task == ON_IMAGES else text
 
 
-def _tokens(configuration: Any, batch_size: int, length: int) -> Any:
+def _texts(task: str, configuration: Any, shape: tuple[int, int], dtype: Any) -> dict[str, Any]:
+    """shape: sequences and their length."""
     import torch
 
-    return torch.randint(configuration.get_text_config().vocab_size, (batch_size, length))
+    batch_size, length = shape
+    tokens = torch.randint(configuration.get_text_config().vocab_size, shape)
+    if task == "QUESTION_ANSWERING":
+        starts, ends = (torch.randint(length, (batch_size,)) for _ in range(2))
+        return {"input_ids": tokens, "start_positions": starts, "end_positions": ends}
+    if task == "SEQUENCE_CLASSIFICATION":
+        labels = _classes(configuration, (batch_size,))
+        labels = labels.to(dtype if configuration.num_labels == 1 else None)
+    elif task == "TOKEN_CLASSIFICATION":
+        labels = _classes(configuration, shape)
+    else:
+        labels = tokens.clone()
+    return {"input_ids": tokens, "labels": labels}
 
 
-def _language(configuration: Any, batch_size: int, length: int, dtype: Any) -> dict[str, Any]:
-    tokens = _tokens(configuration, batch_size, length)
-    return {"input_ids": tokens, "labels": tokens.clone()}
+def _images(configuration: Any, batch_size: int, dtype: Any) -> dict[str, Any]:
+    import torch
+
+    n_channels = getattr(configuration, "num_channels", N_CHANNELS)
+    pixels = torch.rand(batch_size, n_channels, *image_size(configuration), dtype=dtype)
+    return {"pixel_values": pixels, "labels": _classes(configuration, (batch_size,))}
 
 
 def _classes(configuration: Any, shape: tuple[int, ...]) -> Any:
@@ -207,40 +221,6 @@ def _classes(configuration: Any, shape: tuple[int, ...]) -> Any:
 
     n_labels = configuration.num_labels
     return torch.rand(shape) if n_labels == 1 else torch.randint(n_labels, shape)
-
-
-def _sequence(configuration: Any, batch_size: int, length: int, dtype: Any) -> dict[str, Any]:
-    tokens = _tokens(configuration, batch_size, length)
-    return {
-        "input_ids": tokens,
-        "labels": _classes(configuration, (batch_size,)).to(
-            dtype if configuration.num_labels == 1 else None
-        ),
-    }
-
-
-def _token_classes(configuration: Any, batch_size: int, length: int, dtype: Any) -> dict[str, Any]:
-    tokens = _tokens(configuration, batch_size, length)
-    return {"input_ids": tokens, "labels": _classes(configuration, (batch_size, length))}
-
-
-def _answers(configuration: Any, batch_size: int, length: int, dtype: Any) -> dict[str, Any]:
-    import torch
-
-    return {
-        "input_ids": _tokens(configuration, batch_size, length),
-        "start_positions": torch.randint(length, (batch_size,)),
-        "end_positions": torch.randint(length, (batch_size,)),
-    }
-
-
-def _images(configuration: Any, batch_size: int, length: int, dtype: Any) -> dict[str, Any]:
-    import torch
-
-    height, width = image_size(configuration)
-    n_channels = getattr(configuration, "num_channels", N_CHANNELS)
-    pixels = torch.rand(batch_size, n_channels, height, width, dtype=dtype)
-    return {"pixel_values": pixels, "labels": _classes(configuration, (batch_size,))}
 
 
 def image_size(configuration: Any) -> tuple[int, int]:
@@ -252,28 +232,14 @@ def image_size(configuration: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
-TASKS = (
-    Task("CAUSAL_LM", "causal language modeling", True, _language),
-    Task("MASKED_LM", "masked language modeling", True, _language),
-    Task(
-        "SEQ_TO_SEQ_CAUSAL_LM", "sequence-to-sequence, sources as long as targets", True, _language
-    ),
-    Task("SEQUENCE_CLASSIFICATION", "sequence classification", True, _sequence),
-    Task("TOKEN_CLASSIFICATION", "token classification", True, _token_classes),
-    Task("QUESTION_ANSWERING", "question answering", True, _answers),
-    Task("IMAGE_CLASSIFICATION", "image classification", False, _images),
-)
-
-
-def _notes(task: Task, configuration: Any, dtype_text: str, why: str) -> tuple[str, ...]:
-    if task.is_text:
-        batch = "random tokens in sequences of full length without padding"
-    else:
+def _notes(task: str, configuration: Any, dtype_text: str, why: str) -> tuple[str, ...]:
+    batch = "random tokens in sequences of full length without padding"
+    if task == ON_IMAGES:
         height, width = image_size(configuration)
         source = "" if getattr(configuration, "image_size", None) else " (default size)"
         batch = f"random images of {height} x {width} pixels{source}"
     assumed = (
-        f"Assumed for this configuration: {task.title}; parameters in {dtype_text}, all trained "
+        f"Assumed for this configuration: {TASKS[task]}; parameters in {dtype_text}, all trained "
         f"with torch.optim.AdamW(fused=True); train mode; {batch}; labels are given and only the "
         "loss is returned. Use a model file for anything else."
     )

@@ -39,8 +39,7 @@ def maximised(
     assert name is not None
     resize = problem.resized
     assert resize is not None
-    asked = arguments.batch_size if name == "batch_size" else arguments.seq_length
-    first = FIRST[name] if asked is None else asked
+    first = getattr(arguments, name) or FIRST[name]
     problems = {first: problem}
 
     def plan(size: int) -> Solution:

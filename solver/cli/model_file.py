@@ -101,45 +101,37 @@ class ModelFile:
         """Call the factory. Raises LoadError, SizeError."""
         from torch import nn
 
-        model = self._call(self.source.factory, self._sizes_for(self.source.factory))
+        name = self.source.factory
+        model = self._call(name, self._sizes_for(name))
         if not isinstance(model, nn.Module):
-            raise LoadError(
-                f"{self._place(self.source.factory)}: {self.source.factory}() returned "
-                f"{_kind(model)}; it must return a torch.nn.Module"
-            )
+            raise self._returned(f"{name}()", model, "a torch.nn.Module")
         return model
 
     def batch(self) -> Any:
         """Call get_batch. Raises LoadError, SizeError."""
         batch = self._call("get_batch", self._sizes_for("get_batch"))
         if batch is None:
-            raise LoadError(
-                f"{self._place('get_batch')}: get_batch() returned None; it must return a tensor, "
-                "or a tuple or dict, that the model is called with"
-            )
+            what = "a tensor, or a tuple or dict, that the model is called with"
+            raise self._returned("get_batch()", None, what)
         return batch
 
     @property
     def loss(self) -> Callable[[Any, Any], Any] | None:
         """get_loss(output, batch); None: the model returns its loss."""
-        if not hasattr(self.module, "get_loss"):
-            return None
-        return self._function("get_loss")
+        return self._function("get_loss") if hasattr(self.module, "get_loss") else None
 
     @property
     def inputs(self) -> Callable[[Any], Any] | None:
         """get_inputs(batch), which raises LoadError; None: the whole batch is the input."""
-        if not hasattr(self.module, "get_inputs"):
-            return None
-        return self._inputs
+        return self._inputs if hasattr(self.module, "get_inputs") else None
 
     def _inputs(self, batch: Any) -> Any:
         inputs = self._call("get_inputs", {}, batch)
         if inputs is None:
-            raise LoadError(
-                f"{self._place('get_inputs')}: get_inputs(batch) returned None; it must return "
+            what = (
                 "the part of the batch that the model is called with: a tensor, a tuple or a dict"
             )
+            raise self._returned("get_inputs(batch)", None, what)
         return inputs
 
     def optimizer(self, model: Any) -> Any:
@@ -153,19 +145,24 @@ class ModelFile:
             return torch.optim.AdamW(parameters)
         optimizer = self._call("get_optimizer", {}, model)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise LoadError(
-                f"{self._place('get_optimizer')}: get_optimizer(model) returned "
-                f"{_kind(optimizer)}; it must return a torch.optim.Optimizer"
-            )
+            raise self._returned("get_optimizer(model)", optimizer, "a torch.optim.Optimizer")
         return optimizer
 
-    def check(self) -> None:
+    def _returned(self, call: str, value: object, expected: str) -> LoadError:
+        place = self._place(call.partition("(")[0])
+        return LoadError(f"{place}: {call} returned {_kind(value)}; it must return {expected}")
+
+    def checked(self) -> ModelFile:
         """Check what can be checked without calling anything. Raises LoadError, SizeError."""
-        if self.varied:
-            self._check_takes(self.varied)
-        accepted = set(self._sizes_for(self.source.factory)) | set(self._sizes_for("get_batch"))
+        of_model, of_batch = self._sizes_for(self.source.factory), self._sizes_for("get_batch")
+        if self.varied and self.varied not in of_batch:
+            raise SizeError(
+                f"{self._place('get_batch')}: get_batch does not accept {self.varied}; define it "
+                f"as get_batch({self.varied}={EXAMPLE_OF_SIZE[self.varied]}) and create tensors of "
+                "that size"
+            )
         for name, size in self.sizes.items():
-            if name not in accepted:
+            if name not in of_model | of_batch:
                 raise SizeError(
                     f"--{name.replace('_', '-')} {size} has no effect: neither "
                     f"{self.source.factory} nor get_batch of {self.source} accepts {name}"
@@ -173,17 +170,11 @@ class ModelFile:
         for name in ("get_loss", "get_inputs", "get_optimizer"):
             if hasattr(self.module, name):
                 self._function(name)
+        return self
 
     def resized(self, name: str, size: int) -> ModelFile:
         """The same file with another size."""
         return dataclasses.replace(self, sizes={**self.sizes, name: size})
-
-    def _check_takes(self, name: str) -> None:
-        if name not in self._sizes_for("get_batch"):
-            raise SizeError(
-                f"{self._place('get_batch')}: get_batch does not accept {name}; define it as "
-                f"get_batch({name}={EXAMPLE_OF_SIZE[name]}) and create tensors of that size"
-            )
 
     def _function(self, name: str) -> Callable[..., Any]:
         function = getattr(self.module, name, None)
@@ -245,42 +236,26 @@ def opened(
     Raises LoadError (missing file, invalid Python, missing function, error in it) and SizeError.
     """
     if source.is_configuration:
-        yield _configured(source, sizes=sizes, varied=varied)
+        assert isinstance(source.place, Path)
+        try:
+            loaded = hf_config.load(source.place)
+        except hf_config.ConfigurationError as error:
+            raise LoadError(str(error)) from error
+        file = ModelFile(source, loaded.module, sizes, varied, loaded.title, loaded.notes)
+        yield file.checked()
         return
-    is_file = isinstance(source.place, Path)
-    directory = str(source.place.resolve().parent) if is_file else str(Path.cwd())  # type: ignore[union-attr]
+    path = source.place if isinstance(source.place, Path) else None
+    directory = str(Path.cwd() if path is None else path.resolve().parent)
     sys.path.insert(0, directory)
     try:
-        module = _load_file(source) if is_file else _import(source)
-        file = ModelFile(source=source, module=module, sizes=sizes, varied=varied)
-        file.check()
-        yield file
+        module = _import(source) if path is None else _load_file(path, source)
+        yield ModelFile(source, module, sizes, varied).checked()
     finally:
         if directory in sys.path:
             sys.path.remove(directory)
 
 
-def _configured(source: ModelSource, *, sizes: Mapping[str, int], varied: str) -> ModelFile:
-    assert isinstance(source.place, Path)
-    try:
-        loaded = hf_config.load(source.place)
-    except hf_config.ConfigurationError as error:
-        raise LoadError(str(error)) from error
-    file = ModelFile(
-        source=source,
-        module=loaded.module,
-        sizes=sizes,
-        varied=varied,
-        title=loaded.title,
-        notes=loaded.notes,
-    )
-    file.check()
-    return file
-
-
-def _load_file(source: ModelSource) -> ModuleType:
-    path = source.place
-    assert isinstance(path, Path)
+def _load_file(path: Path, source: ModelSource) -> ModuleType:
     if path.is_dir():
         raise LoadError(f"{path}: is a directory; give a model file (model.py)")
     if not path.exists():
@@ -305,7 +280,7 @@ def _import(source: ModelSource) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+        if error.name and f"{name}.".startswith(f"{error.name}."):
             raise LoadError(
                 f"{name}: no module {error.name!r} in the working directory or among the installed "
                 "packages; a model file ends in .py, a graph file in .json"
