@@ -61,9 +61,8 @@ def find_target(
     if isinstance(costs, str) and costs not in ("roofline", "measured"):
         raise DeviceError(f"costs is {costs!r}; expected 'roofline', 'measured' or a cost model")
     has_cuda = torch.cuda.is_available()
-    if device is None:
-        device = "cuda" if has_cuda else "cpu"
-    name = "cpu" if str(device) == "meta" else str(device)
+    name = str(device) if device is not None else "cuda" if has_cuda else "cpu"
+    name = "cpu" if name == "meta" else name
     is_local = name == "cpu" or _CUDA.fullmatch(name) is not None
     if costs == "measured" and not is_local:
         raise DeviceError(
@@ -71,17 +70,13 @@ def find_target(
             "('cpu' or 'cuda')"
         )
     is_measured = costs == "measured" or (costs is None and is_local and name != "cpu")
-    own_model = None if isinstance(costs, str) else costs
-    hardware = find_hardware(name, needs_rates=not is_measured and own_model is None)
-    torch_device = name
-    if not is_local:
-        torch_device = "cuda" if hardware.kind == "cuda" and has_cuda else "cpu"
-    model: CostModel
-    if own_model is not None:
-        model = own_model
-    elif is_measured:
+    model = None if isinstance(costs, str) else costs
+    hardware = find_hardware(name, needs_rates=not is_measured and model is None)
+    on_cuda = hardware.kind == "cuda" and has_cuda
+    torch_device = name if is_local else "cuda" if on_cuda else "cpu"
+    if model is None and is_measured:
         model = measured(torch.device(torch_device), fallback=hardware)
-    else:
+    elif model is None:
         model = Roofline(hardware)
     target = Target(hardware, torch_device, model)
     if hardware.kind == target.kind:

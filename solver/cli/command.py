@@ -41,7 +41,7 @@ from solver.emit import NoLayersError, layers, nearest
 from solver.methods import MissingSolverError, TooLargeError
 from solver.reporting import Report, best, draw, terminal, to_json, write_page
 from solver.runtime_hooks import VerifyError
-from solver.schedule import Request, Solution
+from solver.schedule import Solution
 from solver.solving import attempt, explained
 
 EXPLAIN = "explain"
@@ -116,10 +116,8 @@ def _run(arguments: Arguments) -> int:
             report = _plan(arguments, problem, progress)
         if arguments.emit is not None:
             with progress.says(f"simulating settings of {arguments.emit}"):
-                answer = report.best
-                found = nearest(
-                    answer.graph, system=arguments.emit, budget_bytes=answer.request.available_bytes
-                )
+                graph, fit_bytes = report.best.graph, report.best.request.available_bytes
+                found = nearest(graph, system=arguments.emit, budget_bytes=fit_bytes)
                 report = dataclasses.replace(report, emitted=found)
         report = _saved(arguments, report)
         if arguments.verify and report.best.schedule is not None:
@@ -137,15 +135,40 @@ def _run(arguments: Arguments) -> int:
 
 
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
-    """Search with every method, unless the model has been planned by submodules."""
+    """Search with every method, unless the model has been planned by submodules.
+
+    Ctrl-C gives the best so far; raises KeyboardInterrupt if nothing has been found by then.
+    """
     if problem.planned is not None:
         return _report(problem, [problem.planned])
-    solutions, refused, interrupted = _search(arguments, problem, progress)
-    notes = ["Interrupted: the best plan found so far."] if interrupted else []
+    solutions: list[Solution] = []
+    refused: list[tuple[str, str]] = []
+    interrupted = False
+    for method in arguments.methods:
+        request = problem.request(arguments, method)
+        what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
+        try:
+            with progress.says(what), ctrl_c_ends_searches() as interrupt:
+                solutions.append(attempt(problem.graph, request))
+        except (TooLargeError, MissingSolverError) as error:  # the method cannot plan this graph
+            if len(arguments.methods) == 1:
+                raise UsageError(f"--method {method}: {error}") from error
+            refused.append((method, str(error)))
+        interrupted = interrupt.is_set()
+        if interrupted:
+            break
+    found = bool(solutions) and best(solutions).schedule is not None
+    if interrupted and not found:
+        raise KeyboardInterrupt
+    if not interrupted:
+        bound_s = max(solution.lower_bound_s for solution in solutions)
+        solutions = [solution.with_bound(bound_s) for solution in solutions]
+        if not found:
+            solutions[0], interrupted = _explained(solutions[0], progress)
     return _report(
         problem,
         solutions,
-        notes=notes,
+        notes=["Interrupted: the best plan found so far."] if interrupted else [],
         refused=tuple(refused),
         advice=advise(best(solutions)),
         interrupted=interrupted,
@@ -170,11 +193,8 @@ def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Rep
     """The report of the largest size that fits, or of the smallest if none does."""
     chosen = search.largest or search.candidates[0]
     solution, unexplained = _explained(chosen.solution, progress)
-    notes = []
-    if unexplained:
-        notes.append("Interrupted: minimum-budget search interrupted.")
-    if search.interrupted:
-        notes.append("Interrupted: the largest size found to fit so far.")
+    notes = ["Interrupted: minimum-budget search interrupted."] if unexplained else []
+    notes += ["Interrupted: the largest size found to fit so far."] if search.interrupted else []
     return _report(
         problem,
         [solution],
@@ -221,43 +241,6 @@ def _drawn(arguments: Arguments, problem: Problem, report: Report, progress: Pro
         if arguments.report is not None:
             write_page(report, arguments.report, command=arguments.command, curve=curve)
     return report
-
-
-def _search(
-    arguments: Arguments, problem: Problem, progress: Progress
-) -> tuple[list[Solution], list[tuple[str, str]], bool]:
-    """The answer of each method, what refused the graph, and whether Ctrl-C ended the search.
-
-    Ctrl-C gives the best so far; raises KeyboardInterrupt if nothing has been found by then.
-    """
-    solutions: list[Solution] = []
-    refused: list[tuple[str, str]] = []
-    for method in arguments.methods:
-        request = Request(
-            budget_bytes=problem.budget_bytes,
-            reserve_bytes=problem.reserve_bytes,
-            method=method,
-            time_limit_s=arguments.time_limit,
-            seed=arguments.seed,
-        )
-        what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
-        try:
-            with progress.says(what), ctrl_c_ends_searches() as interrupt:
-                solutions.append(attempt(problem.graph, request))
-        except (TooLargeError, MissingSolverError) as error:  # the method cannot plan this graph
-            if len(arguments.methods) == 1:
-                raise UsageError(f"--method {method}: {error}") from error
-            refused.append((method, str(error)))
-        if interrupt.is_set():
-            if not solutions or best(solutions).schedule is None:
-                raise KeyboardInterrupt
-            return solutions, refused, True
-    bound_s = max(solution.lower_bound_s for solution in solutions)
-    solutions = [solution.with_bound(bound_s) for solution in solutions]
-    interrupted = False
-    if best(solutions).schedule is None:
-        solutions[0], interrupted = _explained(solutions[0], progress)
-    return solutions, refused, interrupted
 
 
 def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:

@@ -41,7 +41,6 @@ from solver.reporting import heading, pairs, part, print_plain
 from solver.schedule import CATEGORIES, Solution
 
 FORMAT = "explanation/1"
-DEFAULT_TIME_LIMIT_S = 10.0
 N_LARGEST = 6
 N_RECOMPUTED = 8
 
@@ -103,22 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("schedule", help="schedule written by -o")
     parser.add_argument("graph", help="graph it was made for, written by --graph-out")
     parser.add_argument("--op", metavar="NAME", help="op to explain, by its name in the graph")
-    parser.add_argument(
-        "--step",
-        metavar="SIZE",
-        help="how much smaller and larger budgets to plan for (default: 1 GB, at most a tenth "
-        "of the non-resident memory)",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=seconds,
-        default=DEFAULT_TIME_LIMIT_S,
-        metavar="S",
-        help="seconds for each of the two searches (default: 10)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the text"
-    )
+    step = "how much smaller and larger budgets to plan for (default: 1 GB, at most a tenth "
+    step += "of the non-resident memory)"
+    parser.add_argument("--step", metavar="SIZE", help=step)
+    limit = "seconds for each of the two searches (default: 10)"
+    parser.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help=limit)
+    as_json = "print one JSON object instead of the text"
+    parser.add_argument("--json", action="store_true", help=as_json)
     return parser
 
 
@@ -137,18 +127,14 @@ def _loaded(schedule: str, graph: str) -> Solution:
 
 def _sections(found: Explanation, name: str) -> Iterator[RenderableType]:
     solution = found.solution
-    yield heading("Plan", name)
-    yield pairs(_plan_rows(solution))
-    yield heading("Peak")
-    yield pairs(_peak_rows(found.peak))
+    yield from (heading("Plan", name), pairs(_plan_rows(solution)))
+    yield from (heading("Peak"), pairs(_peak_rows(found.peak)))
     if found.recomputed:
-        yield heading("Recomputed")
-        yield pairs(_recomputed_rows(found))
+        yield from (heading("Recomputed"), pairs(_recomputed_rows(found)))
     if found.op is not None:
-        yield heading("Op", found.op.node.name)
-        yield pairs(_op_rows(found.op, solution))
-    yield heading("Budget", f"{format_both(found.step_bytes)} less and more")
-    yield pairs(_budget_rows(found))
+        yield from (heading("Op", found.op.node.name), pairs(_op_rows(found.op, solution)))
+    step = f"{format_both(found.step_bytes)} less and more"
+    yield from (heading("Budget", step), pairs(_budget_rows(found)))
 
 
 def _plan_rows(solution: Solution) -> Iterator[tuple[str, str]]:
@@ -266,18 +252,19 @@ def to_json(found: Explanation) -> dict[str, Any]:
 
 def _op_json(found: WhyRecomputed) -> dict[str, Any]:
     kept = found.kept
+    reruns = [
+        {
+            "dropped_after": each.dropped_after.name,
+            "reader": None if each.reader is None else each.reader.name,
+            "through": [node.name for node in each.through],
+        }
+        for each in found.recomputations
+    ]
     return {
         "node": found.node.name,
         "n_runs": found.n_runs,
         "output_bytes": found.output_bytes,
-        "reruns": [
-            {
-                "dropped_after": each.dropped_after.name,
-                "reader": None if each.reader is None else each.reader.name,
-                "through": [node.name for node in each.through],
-            }
-            for each in found.recomputations
-        ],
+        "reruns": reruns,
         "kept": None if kept is None else {"peak_bytes": kept.peak_bytes, "time_s": kept.time_s},
     }
 

@@ -18,7 +18,7 @@ from solver.cli.problem import Problem
 from solver.cli.progress import Progress
 from solver.common import ctrl_c_ends_searches
 from solver.methods import MissingSolverError, TooLargeError
-from solver.schedule import Request, Solution
+from solver.schedule import Solution
 from solver.solving import attempt
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
@@ -35,9 +35,8 @@ def maximised(
 
     Raises UsageError, LoadError; KeyboardInterrupt before any size was found to fit.
     """
-    name = arguments.largest
+    name, resize = arguments.largest, problem.resized
     assert name is not None
-    resize = problem.resized
     assert resize is not None
     first = getattr(arguments, name) or FIRST[name]
     problems = {first: problem}
@@ -48,13 +47,7 @@ def maximised(
                 problems[size] = resize(size)
             except LoadError as error:
                 raise SizeNotTraceableError(str(error)) from error
-        request = Request(
-            budget_bytes=problem.budget_bytes,
-            reserve_bytes=problem.reserve_bytes,
-            method=arguments.methods[0],
-            time_limit_s=arguments.time_limit * SHARE_OF_LIMIT,
-            seed=arguments.seed,
-        )
+        request = problem.request(arguments, arguments.methods[0], SHARE_OF_LIMIT)
         return attempt(problems[size].graph, request)
 
     what = "batch" if name == "batch_size" else "sequence"

@@ -44,7 +44,7 @@ from solver.runtime_hooks import (
     run_submodule_planner,
     run_verifier,
 )
-from solver.schedule import Solution
+from solver.schedule import Request, Solution
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,6 +88,16 @@ class Problem:
     verify: Callable[[Solution], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
     planned: Solution | None = None
+
+    def request(self, arguments: Arguments, method: str, limit_share: float = 1.0) -> Request:
+        """limit_share: of --time-limit."""
+        return Request(
+            budget_bytes=self.budget_bytes,
+            reserve_bytes=self.reserve_bytes,
+            method=method,
+            time_limit_s=arguments.time_limit * limit_share,
+            seed=arguments.seed,
+        )
 
 
 @contextlib.contextmanager
