@@ -63,9 +63,7 @@ def advise(solution: Solution) -> tuple[Advice, ...]:
     """
     if solution.baseline.peak_bytes <= solution.request.available_bytes:
         return ()
-    return tuple(
-        Advice(kind, text) for kind, finder in _FINDERS.items() for text in finder(solution)
-    )
+    return tuple(Advice(kind, text) for kind, find in _FINDERS.items() for text in find(solution))
 
 
 def _state(solution: Solution) -> Iterator[str]:
@@ -138,8 +136,7 @@ def _precision(solution: Solution) -> Iterator[str]:
     autocast = graph.meta.environment.get("autocast", "unknown")
     if autocast is not None or main_dtype not in WIDE_DTYPES:
         return
-    parts = memory_at(graph, baseline(graph), solution.baseline.peak_op)
-    share = parts["activations"] / solution.baseline.peak_bytes
+    share = _activation_share(solution)
     if share < ACTIVATION_SHARE:
         return
     yield (
@@ -158,21 +155,25 @@ def _theory(solution: Solution) -> Iterator[str]:
     plain_s = solution.baseline.time_s or 1.0
     forward_s = math.fsum(node.time_s for node in graph.forward_nodes)
     n_segments = max(2, round(math.sqrt(blocks.n_blocks)))
-    parts = memory_at(graph, baseline(graph), solution.baseline.peak_op)
-    share = parts["activations"] / (solution.baseline.peak_bytes or 1)
-    plan = "this plan"
-    if solution.method in OP_LEVEL_METHODS:
-        plan += ", op by op,"
+    segments = split_into_blocks(graph, max_blocks=n_segments)
+    share = _activation_share(solution)
+    plan = "this plan" + (", op by op," if solution.method in OP_LEVEL_METHODS else "")
     yield (
         f"Activations are {format_percent(share, digits=1)} of the baseline peak. Split where few "
         f"activations cross, the step is a chain of {blocks.n_blocks} blocks. In theory, "
         "checkpointing every block, or √L segments, costs at most one more forward pass, "
         f"{format_share(forward_s / plain_s)}. Simulated here: "
         f"every block {_costs(solution, blocks)}; "
-        f"√L, {counted(n_segments, 'segment')}, "
-        f"{_costs(solution, split_into_blocks(graph, max_blocks=n_segments))}; "
+        f"√L, {counted(n_segments, 'segment')}, {_costs(solution, segments)}; "
         f"{plan} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
     )
+
+
+def _activation_share(solution: Solution) -> float:
+    """Of the baseline peak."""
+    graph = solution.graph
+    parts = memory_at(graph, baseline(graph), solution.baseline.peak_op)
+    return parts["activations"] / (solution.baseline.peak_bytes or 1)
 
 
 def _costs(solution: Solution, blocks: Blocks) -> str:

@@ -46,20 +46,18 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     for block, names in enumerate(split_into_blocks(graph).forward, start=1):
         nodes = [graph.node_by_name[name] for name in names]
         made = {graph.root(name) for node in nodes for name in node.outputs}
-        kept_bytes = _bytes(graph, made & kept)
-        extra = [(runs[node.name] - 1, node.time_s) for node in nodes]
-        rows.append(
-            BlockRow(
-                block=block,
-                module=_common([node.module for node in nodes]),
-                n_ops=len(nodes),
-                forward_s=math.fsum(node.time_s for node in nodes),
-                kept_bytes=kept_bytes,
-                dropped_bytes=max(0, _bytes(graph, made & plain) - kept_bytes),
-                n_recomputed=sum(n for n, _ in extra),
-                recompute_s=math.fsum(n * time_s for n, time_s in extra),
-            )
+        kept_bytes, plain_bytes = _bytes(graph, made & kept), _bytes(graph, made & plain)
+        row = BlockRow(
+            block=block,
+            module=_common([node.module for node in nodes]),
+            n_ops=len(nodes),
+            forward_s=math.fsum(node.time_s for node in nodes),
+            kept_bytes=kept_bytes,
+            dropped_bytes=max(0, plain_bytes - kept_bytes),
+            n_recomputed=sum(runs[node.name] - 1 for node in nodes),
+            recompute_s=math.fsum((runs[node.name] - 1) * node.time_s for node in nodes),
         )
+        rows.append(row)
     return tuple(rows)
 
 

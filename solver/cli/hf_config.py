@@ -14,10 +14,9 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphs.files import FormatError, read_json
 
@@ -43,8 +42,7 @@ TASKS = {
 ON_IMAGES = "IMAGE_CLASSIFICATION"
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The equivalent of a model file, and the assumptions made."""
 
     module: ModuleType
@@ -63,7 +61,12 @@ def load(path: Path) -> Loaded:
             f"hf:{path}: no such file; give a local config.json "
             f"(`hf download OWNER/NAME {FILE_NAME}` downloads one)"
         )
-    transformers = _library(path)
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"hf:{path} requires the transformers library: pip install transformers ({error})"
+        ) from error
     configuration = _read(transformers, path)
     class_name, task, why = _chosen(transformers, configuration, path)
     model_class = getattr(transformers, class_name)
@@ -97,15 +100,6 @@ def is_configuration(path: Path) -> bool:
     except (OSError, FormatError):
         return False
     return isinstance(value, dict) and "model_type" in value
-
-
-def _library(path: Path) -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigurationError(
-            f"hf:{path} requires the transformers library: pip install transformers ({error})"
-        ) from error
 
 
 def _read(transformers: Any, path: Path) -> Any:
@@ -163,8 +157,7 @@ def _dtype(configuration: Any) -> tuple[Any, str]:
     import torch
 
     dtype = getattr(configuration, "dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype):
         return torch.float32, "float32 (the file names no dtype)"
     return dtype, f"{str(dtype).removeprefix('torch.')}, as in the file"

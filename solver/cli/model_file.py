@@ -238,11 +238,10 @@ def opened(
     if source.is_configuration:
         assert isinstance(source.place, Path)
         try:
-            loaded = hf_config.load(source.place)
+            module, title, notes = hf_config.load(source.place)
         except hf_config.ConfigurationError as error:
             raise LoadError(str(error)) from error
-        file = ModelFile(source, loaded.module, sizes, varied, loaded.title, loaded.notes)
-        yield file.checked()
+        yield ModelFile(source, module, sizes, varied, title, notes).checked()
         return
     path = source.place if isinstance(source.place, Path) else None
     directory = str(Path.cwd() if path is None else path.resolve().parent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from solver.analysis import N_BUDGETS, Curve, default_budgets, sweep
 from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
@@ -29,28 +31,21 @@ def swept(
     if quick:
         as_answer_s = 2 * best(solutions).solve_time_s
         limit_s = min(limit_s, LONGEST_QUICK_LIMIT_S, max(QUICK_LIMIT_S, as_answer_s))
+    common: dict[str, Any] = {"reserve_bytes": problem.reserve_bytes, "time_limit_s": limit_s}
+    n_budgets = N_QUICK_BUDGETS if quick else N_BUDGETS
+    what = "sweeping budgets for the curve"
     try:
-        with (
-            progress.says("sweeping budgets for the curve") as say,
-            ctrl_c_ends_searches() as interrupt,
-        ):
-            budgets = default_budgets(
-                problem.graph,
-                method=methods[0],
-                reserve_bytes=problem.reserve_bytes,
-                time_limit_s=limit_s,
-                n_budgets=N_QUICK_BUDGETS if quick else N_BUDGETS,
-                quick=quick,
-            )
+        with progress.says(what) as say, ctrl_c_ends_searches() as interrupt:
             curve = sweep(
                 problem.graph,
-                budgets=budgets,
+                budgets=default_budgets(
+                    problem.graph, method=methods[0], n_budgets=n_budgets, quick=quick, **common
+                ),
                 methods=methods,
-                reserve_bytes=problem.reserve_bytes,
-                time_limit_s=limit_s,
                 seed=arguments.seed,
                 known=[solution for solution in solutions if solution.method in methods],
                 on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
+                **common,
             )
     except KeyboardInterrupt:
         return None, True

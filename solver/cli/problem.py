@@ -56,6 +56,12 @@ NOTABLE_OUTPUT_BYTES = 10**6
 """The report notes tensors returned beside the loss that are larger than both."""
 
 
+NOTE_ON_ALLOCATOR = (
+    "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator fragments "
+    "memory in ways that no plan can predict and the reserve does not cover."
+)
+
+
 class NotTracedError(LoadError):
     """The step of the model cannot be captured as one graph.
 
@@ -190,6 +196,7 @@ def _model_problem(
     with progress("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs)
     memory, largest = _memory(arguments, target.hardware), arguments.largest
+    allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
     if largest is not None:
         sizes.setdefault(largest, FIRST[largest])
@@ -212,7 +219,7 @@ def _model_problem(
             size,
             device=target.hardware.title,
             costs=describe_costs(graph.meta.cost_model),
-            notes=(*target.notes, *_note_on_allocator(target), *notes),
+            notes=(*target.notes, *allocator, *notes),
             resized=None if largest is None else lambda n: traced(file.resized(largest, n)),
         )
 
@@ -345,15 +352,6 @@ def _called_with(error: Exception, batch: Any) -> str:
     tensors = nested.tensors(batch)
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
     return f"; get_batch() returned {', '.join(shown) or 'no tensor'}"
-
-
-def _note_on_allocator(target: Target) -> Iterator[str]:
-    """How to keep fragmentation, which no budget covers, small."""
-    if target.hardware.kind == "cuda":
-        yield (
-            "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator "
-            "fragments memory in ways that no plan can predict and the reserve does not cover."
-        )
 
 
 def _note_on_outputs(graph: Graph) -> Iterator[str]:
