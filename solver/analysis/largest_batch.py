@@ -63,14 +63,14 @@ class SizeSearch:
     @property
     def largest(self) -> Candidate | None:
         """The largest with a plan; None: no size that was tried has one."""
-        found = [c for c in self.candidates if c.solution.schedule is not None]
-        return max(found, key=lambda c: c.size, default=None)
+        found = (c for c in reversed(self.candidates) if c.solution.schedule is not None)
+        return next(found, None)
 
     @property
     def beyond(self) -> Candidate | None:
         """The smallest size above `largest` that was tried; None: the search was interrupted."""
         least = 0 if self.largest is None else self.largest.size
-        return min((c for c in self.candidates if c.size > least), key=_size, default=None)
+        return next((c for c in self.candidates if c.size > least), None)
 
     @property
     def saturation(self) -> Candidate | None:
@@ -128,7 +128,8 @@ def largest(
         if all(c.solution.schedule is None for c in candidates):
             raise
         ended = True
-    return SizeSearch(size, tuple(sorted(candidates, key=_size)), tuple(sorted(refused)), ended)
+    candidates.sort(key=lambda candidate: candidate.size)
+    return SizeSearch(size, tuple(candidates), tuple(sorted(refused)), ended)
 
 
 def _galloped(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
@@ -145,7 +146,3 @@ def _galloped(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
             return at // 2, at
         at //= 2
     return 0, 1
-
-
-def _size(candidate: Candidate) -> int:
-    return candidate.size

@@ -253,12 +253,11 @@ def _verify(problem: Problem, report: Report) -> Report:
     """Add the result of running the step. Raises LoadError if the model cannot be built."""
     assert problem.verify is not None  # --verify is rejected for a graph file
     try:
-        verification = problem.verify(report.best)
+        return dataclasses.replace(report, verification=problem.verify(report.best))
     except VerifyError as error:
         return dataclasses.replace(report, verify_error=str(error))
     except KeyboardInterrupt:  # the plan is there all the same
         return dataclasses.replace(report, verify_error="interrupted", interrupted=True)
-    return dataclasses.replace(report, verification=verification)
 
 
 def _exit_code(report: Report) -> Exit:

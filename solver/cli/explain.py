@@ -77,12 +77,12 @@ def main(argv: Sequence[str]) -> int:
     ):
         less, more = neighbours(solution, step_bytes=step_bytes, time_limit_s=given.time_limit)
     found = Explanation(
-        solution=solution,
-        peak=peak(solution),
-        recomputed=most_recomputed(solution),
-        step_bytes=step_bytes,
-        less=less,
-        more=more,
+        solution,
+        peak(solution),
+        most_recomputed(solution),
+        step_bytes,
+        less,
+        more,
         op=None if given.op is None else why_recomputed(solution, given.op),
     )
     if given.json:
@@ -208,16 +208,13 @@ def _budget_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         if solution is None:
             yield name, "not planned"
             continue
-        budget = format_size(solution.request.budget_bytes)
-        if solution.overhead is None:
-            proven = math.isinf(solution.lower_bound_s)
-            result = "proven infeasible" if proven else "no schedule found"
-        else:
+        proven = math.isinf(solution.lower_bound_s)
+        result = "proven infeasible" if proven else "no schedule found"
+        if solution.overhead is not None:
             bound = format_share(solution.lower_bound_overhead)
             result = f"{format_share(solution.overhead)} (lower bound {bound})"
-        if solution.timed_out:
-            result += "; ended by the time limit, results may vary"
-        yield name, f"{budget}: {result}"
+        result += "; ended by the time limit, results may vary" if solution.timed_out else ""
+        yield name, f"{format_size(solution.request.budget_bytes)}: {result}"
     step, here = format_size(found.step_bytes), found.solution.overhead or 0.0
     value = f"{step} less is infeasible"
     if found.less is not None and found.less.overhead is not None:

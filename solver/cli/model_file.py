@@ -278,14 +278,13 @@ def _import(source: ModelSource) -> ModuleType:
     name = str(source.place)
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{name}.".startswith(f"{error.name}."):
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise LoadError(
-                f"{name}: no module {error.name!r} in the working directory or among the installed "
+                f"{name}: no module {missing!r} in the working directory or among the installed "
                 "packages; a model file ends in .py, a graph file in .json"
             ) from error
-        raise LoadError(located(error, source)) from error
-    except (Exception, SystemExit) as error:
         raise LoadError(located(error, source)) from error
 
 
@@ -334,13 +333,9 @@ def _library_directories() -> Iterator[Path]:
 
 
 def _defined(module: ModuleType) -> str:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if callable(value)
-        and getattr(value, "__module__", None) == module.__name__
-        and not name.startswith("_")
-    ]
+    functions = {name: value for name, value in vars(module).items() if callable(value)}
+    own = [n for n, f in functions.items() if getattr(f, "__module__", None) == module.__name__]
+    names = [name for name in own if not name.startswith("_")]
     return ", ".join(names[:8]) or "no function"
 
 

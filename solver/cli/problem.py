@@ -127,11 +127,9 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
             f"package.module[:function], hf:config.json or graph.json{hint}"
         )
     # Whatever a model file prints must stay out of the report and the JSON object.
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        _model_problem(arguments, source, progress) as it,
-    ):
-        yield it
+    quiet = contextlib.redirect_stdout(sys.stderr)
+    with quiet, _model_problem(arguments, source, progress) as problem:
+        yield problem
 
 
 def _graph_problem(arguments: Arguments) -> Problem:

@@ -21,11 +21,7 @@ class Progress:
     def says(self, what: str) -> Iterator[Say]:
         """Show `what` while the block runs; the yielded function appends how far it is."""
         if not self._shown:
-            yield _say_nothing
+            yield lambda _how_far: None
             return
         with self._console.status(what) as status:
             yield lambda how_far: status.update(f"{what}: {how_far}")
-
-
-def _say_nothing(_how_far: str) -> None:
-    pass
