@@ -31,7 +31,7 @@ MOVED_TO = {
     "scheduler_runtime.integrations.lightning": "lightning",
     "scheduler_runtime.planned": "compiled plan stand_in settings mismatch replan",
     "scheduler_runtime.surroundings": "foreign_checkpoints data_parallel free_memory",
-    "solver": "solve report show",
+    "solver": "solve report show simulate",
     "solver.analysis": "pareto largest explain advice block_table",
     "solver.bound": "step highs cut bounds",
     "solver.chain": "blocks dp revolve block_chain playback",
@@ -44,7 +44,7 @@ MOVED_TO = {
     "solver.reporting": "wording table page",
     "solver.reporting.plot": "plot",
     "solver.runtime_hooks": "verification submodules",
-    "solver.schedule": "simulate rematerialise breakdown occupancy solution",
+    "solver.schedule": "rematerialise breakdown occupancy solution",
 }
 """By new place, the old modules; those without a dot were in the same top-level package."""
 
