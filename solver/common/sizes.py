@@ -99,7 +99,8 @@ def parse_size(
         size_bytes = int(amount * _UNITS[unit])
     elif capacity_bytes is None:
         raise invalid(
-            'the memory of the device is unknown; name a device (--device h100, device="h100"), or give bytes'
+            "the memory of the device is unknown; name a device (--device h100, or in Python "
+            "device='h100'), or give bytes"
         )
     elif amount > 100:
         raise invalid(f"more than the device has ({format_both(capacity_bytes)})")
