@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.files import FormatError
 from graphs.graph import Graph
 from solver.bound import lower_bound_s
-from solver.common import (
-    Deadline,
-    check_time_limit,
-    now_s,
-    parse_budget,
-)
+from solver.common import Deadline, check_time_limit, now_s, parse_budget
 from solver.methods import METHODS, find_obstacle
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import OPTIMAL_GAP, Request, Schedule, Simulation, Solution, Status, simulate

@@ -16,6 +16,7 @@ from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
 from solver.chain import Blocks, checkpoints, split_into_blocks
 from solver.common import counted, describe_op, format_percent, format_share, format_size
+from solver.methods import METHODS
 from solver.schedule import Solution, baseline, keep, memory_at, node_at, simulate
 
 Kind = Literal["state", "logits", "one_op", "precision", "theory"]
@@ -42,7 +43,6 @@ LOSS_OPERATORS = (
     *("nll_loss2d_forward", "nll_loss2d_backward", "cross_entropy_loss"),
 )
 """Operators of a classification loss, whose tensors are as large as the logits."""
-OP_LEVEL_METHODS = ("auto", "ilp")
 WIDE_DTYPES = ("float32", "float64")
 BITS_8_SHARE = 0.25
 """8-bit optimizer states beside 32-bit ones (Dettmers et al. 2022, arXiv:2110.02861)."""
@@ -157,7 +157,8 @@ def _theory(solution: Solution) -> Iterator[str]:
     n_segments = max(2, round(math.sqrt(blocks.n_blocks)))
     segments = split_into_blocks(graph, max_blocks=n_segments)
     share = _activation_share(solution)
-    plan = "this plan" + (", op by op," if solution.method in OP_LEVEL_METHODS else "")
+    method = METHODS.get(solution.method)
+    plan = "this plan, op by op," if method and method.op_by_op else "this plan"
     yield (
         f"Activations are {format_percent(share, digits=1)} of the baseline peak. Split where few "
         f"activations cross, the step is a chain of {blocks.n_blocks} blocks. In theory, "

@@ -227,11 +227,7 @@ class CutMilp:
                 self._cover(u, keep, recompute, (column,))
 
     def _cover(
-        self,
-        u: int,
-        keep: Mapping[int, int],
-        made: Mapping[int, int],
-        readers: tuple[int, ...],
+        self, u: int, keep: Mapping[int, int], made: Mapping[int, int], readers: tuple[int, ...]
     ) -> None:
         """Unit u is kept or recomputed, if its reader is there (no reader: in any case)."""
         columns = [keep[u], *readers]

@@ -106,6 +106,18 @@ class FoldedGraph:
         return len(self.unit_bytes)
 
     @cached_property
+    def unit_of(self) -> dict[str, int]:
+        """By name of a tensor that a node makes, its unit; views of what is resident have none."""
+        unit = {name: u for u, name in enumerate(self.unit_names)}
+        roots = ((name, self.graph.root(name)) for name in self.graph.producer)
+        return {name: unit[root] for name, root in roots if root in unit}
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """By name of a node, its number."""
+        return {node.name: n for n, node in enumerate(self.graph.nodes)}
+
+    @cached_property
     def held_bytes(self) -> Bytes:
         """By position p = 0 .. n_nodes: bytes that any schedule holds while p runs, before p's own.
 
@@ -161,16 +173,14 @@ class FoldedGraph:
         """By forward node: the last position that anything it makes can serve, over any number of
         recomputations in between.
         """
-        graph = self.graph
-        unit = {name: u for u, name in enumerate(self.unit_names)}
         readers: list[list[int]] = [[] for _ in range(self.n_units)]
         for n in range(self.n_forward):
             for u in self.reads[n]:
                 readers[u].append(n)
         last = [0] * self.n_forward
         for n in reversed(range(self.n_forward)):
-            roots = {graph.root(name) for name in graph.nodes[n].outputs}
-            for u in {unit[root] for root in roots if root in unit}:
+            outputs = self.graph.nodes[n].outputs
+            for u in {self.unit_of[name] for name in outputs if name in self.unit_of}:
                 through = (last[m] for m in readers[u] if m > n and self.recomputable[m])
                 last[n] = max((last[n], *self.uses[u][-1:], *through))
         return tuple(last)

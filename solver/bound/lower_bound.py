@@ -55,12 +55,11 @@ def proven_least_budget_bytes(
     """Bytes below which nothing fits, proven, and the position that proves it."""
     p = int(np.argmax(folded.least_bytes))
     proven_bytes = int(folded.least_bytes[p])
-    fixed = [
-        u
-        for u in range(folded.n_units)
-        if not folded.recomputable[folded.maker[u]] and folded.uses[u]
-    ]
-    if not any(folded.maker[u] < folded.n_forward for u in fixed):
+    fixed = (
+        not folded.recomputable[n] and any(folded.uses[u] for u in folded.makes[n])
+        for n in range(folded.n_forward)
+    )
+    if not any(fixed):
         return proven_bytes, p
     # What may not be recomputed may have to stay for the sake of what is made from it: a cut says.
     lost = _first_infeasible(folded, budget_bytes=proven_bytes, deadline=deadline)
@@ -80,12 +79,16 @@ def proven_least_budget_bytes(
 def _first_infeasible(folded: FoldedGraph, *, budget_bytes: int, deadline: Deadline) -> int | None:
     """A position among the fullest at which the cut's LP has no solution; None: none is known."""
     for p in _fullest(folded, budget_bytes=budget_bytes):
-        cuts = solve_cuts(
-            folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
-        )
-        if math.isinf(cuts.lost_share):
+        if math.isinf(_lp_share(folded, p, budget_bytes, deadline)):
             return p
     return None
+
+
+def _lp_share(folded: FoldedGraph, p: int, budget_bytes: int, deadline: Deadline) -> float:
+    """What the LP of the single cut at p proves to be lost; inf: it has no solution."""
+    return solve_cuts(
+        folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
+    ).lost_share
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,7 @@ def binding_cut(
     for p in _fullest(folded, budget_bytes=budget_bytes):
         if deadline.passed:
             break
-        cuts = solve_cuts(
-            folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
-        )
-        bound[p] = cuts.lost_share
+        bound[p] = _lp_share(folded, p, budget_bytes, deadline)
     ranked = tuple(sorted(bound.items(), key=lambda item: (-item[1], item[0])))
     if not ranked or math.isinf(ranked[0][1]):
         lost_share = ranked[0][1] if ranked else 0.0
@@ -123,12 +123,7 @@ def binding_cut(
         if lp_share < 0.98 * ranked[0][1] or deadline.passed:
             break
         cuts = solve_cuts(
-            folded,
-            positions=[p],
-            budget_bytes=budget_bytes,
-            whole=True,
-            gap=gap,
-            deadline=deadline,
+            folded, positions=[p], budget_bytes=budget_bytes, whole=True, gap=gap, deadline=deadline
         )
         timed_out = timed_out or cuts.timed_out
         if first is None or cuts.lost_share > lost_share:

@@ -185,18 +185,12 @@ def simulate_chain(chain: Chain, ops: Iterable[ChainOp]) -> tuple[float, int]:
     Takes time linear in the number of operations, times what is on the device.
     """
     device = _Device(chain)
-    for position, op in enumerate(ops):
-        try:
-            device.run(op)
-        except _BrokenRuleError as broken:
-            raise IllegalChainError(position, str(broken)) from None
+    for op in ops:
+        device.run(op)
+        device.position += 1
     if device.next_backward > 0:
         raise IllegalChainError(None, f"the backward of block {device.next_backward} has not run")
     return math.fsum(device.times_s), device.peak_bytes
-
-
-class _BrokenRuleError(Exception):
-    """A rule is broken (the op's position is added by the caller)."""
 
 
 class _Device:
@@ -209,6 +203,7 @@ class _Device:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
+        self.position = 0  # of the op that runs
         self.outputs = {0}
         self.saved: set[int] = set()
         self.next_backward = chain.n_blocks + 1
@@ -217,11 +212,11 @@ class _Device:
 
     def run(self, op: ChainOp) -> None:
         if not isinstance(op, ChainOp):
-            raise _BrokenRuleError(f"{op!r:.60} is no chain operation")
+            raise self._illegal(f"{op!r:.60} is no chain operation")
         first = 0 if isinstance(op, Drop) else 1
         last = self.chain.n_blocks + isinstance(op, Backward)
         if not first <= op.block <= last:
-            raise _BrokenRuleError(
+            raise self._illegal(
                 f"{op} names no block; of a chain of {self.chain.n_blocks} it can name "
                 f"{first} .. {last}"
             )
@@ -230,22 +225,25 @@ class _Device:
         elif not isinstance(op, Drop):
             self._forward(op, op.block)
         elif op.block not in self.outputs:
-            raise _BrokenRuleError(f"the output of block {op.block} is not there by itself")
+            raise self._illegal(f"the output of block {op.block} is not there by itself")
         else:
             self.outputs.remove(op.block)
+
+    def _illegal(self, reason: str) -> IllegalChainError:
+        return IllegalChainError(self.position, reason)
 
     def _forward(self, op: ChainOp, block: int) -> None:
         chain = self.chain
         self._must_have_output(block - 1, f"the forward of block {block}")
         if block in self.saved:
-            raise _BrokenRuleError(f"all that block {block} saves is there already")
+            raise self._illegal(f"all that block {block} saves is there already")
         if isinstance(op, ForwardKeepingAll):
             self._count(chain.saved_bytes[block] + chain.forward_workspace_bytes[block - 1])
             self.saved.add(block)
             self.outputs.discard(block)
         else:
             if block in self.outputs:
-                raise _BrokenRuleError(f"the output of block {block} is there already")
+                raise self._illegal(f"the output of block {block} is there already")
             self._count(chain.input_bytes[block] + chain.forward_workspace_bytes[block - 1])
             self.outputs.add(block)
         if isinstance(op, ForwardKeepingOutput):
@@ -256,9 +254,9 @@ class _Device:
         chain = self.chain
         if block != self.next_backward:
             due = f"that of block {self.next_backward}" if self.next_backward else "none"
-            raise _BrokenRuleError(f"the backward of block {block} is not due; {due} is")
+            raise self._illegal(f"the backward of block {block} is not due; {due} is")
         if block <= chain.n_blocks and block not in self.saved:
-            raise _BrokenRuleError(f"what block {block} saves is not there for its backward")
+            raise self._illegal(f"what block {block} saves is not there for its backward")
         self._must_have_output(block - 1, f"the backward of block {block}")
         self._count(chain.input_bytes[block - 1] + chain.backward_workspace_bytes[block - 1])
         self.times_s.append(chain.backward_s[block - 1])
@@ -268,7 +266,7 @@ class _Device:
 
     def _must_have_output(self, block: int, reader: str) -> None:
         if block not in self.outputs and block not in self.saved:
-            raise _BrokenRuleError(f"{reader} reads x_{block}, which is not there")
+            raise self._illegal(f"{reader} reads x_{block}, which is not there")
 
     def _count(self, made_bytes: int) -> None:
         """While something runs, what it makes is live together with everything else."""

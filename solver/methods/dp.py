@@ -17,14 +17,13 @@ Cost: some dozen chain problems of at most DP_MAX_BLOCKS blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 from statistics import median_low
 
 from graphs.graph import Graph
 from solver.chain import (
     Blocks,
     Chain,
-    ChainOp,
     chain_to_schedule,
     constant_bytes,
     solve_chain,
@@ -54,42 +53,26 @@ def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Pr
         blocks = split_into_blocks(graph, max_blocks=DP_MAX_BLOCKS)
         guess_bytes = budget_bytes - constant_bytes(graph, blocks)
         if blocks.n_blocks and guess_bytes > 0:
-            chains = _Chains(graph, blocks, search)
-            most_bytes = chains.raise_budget(0, 2 * guess_bytes, keep_inputs=False)
-            chains.raise_budget(most_bytes // 2, most_bytes, keep_inputs=True)
+            raise_budget = partial(_raise_budget, search, blocks, to_chain(graph, blocks))
+            most_bytes = raise_budget(0, 2 * guess_bytes, keep_inputs=False)
+            raise_budget(most_bytes // 2, most_bytes, keep_inputs=True)
     return search.proposal()
 
 
-class _Chains:
-    """The chain of a graph's blocks under one budget after another."""
+def _raise_budget(
+    search: BestSoFar, blocks: Blocks, chain: Chain, low: int, high: int, *, keep_inputs: bool
+) -> int:
+    """By bisection, the largest chain budget up to `high` whose answer fits the graph."""
+    to_schedule = partial(
+        chain_to_schedule, search.graph, blocks, keep_inputs=keep_inputs, deadline=search.deadline
+    )
 
-    def __init__(self, graph: Graph, blocks: Blocks, search: BestSoFar) -> None:
-        self._graph = graph
-        self._blocks = blocks
-        self._search = search
-        self._chain = to_chain(graph, blocks)
+    def fits(size_bytes: int) -> bool:
+        n_slots = _n_slots(chain, size_bytes)
+        solution = solve_chain(chain, budget_bytes=size_bytes, n_slots=n_slots)
+        return solution is None or search.fits(to_schedule(solution.ops))
 
-    def raise_budget(self, low: int, high: int, *, keep_inputs: bool) -> int:
-        """By bisection, the largest chain budget up to `high` whose answer fits the graph."""
-
-        def fits(chain_bytes: int) -> bool:
-            solution = solve_chain(
-                self._chain, budget_bytes=chain_bytes, n_slots=_n_slots(self._chain, chain_bytes)
-            )
-            return solution is None or self._fits(solution.ops, keep_inputs=keep_inputs)
-
-        return self._search.bisect(fits, low, high, tolerance=max(1, high // 2**N_BISECTIONS))[1]
-
-    def _fits(self, ops: Iterable[ChainOp], *, keep_inputs: bool) -> bool:
-        return self._search.fits(
-            chain_to_schedule(
-                self._graph,
-                self._blocks,
-                ops,
-                keep_inputs=keep_inputs,
-                deadline=self._search.deadline,
-            )
-        )
+    return search.bisect(fits, low, high, tolerance=max(1, high // 2**N_BISECTIONS))[1]
 
 
 def _n_slots(chain: Chain, budget_bytes: int) -> int:

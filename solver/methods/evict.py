@@ -27,17 +27,6 @@ MAX_RUNS = 3
 """Runs per node of the graph after which a search that thrashes is given up."""
 
 
-@dataclass(frozen=True)
-class Evicted:
-    """schedule: within the budget, or None when the greedy rule got stuck.
-
-    work: what it took, the same on every machine: ten for a run, one for a unit or node looked at.
-    """
-
-    schedule: Schedule | None
-    work: int
-
-
 def evict(
     folded: FoldedGraph,
     *,
@@ -45,8 +34,10 @@ def evict(
     guide: Mapping[int, Collection[int]] | None = None,
     patience: float = 1.0,
     deadline: Deadline = NEVER,
-) -> Evicted:
-    """Run the step greedily within the budget.
+) -> tuple[Schedule | None, int]:
+    """Run the step greedily within the budget: the schedule (None: stuck), and the work it took.
+
+    The work is the same on every machine: ten for a run, one for a unit or node looked at.
 
     guide: by position, units that should be there then: they are dropped last.
     patience: the exponent of the distance to the next use.
@@ -54,9 +45,9 @@ def evict(
     """
     run = _Run(folded, budget_bytes, dict(guide or {}), patience, deadline)
     if not run.all():
-        return Evicted(None, run.work)
+        return None, run.work
     order = without_dead_computes(folded.graph, run.order)
-    return Evicted(free_after_last_use(folded.graph, order), run.work)
+    return free_after_last_use(folded.graph, order), run.work
 
 
 @dataclass
@@ -69,16 +60,10 @@ class _Run:
     order: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        folded = self.folded
-        graph = folded.graph
-        unit = {name: u for u, name in enumerate(folded.unit_names)}
-        self.unit_of = {
-            name: unit[graph.root(name)] for name in graph.producer if graph.root(name) in unit
-        }
+        folded, graph = self.folded, self.folded.graph
         self.members: list[list[str]] = [[] for _ in range(folded.n_units)]
-        for name, u in self.unit_of.items():
+        for name, u in folded.unit_of.items():
             self.members[u].append(name)
-        self.index = {node.name: p for p, node in enumerate(graph.nodes)}
         self.available = {tensor.name for tensor in graph.resident}
         self.live: set[int] = set()
         self.bytes = graph.resident_bytes
@@ -116,14 +101,16 @@ class _Run:
 
     def _bring(self, names: Collection[str]) -> bool:
         """Make everything named available at once."""
-        wanted = frozenset(self.unit_of[name] for name in names if name in self.unit_of)
+        unit_of = self.folded.unit_of
+        wanted = frozenset(unit_of[name] for name in names if name in unit_of)
         while True:
             missing = [name for name in names if name not in self.available]
             if not missing:
                 return True
             stack = [missing[0]]
             while stack:
-                if self._too_long():
+                too_long = len(self.order) > MAX_RUNS * self.folded.n_nodes + 1000
+                if too_long or self.deadline.passed:
                     return False
                 name = stack[-1]
                 if name in self.available:
@@ -132,21 +119,15 @@ class _Run:
                 n = self._maker(name)
                 if not self.folded.recomputable[n]:
                     return False
-                lacking = list(self._lacking(name, n))
-                if lacking:
+                if lacking := list(self._lacking(name, n)):
                     stack.extend(lacking)
                     continue
                 if not self._compute(n, wanted, stack):
                     return False
                 stack.pop()
 
-    def _too_long(self) -> bool:
-        if len(self.order) > MAX_RUNS * self.folded.n_nodes + 1000:
-            return True
-        return self.deadline.passed
-
     def _maker(self, name: str) -> int:
-        return self.index[self.folded.graph.producer[name].name]
+        return self.folded.position[self.folded.graph.producer[name].name]
 
     def _lacking(self, name: str, n: int) -> Iterator[str]:
         graph = self.folded.graph

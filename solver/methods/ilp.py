@@ -33,11 +33,12 @@ size, since the search then takes hours. The time limit returns the best found s
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import warnings
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 try:
     import pulp
@@ -46,12 +47,11 @@ except ImportError:  # the other methods do without
 
 from graphs.graph import Graph
 from solver.bound import TIME_ERROR, FoldedGraph, binding_cut, solve_cuts
-from solver.common import NEVER, Deadline, OutOfTimeError
-from solver.methods.ilp_stages import MissingSolverError, Stage, Stages, TooLargeError
+from solver.common import NEVER, Deadline
+from solver.methods.best_so_far import BestSoFar
+from solver.methods.ilp_stages import MissingSolverError, Stage, Stages
 from solver.methods.proposal import Proposal
-from solver.schedule import Schedule, free_after_last_use, simulate, without_dead_computes
-
-__all__ = ["IlpSolution", "TooLargeError", "ilp", "solve_ilp"]
+from solver.schedule import Schedule, free_after_last_use, without_dead_computes
 
 N_SWEEPS = 3
 """Sweeps of a stage in a small program; three were enough on every random graph tried."""
@@ -70,70 +70,38 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
         raise MissingSolverError(
             "method 'ilp' needs PuLP, which is not installed: pip install pulp, or choose 'auto'"
         )
-    deadline = Deadline.after(time_limit_s)
-    folded = FoldedGraph.of(graph)
-    binding = binding_cut(folded, budget_bytes=budget_bytes, deadline=deadline)
-    lost_share, timed_out = binding.lost_share, binding.timed_out
-    if math.isinf(lost_share):
-        return Proposal(None, math.inf)
-    found: IlpSolution | None = None
-    for n_sweeps in range(1, N_SWEEPS + 1):
-        try:
-            stages = Stages.of(
-                folded, budget_bytes=budget_bytes, n_sweeps=n_sweeps, deadline=deadline
-            )
-        except OutOfTimeError:
-            timed_out = True
-            break
-        if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
-            break
-        if n_sweeps == 1 and stages.n_variables <= SMALL_VARIABLES:
-            lost_share = max(lost_share, _bound_at_all_positions(folded, budget_bytes, deadline))
-            if math.isinf(lost_share):
-                return Proposal(None, math.inf)
-        solution = _solve(stages, lost_share=lost_share, deadline=deadline)
-        timed_out = timed_out or solution.timed_out
-        if found is None or solution.time_s < found.time_s:
-            found = solution
-        if found.time_s <= graph.baseline_time_s * (1.0 + lost_share + 10 * TIME_ERROR):
-            break
-    return Proposal(
-        schedule=found.schedule if found else None,
-        lower_bound_s=graph.baseline_time_s * (1.0 + lost_share),
-        timed_out=timed_out,
-    )
-
-
-def solve_ilp(
-    graph: Graph, *, budget_bytes: int, n_sweeps: int = 1, time_limit_s: float = 60.0
-) -> IlpSolution:
-    """Solve the program once, with this many sweeps in a stage. Raises TooLargeError."""
-    stages = Stages.of(FoldedGraph.of(graph), budget_bytes=budget_bytes, n_sweeps=n_sweeps)
-    return _solve(stages, lost_share=0.0, deadline=Deadline.after(time_limit_s))
-
-
-@dataclass(frozen=True)
-class IlpSolution:
-    """schedule: None when none was found, and time_s is then inf. bound_s: no schedule with at most
-    n_sweeps ascending sequences of recomputations in a stage is faster (inf: none fits).
-    """
-
-    schedule: Schedule | None
-    time_s: float
-    bound_s: float
-    timed_out: bool
-
-
-def _bound_at_all_positions(folded: FoldedGraph, budget_bytes: int, deadline: Deadline) -> float:
-    cuts = solve_cuts(
-        folded,
-        positions=range(1, folded.n_nodes + 1),
-        budget_bytes=budget_bytes,
-        whole=True,
-        gap=GAP,
-        deadline=deadline,
-    )
-    return cuts.lost_share
+    lost_share = 0.0
+    with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+        folded, deadline = FoldedGraph.of(graph), search.deadline
+        binding = binding_cut(folded, budget_bytes=budget_bytes, deadline=deadline)
+        lost_share, search.timed_out = binding.lost_share, binding.timed_out
+        if math.isinf(lost_share):
+            return Proposal(None, math.inf)
+        for n_sweeps in range(1, N_SWEEPS + 1):
+            stages = Stages(folded, budget_bytes=budget_bytes, n_sweeps=n_sweeps, deadline=deadline)
+            if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
+                break
+            if n_sweeps == 1 and stages.n_variables <= SMALL_VARIABLES:
+                cuts = solve_cuts(
+                    folded,
+                    positions=range(1, folded.n_nodes + 1),
+                    budget_bytes=budget_bytes,
+                    whole=True,
+                    gap=GAP,
+                    deadline=deadline,
+                )
+                lost_share = max(lost_share, cuts.lost_share)
+                if math.isinf(lost_share):
+                    return Proposal(None, math.inf)
+            schedule, late = solve_stages(stages, lost_share=lost_share, deadline=deadline)
+            search.timed_out = search.timed_out or late
+            if schedule is not None and search.is_faster(schedule.order):
+                search.fits(schedule)  # not always: the solver has tolerances
+            least_s = graph.baseline_time_s * (1.0 + lost_share + 10 * TIME_ERROR)
+            if search.best is not None and search.best[1].time_s <= least_s:
+                break
+    bound_s = graph.baseline_time_s * (1.0 + lost_share)
+    return dataclasses.replace(search.proposal(), lower_bound_s=bound_s)
 
 
 @dataclass
@@ -142,8 +110,8 @@ class _Sweep:
 
     stage: Stage
     last: bool
-    there: dict[int, pulp.LpVariable] = field(default_factory=dict)
-    recompute: dict[int, pulp.LpVariable] = field(default_factory=dict)
+    there: dict[int, pulp.LpVariable]
+    recompute: dict[int, pulp.LpVariable]
 
 
 class _Model:
@@ -156,15 +124,13 @@ class _Model:
         self.scale = float(max((item.size_bytes for item in self.items), default=0) or 1)
         self.problem = pulp.LpProblem("rematerialise", pulp.LpMinimize)
         self._n_names = 0
-        self.sweeps = [
-            _Sweep(stage, last=w == n - 1)
-            for stage in stages.stages
-            for n in [stages.n_sweeps if stage.recompute else 1]
-            for w in range(n)
-        ]
-        for sweep in self.sweeps:
-            sweep.there = {i: self._binary() for i in sweep.stage.needed}
-            sweep.recompute = {n: self._binary() for n in sweep.stage.recompute}
+        self.sweeps: list[_Sweep] = []
+        for stage in stages.stages:
+            n_sweeps = stages.n_sweeps if stage.recompute else 1
+            for w in range(n_sweeps):
+                there = {i: self._variable("Binary") for i in stage.needed}
+                recompute = {n: self._variable("Binary") for n in stage.recompute}
+                self.sweeps.append(_Sweep(stage, w == n_sweeps - 1, there, recompute))
         baseline_s = self.folded.graph.baseline_time_s or 1.0
         self.lost = pulp.lpSum(
             column * (self.folded.time_s[n] / baseline_s)
@@ -180,14 +146,9 @@ class _Model:
             self._presence(sweep, following)
             self._memory(sweep, following)
 
-    def _binary(self) -> pulp.LpVariable:
-        return self._variable(cat=pulp.LpBinary)
-
-    def _variable(self, *, most: float | None = None, cat: str | None = None) -> pulp.LpVariable:
+    def _variable(self, kind: str = "Continuous", *, most: int | None = None) -> pulp.LpVariable:
         self._n_names += 1
-        return pulp.LpVariable(
-            f"v{self._n_names}", lowBound=0, upBound=most, cat=cat or pulp.LpContinuous
-        )
+        return pulp.LpVariable(f"v{self._n_names}", lowBound=0, upBound=most, cat=kind)
 
     def _cover(self, sweep: _Sweep, i: int, by: pulp.LpVariable | int) -> None:
         """Item i is there in this sweep, or is recomputed in it, if `by` is one."""
@@ -205,16 +166,19 @@ class _Model:
         for n, column in sweep.recompute.items():
             for i in self.stages.reads[n]:
                 self._cover(sweep, i, column)
-        if sweep.last:
-            due = self.stages.reads[p] if p < self.folded.n_nodes else self._due_at_end()
-            for i in due:
-                self._cover(sweep, i, 1)
+        for i in self._due(sweep):
+            self._cover(sweep, i, 1)
         if following is not None:
             for i, column in following.there.items():
                 if i in sweep.there:
                     self._cover(sweep, i, column)
 
-    def _due_at_end(self) -> list[int]:
+    def _due(self, sweep: _Sweep) -> Sequence[int]:
+        """Items that are read when the sweep ends: by the first run of its node, or by the end."""
+        if not sweep.last:
+            return ()
+        if sweep.stage.p < self.folded.n_nodes:
+            return self.stages.reads[sweep.stage.p]
         return [i for i, item in enumerate(self.items) if item.uses[-1:] == (self.folded.n_nodes,)]
 
     def _memory(self, sweep: _Sweep, following: _Sweep | None) -> None:
@@ -237,11 +201,8 @@ class _Model:
                     change.append(size[i] * (column - twice))
             self.problem += after == now + pulp.lpSum(change)
             now = after
-        if sweep.last and sweep.stage.p < self.folded.n_nodes:
-            own_bytes = int(self.folded.own_bytes[sweep.stage.p])
-            self.problem += now <= room - own_bytes / self.scale
-        else:
-            self.problem += now <= room
+        own_bytes = int(self.folded.own_bytes[sweep.stage.p]) if sweep.last else 0
+        self.problem += now <= room - own_bytes / self.scale
 
     def _touched(self, sweep: _Sweep, n: int) -> list[int]:
         """Items with bytes that node n reads (through any alias) or makes."""
@@ -253,26 +214,16 @@ class _Model:
         self, sweep: _Sweep, following: _Sweep | None, i: int, n: int
     ) -> pulp.LpVariable | int:
         """F[i,n]: the storage is freed right after n, its last use in this sweep."""
-        p = sweep.stage.p
-        if sweep.last and p < self.folded.n_nodes and self._reads_storage(p, i):
-            return 0
-        if (
-            sweep.last
-            and p == self.folded.n_nodes
-            and i in {self.items[j].root for j in self._due_at_end()}
-        ):
+        if any(self.items[j].root == i for j in self._due(sweep)):
             return 0
         freed = self._variable(most=1)
         self.problem += freed <= sweep.recompute[n]
         if following is not None and i in following.there:
             self.problem += freed + following.there[i] <= 1
         for m, column in sweep.recompute.items():
-            if m > n and self._reads_storage(m, i):
+            if m > n and any(self.items[j].root == i for j in self.stages.reads[m]):
                 self.problem += freed + column <= 1
         return freed
-
-    def _reads_storage(self, n: int, i: int) -> bool:
-        return any(self.items[j].root == i for j in self.stages.reads[n])
 
     def order(self) -> list[str]:
         """The nodes in the order of the solution."""
@@ -286,39 +237,29 @@ class _Model:
         return order
 
 
-def _solve(stages: Stages, *, lost_share: float, deadline: Deadline) -> IlpSolution:
+def solve_stages(
+    stages: Stages, *, lost_share: float = 0.0, deadline: Deadline
+) -> tuple[Schedule | None, bool]:
+    """The program's best schedule, if one was found, and whether the deadline ended the search.
+
+    lost_share: proven to be lost, as a share of the baseline's time. Raises OutOfTimeError.
+    """
     graph = stages.folded.graph
-    nothing = IlpSolution(None, math.inf, graph.baseline_time_s, timed_out=True)
     with warnings.catch_warnings():
         # PuLP 3 announces the names of PuLP 4, which PuLP 2 does not know.
         warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            model = _Model(stages, lost_share=lost_share, deadline=deadline)
-        except OutOfTimeError:
-            return nothing
+        model = _Model(stages, lost_share=lost_share, deadline=deadline)
+        deadline.check()
         time_limit_s = deadline.left_s
-        if time_limit_s <= 0:
-            return nothing
         model.problem.solve(_solver(time_limit_s))
     late = deadline.left_s <= 0.05 * time_limit_s
-    status = pulp.LpStatus[model.problem.status]
-    if status == "Infeasible":
-        return IlpSolution(None, math.inf, math.inf, timed_out=False)
+    if pulp.LpStatus[model.problem.status] == "Infeasible":
+        return None, False
+    found = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     values = [column.value() for sweep in model.sweeps for column in sweep.recompute.values()]
-    if model.problem.sol_status not in (
-        pulp.LpSolutionOptimal,
-        pulp.LpSolutionIntegerFeasible,
-    ) or any(value is None for value in values):
-        return IlpSolution(None, math.inf, graph.baseline_time_s, timed_out=late)
-    schedule = free_after_last_use(graph, without_dead_computes(graph, model.order()))
-    simulation = simulate(graph, schedule)
-    lost = _dual_bound(
-        model, optimal=model.problem.sol_status == pulp.LpSolutionOptimal and not late
-    )
-    bound_s = graph.baseline_time_s * (1.0 + max(0.0, lost - TIME_ERROR))
-    if simulation.peak_bytes > stages.budget_bytes:  # by the solver's tolerance
-        return IlpSolution(None, math.inf, bound_s, timed_out=late)
-    return IlpSolution(schedule, simulation.time_s, bound_s, timed_out=late)
+    if model.problem.sol_status not in found or None in values:
+        return None, late
+    return free_after_last_use(graph, without_dead_computes(graph, model.order())), late
 
 
 def _solver(time_limit_s: float) -> pulp.LpSolver:
@@ -330,12 +271,3 @@ def _solver(time_limit_s: float) -> pulp.LpSolver:
 
 def _has_highs() -> bool:
     return importlib.util.find_spec("highspy") is not None
-
-
-def _dual_bound(model: _Model, *, optimal: bool) -> float:
-    """The solver's bound on the objective; CBC's is only known when it finished."""
-    highs: Any = getattr(model.problem, "solverModel", None)
-    if hasattr(highs, "getInfo"):
-        return float(highs.getInfo().mip_dual_bound)
-    lost = pulp.value(model.lost)  # None: there was nothing to decide
-    return float(lost) * (1.0 - GAP) if optimal and lost is not None else 0.0

@@ -47,57 +47,86 @@ class Stage:
     constant_bytes: int
 
 
-@dataclass(frozen=True)
 class Stages:
-    """The program's index sets. reads: by forward node, the items that it reads."""
+    """The program's index sets.
 
-    folded: FoldedGraph
-    budget_bytes: int
-    n_sweeps: int
-    items: tuple[Item, ...]
-    reads: tuple[tuple[int, ...], ...]
-    made: tuple[tuple[int, ...], ...]
-    stages: tuple[Stage, ...]
-    pinned: frozenset[tuple[int, int]]
+    reads, made: by node, the items that it reads and makes.
+    pinned: (stage, item) for what must be there when the stage begins, whatever is decided.
+    """
 
-    @classmethod
-    def of(
-        cls, folded: FoldedGraph, *, budget_bytes: int, n_sweeps: int, deadline: Deadline = NEVER
-    ) -> Stages:
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        *,
+        budget_bytes: int,
+        n_sweeps: int,
+        deadline: Deadline = NEVER,
+    ) -> None:
         """Raises TooLargeError, and OutOfTimeError."""
-        items = _items(folded)
-        index = {item.name: i for i, item in enumerate(items)}
+        self.folded = folded
+        self.budget_bytes = budget_bytes
+        self.n_sweeps = n_sweeps
+        self.items = _items(folded)
+        self._index = index = {item.name: i for i, item in enumerate(self.items)}
         nodes = folded.graph.nodes
-        reads = tuple(
+        self.reads = [
             tuple(dict.fromkeys(index[x] for x in node.inputs if x in index)) for node in nodes
-        )
-        made = tuple(tuple(index[x] for x in node.outputs if x in index) for node in nodes)
+        ]
+        self.made = [tuple(index[x] for x in node.outputs if x in index) for node in nodes]
         first = _first_stage(folded, budget_bytes)
-        stages = []
+        self.stages: list[Stage] = []
         for p in range(first, folded.n_nodes + 1):
             deadline.check()
-            stages.append(
-                _stage(
-                    folded, items, reads, made, p=p, allowed=p > first, budget_bytes=budget_bytes
-                )
-            )
-        pinned = frozenset(_pinned(folded, items, index))
-        found = cls(folded, budget_bytes, n_sweeps, items, reads, made, tuple(stages), pinned)
-        if found.n_variables > MAX_VARIABLES:
+            self.stages.append(self._stage(p, allowed=p > first))
+        self.pinned = frozenset(self._pinned())
+        if self.n_variables > MAX_VARIABLES:
             raise TooLargeError(
-                f"the integer program of {len(nodes)} nodes would have {found.n_variables} "
+                f"the integer program of {len(nodes)} nodes would have {self.n_variables} "
                 f"variables, more than {MAX_VARIABLES}; use a smaller graph or --method auto"
             )
-        return found
 
     @property
     def n_variables(self) -> int:
         return self.n_sweeps * sum(
-            len(stage.needed)
-            + len(stage.recompute) * 2
-            + sum(len(self.reads[n]) for n in stage.recompute)
+            len(stage.needed) + sum(2 + len(self.reads[n]) for n in stage.recompute)
             for stage in self.stages
         )
+
+    def _stage(self, p: int, *, allowed: bool) -> Stage:
+        """What can still serve at p: read later, or read by what may be recomputed for that."""
+        folded, items = self.folded, self.items
+        before = min(p, folded.n_forward)
+        may = folded.may_recompute(
+            after=p - 1, before=folded.n_nodes + 1, budget_bytes=self.budget_bytes
+        )
+        needed = {
+            i for i, item in enumerate(items) if item.maker < before and item.uses[-1:] >= (p,)
+        }
+        for u, name in enumerate(folded.unit_names):  # an alias of a later node may hold it
+            if folded.maker[u] < before and folded.is_pinned(u, p) and name in self._index:
+                needed.add(self._index[name])
+        needed |= {items[i].root for i in needed}
+        recompute = []
+        for n in range(before - 1, -1, -1):
+            if may[n] and not needed.isdisjoint(self.made[n]):
+                recompute.append(n)
+                needed.update(self.reads[n], (items[i].root for i in self.reads[n]))
+        constant_bytes = folded.graph.resident_bytes + sum(
+            folded.unit_bytes[u]
+            for u in range(folded.n_units)
+            if folded.maker[u] >= folded.n_forward and folded.must_be_there(u, p)
+        )
+        kept_order = tuple(sorted(recompute)) if allowed else ()
+        return Stage(p, tuple(sorted(needed)), kept_order, constant_bytes)
+
+    def _pinned(self) -> Iterator[tuple[int, int]]:
+        for i, item in enumerate(self.items):
+            if not self.folded.recomputable[item.maker] and item.uses:
+                yield from ((p, i) for p in range(item.maker + 1, item.uses[-1] + 1))
+        for name, spans in zip(self.folded.unit_names, self.folded.pinned, strict=True):
+            if name in self._index:
+                root = self._index[name]
+                yield from ((p, root) for first, last in spans for p in range(first, last + 1))
 
 
 def _items(folded: FoldedGraph) -> tuple[Item, ...]:
@@ -111,8 +140,7 @@ def _items(folded: FoldedGraph) -> tuple[Item, ...]:
         and graph.tensor_by_name[graph.root(name)].size_bytes > 0
     ]
     index = {name: i for i, name in enumerate(names)}
-    position = {node.name: p for p, node in enumerate(graph.nodes)}
-    outputs = set(graph.outputs)
+    position = folded.position
     return tuple(
         Item(
             name=name,
@@ -120,7 +148,7 @@ def _items(folded: FoldedGraph) -> tuple[Item, ...]:
             root=index[graph.root(name)],
             maker=position[graph.producer[name].name],
             uses=tuple(position[node.name] for node in graph.consumers[name])
-            + ((folded.n_nodes,) if name in outputs else ()),
+            + ((folded.n_nodes,) if name in graph.outputs else ()),
         )
         for name in names
     )
@@ -137,59 +165,3 @@ def _first_stage(folded: FoldedGraph, budget_bytes: int) -> int:
             return p
         all_bytes += sum(folded.unit_bytes[u] for u in folded.makes[p])
     return folded.n_forward
-
-
-def _stage(
-    folded: FoldedGraph,
-    items: tuple[Item, ...],
-    reads: tuple[tuple[int, ...], ...],
-    made: tuple[tuple[int, ...], ...],
-    *,
-    p: int,
-    allowed: bool,
-    budget_bytes: int,
-) -> Stage:
-    """What can still serve at stage p: read later, or read by what may be recomputed for that."""
-    before = min(p, folded.n_forward)
-    may = (
-        folded.may_recompute(after=p - 1, before=folded.n_nodes + 1, budget_bytes=budget_bytes)
-        if p
-        else folded.recomputable
-    )
-    needed = {i for i, item in enumerate(items) if item.maker < before and item.uses[-1:] >= (p,)}
-    needed |= {i for u in range(folded.n_units) for i in _held_by_alias(folded, items, u, p)}
-    needed |= {items[i].root for i in needed}
-    recompute = []
-    for n in range(before - 1, -1, -1):
-        if may[n] and not needed.isdisjoint(made[n]):
-            recompute.append(n)
-            needed.update(reads[n])
-            needed.update(items[i].root for i in reads[n])
-    here = (
-        sum(
-            folded.unit_bytes[u]
-            for u in range(folded.n_units)
-            if folded.maker[u] >= folded.n_forward and folded.must_be_there(u, p)
-        )
-        + folded.graph.resident_bytes
-    )
-    return Stage(p, tuple(sorted(needed)), tuple(sorted(recompute)) if allowed else (), here)
-
-
-def _held_by_alias(folded: FoldedGraph, items: tuple[Item, ...], u: int, p: int) -> Iterator[int]:
-    """The root item of a forward unit that a later node's alias holds at p."""
-    if folded.maker[u] < min(p, folded.n_forward) and folded.is_pinned(u, p):
-        yield from (i for i, item in enumerate(items) if item.name == folded.unit_names[u])
-
-
-def _pinned(
-    folded: FoldedGraph, items: tuple[Item, ...], index: dict[str, int]
-) -> Iterator[tuple[int, int]]:
-    """(stage, item): what must be there when the stage begins, whatever is decided."""
-    for i, item in enumerate(items):
-        if not folded.recomputable[item.maker] and item.uses:
-            yield from ((p, i) for p in range(item.maker + 1, item.uses[-1] + 1))
-    for u, spans in enumerate(folded.pinned):
-        root = index.get(folded.unit_names[u])
-        if root is not None:
-            yield from ((p, root) for first, last in spans for p in range(first, last + 1))

@@ -27,7 +27,7 @@ RETRIES = (0.0, 0.9, 0.75, 0.5, 0.9, 0.75, 0.5, 0.25)
 PATIENCE = (1.0, 0.5, 2.0)
 """Exponents of the distance to the next use that the eviction tries."""
 BASE_WORK, WORK_PER_NODE = 5_000_000, 1_000
-"""Of all evictions together, as `Evicted` counts it: five seconds, and 1.5 ms for a node."""
+"""Of all evictions together, as `evict` counts it: five seconds, and 1.5 ms for a node."""
 
 
 def min_budget_bytes(graph: Graph) -> int:
@@ -101,12 +101,12 @@ def least_schedule(
         nonlocal work
         for patience in PATIENCE:
             if more():
-                found = evict(
+                schedule, spent = evict(
                     folded, budget_bytes=budget_bytes, patience=patience, deadline=deadline
                 )
-                work += found.work
-                if found.schedule is not None:
-                    return found.schedule
+                work += spent
+                if schedule is not None:
+                    return schedule
         return None
 
     def more() -> bool:

@@ -31,12 +31,14 @@ class Method:
     proves_bound: its lower bound is at least as strong as `solver.bound.lower_bound_s`.
     takes_starts: it can begin from schedules known for the graph, whether they fit or not.
     reaches_least_budget: it finds a schedule for the least budget that `find_obstacle` reaches.
+    op_by_op: it decides op by op what is recomputed, not block by block.
     """
 
     propose: Callable[..., Proposal]
     proves_bound: bool = False
     takes_starts: bool = False
     reaches_least_budget: bool = False
+    op_by_op: bool = False
 
     def __call__(
         self,

@@ -23,11 +23,13 @@ def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
 
 
 METHODS: Mapping[str, Method] = {
-    "auto": Method(auto, proves_bound=True, takes_starts=True, reaches_least_budget=True),
+    "auto": Method(
+        auto, proves_bound=True, takes_starts=True, reaches_least_budget=True, op_by_op=True
+    ),
     "none": Method(none),
     "every_block": Method(every_block),
     "sqrt": Method(sqrt),
     "revolve": Method(revolve),
     "dp": Method(dp),
-    "ilp": Method(ilp, proves_bound=True),
+    "ilp": Method(ilp, proves_bound=True, op_by_op=True),
 }

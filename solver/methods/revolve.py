@@ -41,17 +41,13 @@ def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) 
     with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
-        coarse, fine = (
-            split_into_blocks(graph, max_blocks=REVOLVE_MAX_BLOCKS),
-            split_into_blocks(graph),
-        )
+        coarse = split_into_blocks(graph, max_blocks=REVOLVE_MAX_BLOCKS)
+        fine = split_into_blocks(graph)
         for blocks in (coarse, fine) if fine.n_blocks > coarse.n_blocks else (coarse,):
 
             def fits(n_snapshots: int, blocks: Blocks = blocks) -> bool:
                 return _is_long(blocks, n_snapshots) or search.fits(
-                    reversal_to_schedule(
-                        graph, blocks, n_snapshots=n_snapshots, deadline=search.deadline
-                    )
+                    reversal_to_schedule(graph, blocks, n_snapshots, search.deadline)
                 )
 
             search.bisect(fits, 0, blocks.n_blocks + 1)
@@ -68,7 +64,7 @@ def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]
     n_snapshots = 1
     while n_snapshots < blocks.n_blocks:
         if not _is_long(blocks, n_snapshots):
-            yield reversal_to_schedule(graph, blocks, n_snapshots=n_snapshots, deadline=deadline)
+            yield reversal_to_schedule(graph, blocks, n_snapshots, deadline)
         n_snapshots += 1 + n_snapshots // 2
 
 
@@ -78,12 +74,11 @@ def _is_long(blocks: Blocks, n_snapshots: int) -> bool:
 
 
 def reversal_to_schedule(
-    graph: Graph, blocks: Blocks, *, n_snapshots: int, deadline: Deadline = NEVER
+    graph: Graph, blocks: Blocks, n_snapshots: int, deadline: Deadline = NEVER
 ) -> Schedule:
     """The reversal of the blocks as a schedule. Raises OutOfTimeError."""
-    return chain_to_schedule(
-        graph, blocks, _reversal_ops(blocks.n_blocks, n_snapshots), deadline=deadline
-    )
+    ops = _reversal_ops(blocks.n_blocks, n_snapshots)
+    return chain_to_schedule(graph, blocks, ops, deadline=deadline)
 
 
 def _reversal_ops(n_blocks: int, n_snapshots: int) -> Iterator[ChainOp]:

@@ -32,9 +32,8 @@ N_SEGMENTS_GROWTH = 1.5
 def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
     """The fastest of the segment counts whose schedule fits. No randomness."""
     with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
-        for n_segments in reversed(
-            segment_counts(split_into_blocks(graph).n_blocks)
-        ):  # the best come early
+        counts = segment_counts(split_into_blocks(graph).n_blocks)
+        for n_segments in reversed(counts):  # the best come early
             if search.time_is_up():
                 break
             _keep_last_segments(graph, split_into_blocks(graph, max_blocks=n_segments), search)

@@ -115,20 +115,10 @@ def _run(graph: Graph, schedule: Schedule, *, stays: list[Stay] | None = None) -
             f"this graph's is {graph.graph_id[:19]}…)",
         )
     device = _Device(graph, stays)
-    for position, op in enumerate(schedule.ops):
-        try:
-            device.live_bytes.append(device.run(op))
-        except _BrokenRuleError as broken:
-            raise IllegalScheduleError(position, str(broken)) from None
-    try:
-        device.end()
-    except _BrokenRuleError as broken:
-        raise IllegalScheduleError(None, str(broken)) from None
+    for op in schedule.ops:
+        device.live_bytes.append(device.run(op))
+    device.end()
     return device
-
-
-class _BrokenRuleError(Exception):
-    """A rule is broken (the op's position is added by the caller)."""
 
 
 class _Device:
@@ -155,48 +145,51 @@ class _Device:
         if isinstance(op, Free):
             return self._free(op.tensor)
         if not isinstance(op, Compute):
-            raise _BrokenRuleError(f"{op!r} is neither Compute nor Free")
+            raise self._illegal(f"{op!r} is neither Compute nor Free")
         node = self.graph.node_by_name.get(op.node)
         if node is None:
-            raise _BrokenRuleError(f"compute names {op.node!r}, which is no node of the graph")
+            raise self._illegal(f"compute names {op.node!r}, which is no node of the graph")
         self._check_turn(node)
         self._check_tensors(node)
         return self._compute(node)
 
+    def _illegal(self, reason: str) -> IllegalScheduleError:
+        return IllegalScheduleError(len(self.live_bytes), reason)
+
     def _check_turn(self, node: Node) -> None:
         if node.name in self._ran:
             if node.phase != "forward":
-                raise _BrokenRuleError(f"{node.phase} node {node.name!r} runs a second time")
+                raise self._illegal(f"{node.phase} node {node.name!r} runs a second time")
             if not node.recomputable:
-                raise _BrokenRuleError(f"{node.name!r} runs a second time, but is not recomputable")
+                raise self._illegal(f"{node.name!r} runs a second time, but is not recomputable")
             return
         if node.phase == "forward":
             expected = self._forward[self._next_forward]
             if node.name != expected:
-                raise _BrokenRuleError(
+                raise self._illegal(
                     f"{node.name!r} runs for the first time before {expected!r} has"
                 )
             self._next_forward += 1
             return
         if self._next_forward < len(self._forward):
             missing = self._forward[self._next_forward]
-            raise _BrokenRuleError(
+            raise self._illegal(
                 f"{node.phase} node {node.name!r} runs before forward node {missing!r}"
             )
         expected = self._later[self._next_later]
         if node.name != expected:
-            raise _BrokenRuleError(f"{node.name!r} runs before {expected!r} has")
+            raise self._illegal(f"{node.name!r} runs before {expected!r} has")
         self._next_later += 1
 
     def _check_tensors(self, node: Node) -> None:
         for name in node.inputs:
             if name not in self._live:
-                raise _BrokenRuleError(f"{node.name!r} reads {name!r}, which is not on the device")
+                raise self._illegal(f"{node.name!r} reads {name!r}, which is not on the device")
         for name in node.outputs:
             root = self.graph.root(name)
             made_elsewhere = root in self.graph.producer and root not in node.outputs
             if made_elsewhere and not self._holders.get(root, 0):
-                raise _BrokenRuleError(
+                raise self._illegal(
                     f"{node.name!r} makes {name!r}, an alias of {root!r}, whose storage is not on "
                     "the device"
                 )
@@ -206,7 +199,7 @@ class _Device:
     def _check_recompute(self, node: Node) -> None:
         live = [name for name in node.outputs if name in self._live]
         if len(live) == len(node.outputs):
-            raise _BrokenRuleError(
+            raise self._illegal(
                 f"{node.name!r} is recomputed while all its outputs are on the device"
             )
         for name in node.outputs:
@@ -215,7 +208,7 @@ class _Device:
             holders = self._holders.get(name, 0)
             replaced = [other for other in live if self.graph.root(other) == name]
             if holders and (name not in live or holders > len(replaced)):
-                raise _BrokenRuleError(
+                raise self._illegal(
                     f"{node.name!r} recomputes {name!r} while an alias holds its old storage"
                 )
 
@@ -260,12 +253,12 @@ class _Device:
         producer = self.graph.producer.get(name)
         if producer is None:
             known = name in self.graph.tensor_by_name
-            raise _BrokenRuleError(
+            raise self._illegal(
                 f"free names {name!r}, which "
                 + ("is resident and stays to the end" if known else "is no tensor of the graph")
             )
         if name not in self._live:
-            raise _BrokenRuleError(f"free names {name!r}, which is not on the device")
+            raise self._illegal(f"free names {name!r}, which is not on the device")
         self._live.discard(name)
         root = self.graph.root(name)
         self._holders[root] -= 1
@@ -278,9 +271,9 @@ class _Device:
     def end(self) -> None:
         left = self._forward[self._next_forward :] + self._later[self._next_later :]
         if left:
-            raise _BrokenRuleError(f"{left[0]!r} has never run")
+            raise IllegalScheduleError(None, f"{left[0]!r} has never run")
         for name in self.graph.outputs:
             if name not in self._live:
-                raise _BrokenRuleError(f"output {name!r} is not on the device")
+                raise IllegalScheduleError(None, f"output {name!r} is not on the device")
         for storage in tuple(self._open_stays):
             self._end_stay(storage, len(self.live_bytes))

@@ -2,6 +2,4 @@
 
 from solver.methods.auto.stages import auto
 
-__all__ = [
-    "auto",
-]
+__all__ = ["auto"]

@@ -34,9 +34,6 @@ def schedule_from_cuts(
     Raises OutOfTimeError.
     """
     graph = folded.graph
-    members: dict[str, list[str]] = {}
-    for name in graph.producer:
-        members.setdefault(graph.root(name), []).append(name)
     available = {tensor.name for tensor in graph.resident}
     order: list[str] = []
     for p, node in enumerate(graph.nodes):
@@ -49,7 +46,8 @@ def schedule_from_cuts(
                 if maker >= min(p, folded.n_forward):
                     break
                 if u not in kept[p] and not folded.is_pinned(u, p) and folded.recomputable[maker]:
-                    available.difference_update(members[folded.unit_names[u]])
+                    storage = folded.unit_names[u]
+                    available.difference_update((storage, *graph.views.get(storage, ())))
         order.extend(missing_computes(graph, node.inputs, available))
         order.append(node.name)
         available.update(node.outputs)
@@ -75,7 +73,6 @@ class FoldedSimulation:
 def fold_simulation(folded: FoldedGraph, schedule: Schedule) -> FoldedSimulation:
     """Simulate the schedule and fold the trace onto the positions; the last one is the end."""
     simulation = simulate(folded.graph, schedule)
-    index = {node.name: n for n, node in enumerate(folded.graph.nodes)}
     stage = [0] * (folded.n_nodes + 1)
     recomputed: set[tuple[int, int]] = set()
     ran: set[str] = set()
@@ -84,11 +81,6 @@ def fold_simulation(folded: FoldedGraph, schedule: Schedule) -> FoldedSimulation
         stage[p] = max(stage[p], live_bytes)
         if isinstance(op, Compute):
             if op.node in ran:
-                recomputed.add((index[op.node], p))
+                recomputed.add((folded.position[op.node], p))
             ran.add(op.node)
-    return FoldedSimulation(
-        schedule=schedule,
-        simulation=simulation,
-        stage_bytes=tuple(stage),
-        recomputed=frozenset(recomputed),
-    )
+    return FoldedSimulation(schedule, simulation, tuple(stage), frozenset(recomputed))

@@ -12,10 +12,8 @@ Cost: linear in the order for each pass, and a few passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from solver.bound import FoldedGraph
 from solver.common import NEVER, Deadline
@@ -23,7 +21,6 @@ from solver.schedule import (
     Compute,
     IllegalScheduleError,
     Schedule,
-    Simulation,
     free_after_last_use,
     simulate,
     without_dead_computes,
@@ -56,8 +53,9 @@ def _one_pass(
     graph = folded.graph
     simulation = simulate(graph, schedule)
     order = schedule.order
-    live = _live_by_run(schedule, simulation)
-    runs = _Runs.of(folded, order)
+    runs_bytes = zip(schedule.ops, simulation.live_bytes, strict=True)
+    live = np.array([held for op, held in runs_bytes if isinstance(op, Compute)], dtype=np.int64)
+    runs = _Runs(folded, order)
     gone: set[int] = set()
     for i in sorted(runs.repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
         if deadline.passed:
@@ -65,15 +63,15 @@ def _one_pass(
         held = runs.held_instead(i)
         if held is None:
             continue
-        first = min((start for _, start, _ in held), default=i)
+        first = min((start for _, start in held), default=i)
         more = np.zeros(i - first, dtype=np.int64)
-        for u, start, _ in held:
+        for u, start in held:
             more[start - first :] += folded.unit_bytes[u]
         if len(more) and int((live[first:i] + more).max()) > budget_bytes:
             continue
         live[first:i] += more
         gone.add(i)
-        runs.take_out(i, held)
+        runs.take_out(i)
     if not gone or deadline.passed:
         return None
     left = [name for i, name in enumerate(order) if i not in gone]
@@ -85,79 +83,53 @@ def _one_pass(
     return shorter if fits else None
 
 
-def _live_by_run(schedule: Schedule, simulation: Simulation) -> npt.NDArray[np.int64]:
-    return np.array(
-        [
-            live_bytes
-            for op, live_bytes in zip(schedule.ops, simulation.live_bytes, strict=True)
-            if isinstance(op, Compute)
-        ],
-        dtype=np.int64,
-    )
-
-
-@dataclass
 class _Runs:
     """The runs of an order as lives of units: from a making to the last read before the next.
 
-    made: by unit, positions of its makings. last: by unit and making, the last read (or the
-    making itself). repeats: positions of runs that are not a node's first.
+    nodes: by position, what runs.
+    made: by unit, positions of its makings.
+    last: by unit and making, the last read (or the making itself).
+    repeats: positions of runs that are not a node's first.
     """
 
-    folded: FoldedGraph
-    made: list[list[int]]
-    last: list[list[int]]
-    repeats: list[int]
-    node_at: list[int]
-
-    @classmethod
-    def of(cls, folded: FoldedGraph, order: Sequence[str]) -> _Runs:
-        index = {node.name: p for p, node in enumerate(folded.graph.nodes)}
-        made: list[list[int]] = [[] for _ in range(folded.n_units)]
-        last: list[list[int]] = [[] for _ in range(folded.n_units)]
+    def __init__(self, folded: FoldedGraph, order: Sequence[str]) -> None:
+        self.folded = folded
+        self.nodes = [folded.position[name] for name in order]
+        self.made: list[list[int]] = [[] for _ in range(folded.n_units)]
+        self.last: list[list[int]] = [[] for _ in range(folded.n_units)]
+        self.repeats: list[int] = []
         ran: set[int] = set()
-        repeats = []
-        node_at = []
-        for i, name in enumerate(order):
-            n = index[name]
-            node_at.append(n)
+        for i, n in enumerate(self.nodes):
             for u in folded.reads[n]:
-                if last[u]:
-                    last[u][-1] = i
+                if self.last[u]:
+                    self.last[u][-1] = i
             for u in folded.makes[n]:
-                made[u].append(i)
-                last[u].append(i)
+                self.made[u].append(i)
+                self.last[u].append(i)
             if n in ran:
-                repeats.append(i)
+                self.repeats.append(i)
             ran.add(n)
         for u, uses in enumerate(folded.uses):
             if uses and uses[-1] == folded.n_nodes:
-                last[u][-1] = len(order)
-        return cls(folded, made, last, repeats, node_at)
+                self.last[u][-1] = len(order)
 
-    def held_instead(self, i: int) -> list[tuple[int, int, int]] | None:
-        """(unit, first position after its last use, index of the life that i began) for what the
-        run at i makes and something reads; None if it makes nothing of its own (a view).
+    def held_instead(self, i: int) -> list[tuple[int, int]] | None:
+        """(unit, first position after its last use) for what the run at i makes and something
+        reads; None if it makes nothing of its own (a view).
         """
-        makes = self.folded.makes[self.node_at[i]]
-        if not makes:
-            return None
         held = []
-        for u in makes:
+        for u in self.folded.makes[self.nodes[i]]:
             k = self.made[u].index(i)
             if k == 0:
                 return None
             if self.last[u][k] > i:
-                held.append((u, self.last[u][k - 1] + 1, k))
-        return held
+                held.append((u, self.last[u][k - 1] + 1))
+        return held if self.folded.makes[self.nodes[i]] else None
 
-    def take_out(self, i: int, held: Sequence[tuple[int, int, int]]) -> None:
-        """The life before i lasts as long as the one that i began."""
-        for u in self.folded.makes[self.node_at[i]]:
-            k = self.made[u].index(i)
-            self.last[u][k - 1] = max(
-                self.last[u][k - 1],
-                self.last[u][k] if (u, k) in {(v, j) for v, _, j in held} else 0,
-            )
-            del self.made[u][k]
-            del self.last[u][k]
+    def take_out(self, i: int) -> None:
+        """The life before i lasts as long as the one that i began, if anything read that."""
+        for u in self.folded.makes[self.nodes[i]]:
+            k, last = self.made[u].index(i), self.last[u]
+            if last[k] > i:
+                last[k - 1] = last[k]
+            del self.made[u][k], last[k]

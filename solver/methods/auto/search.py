@@ -22,7 +22,7 @@ class Search(BestSoFar):
     binding: the strongest single cut.
     guide: by position, units that the several cuts hold there; eviction drops them last.
     menu: (node, position) for every node that some schedule recomputed right before that position.
-    work: of the evictions, as `Evicted` counts it.
+    work: of the evictions, as `evict` counts it.
     """
 
     def __init__(self, folded: FoldedGraph, *, budget_bytes: int, time_limit_s: float) -> None:

@@ -116,9 +116,7 @@ def other_methods(search: Search) -> None:
 
 def eviction(search: Search) -> None:
     """With each patience, while there is work left; at last what reaches the least peak."""
-    for patience in PATIENCE:
-        if not search.close and (search.work < MAX_WORK or search.best is None):
-            _evict(search, patience)
+    _evict(search)
     if search.best is None:
         proven_bytes, _ = proven_least_budget_bytes(search.folded, deadline=search.deadline)
         schedule, _ = least_schedule(
@@ -131,9 +129,7 @@ def several_cuts(search: Search) -> None:
     if search.binding.cuts is None:
         return
     search.guide = offer_several_cuts(search, search.binding.cuts)
-    for patience in PATIENCE:
-        if not search.close and (search.work < MAX_WORK or search.best is None):
-            _evict(search, patience)
+    _evict(search)
 
 
 def recombination(search: Search) -> None:
@@ -163,19 +159,22 @@ def _improved(search: Search, schedule: Schedule) -> Schedule:
     )
 
 
-def _evict(search: Search, patience: float) -> None:
-    """Offer one eviction's schedule, taken to its local optimum."""
-    evicted = evict(
-        search.folded,
-        budget_bytes=search.budget_bytes,
-        guide=search.guide,
-        patience=patience,
-        deadline=search.deadline,
-    )
-    search.work += evicted.work
-    if evicted.schedule is not None:
-        search.work += 10 * len(evicted.schedule.order)
-        search.offer(_improved(search, evicted.schedule))
+def _evict(search: Search) -> None:
+    """Offer the schedule of each patience, taken to its local optimum, while there is work left."""
+    for patience in PATIENCE:
+        if search.close or (search.work >= MAX_WORK and search.best is not None):
+            continue
+        schedule, work = evict(
+            search.folded,
+            budget_bytes=search.budget_bytes,
+            guide=search.guide,
+            patience=patience,
+            deadline=search.deadline,
+        )
+        search.work += work
+        if schedule is not None:
+            search.work += 10 * len(schedule.order)
+            search.offer(_improved(search, schedule))
 
 
 def _solved_whole(search: Search) -> bool:
@@ -183,16 +182,13 @@ def _solved_whole(search: Search) -> bool:
     if search.folded.n_nodes > SMALL_NODES or find_spec("pulp") is None:
         return False
     try:
-        stages = Stages.of(search.folded, budget_bytes=search.budget_bytes, n_sweeps=1)
+        stages = Stages(search.folded, budget_bytes=search.budget_bytes, n_sweeps=1)
     except TooLargeError:
         return False
     if stages.n_variables > SMALL_VARIABLES:
         return False
     proposal = ilp(
-        search.graph,
-        budget_bytes=search.budget_bytes,
-        time_limit_s=search.deadline.left_s,
-        seed=0,
+        search.graph, budget_bytes=search.budget_bytes, time_limit_s=search.deadline.left_s, seed=0
     )
     if proposal.schedule is not None:
         search.offer(proposal.schedule)

@@ -136,9 +136,9 @@ def test_parts_end_at_a_deadline_in_the_past() -> None:
     thrifty = schedule_from_cuts(step, {base: frozenset()})
     assert drop_recomputation(step, thrifty, budget_bytes=10**15) != thrifty
     assert drop_recomputation(step, thrifty, budget_bytes=10**15, deadline=PAST) is thrifty
-    assert evict(step, budget_bytes=budget_bytes).schedule is not None
-    late = evict(step, budget_bytes=int(step.least_bytes.max()), deadline=PAST)
-    assert late.schedule is None
+    assert evict(step, budget_bytes=budget_bytes)[0] is not None
+    late, _ = evict(step, budget_bytes=int(step.least_bytes.max()), deadline=PAST)
+    assert late is None
     cuts = solve_cuts(step, positions=[base], budget_bytes=budget_bytes, whole=True, deadline=PAST)
     assert (cuts.kept, cuts.lost_share, cuts.timed_out) == (None, 0.0, True)
     options: Any = {"budget_bytes": budget_bytes, "allowance_bytes": {}, "deadline": PAST}
@@ -146,7 +146,7 @@ def test_parts_end_at_a_deadline_in_the_past() -> None:
         lambda: schedule_from_cuts(step, {}, deadline=PAST),
         lambda: CutMilp(step, positions=[base], **options),
         lambda: MenuMilp(step, positions=[base], menu=(), base=base, **options),
-        lambda: Stages.of(step, budget_bytes=budget_bytes, n_sweeps=1, deadline=PAST),
+        lambda: Stages(step, budget_bytes=budget_bytes, n_sweeps=1, deadline=PAST),
         lambda: next(reversals(GRAPH, deadline=PAST)),
     ):
         with pytest.raises(OutOfTimeError):

@@ -35,9 +35,7 @@ def test_reversal_of_a_uniform_chain_takes_the_fewest_steps(
     Of the steps that save nothing n - 1 are first runs.
     """
     graph = uniform_chain(n_blocks)
-    simulation = simulate(
-        graph, reversal_to_schedule(graph, split_into_blocks(graph), n_snapshots=n_snapshots)
-    )
+    simulation = simulate(graph, reversal_to_schedule(graph, split_into_blocks(graph), n_snapshots))
     extra = n_extra_steps(n_steps=n_blocks, n_snapshots=n_snapshots)
     assert simulation.n_recomputed == extra - (n_blocks - 1)
     # snapshots (x_0 is one), the state, the next one, two gradients; at most all states at the loss
@@ -47,9 +45,7 @@ def test_reversal_of_a_uniform_chain_takes_the_fewest_steps(
 def test_fewer_snapshots_take_less_memory_and_more_time() -> None:
     graph = uniform_chain(30)
     blocks = split_into_blocks(graph)
-    traces = [
-        simulate(graph, reversal_to_schedule(graph, blocks, n_snapshots=n)) for n in range(1, 31)
-    ]
+    traces = [simulate(graph, reversal_to_schedule(graph, blocks, n)) for n in range(1, 31)]
     assert all(few.time_s >= many.time_s for few, many in pairwise(traces))
     assert all(few.peak_bytes <= many.peak_bytes for few, many in pairwise(traces))
 

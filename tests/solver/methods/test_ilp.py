@@ -6,13 +6,22 @@ import random
 import pytest
 
 from graphs.graph import Graph, Node, Tensor
+from solver.bound import FoldedGraph
+from solver.common import Deadline
 from solver.methods import ilp as module
-from solver.methods.ilp import ilp, solve_ilp
-from solver.methods.ilp_stages import TooLargeError
+from solver.methods.ilp import ilp, solve_stages
+from solver.methods.ilp_stages import Stages, TooLargeError
+from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
 from tests.support.nets import chain, random_dag, residual
+
+
+def solve_once(graph: Graph, *, budget_bytes: int, n_sweeps: int = 1) -> Schedule | None:
+    stages = Stages(FoldedGraph.of(graph), budget_bytes=budget_bytes, n_sweeps=n_sweeps)
+    schedule, _ = solve_stages(stages, deadline=Deadline.after(600))
+    return schedule
 
 
 def tiny(seed: int) -> Graph:
@@ -42,11 +51,10 @@ def test_needs_two_sweeps_where_the_graph_order_is_the_wrong_one() -> None:
     """Two chains from memory-hungry to small; the end needs both, the second must come first."""
     graph = wrong_order()
     truth = fastest(graph, budget_bytes=10)
-    one = solve_ilp(graph, budget_bytes=10, n_sweeps=1)
-    two = solve_ilp(graph, budget_bytes=10, n_sweeps=2)
-    assert one.time_s > truth.time_s
-    assert two.time_s == pytest.approx(truth.time_s)
-    assert two.bound_s <= truth.time_s
+    assert solve_once(graph, budget_bytes=10, n_sweeps=1) is None
+    two = solve_once(graph, budget_bytes=10, n_sweeps=2)
+    assert two is not None
+    assert simulate(graph, two).time_s == pytest.approx(truth.time_s)
     proposal = ilp(graph, budget_bytes=10, time_limit_s=60.0, seed=0)
     assert proposal.schedule is not None
     assert simulate(graph, proposal.schedule).time_s == pytest.approx(truth.time_s)
@@ -80,13 +88,15 @@ def wrong_order() -> Graph:
     [(chain(n_blocks=8), 0.7), (residual(n_blocks=1), 0.8)],
     ids=["chain", "residual"],
 )
-def test_solver_bound_meets_the_schedule(graph: Graph, share: float) -> None:
+def test_program_meets_the_bound_on_every_schedule(graph: Graph, share: float) -> None:
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = int(graph.resident_bytes + share * (peak_bytes - graph.resident_bytes))
-    solution = solve_ilp(graph, budget_bytes=budget_bytes)
-    assert solution.time_s >= solution.bound_s >= solution.time_s * (1 - 1e-4)
-    assert solution.schedule is not None
-    assert simulate(graph, solution.schedule).peak_bytes <= budget_bytes
+    schedule = solve_once(graph, budget_bytes=budget_bytes)
+    assert schedule is not None
+    simulation = simulate(graph, schedule)
+    bound_s = ilp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0).lower_bound_s
+    assert simulation.time_s >= bound_s >= simulation.time_s * (1 - 1e-4)
+    assert simulation.peak_bytes <= budget_bytes
 
 
 def test_cbc_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +104,9 @@ def test_cbc_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for graph in map(tiny, range(5)):
         budget_bytes = least_peak_bytes(graph)
         truth = fastest(graph, budget_bytes=budget_bytes)
-        assert solve_ilp(graph, budget_bytes=budget_bytes).time_s == pytest.approx(truth.time_s)
+        schedule = solve_once(graph, budget_bytes=budget_bytes)
+        assert schedule is not None
+        assert simulate(graph, schedule).time_s == pytest.approx(truth.time_s)
 
 
 def test_nothing_fits() -> None:

@@ -159,7 +159,7 @@ def test_eviction_stays_within_the_budget_and_improvement_never_harms(name: str)
     folded = FoldedGraph.of(graph)
     for share in (0.7, 0.4, 0.2):
         budget_bytes = budget(graph, share)
-        schedule = evict(folded, budget_bytes=budget_bytes).schedule
+        schedule = evict(folded, budget_bytes=budget_bytes)[0]
         assert schedule is not None
         before = simulate(graph, schedule)
         after = simulate(graph, drop_recomputation(folded, schedule, budget_bytes=budget_bytes))

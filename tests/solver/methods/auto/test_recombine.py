@@ -98,9 +98,11 @@ def searched(graph: Graph, share: float) -> tuple[Search, int]:
     guide = offer_several_cuts(search, binding.cuts)
     for patience in (0.5, 1.0, 2.0):
         for chosen in (guide, {}):
-            found = evict(folded, budget_bytes=search.budget_bytes, guide=chosen, patience=patience)
-            if found.schedule is not None:
-                search.offer(found.schedule)
+            schedule, _ = evict(
+                folded, budget_bytes=search.budget_bytes, guide=chosen, patience=patience
+            )
+            if schedule is not None:
+                search.offer(schedule)
     return search, binding.ranked[0][0]
 
 
