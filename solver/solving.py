@@ -21,7 +21,7 @@ from solver.bound import lower_bound_s
 from solver.common import Deadline, check_time_limit, now_s, parse_budget
 from solver.methods import METHODS, find_obstacle
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
-from solver.schedule import OPTIMAL_GAP, Request, Schedule, Simulation, Solution, Status, simulate
+from solver.schedule import Request, Schedule, Solution, Status, simulate
 from solver.schedule import baseline as baseline_schedule
 
 if TYPE_CHECKING:
@@ -137,8 +137,11 @@ def attempt(
                 f"{simulation.peak_bytes} bytes, above {request.available_bytes}; "
                 "please report this as a bug"
             )
+    status: Status = "feasible" if simulation is not None else "infeasible"
+    if simulation is None and proposal.timed_out and not math.isinf(bound_s):
+        status = "time_limit"
     return Solution(
-        status=_status(proposal.timed_out, simulation, baseline, bound_s),
+        status=status,
         graph=graph,
         schedule=proposal.schedule,
         simulation=simulation,
@@ -148,7 +151,7 @@ def attempt(
         method=request.method,
         solve_time_s=now_s() - started_s,
         timed_out=proposal.timed_out,
-    )
+    ).with_bound(bound_s)
 
 
 def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
@@ -179,23 +182,8 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
     if obstacle.schedule is None or obstacle.reached_bytes > request.available_bytes:
         return dataclasses.replace(solution, obstacle=obstacle)
     simulation = simulate(solution.graph, obstacle.schedule)
-    return dataclasses.replace(
-        solution,
-        status=_status(True, simulation, solution.baseline, solution.lower_bound_s),
-        schedule=obstacle.schedule,
-        simulation=simulation,
-    )
-
-
-def _status(
-    timed_out: bool, simulation: Simulation | None, baseline: Simulation, lower_bound_s: float
-) -> Status:
-    if simulation is not None:
-        gap_s = simulation.time_s - lower_bound_s
-        return "optimal" if gap_s <= OPTIMAL_GAP * baseline.time_s else "feasible"
-    if math.isinf(lower_bound_s) or not timed_out:
-        return "infeasible"
-    return "time_limit"
+    found = dataclasses.replace(solution, schedule=obstacle.schedule, simulation=simulation)
+    return found.with_bound(solution.lower_bound_s)
 
 
 def _loaded(path: str | Path) -> Graph:

@@ -18,7 +18,7 @@ from graphs.graph import Graph
 from solver.bound import FoldedGraph, proven_least_budget_bytes
 from solver.common import Deadline, check_time_limit, interrupted
 from solver.methods import METHODS, find_obstacle
-from solver.schedule import Request, Schedule, Solution, baseline, simulate
+from solver.schedule import Request, Solution, baseline, simulate
 from solver.solving import attempt
 
 N_BUDGETS = 20
@@ -93,16 +93,12 @@ def sweep(
             break
         found = answers.get((request.method, request.budget_bytes))
         if found is None:
-            line = [point for point in points if point.method == request.method]
-            found = attempt(graph, request, starts=_last_schedule(line))
+            # the schedule of the largest budget so far fits this one too
+            starts = [p.schedule for p in points if p.method == request.method and p.schedule]
+            found = attempt(graph, request, starts=starts[-1:])
         points.append(found)
         if on_point is not None:
             on_point(len(points), len(requests))
-    return _curve(graph, points)
-
-
-def _curve(graph: Graph, points: Sequence[Solution]) -> Curve:
-    """points: method by method, each smallest budget first."""
     carried: list[Solution] = []
     for method in dict.fromkeys(point.method for point in points):
         carried += _schedules_carried_up([point for point in points if point.method == method])
@@ -155,11 +151,6 @@ def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
             best = point
         carried.append(point)
     return carried
-
-
-def _last_schedule(line: Sequence[Solution]) -> list[Schedule]:
-    """The schedule of the largest budget so far: it fits the next one too."""
-    return [point.schedule for point in line if point.schedule is not None][-1:]
 
 
 def _time_s(point: Solution) -> float:

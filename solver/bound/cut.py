@@ -286,16 +286,13 @@ class CutMilp:
                 for p, keep in zip(self.positions, self.keep, strict=True)
             )
             cost_share = float(np.dot(self.program.cost, values))
-        lost = answer.bound - self.program.constant - TIME_ERROR
-        return Cuts(
-            positions=self.positions,
-            lost_share=max(0.0, lost),
-            kept=kept,
-            timed_out=answer.timed_out,
-            cost_share=cost_share,
-        )
+        lost_share = self._lost_share(answer)
+        return Cuts(self.positions, lost_share, kept, answer.timed_out, cost_share)
 
-    def rounded(self, answer: Answer) -> Cuts:
+    def _lost_share(self, answer: Answer) -> float:
+        return max(0.0, answer.bound - self.program.constant - TIME_ERROR)
+
+    def rounded(self) -> Cuts:
         """A whole solution of a single cut near the LP's: units by their shares while bytes last.
 
         A vertex of this LP has few shares between 0 and 1, mostly of one block out of many equal
@@ -303,7 +300,8 @@ class CutMilp:
         get in cannot be recomputed.
         """
         (keep,), (recompute,), (p,) = self.keep, self.recompute, self.positions
-        lost_share = max(0.0, answer.bound - self.program.constant - TIME_ERROR)
+        answer = self.program.solve(whole=False, deadline=self._deadline)
+        lost_share = self._lost_share(answer)
         if answer.values is None:
             return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
         folded, shares = self.folded, answer.values
@@ -324,13 +322,8 @@ class CutMilp:
         possible = needed <= recompute.keys() and all(
             u in kept for u in keep if p in folded.uses[u]
         )
-        return Cuts(
-            positions=self.positions,
-            lost_share=lost_share,
-            kept=(frozenset(kept),),
-            cost_share=math.fsum(self._time_share[n] for n in needed) if possible else math.inf,
-            timed_out=answer.timed_out,
-        )
+        cost_share = math.fsum(self._time_share[n] for n in needed) if possible else math.inf
+        return Cuts(self.positions, lost_share, (frozenset(kept),), answer.timed_out, cost_share)
 
 
 def solve_cuts(
@@ -362,7 +355,7 @@ def solve_cuts(
         return Cuts(tuple(positions), 0.0, None, timed_out=True)
     affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, program.n_columns) ** 2
     if whole and len(positions) == 1:
-        cuts = program.rounded(program.program.solve(whole=False, deadline=deadline))
+        cuts = program.rounded()
         close = cuts.cost_share - cuts.lost_share <= max(gap, ROUNDED_GAP)
         if close or math.isinf(cuts.lost_share) or not affordable:
             return cuts

@@ -32,10 +32,10 @@ class Milp:
     _lower: list[float] = field(default_factory=list)
     _upper: list[float] = field(default_factory=list)
 
-    def variable(self, *, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
+    def variable(self, *, cost: float = 0.0, least: float = 0.0) -> int:
         self.cost.append(cost)
         self.least.append(least)
-        self.most.append(most)
+        self.most.append(1.0)
         return len(self.cost) - 1
 
     def row(
@@ -45,13 +45,12 @@ class Milp:
         *,
         lower: float = -math.inf,
         upper: float = math.inf,
-    ) -> int:
+    ) -> None:
         self._columns.extend(columns)
         self._values.extend(values)
         self._row_starts.append(len(self._columns))
         self._lower.append(lower)
         self._upper.append(upper)
-        return len(self._lower) - 1
 
     def solve(
         self,
@@ -71,7 +70,7 @@ class Milp:
         """
         time_limit_s = deadline.left_s
         if time_limit_s <= 0:
-            return Answer(values=None, bound=-math.inf, infeasible=False, timed_out=True)
+            return Answer(values=None, bound=-math.inf, timed_out=True)
         whole = whole and bool(self.cost)  # of no columns HiGHS reports no dual bound
         options: dict[str, float | int | bool] = {"presolve": True, "mip_rel_gap": gap}
         if node_limit is not None:
@@ -98,23 +97,18 @@ class Milp:
             bound = -math.inf if bound is None or math.isnan(bound) else float(bound)
         else:
             bound = float(result.fun) if result.status == 0 else -math.inf
-        infeasible = result.status == 2
-        return Answer(
-            values=values,
-            bound=math.inf if infeasible else bound,
-            infeasible=infeasible,
-            timed_out=result.status == 1,  # a node limit has another status
-        )
+        bound = math.inf if result.status == 2 else bound
+        timed_out = result.status == 1  # a node limit has another status
+        return Answer(values=values, bound=bound, timed_out=timed_out)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """values: of the variables (None: none found). bound: no feasible point costs less.
-
-    infeasible: proven. timed_out: the clock ended the search.
+    """values: of the variables (None: none found).
+    bound: no feasible point costs less (inf: proven infeasible).
+    timed_out: the clock ended the search.
     """
 
     values: Floats | None
     bound: float
-    infeasible: bool
     timed_out: bool

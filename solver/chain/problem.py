@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import index
 
 
@@ -54,14 +54,8 @@ class Chain:
         n_blocks = len(self.forward_s)
         if not n_blocks:
             raise ValueError("forward_s is empty; a chain has at least one block")
-        for name, n_entries in (
-            ("forward_s", n_blocks),
-            ("backward_s", n_blocks + 1),
-            ("input_bytes", n_blocks + 1),
-            ("saved_bytes", n_blocks + 1),
-            ("forward_workspace_bytes", n_blocks),
-            ("backward_workspace_bytes", n_blocks + 1),
-        ):
+        for name in (field.name for field in fields(self)):
+            n_entries = n_blocks + (not name.startswith("forward_"))
             values = tuple(getattr(self, name))
             if len(values) != n_entries:
                 raise ValueError(

@@ -135,10 +135,6 @@ class _Device:
         self._open_stays: dict[str, tuple[Layer, int]] = {}  # storage -> its layer and start
         self._holders: dict[str, int] = {}  # storage -> number of live tensors on it
         self._ran: set[str] = set()
-        self._forward = [node.name for node in graph.forward_nodes]
-        self._later = [node.name for node in graph.later_nodes]
-        self._next_forward = 0
-        self._next_later = 0
 
     def run(self, op: Op) -> int:
         """Apply one op; return the bytes on the device during it."""
@@ -163,23 +159,18 @@ class _Device:
             if not node.recomputable:
                 raise self._illegal(f"{node.name!r} runs a second time, but is not recomputable")
             return
-        if node.phase == "forward":
-            expected = self._forward[self._next_forward]
-            if node.name != expected:
-                raise self._illegal(
-                    f"{node.name!r} runs for the first time before {expected!r} has"
-                )
-            self._next_forward += 1
+        expected = self.graph.nodes[len(self._ran)]
+        if node.name == expected.name:
             return
-        if self._next_forward < len(self._forward):
-            missing = self._forward[self._next_forward]
+        if node.phase == "forward":
             raise self._illegal(
-                f"{node.phase} node {node.name!r} runs before forward node {missing!r}"
+                f"{node.name!r} runs for the first time before {expected.name!r} has"
             )
-        expected = self._later[self._next_later]
-        if node.name != expected:
-            raise self._illegal(f"{node.name!r} runs before {expected!r} has")
-        self._next_later += 1
+        if expected.phase == "forward":
+            raise self._illegal(
+                f"{node.phase} node {node.name!r} runs before forward node {expected.name!r}"
+            )
+        raise self._illegal(f"{node.name!r} runs before {expected.name!r} has")
 
     def _check_tensors(self, node: Node) -> None:
         for name in node.inputs:
@@ -269,9 +260,9 @@ class _Device:
         return self.bytes
 
     def end(self) -> None:
-        left = self._forward[self._next_forward :] + self._later[self._next_later :]
-        if left:
-            raise IllegalScheduleError(None, f"{left[0]!r} has never run")
+        if len(self._ran) < len(self.graph.nodes):
+            missing = self.graph.nodes[len(self._ran)].name
+            raise IllegalScheduleError(None, f"{missing!r} has never run")
         for name in self.graph.outputs:
             if name not in self._live:
                 raise IllegalScheduleError(None, f"output {name!r} is not on the device")

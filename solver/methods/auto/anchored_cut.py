@@ -69,7 +69,7 @@ def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]
             deadline=search.deadline,
         )
         program.hold(anchors)
-        cuts = program.rounded(program.program.solve(whole=False, deadline=search.deadline))
+        cuts = program.rounded()
         if cuts.kept is None:
             return
         played = search.offer(

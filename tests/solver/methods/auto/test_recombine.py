@@ -77,7 +77,7 @@ def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
     budget_bytes = budget(graph, 0.3)
     for p in range(folded.n_forward, folded.n_nodes):
         program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
-        cuts = program.rounded(program.program.solve(whole=False))
+        cuts = program.rounded()
         if cuts.kept is None or math.isinf(cuts.cost_share):
             continue
         (kept,) = cuts.kept
