@@ -13,6 +13,7 @@ with `fsdp=` they are those of one rank; `scheduler_runtime.fsdp.shard` shards t
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from scheduler_runtime.execute import (
     CheckpointedForward,
     SavedCalls,
     functional_name,
+    names_inside,
     remove_torch_checkpoint,
 )
 from scheduler_runtime.planned import PlannedForward, check_order
@@ -214,8 +216,7 @@ def _check_model(model: nn.Module, graph: Graph) -> None:
             "the solution was made for a graph file that no module was traced into; export needs "
             "one from solve(model, batch, ...)"
         )
-    planned = set(graph.meta.parameters)
-    missing = sorted(planned.symmetric_difference(dict(model.named_parameters())))
+    missing = sorted(set(graph.meta.parameters) ^ dict(model.named_parameters()).keys())
     missing += sorted({n.module for n in graph.forward_nodes if n.module not in modules})
     if missing:
         raise ExportError(
@@ -233,26 +234,21 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     """
     first: dict[str, int] = {}  # path -> position of the first operator in it
     for position, node in enumerate(graph.forward_nodes):
-        names = node.module.split(".")
-        for depth in range(len(names)):
-            first.setdefault(".".join(names[: depth + 1]), position)
+        for path in itertools.accumulate(node.module.split("."), "{}.{}".format):
+            first.setdefault(path, position)
 
     def parts_of(path: str) -> tuple[str, ...]:
         return tuple(part for part in called_children(model, path) if part in first)
 
     blocks = [path for path in listed_blocks(model) if path in first] or list(parts_of(""))
     blocks.sort(key=first.__getitem__)
-    parts: dict[str, tuple[str, ...]] = {}
-    for block in blocks:
-        parts[block] = parts_of(block)
-        parts.update({part: parts_of(part) for part in parts[block]})
+    parts = {block: parts_of(block) for block in blocks}
+    parts |= {part: parts_of(part) for inside in parts.values() for part in inside}
     around = [
         path
         for path, module in model.named_modules()
-        if path
-        and not is_container(module)
-        and path not in blocks
-        and any(is_under(block, path) for block in blocks)
+        if path and path not in blocks and not is_container(module)
+        if any(is_under(block, path) for block in blocks)
     ]
     # the nearest to the blocks: recomputing those further out would be almost the whole step
     nearest = [p for p in around if not any(o != p and is_under(o, p) for o in around)]
@@ -297,31 +293,24 @@ def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
     written = {n for node in graph.forward_nodes if not node.outputs for n in node.inputs}
     changed = sorted(path for path, tensor in graph.meta.buffers.items() if tensor in written)
     for region in (inside for top in plan.regions for inside in top.flat()):
-        prefix = f"{region.path}."
         module = model.get_submodule(region.path)
         module.forward = CheckpointedForward(
             module,
             saved=_saved_calls(graph, region) if region.saved else None,
-            changed_buffers=tuple(
-                name.removeprefix(prefix) for name in changed if name.startswith(prefix)
-            ),
+            changed_buffers=names_inside(changed, region.path),
         )
 
 
 def _saved_calls(graph: Graph, region: CheckpointRegion) -> SavedCalls:
     seen: Counter[str] = Counter()
-    saved: dict[str, set[int]] = {}
+    saved: dict[str, frozenset[int]] = {}
     for name in region.nodes:
         op = graph.node_by_name[name].op
         operator = functional_name(_EAGER_NAMES.get(op, op))
         if name in region.saved:
-            saved.setdefault(operator, set()).add(seen[operator])
+            saved[operator] = saved.get(operator, frozenset()) | {seen[operator]}
         seen[operator] += 1
-    return SavedCalls(
-        region.path,
-        {operator: frozenset(calls) for operator, calls in saved.items()},
-        {operator: seen[operator] for operator in saved},
-    )
+    return SavedCalls(region.path, saved, {operator: seen[operator] for operator in saved})
 
 
 def _exported(

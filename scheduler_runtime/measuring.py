@@ -177,9 +177,8 @@ def absolute_peak_bytes(
 ) -> int:
     """The most on the device during a run: on CUDA all of this process, on the CPU the resident
     tensors and what the run adds."""
-    before_bytes = (
-        torch.cuda.memory_allocated(device) if device.type == "cuda" else bytes_of(resident, device)
-    )
+    is_cuda = device.type == "cuda"
+    before_bytes = torch.cuda.memory_allocated(device) if is_cuda else bytes_of(resident, device)
     return before_bytes + peak_above_bytes(run, device)
 
 

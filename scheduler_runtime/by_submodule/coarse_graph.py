@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from graphs.capture import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph, Node, Tensor
 from graphs.meta import GraphMeta
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
-from scheduler_runtime.by_submodule.observe import Observed, ObservedPart
+from scheduler_runtime.by_submodule.observe import Observed
 from scheduler_runtime.execute import runs_in_a_loop
 from solver.chain import Chain
 from solver.module_checkpointing import SequentialSteps
@@ -20,24 +20,11 @@ from solver.module_checkpointing import SequentialSteps
 SCOPE = "planned by submodules, measured in eager mode"
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A sequence that an nn.Sequential runs in a loop.
+def find_loop(model: nn.Module, observed: Observed) -> Observed:
+    """With the nn.Sequential whose children the submodules are, all and in order, as a chain.
 
-    container: the path of the nn.Sequential.
-    steps: its steps, each one child or several that must be recomputed together.
-    """
-
-    container: str
-    steps: SequentialSteps
-
-
-def find_loop(model: nn.Module, observed: Observed) -> tuple[Observed, Loop | None]:
-    """The nn.Sequential whose children the observed submodules are, all and in order, as a chain.
-
-    None where there is none, where something runs between the children, or where less than two
-    steps could be recomputed. Then the observation is as before; else without the parts between the
-    children, in which nothing runs.
+    As it was where there is none, where something runs between the children, or where less than two
+    steps could be recomputed; else without the parts between the children, in which nothing runs.
 
     A child that overwrites what it reads is recomputed only together with the one that made it, so
     both are one step; and so with one whose argument is overwritten after it. Bytes are
@@ -49,9 +36,7 @@ def find_loop(model: nn.Module, observed: Observed) -> tuple[Observed, Loop | No
         (
             path
             for path, module in model.named_modules()
-            if runs_in_a_loop(module)
-            and list(module.children()) == members
-            and len(module) == len(members)
+            if runs_in_a_loop(module) and list(module) == members
         ),
         None,
     )
@@ -64,26 +49,20 @@ def find_loop(model: nn.Module, observed: Observed) -> tuple[Observed, Loop | No
         elif not part.overwritten:
             steps.append([k])
     if container is None or len(steps) < 2 or not all(part.path for part in parts[1:-1]):
-        return observed, None
-    observed = Observed(parts, observed.storage_bytes)
-
-    def n_bytes(storages: Iterable[int]) -> int:
-        return sum(observed.storage_bytes[i] for i in storages)
-
+        return observed
+    observed = dataclasses.replace(observed, parts=parts, container=container)
     read = [set(parts[step[0]].read) for step in steps] + [set(parts[steps[-1][-1] + 1].read)]
-    input_bytes = [n_bytes(each) for each in read]
+    input_bytes = tuple(observed.bytes_of(each) for each in read)
     saved_bytes = [0]
     for i, step in enumerate(steps):
         saved = {storage for k in step for storage in parts[k].saved} - read[i] - read[i + 1]
-        saved_bytes.append(input_bytes[i + 1] + n_bytes(saved))
+        saved_bytes.append(input_bytes[i + 1] + observed.bytes_of(saved))
     chain = Chain(
         forward_s=tuple(sum(parts[k].forward_s for k in step) for step in steps),
         backward_s=(*(sum(parts[k].backward_s for k in step) for step in steps), 0.0),
-        input_bytes=tuple(input_bytes),
+        input_bytes=input_bytes,
         saved_bytes=tuple(saved_bytes),
-        forward_workspace_bytes=tuple(
-            max(_workspace_bytes(observed, parts[k]) for k in step) for step in steps
-        ),
+        forward_workspace_bytes=tuple(max(map(observed.workspace_bytes, step)) for step in steps),
         backward_workspace_bytes=(
             *(max(parts[k].backward_peak_bytes for k in step) for step in steps),
             0,
@@ -94,23 +73,16 @@ def find_loop(model: nn.Module, observed: Observed) -> tuple[Observed, Loop | No
         modules=tuple(tuple(parts[k].path for k in step) for step in steps),
         chain=chain,
     )
-    return observed, Loop(container, sequential)
+    return dataclasses.replace(observed, steps=sequential)
 
 
-def _workspace_bytes(observed: Observed, part: ObservedPart) -> int:
-    made = sum(observed.storage_bytes[i] for i in part.made)
-    return max(0, part.forward_peak_bytes - made)
-
-
-def coarse_graph(
-    step: ObservedStep, observed: Observed, *, in_loop: bool, unseen_bytes: int
-) -> Graph:
+def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -> Graph:
     """One forward and one backward node for each part.
 
-    in_loop: an nn.Sequential runs the submodules, so that each can be recomputed with those before.
+    In a loop, each submodule can be recomputed with those before it.
     unseen_bytes: counted as resident: what a measured step took beyond its prediction.
     """
-    parts = observed.parts
+    parts, in_loop = observed.parts, observed.steps is not None
     resident = step.resident_bytes()
     beside = {"random_state": CPU_RANDOM_STATE_BYTES * (len(parts) + 1), "unseen": unseen_bytes}
     tensors = [Tensor(kind, n, kind) for kind, n in resident.items()]  # type: ignore[arg-type]
@@ -127,10 +99,8 @@ def coarse_graph(
         tensors += [Tensor(f"x{k}", 0, "activation"), Tensor(f"g{k}", 0, "activation")]
         previous = [f"x{k - 1}"] if k else []
         following = f"g{k + 1}" if k + 1 < len(parts) else f"x{k}"
-        own_gradients = []
-        if gradients[k]:
-            own_gradients = [f"gradient{k}"]
-            tensors.append(Tensor(f"gradient{k}", gradients[k], "gradient"))
+        own = [f"gradient{k}"] if gradients[k] else []
+        tensors += [Tensor(name, gradients[k], "gradient") for name in own]
         forward.append(
             Node(
                 name=f"forward{k}",
@@ -138,7 +108,7 @@ def coarse_graph(
                 inputs=tuple(dict.fromkeys((*resident, *previous, *read))),
                 outputs=(*(f"t{i}" for i in part.made), f"x{k}"),
                 time_s=part.forward_s,
-                workspace_bytes=_workspace_bytes(observed, part),
+                workspace_bytes=observed.workspace_bytes(k),
                 phase="forward",
                 recomputable=bool(part.path) and (in_loop or not part.overwritten),
                 module=part.path,
@@ -149,7 +119,7 @@ def coarse_graph(
                 name=f"backward{k}",
                 op=f"{where}.backward",
                 inputs=tuple(dict.fromkeys((following, *saved))),
-                outputs=(f"g{k}", *own_gradients),
+                outputs=(f"g{k}", *own),
                 time_s=part.backward_s,
                 # includes the gradients of activations, which live on both sides of it
                 workspace_bytes=max(0, part.backward_peak_bytes - gradients[k])
@@ -178,7 +148,7 @@ def _incoming_gradient_bytes(observed: Observed, k: int) -> int:
     if observed.parts[k].overwritten:  # its output may be on its argument's storage
         made |= set(observed.parts[k].read)
     read = {i for part in observed.parts[k + 1 : k + 3] for i in part.read}
-    return sum(observed.storage_bytes[i] for i in made & read)
+    return observed.bytes_of(made & read)
 
 
 def _gradient_bytes(model: nn.Module, paths: Sequence[str]) -> list[int]:

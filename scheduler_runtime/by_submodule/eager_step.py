@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from graphs.calls import nested
+from scheduler_runtime.execute import remove_torch_checkpoint
 from scheduler_runtime.measuring import (
     TrainingStep,
     buffers_and_random_state_restored,
@@ -60,8 +61,8 @@ class ObservedStep(TrainingStep):
                 if not buffer.equal(before[name])
             )
 
-    def peak_bytes(self, put: Callable[[], object], remove: Callable[[], object]) -> int:
-        """The peak of one step with a plan in place, resident bytes included."""
+    def peak_bytes(self, put: Callable[[], object]) -> int:
+        """The peak of one step with a plan that `put` puts in place, resident bytes included."""
         put()
         try:
             with state_restored(self.model):
@@ -70,5 +71,5 @@ class ObservedStep(TrainingStep):
                 above_bytes = peak_above_bytes(self.run, self.device)
         finally:
             self.release()
-            remove()
+            remove_torch_checkpoint(self.model)
         return sum(self.resident_bytes().values()) + above_bytes

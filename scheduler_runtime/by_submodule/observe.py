@@ -9,11 +9,12 @@ the steps change (buffers, gradients, random state) is restored.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from graphs.calls import device_of, nested
 from graphs.costs import begin_part, cpu_peak_bytes_by_part
 from scheduler_runtime.by_submodule.eager_step import state_restored
 from scheduler_runtime.measuring import CudaPeaks
+from solver.module_checkpointing import SequentialSteps
 
 N_TIMED_STEPS = 3
 
@@ -53,15 +55,39 @@ class ObservedPart:
 
 @dataclass(frozen=True)
 class Observed:
-    """parts: outside, submodule, outside, submodule, ..., outside. storage_bytes: by number."""
+    """A step in parts.
+
+    parts: outside, submodule, outside, submodule, ..., outside.
+    storage_bytes: by number.
+    container: the path of the nn.Sequential that runs the submodules in a loop.
+    steps: its steps, each one child or several that must be recomputed together (None: no loop).
+    """
 
     parts: tuple[ObservedPart, ...]
     storage_bytes: tuple[int, ...]
+    container: str = ""
+    steps: SequentialSteps | None = None
 
     @property
     def blocks(self) -> tuple[str, ...]:
         """Paths of the submodules, in the order in which they run."""
         return tuple(part.path for part in self.parts if part.path)
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        return sum(self.storage_bytes[i] for i in storages)
+
+    def workspace_bytes(self, k: int) -> int:
+        """Of part k's forward, beside what it makes."""
+        return max(0, self.parts[k].forward_peak_bytes - self.bytes_of(self.parts[k].made))
+
+
+@dataclass
+class _Call:
+    """parent: number of the call inside of which it runs; -1: none."""
+
+    path: str
+    parent: int
+    saved_bytes: int = 0
 
 
 def find_sequence(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[str, ...]:
@@ -70,12 +96,36 @@ def find_sequence(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[s
     Of all such sequences the one that saves the most for backward beside its largest member, for
     that is what checkpoints can win. Returns paths; empty where there is none.
     """
-    calls = _Calls(model)
-    with state_restored(model), calls.recorded():
+    paths = {module: path for path, module in model.named_modules() if path}
+    calls: list[_Call] = []
+    running = [-1]
+    # storages by address; held, so that none gets another's address
+    seen = {storage._cdata: storage for storage in _state_storages(model)}
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        running.append(len(calls))
+        calls.append(_Call(paths[module], running[-2]))
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        running.pop()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen[storage._cdata] = storage
+            for index in running[1:]:
+                calls[index].saved_bytes += storage.nbytes()
+        return tensor
+
+    with state_restored(model), contextlib.ExitStack() as stack:
+        for module in paths:
+            stack.enter_context(module.register_forward_pre_hook(enter))
+            stack.enter_context(module.register_forward_hook(leave, always_call=True))
+        stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         step()
-    n_calls = Counter(call.path for call in calls.calls)
+    n_calls = Counter(call.path for call in calls)
     sequences: dict[int, list[_Call]] = defaultdict(list)
-    for call in calls.calls:
+    for call in calls:
         if n_calls[call.path] == 1:
             sequences[call.parent].append(call)
 
@@ -132,56 +182,6 @@ def observe(
     return Observed(tuple(watch.parts), tuple(watch.storage_bytes))
 
 
-@dataclass
-class _Call:
-    """parent: number of the call inside of which it runs; -1: none."""
-
-    path: str
-    parent: int
-    saved_bytes: int = 0
-
-
-class _Calls:
-    """Which module calls which, and how many bytes are saved for backward inside of each call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._open: list[int] = [-1]
-        # storages by address; held, so that none gets another's address
-        self._seen = {storage._cdata: storage for storage in _state_storages(model)}
-        self.calls: list[_Call] = []
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        paths = {module: path for path, module in self._model.named_modules() if path}
-
-        def enter(module: nn.Module, _args: Any) -> None:
-            self.calls.append(_Call(paths[module], self._open[-1]))
-            self._open.append(len(self.calls) - 1)
-
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            self._open.pop()
-
-        handles: list[Any] = []
-        for module in paths:
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage
-            for index in self._open[1:]:
-                self.calls[index].saved_bytes += storage.nbytes()
-        return tensor
-
-
 def _state_storages(model: nn.Module) -> Iterator[Any]:
     for tensor in (*model.parameters(), *model.buffers()):
         yield tensor.untyped_storage()
@@ -193,13 +193,11 @@ class _Watch:
     def __init__(
         self, model: nn.Module, blocks: Sequence[str], resident: Sequence[torch.Tensor] = ()
     ) -> None:
-        self._model = model
-        self._blocks = tuple(blocks)
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []
+        self._modules = [model.get_submodule(path) for path in blocks]
+        self._numbers: dict[int, tuple[int, Any]] = {}  # holds storages: none gets another's place
         self.storage_bytes: list[int] = []
         self.parts = [ObservedPart("")]
-        for path in self._blocks:
+        for path in blocks:
             self.parts += [ObservedPart(path), ObservedPart("")]
         self._resident = {storage._cdata for storage in _state_storages(model)}
         self._resident |= {tensor.untyped_storage()._cdata for tensor in resident}
@@ -212,31 +210,27 @@ class _Watch:
 
     @contextlib.contextmanager
     def hooked(self, *, saving: bool) -> Iterator[None]:
-        handles: list[Any] = []
-        for position, path in enumerate(self._blocks):
-            module = self._model.get_submodule(path)
-            before, after = self._hooks(2 * position + 1, saving=saving)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
         self._now = 0
         self._marks = []
         try:
             with contextlib.ExitStack() as stack:
+                for position, module in enumerate(self._modules):
+                    before, after = self._hooks(2 * position + 1, saving=saving)
+                    stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(after))
                 if saving:
                     stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
                 self.mark("forward 0")
                 yield
                 self.mark("end")
         finally:
-            for handle in handles:
-                handle.remove()
             for part, tensor, version in self._arguments:
                 part.overwritten |= tensor._version != version
             self._arguments.clear()
-            self._alive.clear()
+            self._numbers.clear()
 
     def _hooks(self, index: int, *, saving: bool) -> tuple[Any, Any]:
-        part, outside = self.parts[index], self.parts[index - 1]
+        outside, part, following = self.parts[index - 1 : index + 2]
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             for tensor in nested.tensors((args, kwargs)):
@@ -246,7 +240,7 @@ class _Watch:
                 # a gradient of what comes directly from a submodule is where its backward begins
                 is_direct = any(tensor is output() for output in self._direct)
                 if tensor.requires_grad and not is_direct:
-                    tensor.register_hook(self._marking(f"backward {index - 1}"))
+                    tensor.register_hook(lambda _gradient: self.mark(f"backward {index - 1}"))
             self._now = index
             self.mark(f"forward {index}")
 
@@ -254,16 +248,13 @@ class _Watch:
             self._direct = [weakref.ref(tensor) for tensor in nested.tensors(output)]
             for tensor in nested.tensors(output):
                 if saving:
-                    self._add(self.parts[index + 1].read, tensor, maker=part)
+                    self._add(following.read, tensor, maker=part)
                 if tensor.requires_grad:
-                    tensor.register_hook(self._marking(f"backward {index}"))
+                    tensor.register_hook(lambda _gradient: self.mark(f"backward {index}"))
             self._now = index + 1
             self.mark(f"forward {index + 1}")
 
         return before, after
-
-    def _marking(self, name: str) -> Callable[[Any], None]:
-        return lambda _gradient: self.mark(name)
 
     def mark(self, name: str) -> None:
         if self.cuda_peaks is not None:
@@ -275,9 +266,9 @@ class _Watch:
         begin_part(name)
 
     def seconds(self) -> dict[str, float]:
-        spent: dict[str, float] = {}
-        for (name, begun_s), (_, ended_s) in zip(self._marks, self._marks[1:], strict=False):
-            spent[name] = spent.get(name, 0.0) + ended_s - begun_s
+        spent: dict[str, float] = defaultdict(float)
+        for (name, begun_s), (_, ended_s) in itertools.pairwise(self._marks):
+            spent[name] += ended_s - begun_s
         return spent
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -289,12 +280,11 @@ class _Watch:
         storage = tensor.untyped_storage()
         if storage._cdata in self._resident:
             return
-        number = self._numbers.get(storage._cdata)
-        if number is None:
+        if storage._cdata not in self._numbers:
             number = len(self.storage_bytes)
-            self._numbers[storage._cdata] = number
-            self._alive.append(storage)  # so that no other gets its place
+            self._numbers[storage._cdata] = number, storage
             self.storage_bytes.append(storage.nbytes())
             maker.made.append(number)
+        number, _ = self._numbers[storage._cdata]
         if number not in to:
             to.append(number)

@@ -32,11 +32,10 @@ from graphs.calls import TraceError, device_of, nested
 from graphs.costs import Roofline
 from graphs.hardware import named
 from graphs.training_step import optimizer_costs, with_optimizer
-from scheduler_runtime.by_submodule.coarse_graph import Loop, coarse_graph, find_loop
+from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
-from scheduler_runtime.execute import remove_torch_checkpoint
 from scheduler_runtime.surroundings import budget_on
 from solver.common import counted, format_size
 from solver.module_checkpointing import (
@@ -88,7 +87,15 @@ def plan_chain(
     budget_bytes, reserve_bytes = budget_on(device, budget, reserve)
     try:
         step = ObservedStep(model, batch, loss=loss, inputs=inputs)
-        observed, loop = _observe(step)
+        blocks = find_sequence(model, step.forward)
+        if not blocks:
+            raise FallbackError(
+                f"{type(model).__name__} has no two submodules that the same module calls once "
+                "each in a step, so there is nothing to checkpoint; split it into submodules, or "
+                "make it traceable"
+            )
+        resident = nested.tensors(batch)
+        observed = find_loop(model, observe(model, step.forward, blocks, resident=resident))
     except TraceError as error:
         raise FallbackError(str(error)) from error
     changed_buffers = step.changed_buffers()
@@ -99,24 +106,20 @@ def plan_chain(
     unseen_bytes, excess_bytes = 0, 0
     plan: RegionPlan | None = None
     for _ in range(1 + N_CORRECTIONS):
-        graph = coarse_graph(step, observed, in_loop=loop is not None, unseen_bytes=unseen_bytes)
-        if figures is not None:
-            graph = with_optimizer(graph, figures)
+        graph = coarse_graph(step, observed, unseen_bytes=unseen_bytes)
+        graph = with_optimizer(graph, figures)
         solution = solve(
             graph, budget=budget_bytes, reserve=reserve_bytes, time_limit_s=time_limit_s
         )
         if plan is not None:  # measured already; the graph now counts what it took
             plan = plan_regions(graph, plan.regions, in_loop=plan.in_loop)
             if plan.peak_bytes <= solution.request.available_bytes:
-                return _planned(solution, observed, loop, plan, changed_buffers)
-        plan, least_bytes = _choose(solution, observed, loop)
+                return _planned(solution, observed, plan, changed_buffers)
+        plan, least_bytes = _choose(solution, observed)
         if plan is None:
-            return _nothing_fits(solution, observed, loop, least_bytes)
-        found = _planned(solution, observed, loop, plan, changed_buffers)
-        measured_bytes = step.peak_bytes(
-            put=functools.partial(put, model, found),
-            remove=functools.partial(remove_torch_checkpoint, model),
-        )
+            return _nothing_fits(solution, observed, least_bytes)
+        found = _planned(solution, observed, plan, changed_buffers)
+        measured_bytes = step.peak_bytes(functools.partial(put, model, found))
         excess_bytes = measured_bytes - _peak_in_step(found)
         if excess_bytes <= 0:
             return found
@@ -127,21 +130,7 @@ def plan_chain(
     )
 
 
-def _observe(step: ObservedStep) -> tuple[Observed, Loop | None]:
-    blocks = find_sequence(step.model, step.forward)
-    if not blocks:
-        raise FallbackError(
-            f"{type(step.model).__name__} has no two submodules that the same module calls once "
-            "each in a step, so there is nothing to checkpoint; split it into submodules, or make "
-            "it traceable"
-        )
-    resident = nested.tensors(step.batch)
-    return find_loop(step.model, observe(step.model, step.forward, blocks, resident=resident))
-
-
-def _choose(
-    solution: Solution, observed: Observed, loop: Loop | None
-) -> tuple[RegionPlan | None, int]:
+def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, int]:
     """The fastest plan that fits, and the smallest peak that was found."""
     found: list[RegionPlan] = []
     least_bytes = solution.baseline.peak_bytes
@@ -157,9 +146,9 @@ def _choose(
             found.append(plan)
         except NoModulesFitError as error:
             least_bytes = error.least.peak_bytes
-    if loop is not None:
+    if observed.steps is not None:
         best, least_bytes = best_in_loop(
-            solution.graph, loop.steps, budget_bytes=solution.request.available_bytes
+            solution.graph, observed.steps, budget_bytes=solution.request.available_bytes
         )
         if best is not None:
             found.append(best)
@@ -167,11 +156,7 @@ def _choose(
 
 
 def _planned(
-    solution: Solution,
-    observed: Observed,
-    loop: Loop | None,
-    plan: RegionPlan,
-    changed_buffers: tuple[str, ...],
+    solution: Solution, observed: Observed, plan: RegionPlan, changed_buffers: tuple[str, ...]
 ) -> SubmoduleSolution:
     slower_s = plan.simulation.time_s - solution.lower_bound_s
     return SubmoduleSolution.of(
@@ -183,15 +168,13 @@ def _planned(
         blocks=observed.blocks,
         checkpointed=tuple(path for region in plan.regions for path in region.modules),
         segments=plan.regions if plan.in_loop else (),
-        container="" if loop is None else loop.container,
-        left_alone=_left_alone(observed, loop),
+        container=observed.container,
+        left_alone=_left_alone(observed),
         changed_buffers=changed_buffers,
     )
 
 
-def _nothing_fits(
-    solution: Solution, observed: Observed, loop: Loop | None, least_bytes: int
-) -> SubmoduleSolution:
+def _nothing_fits(solution: Solution, observed: Observed, least_bytes: int) -> SubmoduleSolution:
     """Its obstacle has the smallest peak of a plan by submodules as the reached one."""
     obstacle = solution.obstacle or Obstacle(0, 0, None, "", ())
     return SubmoduleSolution.of(
@@ -207,7 +190,7 @@ def _nothing_fits(
         ),
         blocks=observed.blocks,
         left_alone=(
-            *_left_alone(observed, loop),
+            *_left_alone(observed),
             f"the smallest peak found is {format_size(least_bytes)}",
         ),
     )
@@ -222,12 +205,16 @@ def _peak_in_step(solution: Solution) -> int:
     return max(n for op, n in live_bytes if op != Compute("optimizer_step")) - state_bytes
 
 
-def _left_alone(observed: Observed, loop: Loop | None) -> tuple[str, ...]:
+def _left_alone(observed: Observed) -> tuple[str, ...]:
     outside_s = sum(part.forward_s for part in observed.parts if not part.path)
     total_s = sum(part.forward_s for part in observed.parts) or 1.0
     notes = [f"{100 * outside_s / total_s:.0f} % of the forward pass runs outside of them"]
     if overwritten := ", ".join(part.path for part in observed.parts if part.overwritten):
-        how = "are kept" if loop is None else "are recomputed only together with those before them"
+        how = (
+            "are kept"
+            if observed.steps is None
+            else "are recomputed only together with those before them"
+        )
         notes.append(f"the inputs of these are overwritten in place, so they {how}: {overwritten}")
     return tuple(notes)
 
@@ -258,11 +245,8 @@ def planned_for_command(
         time_limit_s=time_limit_s,
     )
     n_blocks = counted(len(solution.blocks), "submodule")
-    notes = [
-        f"Planned by submodules, measured in eager mode: {n_blocks}.",
-        *solution.parts,
-        *solution.left_alone,
-    ]
+    said = f"Planned by submodules, measured in eager mode: {n_blocks}."
+    notes = [said, *solution.parts, *solution.left_alone]
     if solution.schedule is not None:
         notes.append(
             "apply() cannot run this schedule from a file: in the training script, call "

@@ -14,6 +14,7 @@ from scheduler_runtime.execute import (
     CheckpointedForward,
     ExportedForward,
     SegmentedForward,
+    names_inside,
     runs_in_a_loop,
 )
 from solver.common import counted
@@ -89,18 +90,12 @@ def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
                 f"the plan is for an nn.Sequential {where} with {n_blocks} children and no hooks; "
                 f"this is a {type(container).__name__}"
             )
-        names = _inside(solution.changed_buffers, solution.container)
+        names = names_inside(solution.changed_buffers, solution.container)
         container.forward = SegmentedForward(  # type: ignore[method-assign]
             container, segments=solution.segments, changed_buffers=names
         )
         return model
     for path in solution.checkpointed:
-        names = _inside(solution.changed_buffers, path)
+        names = names_inside(solution.changed_buffers, path)
         modules[path].forward = CheckpointedForward(modules[path], changed_buffers=names)
     return model
-
-
-def _inside(names: Sequence[str], path: str) -> tuple[str, ...]:
-    """Those of these tensor names that are in the module at this path, relative to it."""
-    prefix = f"{path}." if path else ""
-    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))

@@ -28,13 +28,12 @@ def _inductor(partitioner: BudgetPartitioner) -> Backend:
 
 def _aot_eager(partitioner: BudgetPartitioner) -> Backend:
     """Runs operator by operator as traced, without fusion: bitwise identical to eager operators."""
-    compile_graph: Backend = aot_autograd(
+    return aot_autograd(
         fw_compiler=_boxed,
         bw_compiler=_boxed,
         partition_fn=partitioner,
         keep_inference_input_mutations=True,
     )
-    return compile_graph
 
 
 def _boxed(module: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:

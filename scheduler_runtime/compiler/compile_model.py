@@ -38,9 +38,6 @@ from solver.common import BudgetError, counted, format_share, format_size
 
 logger = logging.getLogger(__name__)
 
-N_KEPT = 8
-"""How many compiled steps a module keeps, for calls of different shapes or settings."""
-
 
 @dataclass(frozen=True)
 class CompileReport:
@@ -63,9 +60,8 @@ class CompileReport:
         lines = [f"compiled by {self.backend} within {within}: measured peak {peak}"]
         for number, attempt in enumerate(self.attempts):
             plan = attempt.partition
-            how = "PyTorch's partition"
-            if plan.n_recomputed:
-                how = f"{counted(plan.n_recomputed, 'op')} recomputed"
+            n_ops = plan.n_recomputed
+            how = f"{counted(n_ops, 'op')} recomputed" if n_ops else "PyTorch's partition"
             lines.append(
                 f"  attempt {number}: predicted {format_size(plan.predicted_bytes)}, measured "
                 f"{format_peak(attempt.measured_bytes)}, saved {format_size(plan.saved_bytes)}, "
@@ -179,7 +175,7 @@ class _CompiledStep:
 class CompiledForward(PlannedForward):
     """Compiles for each kind of call, in training mode or in evaluation mode."""
 
-    n_kept = N_KEPT
+    n_kept = 8  # compiled steps, for calls of different shapes or settings
 
     def __init__(
         self,
@@ -214,36 +210,23 @@ class CompiledForward(PlannedForward):
         args, kwargs = call.arguments(call.tensors)
         new_state_bytes, optimizer_workspace_bytes = 0, 0
         if optimizer is not None:
-            device = device_of(model)
             roofline = Roofline(hardware.named("cpu"))
-            cost = optimizer_costs(optimizer, model, device=device, costs=roofline)
+            cost = optimizer_costs(optimizer, model, device=device_of(model), costs=roofline)
             new_state_bytes = 0 if optimizer.state else cost["state_bytes"]
             optimizer_workspace_bytes = cost["workspace_bytes"]
         gradients = [p for p in model.parameters() if p.requires_grad and p.grad is None]
         optimizers = () if optimizer is None else (optimizer,)
-        optimizer_peak_bytes = (
-            bytes_of(
-                resident_tensors(model, (args, kwargs), optimizers),
-                gradients[0].device if gradients else torch.device("cpu"),
-            )
-            + sum(p.numel() * p.element_size() for p in gradients)
-            + new_state_bytes
-            + optimizer_workspace_bytes
-        )
+        where = gradients[0].device if gradients else torch.device("cpu")
+        optimizer_peak_bytes = bytes_of(resident_tensors(model, (args, kwargs), optimizers), where)
+        optimizer_peak_bytes += sum(p.nbytes for p in gradients)
+        optimizer_peak_bytes += new_state_bytes + optimizer_workspace_bytes
         if optimizer is not None and optimizer_peak_bytes > target.available_bytes:
             raise BudgetError(
                 f"the optimizer's step alone takes {optimizer_peak_bytes} bytes (parameters, "
                 f"gradients, state and temporaries) of {target.available_bytes} available; "
                 "recomputing activations cannot help"
             )
-        rehearsal = Rehearsal(
-            model=model,
-            args=args,
-            kwargs=kwargs,
-            loss=loss,
-            optimizer=optimizer,
-            outside_bytes=new_state_bytes,
-        )
+        rehearsal = Rehearsal(model, args, kwargs, loss, optimizers, outside_bytes=new_state_bytes)
         # a method, which torch.compile traces better than our replacement of it
         forward = self.instance_forward or types.MethodType(type(model).forward, model)
         loop = CompileLoop(rehearsal, forward, target)

@@ -96,14 +96,8 @@ def join(
         outputs=tuple(layout.outputs),
         meta=GraphMeta(model="compiled", costs=dict(costs.description)),
     )
-    return Joined(
-        module=halves.module,
-        n_outputs=n_outputs,
-        saved=tuple(halves.saved),
-        tangents=tuple(halves.tangents),
-        graph=graph,
-        layout=layout,
-    )
+    saved, tangents = tuple(halves.saved), tuple(halves.tangents)
+    return Joined(halves.module, n_outputs, saved, tangents, graph, layout)
 
 
 class _Halves:
@@ -153,14 +147,12 @@ class _Halves:
                 del copy.meta["partitioner_tag"]
             copies[node] = copy
         outputs = _outputs_of(half)
-        (output,) = half.graph.find_nodes(op="output")
-        descriptions = list(output.meta.get("desc", [None] * len(outputs)))
+        descriptions = list(half.graph.output_node().meta.get("desc", [None] * len(outputs)))
         return [copies[v] if isinstance(v, fx.Node) else v for v in outputs], descriptions
 
 
 def _outputs_of(half: fx.GraphModule) -> list[Any]:
-    (output,) = half.graph.find_nodes(op="output")
-    return pytree.arg_tree_leaves(*output.args)
+    return pytree.arg_tree_leaves(*half.graph.output_node().args)
 
 
 def _separate_storages(graph: fx.Graph) -> None:
@@ -175,11 +167,8 @@ def _separate_storages(graph: fx.Graph) -> None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda item: item.meta.get("val"))
             given = _fakes((args, kwargs))
             schema = getattr(node.target, "_schema", None)
-            if schema is None or schema.is_mutable:
-                is_view = False
-            else:
-                is_view = any(returned.alias_info is not None for returned in schema.returns)
-            if is_view and given:
+            returns = () if schema is None or schema.is_mutable else schema.returns
+            if given and any(returned.alias_info is not None for returned in returns):
                 with given[0].fake_mode:
                     node.meta["val"] = node.target(*args, **kwargs)
             else:
@@ -252,9 +241,9 @@ def _mutations(halves: _Halves) -> dict[fx.Node, fx.Node]:
         written, value = node.args[:2]
         if written in halves.inputs and isinstance(value, fx.Node):
             found[written] = value
-    (output,) = halves.graph.find_nodes(op="output")
+    descriptions = halves.graph.output_node().meta["desc"]
     described = {node.meta["desc"]: node for node in halves.inputs if "desc" in node.meta}
-    for value, description in zip(halves.returned, output.meta["desc"], strict=False):
+    for value, description in zip(halves.returned, descriptions, strict=False):
         target = described.get(getattr(description, "mutated_input", None))
         if target is not None and isinstance(value, fx.Node):
             found[target] = value

@@ -83,10 +83,8 @@ class CompileLoop:
             self.attempts.append(attempt)
             if self._is_final(attempt, function):
                 break
-            following = self._next_bytes(attempt)
-            if following is None:
+            if (planned_bytes := self._next_bytes(attempt)) is None:
                 break
-            planned_bytes = following
         if self._best is None:
             raise self._nothing_fits()
         return self._best
@@ -97,8 +95,9 @@ class CompileLoop:
         try:
             measured_bytes: int | None = self._rehearsal.peak_bytes(function)
         except torch._dynamo.exc.Unsupported as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise GraphBreakError(
-                f"torch.compile cannot make one graph of {self._title}: {_first_lines(error)}"
+                f"torch.compile cannot make one graph of {self._title}: {' '.join(lines[:6])}"
             ) from error
         except torch._dynamo.exc.BackendCompilerFailed as error:
             inner = getattr(error, "inner_exception", None)
@@ -148,14 +147,12 @@ class CompileLoop:
             )
         else:
             planned_bytes = available_bytes - (attempt.measured_bytes - predicted_bytes)
-        if not self._fits_bytes < planned_bytes < self._exceeds_bytes:
-            planned_bytes = (
-                (self._fits_bytes + self._exceeds_bytes) // 2
-                if self._fits_bytes
-                else int(0.9 * self._exceeds_bytes)
-            )
-        is_narrow = self._exceeds_bytes - self._fits_bytes <= CLOSE * available_bytes / 2
-        return None if is_narrow and self._fits_bytes else planned_bytes
+        fits_bytes, exceeds_bytes = self._fits_bytes, self._exceeds_bytes
+        if fits_bytes and exceeds_bytes - fits_bytes <= CLOSE * available_bytes / 2:
+            return None
+        if fits_bytes < planned_bytes < exceeds_bytes:
+            return planned_bytes
+        return (fits_bytes + exceeds_bytes) // 2 if fits_bytes else int(0.9 * exceeds_bytes)
 
     def _nothing_fits(self) -> BudgetError:
         measured = [a.measured_bytes for a in self.attempts if a.measured_bytes is not None]
@@ -181,11 +178,6 @@ def _compiled(forward: Callable[..., Any], backend: Callable[..., Any]) -> Calla
         step.__code__.replace(), step.__globals__, "step", None, step.__closure__
     )
     return torch.compile(own_code, backend=backend, fullgraph=True, dynamic=False)
-
-
-def _first_lines(error: Exception, n_lines: int = 6) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:n_lines])
 
 
 def format_peak(n_bytes: int | None) -> str:

@@ -123,12 +123,9 @@ class BudgetPartitioner(CustomPartitionerFn):
         static_inputs = options.get("static_lifetime_input_indices") or ()
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         costs = self._costs or _default_costs(gm)
+        n_outputs = options["num_fwd_outputs"]
         joined = join(
-            forward,
-            backward,
-            n_outputs=options["num_fwd_outputs"],
-            static_inputs=static_inputs,
-            costs=costs,
+            forward, backward, n_outputs=n_outputs, static_inputs=static_inputs, costs=costs
         )
         finish_measuring(costs.products)
         solution = self._solve(joined)
@@ -145,13 +142,7 @@ class BudgetPartitioner(CustomPartitionerFn):
 
     def _solve(self, joined: Joined) -> Solution:
         budget_bytes = 2**60 if self.budget_bytes is None else self.budget_bytes
-        request = Request(
-            budget_bytes=budget_bytes,
-            reserve_bytes=0,
-            method=self.method,
-            time_limit_s=self.time_limit_s,
-            seed=self.seed,
-        )
+        request = Request(budget_bytes, 0, self.method, self.time_limit_s, self.seed)
         solution = answer(joined.graph, request)
         if solution.schedule is None:
             obstacle = solution.obstacle
@@ -165,8 +156,8 @@ class BudgetPartitioner(CustomPartitionerFn):
 
 def _default_costs(gm: fx.GraphModule) -> FusedCosts:
     """On CUDA, products are measured on the device; elsewhere the roofline of a generic CPU."""
-    values = [node.meta.get("val") for node in gm.graph.nodes]
-    for value in values:
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.device.type == "cuda":
             products = measured(value.device)
             return FusedCosts(products.roofline.hardware, products=products)

@@ -7,7 +7,7 @@ accumulation fires. Buffers, the random state and the modules' attributes are as
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Rehearsal:
 
     loss: of what the model returns (None: the loss in it; where there is none, the sum of its
         floating-point outputs).
-    optimizer: whose state counts as resident.
+    optimizers: whose state counts as resident.
     outside_bytes: what the step will hold and the rehearsal does not (optimizer state that does
         not exist yet).
     """
@@ -38,7 +38,7 @@ class Rehearsal:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], torch.Tensor] | None
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Sequence[torch.optim.Optimizer]
     outside_bytes: int
 
     def run(self, forward: Callable[..., Any]) -> None:
@@ -67,8 +67,7 @@ class Rehearsal:
         Raises SideEffectError where a forward pass changes plain attributes of a module.
         """
         device = device_of(self.model)
-        optimizers = () if self.optimizer is None else (self.optimizer,)
-        resident = resident_tensors(self.model, (self.args, self.kwargs), optimizers)
+        resident = resident_tensors(self.model, (self.args, self.kwargs), self.optimizers)
         with attributes_unchanged(self.model), buffers_and_random_state_restored(self.model):
             self.run(forward)
             gc.collect()

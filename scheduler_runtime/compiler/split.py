@@ -16,6 +16,7 @@ recompute tags. On a 4-layer GPT all three agree at 75 % and 50 %.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -105,16 +106,16 @@ class _Writer:
             started.add(op.node)
         if not self._n_forward:
             self._end_forward()
-        (old,) = joined.module.graph.find_nodes(op="output")
+        returned: Any = joined.module.graph.output_node()
         output = self.graph.output(
             tuple(
                 (self._first[item] if index < joined.n_outputs else self._value(item))
                 if isinstance(item, fx.Node)
                 else item
-                for index, item in enumerate(old.args[0])
+                for index, item in enumerate(returned.args[0])
             )
         )
-        output.meta = dict(old.meta)
+        output.meta = dict(returned.meta)
 
     def saved(self) -> list[fx.Node]:
         """What the forward pass computes, or is given, and the backward pass reads."""

@@ -12,6 +12,7 @@ from scheduler_runtime.execute.torch_checkpoint import (
     SavedCalls,
     functional_name,
     has_checkpoints,
+    names_inside,
     remove_torch_checkpoint,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "build_program",
     "functional_name",
     "has_checkpoints",
+    "names_inside",
     "recompute_random",
     "remove_torch_checkpoint",
     "restore_forward",

@@ -176,6 +176,12 @@ def _run_with(function: Callable[..., Any], rest: list[Any], spec: Any, *tensors
     return function(*args, **kwargs)
 
 
+def names_inside(names: Iterable[str], path: str) -> tuple[str, ...]:
+    """Those of these tensor names that are in the module at this path, relative to it."""
+    prefix = f"{path}." if path else ""
+    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
 def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
     """Undo `to_torch_checkpoint`, on a copy of the model too. Returns the same module."""
     for module in _exported(model):

@@ -76,8 +76,10 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
         raise SeenError
 
     monkeypatch.setattr(fallback, "solve", noted)
-    monkeypatch.setattr(fallback, "_observe", lambda *_: (None, None))
-    monkeypatch.setattr(fallback, "coarse_graph", lambda *_, **__: None)
+    for name in ("find_sequence", "observe"):
+        monkeypatch.setattr(fallback, name, lambda *_, **__: ("a", "b"))
+    for name in ("find_loop", "coarse_graph"):
+        monkeypatch.setattr(fallback, name, lambda *_, **__: None)
     monkeypatch.setattr(fallback, "ObservedStep", lambda *_, **__: SeenStep())
     for where, reserve in (("cuda:0", None), ("cuda:0", 5), ("cpu", None)):
         model = OnAnother(nn.Linear(4, 4))
@@ -88,7 +90,7 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
 
 
 class SeenStep:
-    observed = loop = None
+    forward = None
 
     def changed_buffers(self):
         return ()
