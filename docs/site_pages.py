@@ -91,10 +91,9 @@ def _faces(package: str) -> Iterator[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         about = (ast.get_docstring(tree) or "").partition("\n")[0]
         yield f"- **`{'.'.join(path.parent.relative_to(ROOT).parts)}`**: {about}"
-        for statement in tree.body:
-            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-                names = ", ".join(f"`{name}`" for name in ast.literal_eval(statement.value))
-                yield f"  <br>{names}"
+        imports = [line for line in tree.body if isinstance(line, ast.ImportFrom)]
+        if names := sorted(alias.name for line in imports for alias in line.names):
+            yield f"  <br>{', '.join(f'`{name}`' for name in names)}"
 
 
 def _docstrings(folders: list[str]) -> str:

@@ -13,17 +13,3 @@ from graphs.calls.call import (
     same_strides,
     signature_of,
 )
-
-__all__ = [
-    "HOLE",
-    "Call",
-    "TraceError",
-    "argument_order",
-    "as_call",
-    "check_call",
-    "device_of",
-    "environment_of",
-    "find_loss",
-    "same_strides",
-    "signature_of",
-]

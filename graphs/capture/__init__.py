@@ -11,22 +11,3 @@ from graphs.capture.refuse import (
     sharing,
 )
 from graphs.capture.shell import leaves_of
-
-__all__ = [
-    "CPU_RANDOM_STATE_BYTES",
-    "TORCHS_OWN",
-    "Capture",
-    "Layout",
-    "SideEffectError",
-    "Source",
-    "at_each_checkpoint",
-    "attributes_unchanged",
-    "capture",
-    "extract",
-    "fake_output",
-    "global_hooks",
-    "is_random",
-    "leaves_of",
-    "one_at_a_time",
-    "sharing",
-]

@@ -5,21 +5,3 @@ from graphs.costs.defaults import default_costs, finish_measuring, measured
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 from graphs.costs.models import Cost, CostModel, Measured, Roofline, from_description
 from graphs.costs.operators import OpCall, bytes_moved, flops_of
-
-__all__ = [
-    "Cost",
-    "CostCache",
-    "CostModel",
-    "Measured",
-    "OpCall",
-    "Roofline",
-    "begin_part",
-    "bytes_moved",
-    "cpu_peak_bytes",
-    "cpu_peak_bytes_by_part",
-    "default_costs",
-    "finish_measuring",
-    "flops_of",
-    "from_description",
-    "measured",
-]

@@ -3,16 +3,3 @@
 from graphs.fsdp.module_blocks import called_children, groups_of, is_container, listed_blocks
 from graphs.fsdp.spec import Sharding, ShardingError, shard_rows, sharding_of, sharding_words
 from graphs.fsdp.transform import sharded
-
-__all__ = [
-    "Sharding",
-    "ShardingError",
-    "called_children",
-    "groups_of",
-    "is_container",
-    "listed_blocks",
-    "shard_rows",
-    "sharded",
-    "sharding_of",
-    "sharding_words",
-]

@@ -9,15 +9,3 @@ from graphs.training_step.around import (
 from graphs.training_step.loss_only import LossOnly
 from graphs.training_step.optimizer import optimizer_costs, together
 from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss
-
-__all__ = [
-    "LossOnly",
-    "MetaOutputs",
-    "OutsideLoss",
-    "optimizer_costs",
-    "together",
-    "with_accumulation",
-    "with_optimizer",
-    "with_resident",
-    "with_unknown_loss",
-]

@@ -2,10 +2,3 @@
 
 from scheduler_runtime.by_submodule.planning import plan_chain, planned_for_command
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
-
-__all__ = [
-    "SubmoduleSolution",
-    "plan_chain",
-    "planned_for_command",
-    "put",
-]

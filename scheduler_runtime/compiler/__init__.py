@@ -7,11 +7,3 @@ from scheduler_runtime.compiler.compile_model import (
     uncompile,
 )
 from scheduler_runtime.compiler.loop import GraphBreakError
-
-__all__ = [
-    "CompileReport",
-    "GraphBreakError",
-    "compile",
-    "compile_reports",
-    "uncompile",
-]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
+from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,

@@ -4,17 +4,3 @@ from scheduler_runtime.planned.forward import PlannedForward, module_schedule, r
 from scheduler_runtime.planned.mismatch import check_arguments, difference
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.planned.replanning import ReplanError, replan
-
-__all__ = [
-    "AnyPlan",
-    "Plan",
-    "PlannedForward",
-    "ReplanError",
-    "check_arguments",
-    "check_module",
-    "check_order",
-    "difference",
-    "module_schedule",
-    "refuse_second",
-    "replan",
-]

@@ -21,28 +21,3 @@ from solver.analysis.largest_batch import (
     largest,
 )
 from solver.analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
-
-__all__ = [
-    "ABOUT",
-    "FIRST",
-    "N_BUDGETS",
-    "Advice",
-    "Candidate",
-    "Curve",
-    "Peak",
-    "SameStepError",
-    "Size",
-    "SizeNotTraceableError",
-    "SizeSearch",
-    "WhyRecomputed",
-    "advise",
-    "block_rows",
-    "default_budgets",
-    "largest",
-    "most_recomputed",
-    "neighbours",
-    "peak",
-    "step_bytes_for",
-    "sweep",
-    "why_recomputed",
-]

@@ -3,17 +3,3 @@
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import Binding, binding_cut, lower_bound_s, proven_least_budget_bytes
-from solver.bound.milp import Milp
-
-__all__ = [
-    "TIME_ERROR",
-    "Binding",
-    "CutMilp",
-    "Cuts",
-    "FoldedGraph",
-    "Milp",
-    "binding_cut",
-    "lower_bound_s",
-    "proven_least_budget_bytes",
-    "solve_cuts",
-]

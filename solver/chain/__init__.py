@@ -15,23 +15,3 @@ from solver.chain.problem import (
 )
 from solver.chain.rotor import solve_chain
 from solver.chain.to_schedule import chain_to_schedule
-
-__all__ = [
-    "Backward",
-    "Blocks",
-    "Chain",
-    "ChainOp",
-    "ForwardKeepingAll",
-    "ForwardKeepingInput",
-    "ForwardKeepingOutput",
-    "chain_to_schedule",
-    "checkpoints",
-    "constant_bytes",
-    "keeping_everything",
-    "n_extra_steps",
-    "reversal",
-    "simulate_chain",
-    "solve_chain",
-    "split_into_blocks",
-    "to_chain",
-]

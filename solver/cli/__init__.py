@@ -2,5 +2,3 @@
 
 from solver.cli.arguments import help_text
 from solver.cli.command import main
-
-__all__ = ["help_text", "main"]

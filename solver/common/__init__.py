@@ -19,25 +19,3 @@ from solver.common.sizes import (
     parse_size,
     reject_missing_unit,
 )
-
-__all__ = [
-    "CUDA_RESERVE_BYTES",
-    "NEVER",
-    "BudgetError",
-    "Deadline",
-    "OutOfTimeError",
-    "check_time_limit",
-    "counted",
-    "ctrl_c_ends_searches",
-    "describe_op",
-    "format_both",
-    "format_percent",
-    "format_share",
-    "format_size",
-    "format_time",
-    "interrupted",
-    "now_s",
-    "parse_budget",
-    "parse_size",
-    "reject_missing_unit",
-]

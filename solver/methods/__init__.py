@@ -5,13 +5,3 @@ from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.methods.sqrt import segment_counts
-
-__all__ = [
-    "METHODS",
-    "Method",
-    "MissingSolverError",
-    "Proposal",
-    "TooLargeError",
-    "find_obstacle",
-    "segment_counts",
-]

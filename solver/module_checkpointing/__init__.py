@@ -6,16 +6,3 @@ from solver.module_checkpointing.nested import SequentialSteps, best_in_loop
 from solver.module_checkpointing.region_plan import RegionPlan, plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion
 from solver.module_checkpointing.search import ModuleTree, NoModulesFitError, by_module
-
-__all__ = [
-    "CheckpointRegion",
-    "EagerStep",
-    "ModuleTree",
-    "NoModulesFitError",
-    "RegionPlan",
-    "SequentialSteps",
-    "best_in_loop",
-    "by_module",
-    "forecast",
-    "plan_regions",
-]

@@ -11,20 +11,3 @@ from solver.reporting.report_data import (
 )
 from solver.reporting.rows import part
 from solver.reporting.terminal import heading, pairs, print_plain
-
-__all__ = [
-    "Report",
-    "best",
-    "describe_costs",
-    "draw",
-    "heading",
-    "pairs",
-    "part",
-    "print_plain",
-    "report",
-    "step_notes",
-    "sweep",
-    "to_json",
-    "verify",
-    "write_page",
-]

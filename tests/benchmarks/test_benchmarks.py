@@ -22,6 +22,7 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_report_has_a_row_for_each_share_and_lists_its_misses() -> None:
     found = plan_quality.measure_graph(
         "net", residual(n_blocks=5), shares=(0.8, 0.0), time_limit_s=600
@@ -40,6 +41,7 @@ def test_a_report_has_a_row_for_each_share_and_lists_its_misses() -> None:
     assert "## net" in text
 
 
+@pytest.mark.slow
 def test_what_pytorchs_partitioner_saves_is_simulated() -> None:
     with torch.device("meta"):
         model, batch = Tower(), torch.empty(256, 64)

@@ -57,6 +57,7 @@ def test_each_way_runs_and_less_is_held_where_blocks_are_checkpointed(way):
         assert row["peak_bytes"] <= row["budget_bytes"] < plain["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_the_part_on_budgets_tells_whether_they_were_kept():
     row = run("budget", "unet/0.6")
     assert row["kept"], row
@@ -186,6 +187,7 @@ def test_what_the_gpu_machine_may_lack_is_not_needed():
     assert done.stdout.strip().endswith("ran"), done.stderr
 
 
+@pytest.mark.slow
 def test_the_smoke_part_runs_the_tests_of_a_file_and_keeps_their_findings(tmp_path):
     options = ["--parts", "smoke", "--only", "device", "--device", "cpu", "--backend", "aot_eager"]
     done = subprocess.run(

@@ -105,6 +105,7 @@ def test_meta_and_real_models_give_the_same_graph(make: type) -> None:
     assert trace(real, batch).graph_id == trace(meta, on_meta).graph_id
 
 
+@pytest.mark.slow
 def test_another_shape_mode_or_autocast_is_another_graph() -> None:
     model = TiedLanguageModel()
     batch = model.batch()

@@ -331,6 +331,7 @@ def test_replan_makes_a_plan_for_the_new_shape() -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.slow
 def test_replan_says_when_nothing_fits() -> None:
     model = TiedLanguageModel()
     batch = model.batch()

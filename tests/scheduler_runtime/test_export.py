@@ -285,6 +285,7 @@ def test_the_numbers_beside_those_of_the_plan_are_told() -> None:
     assert all(module.path in text for module in plan.modules)
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_an_error_or_the_least_is_exported() -> None:
     model, batch = small_gpt2(), tokens()
     solution = solution_within("gpt2", 0.1)
@@ -329,6 +330,7 @@ class Towers(nn.Module):
         return self.high(self.middle(self.low(x))).square().mean()
 
 
+@pytest.mark.slow
 def test_modules_around_the_blocks_nest() -> None:
     torch.manual_seed(0)
     plain, batch = Towers(), torch.randn(512, 32)

@@ -106,6 +106,7 @@ def budget_for(model: nn.Module, batch: Any, share: float, **options: Any) -> in
     return int(resident_bytes + share * (solution.baseline.peak_bytes - resident_bytes))
 
 
+@pytest.mark.slow
 def test_a_loss_outside_trains_with_the_same_bits_for_each_shape() -> None:
     plain = tower()
     fitted = copy.deepcopy(plain)

@@ -136,7 +136,7 @@ def test_planning_anew_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "shapes: [[4, 16]], planned for [[8, 16]]" in caplog.text
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
     graph = NETS[name]
@@ -151,6 +151,7 @@ def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
     assert less.lower_bound_s == float("inf")
 
 
+@pytest.mark.slow
 def test_a_search_that_the_clock_ended_says_so() -> None:
     graph = NETS["pyramid"]
     least_bytes = find_obstacle(graph).reached_bytes

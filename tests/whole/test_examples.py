@@ -78,6 +78,7 @@ def test_the_measured_step_stays_inside_the_budget(name: str, share: float) -> N
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_plain_step_takes_what_the_baseline_says(name: str) -> None:
     model, batch = small(name)
@@ -147,7 +148,7 @@ def test_exactly_the_planned_operators_run_again(name: str) -> None:
     assert counted(planned) == counted(plain) + again
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_planning_the_full_size_allocates_no_weights(name: str) -> None:
     if name == "lstm":
@@ -164,6 +165,7 @@ def test_planning_the_full_size_allocates_no_weights(name: str) -> None:
     assert sum(t.size_bytes for t in graph.tensors if t.kind == "parameter") == n_bytes
 
 
+@pytest.mark.slow
 def test_gpt2_takes_about_11_gb_without_checkpointing() -> None:
     module = load("gpt2")
     with torch.device("meta"):

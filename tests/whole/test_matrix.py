@@ -57,7 +57,7 @@ def row_keeping_nothing(name: str, style: str, **options: Any) -> dict[str, Any]
     return run_solution(subject, solution)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", SMALL)
 def test_every_model_trains_the_same_bits(name: str) -> None:
     row = row_keeping_nothing(name, "plain")
@@ -65,7 +65,7 @@ def test_every_model_trains_the_same_bits(name: str) -> None:
     assert row["differences"] == []
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(("name", "style"), STYLED)
 def test_steps_as_people_write_them_train_the_same_bits(name: str, style: str) -> None:
     row = row_keeping_nothing(name, style)

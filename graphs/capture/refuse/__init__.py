@@ -14,20 +14,3 @@ from graphs.capture.refuse.side_effects import (
     refuse_parametrization_cache,
     refuse_replaced_buffers,
 )
-
-__all__ = [
-    "TORCHS_OWN",
-    "HeldTensor",
-    "ReadTensors",
-    "SideEffectError",
-    "attributes_unchanged",
-    "buffers_of",
-    "global_hooks",
-    "random_states_untouched",
-    "refuse_hooks",
-    "refuse_mixed_dtypes",
-    "refuse_overlapping",
-    "refuse_parametrization_cache",
-    "refuse_replaced_buffers",
-    "sharing",
-]

@@ -1,5 +1,3 @@
 """The default method: cuts, eviction and recombination, with a proven bound."""
 
 from solver.methods.auto.stages import auto
-
-__all__ = ["auto"]

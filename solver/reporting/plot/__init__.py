@@ -9,13 +9,3 @@ from solver.reporting.plot.of_memory import before_and_after, memory
 from solver.reporting.plot.of_schedule import schedule
 from solver.reporting.plot.of_sizes import throughput
 from solver.reporting.plot.style import inline_svg, save
-
-__all__ = [
-    "before_and_after",
-    "inline_svg",
-    "memory",
-    "pareto",
-    "save",
-    "schedule",
-    "throughput",
-]

@@ -67,6 +67,7 @@ class Tied(nn.Module):
         return functional.cross_entropy(again.flatten(0, 1).float(), tokens.flatten())
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize(
     ("inner", "shape"),
     [

@@ -42,6 +42,7 @@ def test_a_loss_function_that_picks_the_loss_makes_the_same_plan() -> None:
     assert picked.meta.environment == plain.meta.environment
 
 
+@pytest.mark.slow
 def test_a_plan_runs_with_the_same_bits() -> None:
     model = language_model()
     options = {"loss": lambda output, _: output.loss}

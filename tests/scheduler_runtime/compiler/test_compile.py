@@ -93,7 +93,7 @@ def plainly(model: nn.Module, backend: str):
     )
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Perceptrons, Convolutions, TiedLanguageModel])
 def test_the_budget_is_kept_and_the_bits_are_those_without_one(kind):
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from tests.scheduler_runtime.test_export import planned, put, small_gpt2, tokens
 from tests.support.paths import ROOT
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_torch_compile_takes_whole_and_selective_checkpoints(dropout: float) -> None:
     """aot_eager runs eager's operators, so the bits are eager's."""

@@ -118,6 +118,7 @@ def test_a_size_that_cannot_be_made_counts_as_one_that_does_not_fit():
     assert found.beyond is None
 
 
+@pytest.mark.slow
 def test_where_more_stops_paying():
     """Below the budget each sample amortises the fixed time; above it recomputation costs more."""
     found = largest(planner(peak_bytes(6), method="auto"))
@@ -159,6 +160,7 @@ def test_ctrl_c_gives_the_largest_so_far():
         largest(never)
 
 
+@pytest.mark.slow
 def test_the_picture_shows_every_size_that_has_a_plan():
     found = largest(planner(peak_bytes(6), method="auto"))
     axes = plot.throughput(found)
@@ -194,6 +196,7 @@ def run_json(capsys, *argv: str) -> dict:
     return value
 
 
+@pytest.mark.slow
 def test_the_command_finds_the_largest_batch(tmp_path, capsys):
     model = write_model(tmp_path)
     found = run_json(capsys, "--max-batch", "--budget", "300KB", model)
@@ -236,6 +239,7 @@ def test_the_report_and_the_files(tmp_path, capsys):
     assert "<svg" in Path(picture).read_text()
 
 
+@pytest.mark.slow
 def test_the_longest_sequence(tmp_path, capsys):
     changes = (
         ("def get_batch(batch_size=64):", "def get_batch(batch_size=2, seq_length=8):"),

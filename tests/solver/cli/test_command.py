@@ -159,6 +159,7 @@ def test_infeasible_for_one_method_is_not_infeasible(capsys):
     assert "minimum budget found: 5.24 GB" in line
 
 
+@pytest.mark.slow
 def test_infeasible_as_json(capsys):
     assert main(["--budget", "2GB", "--method", "sqrt", "--json", GPT2]) == 3
     report = json.loads(capsys.readouterr().out)
@@ -397,6 +398,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_methods_side_by_side_share_the_best_bound(tmp_path, capsys):
     graph = residual(n_blocks=6)
     graph.save(tmp_path / "g.json")

@@ -64,7 +64,7 @@ def written(directory: Path, configuration: Any, **changes: Any) -> str:
     return f"hf:{path}"
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("configuration", "sizes", "batch_bytes", "dtype", "verify"),
     [
@@ -196,6 +196,7 @@ def test_a_missing_file_and_a_forgotten_prefix_are_told(tmp_path, capsys):
     assert f"write hf:{path}" in line
 
 
+@pytest.mark.slow
 def test_without_the_library_the_way_out_is_named(tmp_path):
     problem = written(tmp_path, VIT)
     program = (

@@ -128,6 +128,7 @@ def test_layers_are_recomputed_together_within_the_reported_peak(
     assert "forward" not in vars(model)
 
 
+@pytest.mark.slow
 def test_children_run_as_often_as_they_are_nested() -> None:
     model, batch = convolutions(inplace=False)
     solution, _ = planned(model, batch, 0.6)

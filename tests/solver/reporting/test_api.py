@@ -165,6 +165,7 @@ def test_what_is_no_graph_is_told():
         solve(make_model(), budget="1GB")
 
 
+@pytest.mark.slow
 def test_a_module_of_the_working_directory_is_taken(tmp_path, capsys):
     write_model(tmp_path, name="hybrid_of_two.py")
     done = subprocess.run(

@@ -203,6 +203,7 @@ def test_everything_from_outside_is_escaped():
     assert read.text.count("<script>alert(1)</script>") >= 10
 
 
+@pytest.mark.slow
 def test_the_command_writes_it_with_a_quick_curve(tmp_path, capsys):
     graph = residual(n_blocks=6)
     graph.save(tmp_path / "g.json")
