@@ -97,4 +97,4 @@ def _compile(
     budget = (free.measured_bytes or 0) - int(0.25 * free.partition.saved_bytes)
     scheduler_runtime.compile(model, batch, budget=budget, **options)
     (report,) = scheduler_runtime.compile_reports(model)
-    return report.chosen.partition.n_recomputed_in
+    return report.chosen.partition.n_recomputed
