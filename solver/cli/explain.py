@@ -37,7 +37,7 @@ from solver.common import (
     format_time,
     parse_size,
 )
-from solver.reporting import heading, pairs, part, print_plain
+from solver.reporting import part, terminal
 from solver.schedule import CATEGORIES, Solution
 
 FORMAT = "explanation/1"
@@ -89,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(to_json(found), indent=1, allow_nan=False))
     else:
         console = Console(highlight=False, emoji=False, markup=False)
-        print_plain(Group(*_sections(found, f"{given.schedule} on {given.graph}")), console)
+        terminal.print_plain(
+            Group(*_sections(found, f"{given.schedule} on {given.graph}")), console
+        )
     return 0
 
 
@@ -127,14 +129,17 @@ def _loaded(schedule: str, graph: str) -> Solution:
 
 def _sections(found: Explanation, name: str) -> Iterator[RenderableType]:
     solution = found.solution
-    yield from (heading("Plan", name), pairs(_plan_rows(solution)))
-    yield from (heading("Peak"), pairs(_peak_rows(found.peak)))
+    yield from (terminal.heading("Plan", name), terminal.pairs(_plan_rows(solution)))
+    yield from (terminal.heading("Peak"), terminal.pairs(_peak_rows(found.peak)))
     if found.recomputed:
-        yield from (heading("Recomputed"), pairs(_recomputed_rows(found)))
+        yield from (terminal.heading("Recomputed"), terminal.pairs(_recomputed_rows(found)))
     if found.op is not None:
-        yield from (heading("Op", found.op.node.name), pairs(_op_rows(found.op, solution)))
+        yield from (
+            terminal.heading("Op", found.op.node.name),
+            terminal.pairs(_op_rows(found.op, solution)),
+        )
     step = f"{format_both(found.step_bytes)} less and more"
-    yield from (heading("Budget", step), pairs(_budget_rows(found)))
+    yield from (terminal.heading("Budget", step), terminal.pairs(_budget_rows(found)))
 
 
 def _plan_rows(solution: Solution) -> Iterator[tuple[str, str]]:

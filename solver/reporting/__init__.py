@@ -10,4 +10,3 @@ from solver.reporting.report_data import (
     to_json,
 )
 from solver.reporting.rows import part
-from solver.reporting.terminal import heading, pairs, print_plain
