@@ -233,7 +233,7 @@ def test_the_report_and_the_files(tmp_path, capsys):
     assert "samples/s" in text
     assert "does not fit the budget" in text
     assert "saturates at" in text
-    assert "Verified passed" in text  # with the batch that was found
+    assert "Verification passed" in text  # with the batch that was found
     assert Solution.load(schedule, graph=graph).simulation.peak_bytes <= 300_000
     assert "samples per second" in Path(page).read_text()
     assert "<svg" in Path(picture).read_text()
