@@ -142,6 +142,7 @@ for name in sys.argv[1:]:
     [
         ("graphs.step", "graphs.training_step"),
         ("solver.plot", "solver.reporting.plot"),
+        ("solver.cli.hugging_face", "solver.cli"),
         ("solver.revolve", "solver.chain"),
         ("solver.dp", "solver.chain"),
         ("solver.bounds", "solver.bound"),

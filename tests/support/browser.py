@@ -11,6 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LOOK = """
 const frame = document.getElementById("frame");
@@ -58,6 +60,14 @@ frame.onload = () => {
 def find() -> str | None:
     """The path of the browser, or None."""
     return next((path for path in map(shutil.which, NAMES) if path is not None), None)
+
+
+def path_or_skip() -> str:
+    """The path of the browser; without one the calling test is skipped."""
+    path = find()
+    if path is not None:
+        return path
+    pytest.skip(f"needs a browser: none of {', '.join(NAMES)} is on PATH (apt install chromium)")
 
 
 def look(browser: str, page: str, directory: Path, *, width: int, dark: bool) -> dict[str, Any]:

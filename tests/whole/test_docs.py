@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from docs import screenshots
 from solver.cli.arguments import help_text
 from solver.cli.command import main
-from tests.support.browser import find
+from tests.support.browser import path_or_skip
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -208,9 +208,7 @@ def test_the_tutorial_runs(tmp_path):
 
 
 def test_a_screenshot_follows_the_color_scheme(tmp_path):
-    browser = find()
-    if browser is None:
-        pytest.skip("no Chromium on PATH; Debian: apt install chromium")
+    browser = path_or_skip()
     page = tmp_path / "page.html"
     page.write_text("<style>@media (prefers-color-scheme: dark) {body {background: #000}}</style>.")
     corners = []

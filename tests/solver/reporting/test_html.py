@@ -235,10 +235,7 @@ def test_a_page_is_written_where_nothing_fits(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    found = browser.find()
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on PATH")
-    return found
+    return browser.path_or_skip()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
