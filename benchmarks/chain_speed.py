@@ -14,16 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from importlib import metadata, util
-from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
@@ -57,7 +54,10 @@ def main() -> None:
     if arguments.only != "revolve":
         rows["dp"] = [_dp_in_own_process(length) for length in CHAIN_LENGTHS]
     print(json.dumps(rows, indent=1))
-    harness.write(arguments.out, {**_circumstances(), **rows})
+    circumstances = harness.circumstances() | {"load_average": os.getloadavg()}
+    if util.find_spec("checkpoint_schedules") is not None:
+        circumstances["versions"][PEER] = metadata.version(PEER)
+    harness.write(arguments.out, {"circumstances": circumstances, **rows})
 
 
 def time_revolve() -> Row:
@@ -135,29 +135,6 @@ def time_dp(length: int) -> Row:
         "overhead": None if solution is None else solution.cost_s / once_s - 1,
         "peak_bytes": None if solution is None else solution.peak_bytes,
         "n_ops": None if solution is None else len(solution.ops),
-    }
-
-
-def _circumstances() -> Row:
-    """The load as well: seconds are what this benchmark is about."""
-    cpuinfo = Path("/proc/cpuinfo")  # where Linux has the processor's name
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    installed = {d.name for d in metadata.distributions()}
-    packages = ("checkpoint-solver", PEER, "numpy")
-    return {
-        "command": harness.command(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": {
-            "system": platform.platform(),
-            "processor": next(names, platform.processor()),
-            "n_cpus": os.cpu_count(),
-            "load_average": os.getloadavg(),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) if name in installed else None for name in packages},
-        },
     }
 
 

@@ -54,12 +54,15 @@ def command() -> str:
     return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
 
 
-def circumstances(time_limit_s: float) -> Row:
-    """Command, date, machine and versions of this run."""
+def circumstances(time_limit_s: float | None = None) -> Row:
+    """Command, date, machine and versions of this run; time_limit_s: of one search."""
+    cpuinfo = Path("/proc/cpuinfo")  # where Linux has the processor's name
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    titles = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "command": command(),
         "date": datetime.now(UTC).date().isoformat(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": next(titles, platform.processor() or platform.machine()),
         "n_cpus": os.cpu_count(),
         "time_limit_s": time_limit_s,
         "versions": {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.step_styles import Seen, Style, Training
 from benchmarks.zoo import Entry
-from graphs.costs import cpu_peak_bytes
 from graphs.graph import Graph
 from scheduler_runtime import apply
-from scheduler_runtime.measuring import bytes_of, resident_tensors
+from scheduler_runtime.measuring import absolute_peak_bytes, resident_tensors
+from scheduler_runtime.verifying import differences
 from solver.schedule import Request, Schedule, Solution, baseline, keep, simulate
 
 N_STEPS = 3
@@ -60,8 +59,9 @@ def trained(training: Training, style: Style, *, measure: bool = False) -> tuple
             gc.collect()
             optimizers = () if training.optimizer is None else (training.optimizer,)
             there = resident_tensors(training.model, training.batch, optimizers)
-            resident = bytes_of(there, torch.device("cpu"))
-            peak_bytes = resident + cpu_peak_bytes(lambda: style.step(training)).peak_bytes
+            peak_bytes = absolute_peak_bytes(
+                lambda: style.step(training), torch.device("cpu"), there
+            )
         else:
             style.step(training)
         training.output = None
@@ -82,31 +82,12 @@ def compare(
     planned = apply(copy.deepcopy(model), solution)
     training = Training(planned, copy.deepcopy(batch), entry)
     shown, peak_bytes = trained(training, style, measure=True)
-    differences = [
+    found = [
         f"step {index}: {difference}"
         for index, (one, other) in enumerate(zip(expected, shown, strict=True))
-        for difference in different(one, other)
+        for difference in differences(one, other).values()
     ]
-    return Comparison(tuple(differences), sum(map(len, expected)), peak_bytes)
-
-
-def different(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> list[str]:
-    """What is missing or not bitwise identical, in words."""
-    found = [f"{name} is missing" for name in expected if name not in got]
-    found += [f"{name} is there with the plan only" for name in got if name not in expected]
-    return found + [
-        f"{name} differs"
-        for name in expected
-        if name in got and not same_bits(expected[name], got[name])
-    ]
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compared byte by byte: -0 != 0, NaN = NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(*as_bytes)
+    return Comparison(tuple(found), sum(map(len, expected)), peak_bytes)
 
 
 def _left(training: Training) -> Seen:

@@ -61,12 +61,9 @@ def verify(
     )
     plain = bench.bits()
     with bench.planned(solution):
-        planned = bench.bits()
-    differences = _differences(plain, planned)
-    unsteady: tuple[str, ...] = ()
-    if differences:  # what differs without a plan as well says nothing about the plan
-        repeated = bench.bits()
-        unsteady = tuple(name for name in plain if not _same_bits(plain[name], repeated[name]))
+        found = differences(plain, bench.bits())
+    # what differs without a plan as well says nothing about the plan
+    unsteady = tuple(differences(plain, bench.bits())) if found else ()
     baseline = bench.measured()
     with bench.planned(solution):
         measured = bench.measured()
@@ -87,7 +84,7 @@ def verify(
         spread_s=max(measured.spread_s, baseline.spread_s),
         n_timed_steps=N_TIMED_STEPS,
         n_gradients=sum(name.startswith("gradient of ") for name in plain),
-        differences=tuple(words for name, words in differences.items() if name not in unsteady),
+        differences=tuple(words for name, words in found.items() if name not in unsteady),
         unsteady=unsteady,
         reserved_bytes=measured.reserved_bytes,
         context_bytes=measured.context_bytes,
@@ -163,7 +160,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _differences(
+def differences(
     plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
     """What is not bitwise identical, by name, in words."""

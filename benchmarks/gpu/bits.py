@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import scheduler_runtime
-from benchmarks.same_bits import different, trained
+from benchmarks.same_bits import trained
 from benchmarks.step_styles import STYLES, Training
 from benchmarks.zoo import LOSS_INSIDE, tiny
+from scheduler_runtime.verifying import differences
 from solver import Solution, solve
 
 TIME_LIMIT_S = 5.0
@@ -73,16 +74,17 @@ def _compared(
     finally:
         torch.use_deterministic_algorithms(False)
     expected, second, planned = runs
-    unsteady = different(expected, second)
-    differences = [words for words in different(expected, planned) if words not in unsteady]
+    unsteady = differences(expected, second)
+    other = differences(expected, planned).items()
+    found = [words for name, words in other if name not in unsteady]
     return {
         "status": "ran",
         "n_again": n_recomputed,
         "n_compared": len(expected),
         "n_unsteady": len(unsteady),
-        "n_different": len(differences),
-        "different": differences[:8],
-        "unsteady": unsteady[:8],
+        "n_different": len(found),
+        "different": found[:8],
+        "unsteady": list(unsteady.values())[:8],
         "all_deterministic": not warn_only,
     }
 

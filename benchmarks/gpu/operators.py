@@ -11,34 +11,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.bench import measured, optimizer_of, step_of
 from benchmarks.zoo import Subject
-from graphs.costs import Cost, Measured, OpCall, Roofline
-from graphs.hardware import Hardware, card_called, named
+from graphs.costs import Cost, Measured, OpCall
 from graphs.trace import trace
 
 
-class _Both:
-    """Asks two cost models about every call; the first one's answers are the graph's."""
+class _Both(Measured):
+    """Notes what its roofline says of every call that is measured."""
 
-    def __init__(self, first: Measured, second: Roofline) -> None:
-        self.first, self.second = first, second
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.pairs: list[tuple[str, float, float]] = []
 
-    @property
-    def description(self) -> Any:
-        return self.first.description
-
     def cost(self, call: OpCall) -> Cost:
-        cost = self.first.cost(call)
-        self.pairs.append((str(call.target), cost.time_s, self.second.cost(call).time_s))
+        cost = super().cost(call)
+        self.pairs.append((str(call.target), cost.time_s, self.roofline.cost(call).time_s))
         return cost
-
-
-def hardware_of(device: torch.device) -> Hardware:
-    """The named card that the device is, or the generic CPU; an H100 for one that is not known."""
-    if device.type != "cuda":
-        return named("cpu")
-    card = torch.cuda.get_device_properties(device)
-    return card_called(card.name, capacity_bytes=card.total_memory) or named("h100")
 
 
 def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str, Any]:
@@ -52,10 +39,9 @@ def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str
         t.to(subject.dtype if t.is_floating_point() else None)
         for t in subject.batch(subject.batch_size)
     )
-    hardware = hardware_of(device)
-    both = _Both(Measured(device, fallback=hardware), Roofline(hardware))
+    both = _Both(device)
     trace(model, batch, device=device, costs=both)
-    described = dict(both.first.description)
+    described = both.description
     by_operator: dict[str, dict[str, float]] = {}
     for name, measured_s, roofline_s in both.pairs:
         sums = by_operator.setdefault(name, {"measured_s": 0.0, "roofline_s": 0.0})

@@ -79,8 +79,8 @@ def read_parameters(graph: Graph, n_ranks: int) -> list[ShardedParameter]:
     return found
 
 
-class _Finder:
-    """Finds when each group's modules run, forward and backward."""
+class GroupFinder:
+    """The root and the modules at `paths`, and when each runs, forward and backward."""
 
     def __init__(self, graph: Graph, parameters: Sequence[ShardedParameter], paths: Sequence[str]):
         self._graph = graph
@@ -91,12 +91,14 @@ class _Finder:
             self._owned[max(inside, key=len)].append(parameter)
         self._forward = graph.forward_nodes
         self._later = graph.later_nodes
-        self._position = {node.name: i for i, node in enumerate(self._later)}
         self._sums = set(graph.meta.gradient_sums)
         self._with_gradient = self._requiring_gradient(parameters)
 
     def found(self) -> list[Group]:
-        """In the given order, the root first; only groups that have parameters and run."""
+        """In the given order, the root first; only groups that have parameters and run.
+
+        Raises ShardingError for a module that cannot be a group.
+        """
         groups = [self._group(path) for path in self._paths if self._owned[path]]
         return [group for group in groups if group is not None]
 
@@ -178,13 +180,3 @@ class _Finder:
             made.update(node.outputs)
             end += 1
         return end
-
-
-def groups_of(
-    graph: Graph, parameters: Sequence[ShardedParameter], paths: Sequence[str]
-) -> list[Group]:
-    """The root and the modules at these paths; only those that have parameters and run.
-
-    Raises ShardingError for one that cannot be a group.
-    """
-    return _Finder(graph, parameters, paths).found()

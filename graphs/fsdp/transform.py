@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphs.fsdp.groups import ROOT, Group, groups_of, read_parameters
+from graphs.fsdp.groups import ROOT, Group, GroupFinder, read_parameters
 from graphs.fsdp.spec import Sharding, ShardingError, sharding_of, sharding_words
 from graphs.graph import Graph, Node, Phase, Tensor
 
@@ -96,7 +96,7 @@ class _Transform:
     def run(self) -> Graph:
         graph = self.graph
         parameters = read_parameters(graph, self.sharding.n_ranks)
-        self._groups = groups_of(graph, parameters, self.sharding.groups or ())
+        self._groups = GroupFinder(graph, parameters, self.sharding.groups or ()).found()
         self._accumulated = {t.name for t in graph.resident if t.kind == "gradient"}
         self._forward()
         self._backward()

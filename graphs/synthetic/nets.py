@@ -6,10 +6,10 @@ as autograd would. The same arguments give the same graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from graphs.graph import Graph
 from graphs.synthetic.tape import Tape
+
+FLOPS_PER_S, BYTES_PER_S = 4e14, 3e12
 
 
 def chain(*, n_blocks: int, size_bytes: int = 1000, time_s: float = 1.0) -> Graph:
@@ -35,113 +35,57 @@ def residual(*, n_blocks: int, width_bytes: int = 1 << 20) -> Graph:
 
 
 def transformer(
-    *,
-    n_layers: int,
-    hidden: int = 4096,
-    n_tokens: int = 4096,
-    n_words: int = 128256,
-    element_bytes: int = 2,
-    flops_per_s: float = 4e14,
-    bytes_per_s: float = 3e12,
+    *, n_layers: int, hidden: int = 4096, n_tokens: int = 4096, n_words: int = 128256
 ) -> Graph:
-    """A decoder in the shape of Llama: norms, rotary attention, gated feed-forward, large head."""
-    decoder = _Decoder(Tape(), hidden, n_tokens, element_bytes, flops_per_s, bytes_per_s)
-    x = decoder.embedding(n_words)
-    for i in range(n_layers):
-        x = decoder.attention(f"{i}", x)
-        x = decoder.feed_forward(f"{i}", x)
-    return decoder.tape.graph(decoder.loss(x, n_words))
+    """A decoder in the shape of Llama: norms, rotary attention, gated feed-forward, large head.
 
+    Attention has a quarter of the heads for keys and values. Numbers have two bytes; times are
+    those of a card with FLOPS_PER_S and BYTES_PER_S.
+    """
+    tape = Tape()
+    row_bytes, inner = 2 * n_tokens, 7 * hidden // 2  # a row: one feature of all tokens
 
-@dataclass(frozen=True)
-class _Decoder:
-    """The parts of `transformer`. Arguments and results are names of tensors of the tape."""
+    def linear(name: str, x: str, n_in: int, n_out: int) -> str:
+        time_s = 2 * n_tokens * n_in * n_out / FLOPS_PER_S
+        return tape.op(name, [x], row_bytes * n_out, time_s, parameter_bytes=n_in * n_out * 2)
 
-    tape: Tape
-    hidden: int
-    n_tokens: int
-    element_bytes: int
-    flops_per_s: float
-    bytes_per_s: float
+    def pointwise(name: str, inputs: list[str], width: int, *, saves: bool = False) -> str:
+        time_s = (1 + len(inputs)) * row_bytes * width / BYTES_PER_S
+        return tape.op(name, inputs, row_bytes * width, time_s, saves_inputs=saves)
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one feature of all tokens."""
-        return self.n_tokens * self.element_bytes
-
-    def linear(self, name: str, x: str, n_in: int, n_out: int) -> str:
-        """A product with a weight matrix."""
-        time_s = 2 * self.n_tokens * n_in * n_out / self.flops_per_s
-        weight_bytes = n_in * n_out * self.element_bytes
-        return self.tape.op(name, [x], self.row_bytes * n_out, time_s, parameter_bytes=weight_bytes)
-
-    def pointwise(self, name: str, inputs: list[str], width: int, *, saves: bool = True) -> str:
-        size_bytes = self.row_bytes * width
-        time_s = (1 + len(inputs)) * size_bytes / self.bytes_per_s
-        return self.tape.op(name, inputs, size_bytes, time_s, saves_inputs=saves)
-
-    def norm(self, name: str, x: str) -> str:
+    def norm(name: str, x: str) -> str:
         """RMSNorm in double width, as the transformers library writes it."""
-        size_bytes = self.row_bytes * self.hidden
-        time_s = 2 * size_bytes / self.bytes_per_s
-        wide = self.pointwise(f"{name}.to", [x], 2 * self.hidden, saves=False)
-        square = self.pointwise(f"{name}.square", [wide], 2 * self.hidden)
-        scale = self.tape.op(f"{name}.rsqrt", [square], 4 * self.n_tokens, time_s)
-        wide = self.tape.op(f"{name}.mul", [wide, scale], 2 * size_bytes, 2 * time_s)
-        weight_bytes = self.hidden * self.element_bytes
-        return self.tape.op(
-            f"{name}.scale", [wide], size_bytes, time_s, parameter_bytes=weight_bytes
-        )
+        size_bytes = row_bytes * hidden
+        time_s = 2 * size_bytes / BYTES_PER_S
+        wide = pointwise(f"{name}.to", [x], 2 * hidden)
+        square = pointwise(f"{name}.square", [wide], 2 * hidden, saves=True)
+        scale = tape.op(f"{name}.rsqrt", [square], 4 * n_tokens, time_s)
+        wide = tape.op(f"{name}.mul", [wide, scale], 2 * size_bytes, 2 * time_s)
+        return tape.op(f"{name}.scale", [wide], size_bytes, time_s, parameter_bytes=hidden * 2)
 
-    def embedding(self, n_words: int) -> str:
-        size_bytes = self.row_bytes * self.hidden
-        return self.tape.op(
-            "embed",
-            [self.tape.input("tokens", 8 * self.n_tokens)],
-            size_bytes,
-            2 * size_bytes / self.bytes_per_s,
-            parameter_bytes=n_words * self.hidden * self.element_bytes,
-        )
-
-    def attention(self, layer: str, x: str) -> str:
-        """The attention half of a layer, with a quarter of the heads for keys and values."""
-        hidden = self.hidden
-        h = self.norm(f"{layer}.norm1", x)
-        q = self.linear(f"{layer}.q", h, hidden, hidden)
-        k = self.linear(f"{layer}.k", h, hidden, hidden // 4)
-        v = self.linear(f"{layer}.v", h, hidden, hidden // 4)
-        q = self.pointwise(f"{layer}.rotate_q", [q], hidden, saves=False)
-        k = self.pointwise(f"{layer}.rotate_k", [k], hidden // 4, saves=False)
-        a = self.tape.op(
-            f"{layer}.attention",
-            [q, k, v],
-            (self.row_bytes * hidden, 4 * self.n_tokens * 32),
-            2 * self.n_tokens * self.n_tokens * hidden / self.flops_per_s,
-            saves_output=True,
-        )
-        o = self.linear(f"{layer}.o", a, hidden, hidden)
-        return self.pointwise(f"{layer}.add1", [x, o], hidden, saves=False)
-
-    def feed_forward(self, layer: str, x: str) -> str:
-        """The gated half of a layer."""
-        hidden, inner = self.hidden, 7 * self.hidden // 2
-        h = self.norm(f"{layer}.norm2", x)
-        gate = self.linear(f"{layer}.gate", h, hidden, inner)
-        up = self.linear(f"{layer}.up", h, hidden, inner)
-        gate = self.pointwise(f"{layer}.silu", [gate], inner)
-        product = self.pointwise(f"{layer}.mul", [gate, up], inner)
-        down = self.linear(f"{layer}.down", product, inner, hidden)
-        return self.pointwise(f"{layer}.add2", [x, down], hidden, saves=False)
-
-    def loss(self, x: str, n_words: int) -> str:
-        logits = self.linear("head", self.norm("norm", x), self.hidden, n_words)
-        wide = self.pointwise("logits", [logits], 2 * n_words, saves=False)
-        size_bytes = self.row_bytes * n_words
-        # like relu, log_softmax saves its result and not its input
-        soft = self.tape.relu(
-            "log_softmax", wide, 2 * size_bytes, 4 * size_bytes / self.bytes_per_s
-        )
-        return self.tape.op("loss", [soft], 4, 1e-6, saves_inputs=False)
+    tokens, size_bytes = tape.input("tokens", 8 * n_tokens), row_bytes * hidden
+    time_s = 2 * size_bytes / BYTES_PER_S
+    x = tape.op("embed", [tokens], size_bytes, time_s, parameter_bytes=n_words * hidden * 2)
+    for i in range(n_layers):
+        h = norm(f"{i}.norm1", x)
+        q = linear(f"{i}.q", h, hidden, hidden)
+        k, v = (linear(f"{i}.{name}", h, hidden, hidden // 4) for name in "kv")
+        q = pointwise(f"{i}.rotate_q", [q], hidden)
+        k = pointwise(f"{i}.rotate_k", [k], hidden // 4)
+        sizes = (size_bytes, 4 * n_tokens * 32)
+        time_s = 2 * n_tokens * n_tokens * hidden / FLOPS_PER_S
+        a = tape.op(f"{i}.attention", [q, k, v], sizes, time_s, saves_output=True)
+        x = pointwise(f"{i}.add1", [x, linear(f"{i}.o", a, hidden, hidden)], hidden)
+        h = norm(f"{i}.norm2", x)
+        gate, up = (linear(f"{i}.{name}", h, hidden, inner) for name in ("gate", "up"))
+        gate = pointwise(f"{i}.silu", [gate], inner, saves=True)
+        product = pointwise(f"{i}.mul", [gate, up], inner, saves=True)
+        x = pointwise(f"{i}.add2", [x, linear(f"{i}.down", product, inner, hidden)], hidden)
+    logits = pointwise("logits", [linear("head", norm("norm", x), hidden, n_words)], 2 * n_words)
+    wide_bytes = 2 * row_bytes * n_words
+    # like relu, log_softmax saves its result and not its input
+    soft = tape.relu("log_softmax", logits, wide_bytes, 2 * wide_bytes / BYTES_PER_S)
+    return tape.graph(tape.op("loss", [soft], 4, 1e-6, saves_inputs=False))
 
 
 def recurrent(*, n_steps: int, state_bytes: int = 1 << 16, n_cell_ops: int = 6) -> Graph:

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from graphs.graph import Graph
 from solver.chain import split_into_blocks
-from solver.schedule import Compute, Solution, baseline, saved_for_backward
+from solver.schedule import Solution, baseline, saved_for_backward
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
         return ()
     kept = saved_for_backward(graph, schedule)
     plain = saved_for_backward(graph, baseline(graph))
-    runs = Counter(op.node for op in schedule.ops if isinstance(op, Compute))
+    runs = Counter(schedule.order)
     rows = []
     for block, names in enumerate(split_into_blocks(graph).forward, start=1):
         nodes = [graph.node_by_name[name] for name in names]

@@ -87,7 +87,7 @@ class Peak:
 
 def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
     """Why an op is recomputed, by its name; linear in the schedule. Raises KeyError."""
-    graph, order = solution.graph, _computes(_plan(solution)[0])
+    graph, order = solution.graph, _plan(solution)[0].order
     node = graph.node_by_name[name]
     runs = [position for position, other in enumerate(order) if other == name]
     first = {name: position for position, name in reversed([*enumerate(order)])}
@@ -120,7 +120,7 @@ def peak(solution: Solution) -> Peak:
     return Peak(
         node=node,
         position=sum(isinstance(op, Compute) for op in before),
-        n_ops=len(_computes(schedule)),
+        n_ops=len(schedule.order),
         memory_bytes=memory_at(graph, schedule, simulation.peak_op),
         largest=tuple(sorted(sizes, key=lambda item: (-item[1], item[0]))),
         modules={root: graph.producer[root].module for root in held},
@@ -130,7 +130,7 @@ def peak(solution: Solution) -> Peak:
 
 def most_recomputed(solution: Solution) -> tuple[tuple[Node, int], ...]:
     """The recomputed ops and how often, those with the most recompute time first."""
-    runs = Counter(_computes(_plan(solution)[0]))
+    runs = Counter(_plan(solution)[0].order)
     graph = solution.graph
     found = [(graph.node_by_name[name], n - 1) for name, n in runs.items() if n > 1]
     return tuple(sorted(found, key=lambda item: (-item[0].time_s * item[1], item[0].name)))
@@ -162,11 +162,6 @@ def step_bytes_for(solution: Solution) -> int:
     """A step between budgets: 1 GB, or a tenth of the baseline's non-resident peak if less."""
     above_bytes = solution.baseline.peak_bytes - solution.graph.resident_bytes
     return max(1, min(STEP_BYTES, above_bytes // STEP_SHARE))
-
-
-def _computes(schedule: Schedule) -> list[str]:
-    """The nodes in the order in which they are computed."""
-    return [op.node for op in schedule.ops if isinstance(op, Compute)]
 
 
 def _recomputation(

@@ -17,17 +17,10 @@ from solver.schedule import Simulation, simulate
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One setting, simulated. text: in the system's words, "" for its default."""
-
-    text: str
-    simulation: Simulation
-
-
-@dataclass(frozen=True)
 class Emitted:
     """The setting of a system that is closest to a budget.
 
+    setting: in the system's words, "" for its default.
     fits: whether it is within the budget; where none is, it is that of the smallest peak.
     n_layers: of the model.
     n_judged: candidates that were simulated.
@@ -35,7 +28,8 @@ class Emitted:
 
     system: str
     title: str
-    setting: Setting
+    setting: str
+    simulation: Simulation
     fits: bool
     n_layers: int
     n_judged: int
@@ -49,18 +43,19 @@ def nearest(graph: Graph, *, system: str, budget_bytes: int) -> Emitted:
     """
     asked = SYSTEMS[system]
     of_model = layers(graph)
-    tried: list[Setting] = []
+    tried: list[tuple[str, Simulation]] = []
     for family in asked.families(graph, of_model):
         tried += _tried(graph, family, budget_bytes=budget_bytes)
-    fitting = [setting for setting in tried if setting.simulation.peak_bytes <= budget_bytes]
+    fitting = [(text, run) for text, run in tried if run.peak_bytes <= budget_bytes]
     if fitting:
-        chosen = min(fitting, key=lambda s: (s.simulation.time_s, s.simulation.peak_bytes))
+        setting, simulation = min(fitting, key=lambda t: (t[1].time_s, t[1].peak_bytes))
     else:
-        chosen = min(tried, key=lambda s: (s.simulation.peak_bytes, s.simulation.time_s))
+        setting, simulation = min(tried, key=lambda t: (t[1].peak_bytes, t[1].time_s))
     return Emitted(
         system=system,
         title=asked.title,
-        setting=chosen,
+        setting=setting,
+        simulation=simulation,
         fits=bool(fitting),
         n_layers=len(of_model),
         n_judged=len(tried),
@@ -72,22 +67,22 @@ SHORT_FAMILY = 8
 """Families of up to so many candidates are simulated whole."""
 
 
-def _tried(graph: Graph, family: Family, *, budget_bytes: int) -> list[Setting]:
+def _tried(graph: Graph, family: Family, *, budget_bytes: int) -> list[tuple[str, Simulation]]:
     """A short family whole. Of a long one, each member of which recomputes more than the one
     before, the first that fits, by bisection, and the last.
     """
 
-    def simulated(candidate: Candidate) -> Setting:
-        return Setting(candidate.text, simulate(graph, forecast(graph, candidate.regions)))
+    def simulated(candidate: Candidate) -> tuple[str, Simulation]:
+        return candidate.text, simulate(graph, forecast(graph, candidate.regions))
 
     if len(family) <= SHORT_FAMILY:
         return [simulated(candidate) for candidate in family]
     tried = [simulated(family[-1])]
     low, high = -1, len(family) - 1  # those up to low do not fit, high is simulated
-    while high - low > 1 and tried[0].simulation.peak_bytes <= budget_bytes:
+    while high - low > 1 and tried[0][1].peak_bytes <= budget_bytes:
         middle = (low + high) // 2
         tried.append(simulated(family[middle]))
-        if tried[-1].simulation.peak_bytes <= budget_bytes:
+        if tried[-1][1].peak_bytes <= budget_bytes:
             high = middle
         else:
             low = middle

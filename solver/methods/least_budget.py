@@ -30,11 +30,6 @@ BASE_WORK, WORK_PER_NODE = 5_000_000, 1_000
 """Of all evictions together, as `evict` counts it: five seconds, and 1.5 ms for a node."""
 
 
-def min_budget_bytes(graph: Graph) -> int:
-    """The least budget for which a schedule is known."""
-    return find_obstacle(graph).reached_bytes
-
-
 def find_obstacle(
     graph: Graph,
     *,

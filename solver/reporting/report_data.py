@@ -64,7 +64,7 @@ class Report:
         if self.emitted is None:
             return None
         baseline_s = self.best.baseline.time_s
-        return (self.emitted.setting.simulation.time_s - baseline_s) / (baseline_s or 1.0)
+        return (self.emitted.simulation.time_s - baseline_s) / (baseline_s or 1.0)
 
 
 def best(solutions: Iterable[Solution]) -> Solution:
@@ -227,10 +227,10 @@ def _sizes(search: SizeSearch) -> dict[str, Any]:
 
 
 def _emitted(report: Report, found: Emitted) -> dict[str, Any]:
-    simulation = found.setting.simulation
+    simulation = found.simulation
     return {
         "system": found.system,
-        "setting": found.setting.text,
+        "setting": found.setting,
         "fits": found.fits,
         "peak_bytes": simulation.peak_bytes,
         "time_s": simulation.time_s,

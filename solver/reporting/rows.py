@@ -157,11 +157,11 @@ def _obstacle_rows(solution: Solution) -> Iterator[Row]:
 
 def emitted_rows(report: Report, found: Emitted) -> Iterator[Row]:
     """The closest setting of another system beside this plan."""
-    solution, simulation = report.best, found.setting.simulation
+    solution, simulation = report.best, found.simulation
     if not found.fits:
         budget = format_both(solution.request.available_bytes)
         yield "result", f"no setting of {found.title} fits {budget}; smallest peak:"
-    yield "setting", found.setting.text or "default, no activation checkpointing"
+    yield "setting", found.setting or "default, no activation checkpointing"
     yield "peak", format_both(simulation.peak_bytes)
     yield "overhead", format_share(report.emitted_overhead)
     if solution.simulation is not None:

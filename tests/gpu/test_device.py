@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.bench import emptied, limited
-from benchmarks.gpu.operators import hardware_of
 from graphs.costs import Measured, OpCall
 from scheduler_runtime.execute import recompute_random, run_and_keep_state
 from scheduler_runtime.measuring import context_bytes
@@ -27,7 +26,7 @@ def test_versions_and_card(device, finding):
             finding(f"{name} {__import__(name).__version__}")
         except (ImportError, AttributeError) as error:
             finding(f"{name}: {type(error).__name__}")
-    finding(f"rates of {hardware_of(device).title}")
+    finding(f"rates of {Measured(device).roofline.hardware.title}")
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -117,7 +116,7 @@ def test_bytes_that_cublas_keeps_after_a_product(cuda, finding):
 
 def check_measured(device: torch.device, calls: list[OpCall], finding: Callable[[str], None]):
     """Each call is measured on the device; none falls back to the roofline."""
-    costs = Measured(device, fallback=hardware_of(device))
+    costs = Measured(device)
     for call in calls:
         cost = costs.cost(call)
         name = str(call.target)

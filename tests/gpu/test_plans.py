@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import scheduler_runtime
 from benchmarks.gpu.bench import emptied, measured, optimizer_of, step_of
 from benchmarks.gpu.bits import compare, tight_plan
-from benchmarks.gpu.operators import hardware_of
 from benchmarks.zoo import TINY, tiny
-from graphs.costs import CostCache, Measured, Roofline
+from graphs.costs import CostCache, Measured
 from graphs.trace import trace
 from scheduler_runtime.verifying import verify
 
@@ -46,7 +45,7 @@ def test_traced_operators_are_those_of_eager_mode(device, name, finding):
     model, batch = tiny(name, device).made(device)
     with Counted() as eager:
         model(*batch).backward()
-    graph = trace(model, batch, costs=Roofline(hardware_of(device)))
+    graph = trace(model, batch, costs=Measured(device).roofline)
     planned = Counter(kind_of(node.op) for node in graph.nodes)
     compared = {k: n for k, n in eager.counts.items() if any(word in k for word in COMPARED)}
     assert {kind: planned[kind] for kind in compared} == compared
@@ -108,7 +107,7 @@ def test_the_measured_peak_is_the_predicted_one(device, name, finding):
 def test_an_optimizer_takes_what_is_predicted(device, kind, options, finding):
     model, batch = tiny("gpt2 with dropout", device).made(device)
     optimizer = kind(model.parameters(), lr=1e-5, **options)
-    graph = trace(model, batch, optimizer=optimizer, costs=Roofline(hardware_of(device)))
+    graph = trace(model, batch, optimizer=optimizer, costs=Measured(device).roofline)
     predicted = graph.meta.environment["optimizer"]
     model(*batch).backward()
     optimizer.step()

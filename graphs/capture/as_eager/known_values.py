@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.as_eager.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
+from graphs.costs import OpCall
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,10 @@ class KnowingMode(FakeTensorMode):
     def _note_written(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            item = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in pytree.tree_leaves(item):
-                if isinstance(tensor, FakeTensor):
-                    storage = tensor.untyped_storage()
-                    self._written[storage._cdata] = storage
+        for tensor in OpCall(func, tuple(args), kwargs, None).mutated():
+            if isinstance(tensor, FakeTensor):
+                storage = tensor.untyped_storage()
+                self._written[storage._cdata] = storage
 
     def _like(self, real: torch.Tensor) -> torch.Tensor:
         with self:

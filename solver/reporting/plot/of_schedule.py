@@ -86,13 +86,11 @@ def _runs(graph: Graph, shown: Schedule) -> list[tuple[float, Node, int]]:
     runs = []
     seen: set[str] = set()
     start_s = 0.0
-    for op in shown.ops:
-        if isinstance(op, Compute):
-            node = graph.node_by_name[op.node]
-            kind = 2 if node.phase != "forward" else 1 if op.node in seen else 0
-            runs.append((start_s, node, kind))
-            seen.add(op.node)
-            start_s += node.time_s
+    for name in shown.order:
+        node = graph.node_by_name[name]
+        runs.append((start_s, node, 2 if node.phase != "forward" else int(name in seen)))
+        seen.add(name)
+        start_s += node.time_s
     return runs
 
 

@@ -128,16 +128,16 @@ def test_the_nearest_setting_is_the_fastest_that_fits(graph, system):
     tight = nearest(graph, system=system, budget_bytes=int(0.7 * plain.peak_bytes))
     none = nearest(graph, system=system, budget_bytes=graph.resident_bytes)
     assert roomy.fits
-    assert roomy.setting.simulation.n_recomputed == 0
+    assert roomy.simulation.n_recomputed == 0
     assert tight.fits
-    assert tight.setting.simulation.peak_bytes <= 0.7 * plain.peak_bytes
-    assert tight.setting.simulation.time_s > plain.time_s
+    assert tight.simulation.peak_bytes <= 0.7 * plain.peak_bytes
+    assert tight.simulation.time_s > plain.time_s
     assert not none.fits
     candidates = [c for f in SYSTEMS[system].families(graph, layers(graph)) for c in f]
     simulated = [simulate(graph, forecast(graph, c.regions)) for c in candidates]
     fitting = [t.time_s for t in simulated if t.peak_bytes <= 0.7 * plain.peak_bytes]
-    assert tight.setting.simulation.time_s == min(fitting)
-    assert none.setting.simulation.peak_bytes == min(t.peak_bytes for t in simulated)
+    assert tight.simulation.time_s == min(fitting)
+    assert none.simulation.peak_bytes == min(t.peak_bytes for t in simulated)
 
 
 def test_a_long_family_is_searched_by_halves():
