@@ -134,8 +134,8 @@ def _twice(forward: Callable[..., int]) -> Callable[..., int]:
     return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
 
 
-def _addbmm(_: Shape, one: Shape, other: Shape, *__: Any, **___: Any) -> int:
-    """A batch of products, summed over the batch."""
+def _add_product(_: Shape, one: Shape, other: Shape, *__: Any, **___: Any) -> int:
+    """One product, or a batch of them (also summed over the batch)."""
     return 2 * math.prod(one) * other[-1]
 
 
@@ -175,7 +175,7 @@ _FORMULAS: Mapping[Callable[..., int], str] = {
     _mkldnn_rnn: "mkldnn_rnn_layer",
     _twice(_mkldnn_rnn): "mkldnn_rnn_layer_backward",
     _grouped_mm: "_grouped_mm",
-    _addbmm: "addbmm",
+    _add_product: "addbmm addmm_ baddbmm_",
     _trilinear: "_trilinear",
 }
 
@@ -240,14 +240,18 @@ def bytes_moved(call: OpCall) -> int:
     """
     if call.packet in _WRITES_NOTHING or call.is_view():
         return 0
-    made = [item for item in call.outputs() if all(item is not old for old in call.inputs())]
+    inputs = call.inputs()
+    made = [item for item in call.outputs() if all(item is not old for old in inputs)]
     written = sum(map(_n_bytes, made)) + sum(map(_n_bytes, call.mutated()))
     unread = _NOT_READ.get(call.packet, ())
     args = [arg for position, arg in enumerate(call.args) if position not in unread]
     if call.packet in _READS_ROWS:
         rest = _tensors((args[1:], dict(call.kwargs)))
         return 2 * written + sum(map(_n_bytes, rest))
-    read = {id(item): item for item in _tensors((args, dict(call.kwargs)))}
+    arguments = getattr(getattr(call.target, "_schema", None), "arguments", ())
+    out = {argument.name for argument in arguments if argument.is_out}  # written, not read
+    others = [value for name, value in call.kwargs.items() if name not in out]
+    read = {id(item): item for item in _tensors((args, others))}
     return written + sum(map(_n_bytes, read.values()))
 
 

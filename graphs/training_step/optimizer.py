@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,11 +22,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs import hardware
 from graphs.calls import TraceError
-from graphs.costs import CostModel, OpCall
+from graphs.costs import CostModel, Tracker
 from graphs.fsdp import shard_rows
 
 _HOOKED = ("step", "state_dict", "load_state_dict")
@@ -82,9 +80,9 @@ def optimizer_costs(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             twin = _twin(optimizer, mode, device, foreach=foreach, n_ranks=n_ranks)
-            with _Tracker(costs):
+            with _StepTracker(costs.cost):
                 _step(twin)  # makes the state
-            with _Tracker(costs) as tracker:
+            with _StepTracker(costs.cost) as tracker:
                 _step(twin)
             return {
                 "name": name,
@@ -231,15 +229,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     return sum(storages.values())
 
 
-class _Tracker(TorchDispatchMode):
-    """Tracks the bytes that are allocated and not yet freed, and sums the seconds of operators."""
-
-    def __init__(self, costs: CostModel) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self.time_s = 0.0
-        self._taken_bytes = 0
-        self._costs = costs
+class _StepTracker(Tracker):
+    """Answers what the step reads from fake tensors."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -247,19 +238,4 @@ class _Tracker(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return dtype != torch.bool and _READ_FROM_TENSORS[dtype.is_floating_point]
-        value = func(*args, **(kwargs or {}))
-        call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
-        known = {item.untyped_storage()._cdata for item in call.inputs()}
-        for item in call.outputs():
-            storage = item.untyped_storage()
-            if storage._cdata not in known:
-                known.add(storage._cdata)
-                self._taken_bytes += storage.nbytes()
-                weakref.finalize(storage, self._drop, storage.nbytes()).atexit = False
-        cost = self._costs.cost(call)
-        self.time_s += cost.time_s
-        self.peak_bytes = max(self.peak_bytes, self._taken_bytes + cost.workspace_bytes)
-        return value
-
-    def _drop(self, n_bytes: int) -> None:
-        self._taken_bytes -= n_bytes
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -1,0 +1,59 @@
+"""The cost of an operator that is a Python loop over chunks of rows: that of the operators in it.
+
+The loop is run on fake tensors, on a few chunks only: every further chunk of equal size takes the
+same time, and adds the same bytes to whatever has a row for each row of the input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphs.costs.operators import OpCall
+from graphs.costs.tracker import CallCost, Tracker
+
+_CHUNK_ROWS_AT = {
+    "torch_nn::_linear_cross_entropy_batch_chunked": 8,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": 6,
+}
+"""Operators of `F.linear_cross_entropy` -> the position of their argument `batch_chunk_size`. Their
+arguments 0 and 2, input and target, have the rows."""
+
+
+def is_loop(call: OpCall) -> bool:
+    """Whether `loop_cost` knows the operator."""
+    return getattr(call.packet, "_qualified_op_name", None) in _CHUNK_ROWS_AT
+
+
+def loop_cost(call: OpCall, cost: CallCost) -> tuple[float, int]:
+    """Seconds and workspace bytes of the whole loop. cost: of a single operator."""
+    n_rows = call.args[0].shape[0]
+    chunk_rows = call.args[_CHUNK_ROWS_AT[call.packet._qualified_op_name]]
+    few = 2 * chunk_rows + n_rows % chunk_rows
+    if n_rows <= few:
+        return _on_rows(call, n_rows, cost)
+    less, more = (_on_rows(call, n, cost) for n in (few - chunk_rows, few))
+    n_left = (n_rows - few) // chunk_rows
+    time_s, workspace_bytes = (b + n_left * (b - a) for a, b in zip(less, more, strict=True))
+    return time_s, int(workspace_bytes)
+
+
+def _on_rows(call: OpCall, n_rows: int, cost: CallCost) -> tuple[float, int]:
+    """Run the operator's Python body on fake tensors with so many rows."""
+    body = torch._library.custom_ops.OPDEFS[call.packet._qualified_op_name]._init_fn
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        shape, strides = tensor.shape, tensor.stride()
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
+        args = pytree.tree_map_only(torch.Tensor, fake, call.args)
+        args = [arg[:n_rows] if at in (0, 2) else arg for at, arg in enumerate(args)]
+        with Tracker(cost) as tracker:
+            value: Any = body(*args, **call.kwargs)
+        made_bytes = OpCall(call.target, tuple(args), call.kwargs, value).made_bytes()
+    return tracker.time_s, max(0, tracker.peak_bytes - made_bytes)

@@ -1,0 +1,56 @@
+"""Seconds and peak bytes of Python code, from the operators that it calls on fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.costs.operators import OpCall
+
+
+class _Cost(Protocol):
+    @property
+    def time_s(self) -> float: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+
+
+CallCost = Callable[[OpCall], _Cost]
+"""A function that gives the cost of one operator."""
+
+
+class Tracker(TorchDispatchMode):
+    """Tracks the bytes that are allocated and not yet freed, and sums the seconds of operators.
+
+    peak_bytes: the most that was allocated at once, workspace of operators included.
+    """
+
+    def __init__(self, cost: CallCost) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self.time_s = 0.0
+        self._taken_bytes = 0
+        self._cost = cost
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
+        known = {item.untyped_storage()._cdata for item in call.inputs()}
+        for item in call.outputs():
+            storage = item.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                self._taken_bytes += storage.nbytes()
+                weakref.finalize(storage, self._drop, storage.nbytes()).atexit = False
+        cost = self._cost(call)
+        self.time_s += cost.time_s
+        self.peak_bytes = max(self.peak_bytes, self._taken_bytes + cost.workspace_bytes)
+        return value
+
+    def _drop(self, n_bytes: int) -> None:
+        self._taken_bytes -= n_bytes
