@@ -15,6 +15,7 @@ class GraphMeta:
 
     model: the class of the module, or a title.
     scope: what one node stands for, where it is not one operator.
+    rewrites: those that the graph was made with (`graphs.rewrites`); none: the plain step.
     gradients: "fresh", or "accumulate" where new gradients are added to existing ones.
     parameters, buffers: path in the module -> tensor of the graph.
     parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).
@@ -33,6 +34,7 @@ class GraphMeta:
 
     model: str = ""
     scope: str = ""
+    rewrites: Sequence[str] = ()
     gradients: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     buffers: Mapping[str, str] = field(default_factory=dict)

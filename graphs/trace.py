@@ -11,9 +11,8 @@ accumulation, FSDP2, the optimizer.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,16 +24,21 @@ from graphs.calls import (
     TraceError,
     argument_order,
     as_call,
+    buffer_forms,
+    bytes_by_dtype,
     check_call,
     environment_of,
     find_loss,
+    input_forms,
     nested,
+    parameter_forms,
 )
 from graphs.capture import Capture, Layout, at_each_checkpoint, capture, extract, one_at_a_time
-from graphs.costs import Cost, CostModel, Measured, OpCall, default_costs, finish_measuring
+from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
 from graphs.meta import GraphMeta
+from graphs.rewrites import Variant, Variants, rewritten, variants_of
 from graphs.training_step import (
     MetaOutputs,
     OutsideLoss,
@@ -43,7 +47,7 @@ from graphs.training_step import (
     with_optimizer,
 )
 
-__all__ = ["CapturedStep", "TraceError", "trace", "trace_module"]
+__all__ = ["CapturedStep", "TraceError", "trace", "trace_module", "trace_variants"]
 
 GRADIENTS = ("fresh", "accumulate")
 
@@ -55,6 +59,12 @@ class CapturedStep:
     captured: Capture
     layout: Layout
     graph: Graph
+    _remake: Callable[[Variant], CapturedStep] = field(repr=False)
+
+    def with_rewrites(self, rewrites: Iterable[str]) -> CapturedStep:
+        """Another variant of the same step, without tracing again."""
+        wanted = tuple(rewrites)
+        return self if wanted == tuple(self.graph.meta.rewrites) else self._remake(wanted)
 
 
 @one_at_a_time
@@ -69,6 +79,7 @@ def trace(
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
     fsdp: int | Sharding | None = None,
+    rewrites: Iterable[str] = (),
 ) -> Graph:
     """Trace one training step into a cost/memory Graph; no tensor is allocated or changed.
 
@@ -88,9 +99,62 @@ def trace(
         of a generic CPU otherwise).
     fsdp: the step as one rank of FSDP2 runs it (`graphs.fsdp.transform`): a number of ranks, with
         each block of the model as a group, or a Sharding. `batch` is that of one rank.
+    rewrites: names of `graphs.rewrites` to change the step with; (): the step as it is.
 
     Raises TraceError, saying what cannot be traced and why; ShardingError for illegal groups.
     """
+    (graph,) = _traced(
+        model,
+        batch,
+        [tuple(rewrites)],
+        loss=loss,
+        inputs=inputs,
+        optimizer=optimizer,
+        gradients=gradients,
+        device=device,
+        costs=costs,
+        fsdp=fsdp,
+    )
+    return graph
+
+
+@one_at_a_time
+def trace_variants(
+    model: nn.Module,
+    batch: Any,
+    *,
+    rewrites: str = "bitwise",
+    fsdp: int | Sharding | None = None,
+    **options: Any,
+) -> Variants:
+    """Trace the step once, as itself and with the rewrites that a plan may choose from.
+
+    rewrites: "bitwise" (they keep every bit of the results), "allclose" (last bits may change;
+        there is no such rewrite yet, so the same as "bitwise") or "none". A sharded step has none.
+    The rest is as for `trace`.
+
+    Raises what `trace` raises; ValueError for another word.
+    """
+    planned = variants_of(rewrites, sharded=fsdp is not None)
+    wanted = list(dict.fromkeys([(), *planned]))
+    graphs = dict(zip(wanted, _traced(model, batch, wanted, fsdp=fsdp, **options), strict=True))
+    return Variants(graphs[()], tuple(graphs[variant] for variant in planned))
+
+
+def _traced(
+    model: nn.Module,
+    batch: Any,
+    variants: Sequence[Variant],
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    gradients: str = "fresh",
+    device: torch.device | str | None = None,
+    costs: CostModel | None = None,
+    fsdp: int | Sharding | None = None,
+) -> list[Graph]:
+    """The graph of each variant of the whole step; `trace` explains the rest."""
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
     _refuse_replaced(model)
@@ -120,27 +184,31 @@ def trace(
             gradients=gradients,
             costs=costs,
         )
-    graph = step.graph
-    if outside is not None:
-        loss_layout = extract(outside.captured, cost=_NodeCosts(costs))
-        graph = outside.insert(step.graph, step.captured, step.layout, loss_layout)
-    n_ranks = 1
-    if fsdp is not None:
-        sharding = fsdp if isinstance(fsdp, Sharding) else Sharding(n_ranks=fsdp)
-        n_ranks = sharding.n_ranks
-        graph = sharded(
-            graph,
-            n_ranks=n_ranks,
-            groups=groups_of(model, sharding),
-            on_cpu=target.type == "cpu" and not hardware.is_cuda(costs.description),
-        )
+    loss_layout = extract(outside.captured, cost=NodeCosts(costs)) if outside else None
+    sharding = Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
+    groups = None if sharding is None else groups_of(model, sharding)
+    n_ranks = 1 if sharding is None else sharding.n_ranks
+    optimizer_cost = None
     if optimizer is not None:
-        cost = optimizer_costs(optimizer, model, device=target, costs=costs, n_ranks=n_ranks)
-        graph = with_optimizer(graph, cost)
+        optimizer_cost = optimizer_costs(
+            optimizer, model, device=target, costs=costs, n_ranks=n_ranks
+        )
+
+    def whole(step: CapturedStep) -> Graph:
+        graph = step.graph
+        if outside is not None and loss_layout is not None:
+            graph = outside.insert(graph, step.captured, step.layout, loss_layout)
+        if groups is not None:
+            on_cpu = target.type == "cpu" and not hardware.is_cuda(costs.description)
+            graph = sharded(graph, n_ranks=n_ranks, groups=groups, on_cpu=on_cpu)
+        if optimizer_cost is not None:
+            graph = with_optimizer(graph, optimizer_cost)
+        own = checkpoints_itself.is_set()
+        return replace(graph, meta=replace(graph.meta, own_checkpoints=True)) if own else graph
+
+    graphs = [whole(step.with_rewrites(variant)) for variant in variants]
     finish_measuring(costs)
-    if checkpoints_itself.is_set():
-        graph = replace(graph, meta=replace(graph.meta, own_checkpoints=True))
-    return graph
+    return graphs
 
 
 def _refuse_replaced(model: nn.Module) -> None:
@@ -181,13 +249,41 @@ def trace_module(
     choose: Callable[[Any], tuple[int, ...]],
     gradients: str,
     costs: CostModel | None,
+    rewrites: Iterable[str] = (),
 ) -> CapturedStep:
     """Trace the module alone, without outside loss and optimizer. `costs=None`: all zero."""
     if device is not None:
         refuse_other(device)
     captured = capture(model, call, device=device, choose=choose)
-    cost = _NodeCosts(costs)
-    layout = extract(captured, cost=cost)
+
+    def remake(variant: Variant) -> CapturedStep:
+        return _extracted(
+            model,
+            call,
+            captured,
+            variant,
+            device=device,
+            gradients=gradients,
+            cost=NodeCosts(costs),
+            remake=remake,
+        )
+
+    return remake(tuple(rewrites))
+
+
+def _extracted(
+    model: nn.Module,
+    call: Call,
+    captured: Capture,
+    rewrites: Variant,
+    *,
+    device: torch.device | None,
+    gradients: str,
+    cost: NodeCosts,
+    remake: Callable[[Variant], CapturedStep],
+) -> CapturedStep:
+    """One variant of a captured step."""
+    layout = rewritten(captured, extract(captured, cost=cost), rewrites, cost=cost)
     tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}}
     for placeholder, source in captured.sources.items():
         tensors_of.setdefault(source.kind, {})[source.name] = placeholder.name
@@ -197,6 +293,7 @@ def trace_module(
         outputs=tuple(layout.outputs),
         meta=GraphMeta(
             model=type(model).__name__,
+            rewrites=list(rewrites),
             gradients=gradients,
             parameters=tensors_of["parameter"],
             buffers=tensors_of["buffer"],
@@ -204,7 +301,7 @@ def trace_module(
             in_place=list(layout.in_place),
             gradient_sums=list(layout.sums),
             backward_functions=[nodes for nodes in layout.functions.values() if len(nodes) > 1],
-            parameter_bytes=_bytes_by_dtype(model),
+            parameter_bytes=bytes_by_dtype(model),
             parameter_forms=parameter_forms(model),
             buffer_forms=buffer_forms(model),
             input_forms=input_forms(call.tensors),
@@ -220,15 +317,7 @@ def trace_module(
     if gradients == "accumulate":
         added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
         graph = with_accumulation(graph, added)
-    return CapturedStep(captured=captured, layout=layout, graph=graph)
-
-
-def parameter_forms(model: nn.Module) -> dict[str, str]:
-    """Dtype and shape of each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
-    return {
-        name: _form(parameter) + ("" if parameter.requires_grad else ", frozen")
-        for name, parameter in model.named_parameters()
-    }
+    return CapturedStep(captured=captured, layout=layout, graph=graph, _remake=remake)
 
 
 def _parameter_layout(
@@ -247,67 +336,6 @@ def _parameter_layout(
         for node, source in captured.sources.items()
         if source.kind == "parameter" and source.name in parameters
     }
-
-
-def buffer_forms(model: nn.Module) -> dict[str, str]:
-    """Dtype and shape of each buffer."""
-    return {name: _form(buffer) for name, buffer in model.named_buffers()}
-
-
-def input_forms(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Dtype and shape of each tensor of a call, with unusual strides and requires_grad."""
-    forms = []
-    for tensor in tensors:
-        words = [_form(tensor)]
-        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-            words.append("expanded (one row in memory for many)")
-        elif not tensor.is_contiguous():
-            words.append(f"strides {list(tensor.stride())}")
-        if tensor.requires_grad:
-            words.append("requires a gradient")
-        forms.append(", ".join(words))
-    return forms
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:
-    """Bytes of the parameters by dtype name: shown in the advice, never compared."""
-    sizes: Counter[str] = Counter()
-    for p in model.parameters():
-        sizes[str(p.dtype).removeprefix("torch.")] += p.numel() * p.element_size()
-    return dict(sizes)
-
-
-class _NodeCosts:
-    """The cost of each fx node; sums the roofline's times along with the measured ones."""
-
-    def __init__(self, costs: CostModel | None) -> None:
-        self._costs = costs
-        self._measured_s = 0.0
-        self._roofline_s = 0.0
-
-    def __call__(self, node: torch.fx.Node) -> Cost:
-        if self._costs is None:
-            return Cost(time_s=0.0)
-        call = OpCall.from_node(node)
-        cost = self._costs.cost(call)
-        if isinstance(self._costs, Measured):
-            self._measured_s += cost.time_s
-            self._roofline_s += self._costs.roofline.cost(call).time_s
-        return cost
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """The cost model's, with the sums over all operators where they were measured."""
-        if self._costs is None:
-            return {}
-        described = dict(self._costs.description)
-        if isinstance(self._costs, Measured):
-            described |= {"measured_s": self._measured_s, "roofline_s": self._roofline_s}
-        return described
 
 
 def loss_index(output: Any) -> tuple[int, ...]:

@@ -147,10 +147,15 @@ class AppliedForward(PlannedForward):
             if reason is None or self.on_mismatch == "replan":
                 raise
             raise self._mismatch(reason) from None
-        part = step.graph.module_part()
-        reasons = [difference(plan, call, model, part) for plan in self.plans]
+        steps = [step.with_rewrites(plan.rewrites) for plan in self.plans]
+        parts = [each.graph.module_part() for each in steps]
+        reasons = [
+            difference(plan, call, model, part)
+            for plan, part in zip(self.plans, parts, strict=True)
+        ]
         if None in reasons:
-            plan = self.plans[reasons.index(None)]
+            fitting = reasons.index(None)
+            plan, step, part = self.plans[fitting], steps[fitting], parts[fitting]
             schedule = module_schedule(plan.schedule, part)
             # A file may say anything. In the module's part the gradients of its outputs count from
             # the start; without their bytes this is at most what the whole step takes.
@@ -188,6 +193,7 @@ class AppliedForward(PlannedForward):
             choose=lambda _output: tuple(environment["gradient_outputs"]),
             gradients=environment.get("gradients", "fresh"),
             costs=costs,
+            rewrites=self.plan.rewrites,
         )
 
 

@@ -43,6 +43,7 @@ from solver.module_checkpointing import (
     by_module,
 )
 from solver.schedule import Schedule, Solution
+from solver.solving import without_rewrites
 
 _EAGER_NAMES = {
     "aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"
@@ -160,6 +161,13 @@ def to_torch_checkpoint(
             f"the solution has no schedule to export: its status is {solution.status}"
         )
     _check_model(model, solution.graph)
+    planned_peak_bytes, planned_time_s = solution.simulation.peak_bytes, solution.simulation.time_s
+    solution = without_rewrites(solution)  # checkpointed modules run PyTorch's own step
+    if solution.schedule is None:
+        raise ExportError(
+            "the plan rewrites the step, which checkpointing modules cannot, and without rewrites "
+            f"nothing fits {solution.request.available_bytes} bytes{solution.obstacle_text}"
+        )
     try:
         plan = by_module(
             solution,
@@ -177,8 +185,8 @@ def to_torch_checkpoint(
         schedule=plan.schedule,
         peak_bytes=plan.peak_bytes,
         time_s=plan.simulation.time_s,
-        planned_peak_bytes=solution.simulation.peak_bytes,
-        planned_time_s=solution.simulation.time_s,
+        planned_peak_bytes=planned_peak_bytes,
+        planned_time_s=planned_time_s,
         baseline_time_s=solution.baseline.time_s,
         budget_bytes=solution.request.available_bytes,
         lost=tuple(_lost(solution, plan)),

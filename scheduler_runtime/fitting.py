@@ -22,6 +22,7 @@ from torch import nn
 from graphs.calls import Call, TraceError, device_of, find_loss, nested
 from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.graph import Graph
+from graphs.rewrites import Variants, check_word, variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import (
     optimizer_costs,
@@ -80,6 +81,7 @@ class Options:
     time_limit_s: float
     seed: int
     costs: CostModel | None
+    rewrites: str
 
 
 def fit(
@@ -94,6 +96,7 @@ def fit(
     time_limit_s: float = 60.0,
     seed: int = 0,
     costs: CostModel | None = None,
+    rewrites: str = "bitwise",
 ) -> nn.Module:
     """Plan the training step of `model` when it first runs; returns the same module.
 
@@ -110,7 +113,7 @@ def fit(
         twice its inputs in 32 bits, three times if they have 16: what cross-entropy takes).
     loss_outputs: a function of the output: those of its tensors that the loss outside is computed
         from (`lambda output: output.logits`). None: all.
-    method, time_limit_s, seed: as in `solver.solve`, for each plan.
+    method, time_limit_s, seed, rewrites: as in `solver.solve`, for each plan.
     costs: seconds and workspace of each operator (default: as in `graphs.trace.trace`).
 
     Raises ValueError for invalid options and for a module that has a plan; FitError for one that is
@@ -132,7 +135,15 @@ def fit(
     several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     optimizers = () if optimizer is None else tuple(map(_unwrapped, several))
     options = Options(
-        budget, reserve, loss_reserve, loss_outputs, method, time_limit_s, seed, costs
+        budget,
+        reserve,
+        loss_reserve,
+        loss_outputs,
+        method,
+        time_limit_s,
+        seed,
+        costs,
+        check_word(rewrites),
     )
     model.forward = FittedForward(model, options, optimizers)
     return model
@@ -187,9 +198,12 @@ class FittedForward(PlannedForward):
                 choose=self._gradient_outputs,
                 gradients="accumulate" if self._accumulates(buckets) else "fresh",
                 costs=costs,
+                rewrites=(),
             )
-        whole, notes = self._whole_step(step, device, costs, buckets)
+        planned = [step.with_rewrites(names) for names in variants_of(self.options.rewrites)]
+        around, notes = self._around(step, device, costs, buckets)
         finish_measuring(costs)
+        whole = Variants(around(step.graph), tuple(around(each.graph) for each in planned))
         solution = answer(whole, request)
         if solution.schedule is None:
             raise FitError(
@@ -199,6 +213,7 @@ class FittedForward(PlannedForward):
             )
         self.plans.append(Fitted(solution, notes))
         logger.info("planned in %.2f s: %s", solution.solve_time_s, self.plans[-1])
+        step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
         return BoundProgram(step, build_program(step, module_schedule(solution.schedule, part)))
 
@@ -250,11 +265,12 @@ class FittedForward(PlannedForward):
             )
         return indices
 
-    def _whole_step(
+    def _around(
         self, step: CapturedStep, device: torch.device, costs: CostModel, buckets: Buckets | None
-    ) -> tuple[Graph, tuple[str, ...]]:
-        """The module's graph with the loss, the optimizers and the buckets around it, and notes."""
-        graph, notes = step.graph, []
+    ) -> tuple[Callable[[Graph], Graph], tuple[str, ...]]:
+        """What puts the loss, the optimizers and the buckets around a module's graph, and notes."""
+        notes: list[str] = []
+        loss_bytes: int | None = None
         outputs = [step.captured.outputs[i].meta["val"] for i in step.captured.gradient_outputs]
         returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
         if not returns_loss or self.options.loss_outputs is not None:
@@ -264,7 +280,6 @@ class FittedForward(PlannedForward):
                 loss_bytes = sum(
                     t.numel() * 4 * (2 if t.element_size() >= 4 else 3) for t in outputs
                 )
-            graph = with_unknown_loss(graph, workspace_bytes=loss_bytes)
             notes.append(
                 f"the loss is computed outside of the model; {format_both(loss_bytes)} are "
                 "reserved for it besides its inputs and their gradients (or loss_reserve=)"
@@ -273,18 +288,25 @@ class FittedForward(PlannedForward):
             optimizer_costs(each, self._model, device=device, costs=costs)
             for each in self._optimizers
         ]
-        graph = with_optimizer(graph, together(figures))
         if not self._optimizers:
             notes.append("the optimizer's state is not counted: pass optimizer= to count it")
             if not self.plans:
                 warnings.warn(f"fit: {notes[-1]}", stacklevel=2)
         if buckets is not None and buckets.separate_bytes:
-            graph = with_resident(graph, "gradient_buckets", buckets.separate_bytes)
             notes.append(
                 f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; with "
                 "gradient_as_bucket_view=True the gradients would live in them"
             )
-        return graph, tuple(notes)
+
+        def around(graph: Graph) -> Graph:
+            if loss_bytes is not None:
+                graph = with_unknown_loss(graph, workspace_bytes=loss_bytes)
+            graph = with_optimizer(graph, together(figures))
+            if buckets is not None and buckets.separate_bytes:
+                graph = with_resident(graph, "gradient_buckets", buckets.separate_bytes)
+            return graph
+
+        return around, tuple(notes)
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:

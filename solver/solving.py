@@ -11,12 +11,13 @@ import dataclasses
 import difflib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphs.files import FormatError
 from graphs.graph import Graph
+from graphs.rewrites import Variants, check_word
 from solver.bound import lower_bound_s
 from solver.common import Deadline, check_time_limit, now_s, parse_budget
 from solver.methods import METHODS, find_obstacle
@@ -44,6 +45,7 @@ def solve(
     time_limit_s: float = 60.0,
     seed: int = 0,
     capacity_bytes: int | None = None,
+    rewrites: str | None = None,
     **trace_options: Any,
 ) -> Solution:
     """Find the schedule that fits the training step into `budget` at the least extra time.
@@ -55,19 +57,25 @@ def solve(
     budget: bytes of the device for the whole step (16e9), "16GB", "60%" of `capacity_bytes`.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
     module on CUDA or planned for a named card, else 0).
+    rewrites: how the plan may rewrite the step: "bitwise" (every bit of the results stays; the
+    default for a module), "allclose" (last bits may change; there is no such rewrite yet, so the
+    same as "bitwise") or "none". A graph is planned with those that it was made with.
 
     time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
     reason. What is best by then is the answer; it says that the clock ended the search.
 
-    Raises ValueError for an invalid budget, reserve, method or time limit; TraceError (a module
-    that cannot be traced), FormatError (a file). That nothing fits is no error but the Solution's
-    status.
+    Raises ValueError for an invalid budget, reserve, method, time limit or word of rewrites;
+    TraceError (a module that cannot be traced), FormatError (a file). That nothing fits is no error
+    but the Solution's status.
     """
     started_s = now_s()
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
     check_time_limit(time_limit_s)
-    graph, hardware = _as_graph(problem, batch, trace_options)
+    if rewrites is not None:
+        trace_options["rewrites"] = check_word(rewrites)
+    step, hardware = _as_step(problem, batch, trace_options)
+    graph = step.plain
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
     # A graph file may be planned for another device than it was traced on: no default reserve.
@@ -87,42 +95,83 @@ def solve(
         time_limit_s=time_limit_s,
         seed=seed,
     )
-    return answer(graph, request, started_s=started_s)
+    return answer(step, request, started_s=started_s)
 
 
-def answer(graph: Graph, request: Request, *, started_s: float | None = None) -> Solution:
+def answer(step: Graph | Variants, request: Request, *, started_s: float | None = None) -> Solution:
     """`attempt`, and where nothing was found `explained`."""
     deadline = Deadline.after(request.time_limit_s)
-    found = attempt(graph, request, started_s=started_s, deadline=deadline)
+    found = attempt(step, request, started_s=started_s, deadline=deadline)
     return explained(found, deadline=deadline)
 
 
 def attempt(
-    graph: Graph,
+    step: Graph | Variants,
     request: Request,
     *,
     started_s: float | None = None,
     starts: Sequence[Schedule] = (),
     deadline: Deadline | None = None,
 ) -> Solution:
-    """Run the requested method on a graph and simulate its proposal.
+    """Run the requested method on each variant of the step, simulate its proposals, take the best.
 
     started_s: what the solution's time counts from.
-    starts: schedules known for this graph, for a method that can begin from them.
-    deadline: when the answer is due (None: the request's time limit from now on).
+    starts: schedules known for the variants, for a method that can begin from them.
+    deadline: when the answer is due (None: the request's time limit from now on). The variants
+        share the time.
     """
     started_s = now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
-    baseline = simulate(graph, baseline_schedule(graph))
+    variants = Variants.of(step)
+    answers = []
+    for index, graph in enumerate(variants.planned):
+        share_s = deadline.left_s / (len(variants.planned) - index)
+        answers.append(
+            _attempt_one(
+                graph,
+                request,
+                plain=variants.plain,
+                starts=[s for s in starts if s.graph_id == graph.graph_id],
+                deadline=Deadline.after(share_s),
+            )
+        )
+    found = _best(answers)
+    return dataclasses.replace(found, variants=variants, solve_time_s=now_s() - started_s)
+
+
+def _best(answers: Sequence[Solution]) -> Solution:
+    """The fastest of the variants' answers, with what is proven for all: the least bound."""
+    chosen = min(answers, key=lambda s: math.inf if s.simulation is None else s.simulation.time_s)
+    bound_s = min(answer.lower_bound_s for answer in answers)
+    late = chosen.simulation is None and any(s.status == "time_limit" for s in answers)
+    return dataclasses.replace(
+        chosen,
+        lower_bound_s=bound_s,
+        status="time_limit" if late else chosen.status,
+        timed_out=any(answer.timed_out for answer in answers),
+    ).with_bound(bound_s)
+
+
+def _attempt_one(
+    graph: Graph,
+    request: Request,
+    *,
+    plain: Graph,
+    starts: Sequence[Schedule],
+    deadline: Deadline,
+) -> Solution:
+    """Run the requested method on a graph and simulate its proposal."""
+    started_s = now_s()
+    baseline = simulate(plain, baseline_schedule(plain))
     method = METHODS[request.method]
     proposal = method(
         graph,
         budget_bytes=request.available_bytes,
-        time_limit_s=deadline.earlier(KEPT_SHARE * request.time_limit_s).left_s,
+        time_limit_s=deadline.earlier(KEPT_SHARE * deadline.left_s).left_s,
         seed=request.seed,
         starts=starts,
     )
-    bound_s = max(proposal.lower_bound_s, baseline.time_s)
+    bound_s = max(proposal.lower_bound_s, graph.baseline_time_s)
     if not method.proves_bound:
         cut_s = lower_bound_s(
             graph, budget_bytes=request.available_bytes, time_limit_s=deadline.left_s
@@ -169,21 +218,39 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
     if deadline is None:
         left_s = request.time_limit_s - solution.solve_time_s
         deadline = Deadline.after(max(KEPT_SHARE * request.time_limit_s, left_s))
-    obstacle = find_obstacle(
-        solution.graph,
-        method=METHODS[solution.method],
-        above_bytes=request.available_bytes + 1,
-        seed=request.seed,
-        deadline=deadline,
+    graphs = Variants.of(solution.variants or solution.graph).planned
+    obstacles = [
+        find_obstacle(
+            graph,
+            method=METHODS[solution.method],
+            above_bytes=request.available_bytes + 1,
+            seed=request.seed,
+            deadline=Deadline.after(deadline.left_s / (len(graphs) - index)),
+        )
+        for index, graph in enumerate(graphs)
+    ]
+    least = min(range(len(graphs)), key=lambda index: obstacles[index].reached_bytes)
+    obstacle = dataclasses.replace(
+        obstacles[least], proven_bytes=min(each.proven_bytes for each in obstacles)
     )
     solution = dataclasses.replace(
-        solution, solve_time_s=solution.solve_time_s + now_s() - started_s
+        solution, graph=graphs[least], solve_time_s=solution.solve_time_s + now_s() - started_s
     )
     if obstacle.schedule is None or obstacle.reached_bytes > request.available_bytes:
         return dataclasses.replace(solution, obstacle=obstacle)
     simulation = simulate(solution.graph, obstacle.schedule)
     found = dataclasses.replace(solution, schedule=obstacle.schedule, simulation=simulation)
     return found.with_bound(solution.lower_bound_s)
+
+
+def without_rewrites(solution: Solution) -> Solution:
+    """The plan itself if its step is the plain one, else a plan of the plain step.
+
+    For whatever runs PyTorch's own operators: it answers the same request, and may find nothing.
+    """
+    if not solution.graph.meta.rewrites:
+        return solution
+    return answer(solution.plain, solution.request)
 
 
 def _loaded(path: str | Path) -> Graph:
@@ -203,15 +270,16 @@ def _loaded(path: str | Path) -> Graph:
         ) from error
 
 
-def _as_graph(
-    problem: nn.Module | Graph | str | Path, batch: Any, trace_options: dict[str, Any]
-) -> tuple[Graph, Hardware | None]:
-    """The graph, and the device that was named (None: none was)."""
+def _as_step(
+    problem: nn.Module | Graph | str | Path, batch: Any, trace_options: Mapping[str, Any]
+) -> tuple[Variants, Hardware | None]:
+    """The variants of the step, and the device that was named (None: none was)."""
     if isinstance(problem, Graph | str | Path):
         if batch is not None or trace_options:
             given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
             raise TypeError(f"a graph is traced already: {given} would have no effect")
-        return (problem if isinstance(problem, Graph) else _loaded(problem)), None
+        graph = problem if isinstance(problem, Graph) else _loaded(problem)
+        return Variants.of(graph), None
     if isinstance(problem, type):
         name = problem.__name__
         raise TypeError(f"{name} is a class; give a module: solve({name}(...), batch, budget=...)")
@@ -220,7 +288,7 @@ def _as_graph(
             "a batch is missing: solve(model, batch, budget=...), with what the model is called "
             "with: a tensor, a tuple or a dict of tensors"
         )
-    from graphs.trace import TraceError, trace
+    from graphs.trace import TraceError, trace, trace_variants
     from solver.device import find_target
 
     known = [*inspect.signature(solve).parameters, *inspect.signature(trace).parameters]
@@ -235,11 +303,13 @@ def _as_graph(
         device = next((parameter.device for parameter in problem.parameters()), "cpu")
     try:
         if device is None:  # the device of the model, found and checked by trace
-            return trace(problem, batch, **options, costs=costs), None
+            return trace_variants(problem, batch, **options, costs=costs), None
         target = find_target(device, costs)
-        graph = trace(problem, batch, **options, device=target.torch_device, costs=target.costs)
+        step = trace_variants(
+            problem, batch, **options, device=target.torch_device, costs=target.costs
+        )
     except TraceError as error:
         if error.runs_in_eager:
             error.add_note(PLAN_BY_SUBMODULES)
         raise
-    return graph, target.hardware
+    return step, target.hardware

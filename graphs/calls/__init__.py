@@ -13,3 +13,4 @@ from graphs.calls.call import (
     same_strides,
     signature_of,
 )
+from graphs.calls.forms import buffer_forms, bytes_by_dtype, input_forms, parameter_forms

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -134,6 +134,7 @@ class PlannedForward(ReplacedForward):
         choose: Callable[[Any], tuple[int, ...]],
         gradients: str,
         costs: CostModel | None,
+        rewrites: Iterable[str],
     ) -> CapturedStep:
         """The module's own forward and backward pass for this call (`graphs.trace`).
 
@@ -153,6 +154,7 @@ class PlannedForward(ReplacedForward):
                 choose=choose,
                 gradients=gradients,
                 costs=costs,
+                rewrites=rewrites,
             )
         except TraceError as error:
             if error.runs_in_eager:

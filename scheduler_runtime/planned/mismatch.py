@@ -13,9 +13,18 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphs.calls import HOLE, Call, device_of, environment_of, nested, signature_of
+from graphs.calls import (
+    HOLE,
+    Call,
+    buffer_forms,
+    device_of,
+    environment_of,
+    input_forms,
+    nested,
+    parameter_forms,
+    signature_of,
+)
 from graphs.graph import Graph
-from graphs.trace import buffer_forms, input_forms, parameter_forms
 from scheduler_runtime.planned.plan import Plan
 from solver.common import counted
 

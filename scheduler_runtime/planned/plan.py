@@ -12,6 +12,7 @@ from torch import nn
 from graphs.files import FormatError
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
+from graphs.rewrites import REWRITES
 from solver.schedule import Request, SavedSchedule, Schedule, Solution
 
 AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
@@ -50,6 +51,7 @@ class Plan:
     environment: shapes, dtypes, mode, ... of the step (`graphs.calls.environment_of`).
     module_graph_id: of the part of the step that the module runs.
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
+    rewrites: those that the planned graph was made with.
     """
 
     schedule: Schedule
@@ -57,6 +59,7 @@ class Plan:
     environment: Mapping[str, Any]
     module_graph_id: str
     graph: Graph | None
+    rewrites: tuple[str, ...]
 
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
@@ -73,9 +76,10 @@ class Plan:
         if isinstance(plan, Solution):
             graph: Graph | None = plan.graph
             environment = plan.environment
+            rewrites = tuple(plan.graph.meta.rewrites)
             module_graph_id = plan.graph.module_part().graph_id
         else:
-            graph, environment = None, plan.environment
+            graph, environment, rewrites = None, plan.environment, plan.rewrites
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
         if words := sharding_words(environment):
             raise ValueError(
@@ -95,4 +99,9 @@ class Plan:
                 "the plan was made from a graph file, not from a traced module; apply needs a plan "
                 "from solve(model, batch, ...) or `solve model.py`"
             )
-        return cls(plan.schedule, plan.request, environment, module_graph_id, graph)
+        if unknown := [name for name in rewrites if name not in REWRITES]:
+            raise ValueError(
+                f"the plan was made with the rewrite {unknown[0]!r}, which this version does not "
+                "know; plan again, or use the version that made it"
+            )
+        return cls(plan.schedule, plan.request, environment, module_graph_id, graph, rewrites)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
+from graphs.rewrites import Variants
 from solver.bound import FoldedGraph, proven_least_budget_bytes
 from solver.common import Deadline, check_time_limit, interrupted
 from solver.methods import METHODS, find_obstacle
@@ -26,7 +27,8 @@ N_BUDGETS = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """points: a Solution for each method and budget, in the order of budgets, method by method.
+    """graph: the plain step.
+    points: a Solution for each method and budget, in the order of budgets, method by method.
 
     Where nothing was found a point has no schedule.
     """
@@ -44,7 +46,7 @@ class Curve:
 
 
 def sweep(
-    graph: Graph,
+    step: Graph | Variants,
     *,
     budgets: Iterable[int] | None = None,
     methods: Sequence[str] = ("auto",),
@@ -67,7 +69,7 @@ def sweep(
     """
     if budgets is None:
         budgets = default_budgets(
-            graph, method=methods[0], reserve_bytes=reserve_bytes, time_limit_s=time_limit_s
+            step, method=methods[0], reserve_bytes=reserve_bytes, time_limit_s=time_limit_s
         )
     asked = {*budgets, *(solution.request.budget_bytes for solution in known)}
     if not asked or min(asked) <= reserve_bytes:
@@ -93,20 +95,24 @@ def sweep(
             break
         found = answers.get((request.method, request.budget_bytes))
         if found is None:
-            # the schedule of the largest budget so far fits this one too
-            starts = [p.schedule for p in points if p.method == request.method and p.schedule]
-            found = attempt(graph, request, starts=starts[-1:])
+            # of each variant the schedule of the largest budget so far fits this one too
+            starts = {
+                point.schedule.graph_id: point.schedule
+                for point in points
+                if point.method == request.method and point.schedule
+            }
+            found = attempt(step, request, starts=tuple(starts.values()))
         points.append(found)
         if on_point is not None:
             on_point(len(points), len(requests))
     carried: list[Solution] = []
     for method in dict.fromkeys(point.method for point in points):
         carried += _schedules_carried_up([point for point in points if point.method == method])
-    return Curve(graph=graph, points=tuple(_bounds_carried_down(carried)))
+    return Curve(graph=Variants.of(step).plain, points=tuple(_bounds_carried_down(carried)))
 
 
 def default_budgets(
-    graph: Graph,
+    step: Graph | Variants,
     *,
     method: str = "auto",
     reserve_bytes: int = 0,
@@ -122,12 +128,15 @@ def default_budgets(
     """
     check_time_limit(time_limit_s)
     deadline = Deadline.after(time_limit_s)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    if quick:
-        least_bytes = proven_least_budget_bytes(FoldedGraph.of(graph), deadline=deadline)[0]
-    else:
-        found = find_obstacle(graph, method=METHODS[method], deadline=deadline)
-        least_bytes = found.reached_bytes
+    variants = Variants.of(step)
+    peak_bytes = simulate(variants.plain, baseline(variants.plain)).peak_bytes
+
+    def least(graph: Graph) -> int:
+        if quick:
+            return proven_least_budget_bytes(FoldedGraph.of(graph), deadline=deadline)[0]
+        return find_obstacle(graph, method=METHODS[method], deadline=deadline).reached_bytes
+
+    least_bytes = min(map(least, variants.planned))
     steps = max(1, n_budgets - 1)
     span_bytes = peak_bytes - least_bytes
     sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}
@@ -142,6 +151,7 @@ def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
         if best is not None and _time_s(best) < _time_s(point):
             point = dataclasses.replace(
                 point,
+                graph=best.graph,
                 schedule=best.schedule,
                 simulation=best.simulation,
                 status=best.status,

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from graphs.rewrites import WORDS
 from solver.analysis import Size
 from solver.emit import SYSTEMS
 from solver.methods import METHODS
@@ -167,6 +168,14 @@ class Arguments:
         "plan for one of N ranks of FSDP2 (fully_shard on each block, then on the model)",
         STEP,
         least=2,
+    )
+    rewrites: str = _option(
+        "--rewrites",
+        "how the plan may rewrite the step: bitwise (every bit of the results stays; the default), "
+        "allclose (last bits may change; today the same) or none",
+        STEP,
+        default="bitwise",
+        choices=WORDS,
     )
     output: Path | None = _file("-o, --output", "write the schedule (JSON)")
     graph_out: Path | None = _file("--graph-out", "write the traced graph (JSON)")

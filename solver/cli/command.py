@@ -116,7 +116,7 @@ def _run(arguments: Arguments) -> int:
             report = _plan(arguments, problem, progress)
         if arguments.emit is not None:
             with progress.says(f"simulating settings of {arguments.emit}"):
-                graph, fit_bytes = report.best.graph, report.best.request.available_bytes
+                graph, fit_bytes = report.best.plain, report.best.request.available_bytes
                 found = nearest(graph, system=arguments.emit, budget_bytes=fit_bytes)
                 report = dataclasses.replace(report, emitted=found)
         report = _saved(arguments, report)
@@ -149,7 +149,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
         try:
             with progress.says(what), ctrl_c_ends_searches() as interrupt:
-                solutions.append(attempt(problem.graph, request))
+                solutions.append(attempt(problem.step, request))
         except (TooLargeError, MissingSolverError) as error:  # the method cannot plan this graph
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error

@@ -48,7 +48,7 @@ def maximised(
             except LoadError as error:
                 raise SizeNotTraceableError(str(error)) from error
         request = problem.request(arguments, arguments.methods[0], SHARE_OF_LIMIT)
-        return attempt(problems[size].graph, request)
+        return attempt(problems[size].step, request)
 
     what = "batch" if name == "batch_size" else "sequence"
     try:

@@ -37,9 +37,9 @@ def swept(
     try:
         with progress.says(what) as say, ctrl_c_ends_searches() as interrupt:
             curve = sweep(
-                problem.graph,
+                problem.step,
                 budgets=default_budgets(
-                    problem.graph, method=methods[0], n_budgets=n_budgets, quick=quick, **common
+                    problem.step, method=methods[0], n_budgets=n_budgets, quick=quick, **common
                 ),
                 methods=methods,
                 seed=arguments.seed,

@@ -20,6 +20,7 @@ from graphs.files import FormatError
 from graphs.fsdp import ShardingError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
+from graphs.rewrites import Variants
 from solver.analysis import FIRST
 from solver.cli import hf_config
 from solver.cli.arguments import Arguments, UsageError
@@ -78,13 +79,14 @@ class Problem:
     """What is to be planned.
 
     name, device, costs, notes: for the report.
+    step: its variants to plan.
     verify: runs the model with and without the plan (None for a graph file).
     resized: the problem at another value of the size that is maximized (None: nothing is).
     planned: the plan by submodules of a model that cannot be traced.
     """
 
     name: str
-    graph: Graph
+    step: Variants
     device: str
     costs: str
     budget_bytes: int
@@ -94,6 +96,11 @@ class Problem:
     verify: Callable[[Solution], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
     planned: Solution | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The plain step: what is said of the problem itself."""
+        return self.step.plain
 
     def request(self, arguments: Arguments, method: str, limit_share: float = 1.0) -> Request:
         """limit_share: of --time-limit."""
@@ -134,7 +141,7 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
 
 def _graph_problem(arguments: Arguments) -> Problem:
     given = arguments.given(
-        *("costs", "batch_size", "seq_length", "autocast", "accumulate", "fsdp"),
+        *("costs", "batch_size", "seq_length", "autocast", "accumulate", "fsdp", "rewrites"),
         *("verify", "max_batch", "max_seq"),
     )
     if given:
@@ -159,7 +166,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
     device = "not specified; sizes and times are those of the graph file"
     return Problem(
         name=arguments.problem,
-        graph=graph,
+        step=Variants.of(graph),
         device=device if hardware is None else hardware.title,
         costs=describe_costs(graph.meta.cost_model),
         notes=tuple(step_notes(graph)),
@@ -199,24 +206,25 @@ def _model_problem(
     if largest is not None:
         sizes.setdefault(largest, FIRST[largest])
 
-    def problem_of(file: ModelFile, graph: Graph, size: str = "", **fields: Any) -> Problem:
+    def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
+        title = file.title or step.plain.meta.model or "model"
         return Problem(
-            name=f"{arguments.problem} ({file.title or graph.meta.model or 'model'}{size})",
-            graph=graph,
+            name=f"{arguments.problem} ({title}{size})",
+            step=step,
             verify=partial(_verified, file, target, arguments.autocast),
             **fields,
             **memory,
         )
 
     def traced(file: ModelFile) -> Problem:
-        graph, notes = _traced(file, target, arguments)
+        step, notes = _traced(file, target, arguments)
         size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
         return problem_of(
             file,
-            graph,
+            step,
             size,
             device=target.hardware.title,
-            costs=describe_costs(graph.meta.cost_model),
+            costs=describe_costs(step.plain.meta.cost_model),
             notes=(*target.notes, *allocator, *notes),
             resized=None if largest is None else lambda n: traced(file.resized(largest, n)),
         )
@@ -226,7 +234,7 @@ def _model_problem(
         why = f"Not planned op by op, which may cost less: {refused.why}."
         return problem_of(
             file,
-            found.solution.graph,
+            Variants.of(found.solution.graph),
             device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
             costs="measured on this machine, by submodule",
             notes=(why, *found.notes, *file.notes),
@@ -251,7 +259,16 @@ def _planned_by_submodules(
     refused: LoadError,
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
-    names = ["compare", "autocast", "accumulate", "fsdp", "emit", "max_batch", "max_seq"]
+    names = [
+        "rewrites",
+        "compare",
+        "autocast",
+        "accumulate",
+        "fsdp",
+        "emit",
+        "max_batch",
+        "max_seq",
+    ]
     names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []
     names += ["device"] if target.hardware.kind != target.kind else []  # not on this machine
@@ -272,9 +289,9 @@ def _planned_by_submodules(
         raise refused from error
 
 
-def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Graph, list[str]]:
+def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Variants, list[str]]:
     """Build on the meta device and trace; also returns notes for the report."""
-    from graphs.trace import TraceError, trace
+    from graphs.trace import TraceError, trace_variants
 
     notes = list(file.notes)
     model: nn.Module = _on_meta(file.model, "the model", notes)
@@ -282,7 +299,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
     optimizer = file.optimizer(model)
     try:
         with _autocast(arguments.autocast, target.kind), _quiet_logs():
-            graph = trace(
+            step = trace_variants(
                 model,
                 batch,
                 loss=file.loss,
@@ -292,6 +309,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
                 device=target.torch_device,
                 costs=target.costs,
                 fsdp=arguments.fsdp,
+                rewrites=arguments.rewrites,
             )
     except ShardingError as error:
         raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
@@ -300,9 +318,9 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Grap
         raise NotTracedError(
             f"{file.source}: {error}{called_with}", why=f"{file.source}: {error.why}{called_with}"
         ) from error
-    notes.extend(step_notes(graph))
-    notes.extend(_note_on_outputs(graph))
-    return graph, notes
+    notes.extend(step_notes(step.plain))
+    notes.extend(_note_on_outputs(step.plain))
+    return step, notes
 
 
 def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:

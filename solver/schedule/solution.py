@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
+from graphs.rewrites import Variants
 from solver.common import check_time_limit, counted, describe_op, format_share, format_size
 from solver.schedule.ops import Schedule, ops_from_json
 from solver.schedule.recompute import baseline as baseline_schedule
@@ -77,12 +78,13 @@ class Solution:
 
     status: optimal (gap below OPTIMAL_GAP), feasible, infeasible, time_limit.
     schedule, simulation: None when nothing was found.
-    baseline: the simulation of the step without recomputation.
+    baseline: the simulation of the plain step without recomputation.
     lower_bound_s: no schedule that keeps the order of first computation and fits the budget is
         faster.
     obstacle: why nothing was found, where nothing was.
     timed_out: the time limit ended the search: more time might find more, and another machine might
         find something else.
+    variants: what `graph` was chosen from (None: it was given alone).
     """
 
     status: Status
@@ -96,6 +98,12 @@ class Solution:
     solve_time_s: float
     obstacle: Obstacle | None = None
     timed_out: bool = False
+    variants: Variants | None = field(default=None, repr=False)
+
+    @property
+    def plain(self) -> Graph:
+        """The step without rewrites, where it is known; else the graph of the plan."""
+        return self.graph if self.variants is None else self.variants.plain
 
     @property
     def trace(self) -> Simulation | None:
@@ -197,6 +205,7 @@ class Solution:
             "time_s": self.simulation.time_s,
             "baseline_time_s": self.baseline.time_s,
             "lower_bound_s": self.lower_bound_s,
+            "rewrites": list(self.graph.meta.rewrites),
             "request": asdict(self.request),
             "environment": {
                 **self.environment,
@@ -244,7 +253,10 @@ class Solution:
 
 @dataclass(frozen=True)
 class SavedSchedule:
-    """The contents of schedule.json: a schedule and its request, without the graph."""
+    """The contents of schedule.json: a schedule and its request, without the graph.
+
+    rewrites: those of its graph (`graphs.rewrites`).
+    """
 
     schedule: Schedule
     method: str
@@ -254,6 +266,7 @@ class SavedSchedule:
     lower_bound_s: float
     request: Request
     environment: Mapping[str, Any] = field(default_factory=dict)
+    rewrites: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> SavedSchedule:
@@ -288,6 +301,7 @@ class SavedSchedule:
             lower_bound_s=record.number("lower_bound_s"),
             request=request,
             environment=record.mapping("environment", default={}),
+            rewrites=record.strings("rewrites", default=[]),
         )
 
 

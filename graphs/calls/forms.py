@@ -1,0 +1,49 @@
+"""The forms of a model's state and of a call's tensors, in words: what `apply` compares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+def parameter_forms(model: nn.Module) -> dict[str, str]:
+    """Dtype and shape of each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
+    return {
+        name: _form(parameter) + ("" if parameter.requires_grad else ", frozen")
+        for name, parameter in model.named_parameters()
+    }
+
+
+def buffer_forms(model: nn.Module) -> dict[str, str]:
+    """Dtype and shape of each buffer."""
+    return {name: _form(buffer) for name, buffer in model.named_buffers()}
+
+
+def input_forms(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Dtype and shape of each tensor of a call, with unusual strides and requires_grad."""
+    forms = []
+    for tensor in tensors:
+        words = [_form(tensor)]
+        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+            words.append("expanded (one row in memory for many)")
+        elif not tensor.is_contiguous():
+            words.append(f"strides {list(tensor.stride())}")
+        if tensor.requires_grad:
+            words.append("requires a gradient")
+        forms.append(", ".join(words))
+    return forms
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
+    """Bytes of the parameters by dtype name: shown in the advice, never compared."""
+    sizes: Counter[str] = Counter()
+    for p in model.parameters():
+        sizes[str(p.dtype).removeprefix("torch.")] += p.numel() * p.element_size()
+    return dict(sizes)

@@ -1,0 +1,39 @@
+"""The cost of each operator of a traced program, and what they add up to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphs.costs.models import Cost, CostModel, Measured
+from graphs.costs.operators import OpCall
+
+
+class NodeCosts:
+    """The cost of each fx node; sums the roofline's times along with the measured ones."""
+
+    def __init__(self, costs: CostModel | None) -> None:
+        self._costs = costs
+        self._measured_s = 0.0
+        self._roofline_s = 0.0
+
+    def __call__(self, node: torch.fx.Node) -> Cost:
+        if self._costs is None:
+            return Cost(time_s=0.0)
+        call = OpCall.from_node(node)
+        cost = self._costs.cost(call)
+        if isinstance(self._costs, Measured):
+            self._measured_s += cost.time_s
+            self._roofline_s += self._costs.roofline.cost(call).time_s
+        return cost
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The cost model's, with the sums over all operators where they were measured."""
+        if self._costs is None:
+            return {}
+        described = dict(self._costs.description)
+        if isinstance(self._costs, Measured):
+            described |= {"measured_s": self._measured_s, "roofline_s": self._roofline_s}
+        return described

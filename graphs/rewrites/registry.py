@@ -1,0 +1,82 @@
+"""Which rewrites there are, and which are planned for the user's word. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from graphs.graph import Graph
+
+if TYPE_CHECKING:
+    from graphs.capture import Capture, Layout
+
+Variant = tuple[str, ...]
+"""Names of rewrites, in the order of REWRITES; () is the plain step."""
+
+Rewrite = Callable[["Capture", "Layout", Callable[[Any], Any]], "Layout"]
+"""A pass: (captured, layout, cost of an fx node) -> the layout with its changes, a new object.
+
+What is captured is shared by all variants and must not be changed.
+"""
+
+REWRITES: tuple[str, ...] = ()
+"""Each is the name of a module in this folder, whose function `rewrite` is the pass."""
+
+WORDS = ("bitwise", "allclose", "none")
+"""What a plan may do to the results: keep every bit; change last bits (sums in another order); and
+"none": nothing is rewritten."""
+
+
+@dataclass(frozen=True)
+class Variants:
+    """One training step as several programs that have the same results.
+
+    plain: the step as the framework runs it without a plan.
+    planned: the programs to plan; at least one, and `plain` may be among them.
+    """
+
+    plain: Graph
+    planned: tuple[Graph, ...]
+
+    @classmethod
+    def of(cls, step: Graph | Variants) -> Variants:
+        """A graph alone is its only variant."""
+        return step if isinstance(step, Variants) else cls(step, (step,))
+
+
+def check_word(word: str) -> str:
+    """The word itself; raises ValueError for any other than WORDS."""
+    if word not in WORDS:
+        raise ValueError(
+            f"rewrites is {word!r}; 'bitwise' (every bit of the results stays), 'allclose' (last "
+            "bits may change) or 'none'"
+        )
+    return word
+
+
+def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
+    """The variants to plan for a word of WORDS.
+
+    There is no rewrite that changes last bits yet: "allclose" is "bitwise".
+    sharded: the step of one rank of FSDP2, which stock checkpointing runs: the plain step alone.
+    """
+    if check_word(word) == "none" or sharded:
+        return ((),)
+    return ((),)
+
+
+def rewritten(
+    captured: Capture, layout: Layout, rewrites: Sequence[str], *, cost: Callable[[Any], Any]
+) -> Layout:
+    """The layout after these rewrites. Raises ValueError for one that does not exist."""
+    unknown = [name for name in rewrites if name not in REWRITES]
+    if unknown:
+        known = ", ".join(REWRITES) or "none"
+        raise ValueError(f"there is no rewrite {unknown[0]!r}; there are: {known}")
+    for name in REWRITES:
+        if name in rewrites:
+            apply: Rewrite = importlib.import_module(f"graphs.rewrites.{name}").rewrite
+            layout = apply(captured, layout, cost)
+    return layout
