@@ -1,6 +1,6 @@
 """A plan exported as stock checkpointing, under DistributedDataParallel: two processes on the CPU.
 
-    python -m examples.integrations.export_ddp
+    python examples/integrations/export_ddp.py
 
 Each process plans the step of its own share of the batch. Planning and exporting come before DDP,
 which then wraps an ordinary module. DDP's buckets hold one more copy of the gradients, which no
@@ -10,8 +10,12 @@ plan of the module knows.
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for `examples`, which is not installed
 
 from examples import gpt2
 from examples.integrations.two_processes import SIZES, compare, run, small_gpt2

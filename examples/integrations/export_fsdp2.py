@@ -1,6 +1,6 @@
 """A plan exported as stock checkpointing, under FSDP2 (fully_shard): two processes on the CPU.
 
-    python -m examples.integrations.export_fsdp2
+    python examples/integrations/export_fsdp2.py
 
 `fsdp=2` plans for what one of two ranks holds: its shards of parameters, gradients and optimizer
 state, and what FSDP2 gathers and for how long. Export first, shard after: FSDP2 gathers a block's
@@ -10,9 +10,13 @@ parameters around its forward and again before its backward, and what runs again
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for `examples`, which is not installed
 
 from examples import gpt2
 from examples.integrations.two_processes import (

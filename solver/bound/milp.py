@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from solver.common import NEVER, Deadline
 
@@ -71,6 +69,9 @@ class Milp:
         time_limit_s = deadline.left_s
         if time_limit_s <= 0:
             return Answer(values=None, bound=-math.inf, timed_out=True)
+        from scipy.optimize import Bounds, LinearConstraint, milp  # here: slow to import
+        from scipy.sparse import csr_array
+
         whole = whole and bool(self.cost)  # of no columns HiGHS reports no dual bound
         options: dict[str, float | int | bool] = {"presolve": True, "mip_rel_gap": gap}
         if node_limit is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 # ruff: noqa: RUF009  (each option is a dataclass field whose default is made by a function)
 import argparse
 import dataclasses
+import difflib
 import math
 import re
 import shlex
@@ -56,6 +57,16 @@ class UsageError(ValueError):
 
 class Parser(argparse.ArgumentParser):
     """Raises UsageError where argparse would print the usage and exit."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Names the nearest option for one that does not exist, before anything else is missed."""
+        for word in args or ():
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in self._option_string_actions:
+                near = difflib.get_close_matches(option, self._option_string_actions, n=1)
+                if near:
+                    self.error(f"no option {option}; did you mean {near[0]}?")
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")

@@ -8,7 +8,6 @@ from graphs.graph import Graph
 from solver.methods.auto import auto
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
-from solver.methods.ilp import ilp
 from solver.methods.proposal import Method, Proposal
 from solver.methods.revolve import revolve
 from solver.methods.sqrt import sqrt
@@ -20,6 +19,13 @@ def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
     schedule = baseline(graph)
     fits = simulate(graph, schedule).peak_bytes <= budget_bytes
     return Proposal(schedule if fits else None, lower_bound_s=graph.baseline_time_s)
+
+
+def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+    """`solver.methods.ilp`, loaded when it is called, as PuLP is slow to import."""
+    from solver.methods import ilp as module
+
+    return module.ilp(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=seed)
 
 
 METHODS: Mapping[str, Method] = {

@@ -46,7 +46,6 @@ from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.dp import dp
 from solver.methods.evict import evict
-from solver.methods.ilp import ilp
 from solver.methods.ilp_stages import Stages, TooLargeError
 from solver.methods.least_budget import PATIENCE, least_schedule
 from solver.methods.proposal import Proposal
@@ -187,6 +186,8 @@ def _solved_whole(search: Search) -> bool:
         return False
     if stages.n_variables > SMALL_VARIABLES:
         return False
+    from solver.methods.ilp import ilp  # here: PuLP is slow to import
+
     proposal = ilp(
         search.graph, budget_bytes=search.budget_bytes, time_limit_s=search.deadline.left_s, seed=0
     )

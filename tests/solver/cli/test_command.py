@@ -124,6 +124,13 @@ def test_a_method_that_refuses_the_graph_does_not_end_a_comparison(capsys, monke
     assert line == "solve: --method none: 364 ops are too many, at most 10"
 
 
+def test_an_option_that_does_not_exist_is_told_its_nearest(capsys):
+    for option in ("--budgte", "--budgte=4GB"):
+        code, line = failed(capsys, option, "4GB", GPT2)
+        assert code == 2
+        assert "no option --budgte; did you mean --budget?" in line
+
+
 def test_the_reserve_is_taken_off_and_echoed(capsys):
     assert main(["--budget", "4.5GB", "--reserve", "500MB", GPT2]) == 0
     out = capsys.readouterr().out
