@@ -1,4 +1,4 @@
-"""One thread for each worker, and the lanes of the tests.
+"""One thread for each worker, Ctrl-C as at a terminal, and the lanes of the tests.
 
 Two workers of two threads wait for one another on two cores. The limit is set in the environment,
 so that tests which need no torch import none; child processes inherit it.
@@ -7,12 +7,16 @@ so that tests which need no torch import none; child processes inherit it.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     for library in ("OMP", "MKL"):
         os.environ[f"{library}_NUM_THREADS"] = "1"
+
+# A shell starts background jobs with SIGINT ignored, and Python keeps it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
