@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,15 @@ from solver.bound import lower_bound_s
 from solver.common import Deadline, check_time_limit, now_s, parse_budget
 from solver.methods import METHODS, find_obstacle
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
-from solver.schedule import Request, Schedule, Solution, Status, simulate
+from solver.schedule import (
+    IllegalScheduleError,
+    Request,
+    Schedule,
+    Simulation,
+    Solution,
+    Status,
+    simulate,
+)
 from solver.schedule import baseline as baseline_schedule
 
 if TYPE_CHECKING:
@@ -177,22 +186,14 @@ def _attempt_one(
             graph, budget_bytes=request.available_bytes, time_limit_s=deadline.left_s
         )
         bound_s = max(bound_s, cut_s)
-    simulation = None
-    if proposal.schedule is not None:
-        simulation = simulate(graph, proposal.schedule)
-        if simulation.peak_bytes > request.available_bytes:
-            raise AssertionError(
-                f"method {request.method} proposed a schedule with a peak of "
-                f"{simulation.peak_bytes} bytes, above {request.available_bytes}; "
-                "please report this as a bug"
-            )
+    simulation = _accepted(graph, request, proposal.schedule)
     status: Status = "feasible" if simulation is not None else "infeasible"
     if simulation is None and proposal.timed_out and not math.isinf(bound_s):
         status = "time_limit"
     return Solution(
         status=status,
         graph=graph,
-        schedule=proposal.schedule,
+        schedule=None if simulation is None else proposal.schedule,
         simulation=simulation,
         request=request,
         baseline=baseline,
@@ -201,6 +202,26 @@ def _attempt_one(
         solve_time_s=now_s() - started_s,
         timed_out=proposal.timed_out,
     ).with_bound(bound_s)
+
+
+def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simulation | None:
+    """What the schedule costs; None, with a warning, if it is illegal or above the budget."""
+    if schedule is None:
+        return None
+    try:
+        simulation = simulate(graph, schedule)
+    except IllegalScheduleError as error:
+        reason = str(error)
+    else:
+        if simulation.peak_bytes <= request.available_bytes:
+            return simulation
+        reason = f"a peak of {simulation.peak_bytes} bytes, above {request.available_bytes}"
+    warnings.warn(
+        f"method {request.method} proposed a schedule that does not count ({reason}); "
+        "please report this as a bug",
+        stacklevel=3,
+    )
+    return None
 
 
 def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:

@@ -1,25 +1,27 @@
 """A graph in numbers: what the cut bound, the ILP and `auto` need to know, once per graph.
 
 Tensors are folded into storages, called units here: a unit is there when any tensor on it is. A
-node reads the units of its inputs and makes the units whose root it outputs; what lies on resident
-storage is there anyway and drops out. Folding forgets that a view has to be taken again and that
-an alias alone does not serve a reader of its sibling, so every bound on the folded step is a bound
-on the graph.
+node reads the units of its inputs and those of which it makes an alias, and makes the units whose
+root it outputs; what lies on resident storage is there anyway and drops out. Folding forgets that a
+view has to be taken again and that an alias alone does not serve a reader of its sibling, so every
+bound on the folded step is a bound on the graph.
 
-The two facts that all bounds rest on, for a legal schedule and the position at which node p is
+The facts that all bounds rest on, for a legal schedule and the position at which node p is
 computed for the first time (the simulator fixes the order of first computations, so nodes 0..p-1
 have been computed and no other):
 
 - A later node (phase outside, backward, optimizer) is never recomputed. What it made before p and
-what
-  a node from p on, or the end, still reads is on the device now.
+  what a node from p on, or the end, still reads is on the device now.
 - A forward unit made before p that a node from p on, or the end, still reads is on the device now
   or its maker is recomputed after this position. If p reads it, it is on the device now.
+- Within a lock (`solver.bound.locks`) that begins at p, the maker is not recomputed: what else it
+  made and a node up to the end of the lock reads is on the device now, as if p read it, and stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from graphs.graph import Graph
+from solver.bound.locks import find_locks, may_run_again
+from solver.schedule import needs
 
 Bytes = npt.NDArray[np.int64]
 
@@ -36,6 +40,7 @@ class FoldedGraph:
     """The folded graph. Nodes and units are numbered; forward nodes are 0 .. n_forward - 1.
 
     time_s, workspace_bytes, reads, makes: by node. recomputable: the node may run more than once.
+    locks: by node, spans (first, last): not between the first runs of nodes first - 1 and last.
     unit_bytes, maker: by unit. uses: by unit, the nodes that read it, in order, and n_nodes (the
     end) if it holds an output of the graph. pinned: by unit, spans (first, last) of nodes during
     which it must be on the device whatever else is decided.
@@ -46,6 +51,7 @@ class FoldedGraph:
     time_s: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     recomputable: tuple[bool, ...]
+    locks: Mapping[int, Sequence[tuple[int, int]]]
     reads: tuple[tuple[int, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     unit_names: tuple[str, ...]
@@ -71,30 +77,47 @@ class FoldedGraph:
             found = (unit.get(graph.root(name)) for name in names)
             return tuple(dict.fromkeys(u for u in found if u is not None))
 
-        reads = tuple(units(node.inputs) for node in graph.nodes)
+        reads = [units(needs(graph, node)) for node in graph.nodes]
+        makes = tuple(
+            units(name for name in node.outputs if graph.root(name) == name) for node in graph.nodes
+        )
         uses: list[list[int]] = [[] for _ in roots]
         for p, read in enumerate(reads):
             for u in read:
                 uses[u].append(p)
         for u in units(graph.outputs):
             uses[u].append(len(graph.nodes))
-        recomputable = tuple(node.phase == "forward" and node.recomputable for node in graph.nodes)
+        recomputable = tuple(map(may_run_again, graph.nodes))
+        pinned = [
+            [(p + 1, uses[u][-1])] if not recomputable[p] and uses[u] and uses[u][-1] > p else []
+            for u, p in enumerate(maker)
+        ]
+        locks: dict[int, list[tuple[int, int]]] = {}
+        for lock in find_locks(graph):
+            locks.setdefault(lock.maker, []).append((lock.first + 1, lock.last))
+            for u in makes[lock.maker]:
+                held = [use for use in uses[u] if lock.first < use <= lock.last]
+                if u == unit[lock.root]:
+                    pinned[u].append((lock.first + 1, lock.last))
+                elif held:
+                    pinned[u].append((lock.first + 1, held[-1]))
+                    if u not in reads[lock.first]:
+                        reads[lock.first] += (u,)
+                        insort(uses[u], lock.first)
         return cls(
             graph=graph,
             n_forward=n_forward,
             time_s=tuple(node.time_s for node in graph.nodes),
             workspace_bytes=tuple(node.workspace_bytes for node in graph.nodes),
             recomputable=recomputable,
-            reads=reads,
-            makes=tuple(
-                units(name for name in node.outputs if graph.root(name) == name)
-                for node in graph.nodes
-            ),
+            locks=locks,
+            reads=tuple(reads),
+            makes=makes,
             unit_names=tuple(name for name, _ in roots),
             unit_bytes=tuple(graph.tensor_by_name[name].size_bytes for name, _ in roots),
             maker=maker,
             uses=tuple(tuple(positions) for positions in uses),
-            pinned=_pinned(graph, unit, maker, uses, recomputable),
+            pinned=tuple(map(_disjoint, pinned)),
         )
 
     @property
@@ -164,6 +187,12 @@ class FoldedGraph:
     def is_pinned(self, u: int, p: int) -> bool:
         return any(first <= p <= last for first, last in self.pinned[u])
 
+    def needed_names(self, p: int) -> list[str]:
+        """Tensors that must be on the device when node p runs for the first time."""
+        names = needs(self.graph, self.graph.nodes[p])
+        known = {self.unit_of[name] for name in names if name in self.unit_of}
+        return [*names, *(self.unit_names[u] for u in self.reads[p] if u not in known)]
+
     def must_be_there(self, u: int, p: int) -> bool:
         """Whether every schedule has unit u on the device while node p runs."""
         return self.is_pinned(u, p) or (p < self.n_nodes and u in self.reads[p])
@@ -199,8 +228,17 @@ class FoldedGraph:
                 continue
             window = min(self.last_need[n], before) - after - 1
             window = min(window, len(least_gap) - 1)
-            may[n] = window >= 0 and least_gap[window] + self._run_bytes[n] <= budget_bytes
+            if n in self.locks:
+                gaps = range(after + 1, after + window + 2)
+                free = [self.held_bytes[p] for p in gaps if not self.is_locked(n, p)]
+                may[n] = bool(free) and min(free) + self._run_bytes[n] <= budget_bytes
+            else:
+                may[n] = window >= 0 and least_gap[window] + self._run_bytes[n] <= budget_bytes
         return may
+
+    def is_locked(self, n: int, p: int) -> bool:
+        """Whether node n cannot be recomputed between the first runs of nodes p - 1 and p."""
+        return any(first <= p <= last for first, last in self.locks.get(n, ()))
 
     @cached_property
     def _run_bytes(self) -> Bytes:
@@ -215,41 +253,7 @@ class FoldedGraph:
         )
 
 
-def _pinned(
-    graph: Graph,
-    unit: dict[str, int],
-    maker: tuple[int, ...],
-    uses: list[list[int]],
-    recomputable: tuple[bool, ...],
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Spans of positions during which each unit must be there.
-
-    From its making to its last use for what cannot be recomputed, and likewise for what a node that
-    runs once makes as an alias: the alias is there, so is its storage.
-    """
-    spans: list[list[tuple[int, int]]] = [[] for _ in maker]
-    for u, p in enumerate(maker):
-        if not recomputable[p] and uses[u] and uses[u][-1] > p:
-            spans[u].append((p + 1, uses[u][-1]))
-    outputs = set(graph.outputs)
-    position = {node.name: p for p, node in enumerate(graph.nodes)}
-    for p, node in enumerate(graph.nodes):
-        if recomputable[p]:
-            continue
-        for name in node.outputs:
-            if name in unit or graph.root(name) not in unit:
-                continue
-            u = unit[graph.root(name)]
-            if not recomputable[maker[u]]:
-                continue
-            last = max((position[n.name] for n in graph.consumers[name]), default=p)
-            last = len(graph.nodes) if name in outputs else last
-            if last > p:
-                spans[u].append((p + 1, last))
-    return tuple(_disjoint(parts) for parts in spans)
-
-
-def _disjoint(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _disjoint(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """The same positions as spans that do not overlap, so that no byte is counted twice."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):

@@ -9,7 +9,7 @@ from typing import Self
 from graphs.graph import Graph
 from solver.common import Deadline, OutOfTimeError
 from solver.methods.proposal import Proposal
-from solver.schedule import Schedule, Simulation, simulate
+from solver.schedule import IllegalScheduleError, Schedule, Simulation, simulate
 
 
 class BestSoFar:
@@ -34,8 +34,11 @@ class BestSoFar:
         return kind is OutOfTimeError
 
     def fits(self, schedule: Schedule) -> bool:
-        """Simulate the schedule, and remember it if it is the best so far."""
-        return self.keep(schedule, simulate(self.graph, schedule))
+        """Simulate the schedule, and remember it if it is the best; an illegal one does not fit."""
+        try:
+            return self.keep(schedule, simulate(self.graph, schedule))
+        except IllegalScheduleError:
+            return False
 
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
         """Whether it fits; remembered if it is the best so far."""

@@ -14,12 +14,12 @@ overruns: its count of bytes is at least the simulator's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from solver.bound import FoldedGraph
 from solver.common import NEVER, Deadline
-from solver.schedule import Schedule, free_after_last_use, without_dead_computes
+from solver.schedule import Schedule, free_after_last_use, needs, without_dead_computes
 
 REFRESH = 500
 """Per so many forward nodes one eviction goes by before scores are counted anew."""
@@ -78,9 +78,9 @@ class _Run:
     def all(self) -> bool:
         """Run the whole step; False when stuck."""
         folded = self.folded
-        for p, node in enumerate(folded.graph.nodes):
+        for p in range(folded.n_nodes):
             self.now = p
-            if not self._bring(node.inputs) or not self._compute(p, frozenset(), ()):
+            if not self._bring(folded.needed_names(p)) or not self._compute(p, frozenset(), ()):
                 return False
             self._drop_dead(p)
         self.now = folded.n_nodes
@@ -117,10 +117,11 @@ class _Run:
                     stack.pop()
                     continue
                 n = self._maker(name)
-                if not self.folded.recomputable[n]:
+                if not self.folded.recomputable[n] or self.folded.is_locked(n, self.now):
                     return False
-                if lacking := list(self._lacking(name, n)):
-                    stack.extend(lacking)
+                graph = self.folded.graph
+                if lacking := [x for x in needs(graph, graph.nodes[n]) if x not in self.available]:
+                    stack.extend(reversed(lacking))
                     continue
                 if not self._compute(n, wanted, stack):
                     return False
@@ -129,13 +130,6 @@ class _Run:
     def _maker(self, name: str) -> int:
         return self.folded.position[self.folded.graph.producer[name].name]
 
-    def _lacking(self, name: str, n: int) -> Iterator[str]:
-        graph = self.folded.graph
-        yield from (x for x in reversed(graph.nodes[n].inputs) if x not in self.available)
-        root = graph.root(name)
-        if root != name and root in graph.producer and root not in self.available:
-            yield root
-
     def _compute(self, n: int, wanted: frozenset[int], stack: Sequence[str]) -> bool:
         """Run node n, after making room; False when no room can be made.
 
@@ -143,7 +137,9 @@ class _Run:
         makers read goes only if nothing else does.
         """
         folded = self.folded
-        need_bytes = int(folded.own_bytes[n])
+        # What it makes takes the place of what is left from its last run: nothing reads that again.
+        left = (folded.unit_bytes[u] for u in folded.makes[n] if u in self.live)
+        need_bytes = int(folded.own_bytes[n]) - sum(left)
         if self.bytes + need_bytes > self.budget_bytes:
             locked = {*folded.reads[n], *folded.makes[n]}
             pending = {u for name in stack for u in folded.reads[self._maker(name)]}
@@ -156,6 +152,8 @@ class _Run:
             if u not in self.live:
                 self.live.add(u)
                 self.bytes += folded.unit_bytes[u]
+        for name in node.outputs:  # its aliases show the old storage
+            self.available.difference_update(folded.graph.views.get(name, ()))
         self.available.update(node.outputs)
         self.order.append(node.name)
         self.work += 10

@@ -9,10 +9,12 @@ rules hold:
 
 - Forward and backward nodes: later nodes run once, so what they make is a constant of each stage.
 - Nodes with several outputs: while one is recomputed, outputs that are still there count twice.
-- Views: an alias has no bytes; its root is there as long as it is. A view has to be taken again
-  after its root was recomputed.
-- Workspace, tensors of size zero (never dropped), ops that may not be recomputed, outputs made in
-  the forward pass (they may be dropped and recomputed), a last stage for what the end still lacks.
+- Aliases have no bytes; the root is there as long as one of them is. A node is not recomputed while
+  an alias that another node made holds the storage of one of its outputs: the alias is dropped
+  before and made again afterwards; where it cannot be, the node is locked (`solver.bound.locks`).
+- Workspace, tensors of size zero without aliases (never dropped), ops that may not be recomputed,
+  outputs made in the forward pass (they may be dropped and recomputed), a last stage for what the
+  end still lacks.
 - A stage has `n_sweeps` sweeps, each a Checkmate stage of its own. In Checkmate's stage a node runs
   at most once and in graph order; the simulator allows any order and any number. Every sequence
   of recomputations is a chain of ascending ones, so with enough sweeps nothing is lost.
@@ -37,8 +39,9 @@ import dataclasses
 import importlib.util
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 try:
     import pulp
@@ -57,6 +60,8 @@ N_SWEEPS = 3
 """Sweeps of a stage in a small program; three were enough on every random graph tried."""
 SMALL_VARIABLES = 2_500
 """Up to here a program may have more than one sweep, and a bound from all positions at once."""
+DIGIT_BITS, TOP_BITS = 16, 20
+"""Of the digits of bytes, and at most of the highest one."""
 GAP = 1e-6
 """Relative gap at which the solver stops."""
 
@@ -104,6 +109,10 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
     return dataclasses.replace(search.proposal(), lower_bound_s=bound_s)
 
 
+Expression = Any
+"""Of PuLP: a variable, a sum of variables with factors, or a number."""
+
+
 @dataclass
 class _Sweep:
     """One sweep's variables. last: it ends with the first run of p."""
@@ -115,13 +124,24 @@ class _Sweep:
 
 
 class _Model:
-    """The PuLP problem; sizes in units of the largest tensor, times in units of the baseline."""
+    """The PuLP problem; times in units of the baseline.
+
+    Bytes are counted to the last one, beside any number of gigabytes: in units of their greatest
+    common divisor, and where these are many as digits to the base 2**DIGIT_BITS, in rows of their
+    own with whole carries. A digit is far from the next by the solver's tolerances.
+    """
 
     def __init__(self, stages: Stages, *, lost_share: float, deadline: Deadline = NEVER) -> None:
         self.stages = stages
         self.folded = stages.folded
         self.items = stages.items
-        self.scale = float(max((item.size_bytes for item in self.items), default=0) or 1)
+        own_bytes = {n: int(self.folded.own_bytes[n]) for s in stages.stages for n in s.recompute}
+        sizes_bytes = [item.size_bytes for item in self.items]
+        self.unit_bytes = math.gcd(*sizes_bytes, *own_bytes.values()) or 1
+        most_bytes = sum(sizes_bytes) + max(own_bytes.values(), default=0)
+        self.most_units = most_bytes // self.unit_bytes
+        more_bits = max(0, self.most_units.bit_length() - TOP_BITS)
+        self.n_digits = 1 + math.ceil(more_bits / DIGIT_BITS)
         self.problem = pulp.LpProblem("rematerialise", pulp.LpMinimize)
         self._n_names = 0
         self.sweeps: list[_Sweep] = []
@@ -161,6 +181,9 @@ class _Model:
             root = self.items[i].root
             if root != i:
                 self.problem += column <= sweep.there[root]
+            maker = self.items[root].maker
+            if maker in sweep.recompute and self.items[i].maker != maker:
+                self.problem += column + sweep.recompute[maker] <= 1
             if (p, i) in self.stages.pinned:
                 self.problem += column == 1
         for n, column in sweep.recompute.items():
@@ -183,32 +206,57 @@ class _Model:
 
     def _memory(self, sweep: _Sweep, following: _Sweep | None) -> None:
         """The bytes on the device, from run to run; every run within the budget."""
-        room = (self.stages.budget_bytes - sweep.stage.constant_bytes) / self.scale
-        size = {i: self.items[i].size_bytes / self.scale for i in sweep.there}
-        now = self._variable()
-        self.problem += now == pulp.lpSum(size[i] * column for i, column in sweep.there.items())
+        room_bytes = self.stages.budget_bytes - sweep.stage.constant_bytes
+        now = self._sum((i, column) for i, column in sweep.there.items())
         for n, column in sweep.recompute.items():
-            self.problem += now + column * (int(self.folded.own_bytes[n]) / self.scale) <= room
-            after = self._variable()
-            change = [
-                -size[i] * self._freed(sweep, following, i, n) for i in self._touched(sweep, n)
-            ]
+            own = self._digits(int(self.folded.own_bytes[n]) // self.unit_bytes)
+            self._at_most([held + k * column for held, k in zip(now, own, strict=True)], room_bytes)
+            change = [(i, -self._freed(sweep, following, i, n)) for i in self._touched(sweep, n)]
             for i in self.stages.made[n]:
-                if size.get(i):
+                if i in sweep.there and self.items[i].size_bytes:
                     twice = self._variable(most=1)
                     self.problem += twice <= sweep.there[i]
                     self.problem += twice <= column
-                    change.append(size[i] * (column - twice))
-            self.problem += after == now + pulp.lpSum(change)
-            now = after
+                    change.append((i, column - twice))
+            now = self._sum(change, start=now)
         own_bytes = int(self.folded.own_bytes[sweep.stage.p]) if sweep.last else 0
-        self.problem += now <= room - own_bytes / self.scale
+        self._at_most(now, room_bytes - own_bytes)
+
+    def _digits(self, units: int) -> list[int]:
+        """The lowest first."""
+        low = [units >> DIGIT_BITS * d & (1 << DIGIT_BITS) - 1 for d in range(self.n_digits - 1)]
+        return [*low, units >> DIGIT_BITS * len(low)]
+
+    def _sum(
+        self, terms: Iterable[tuple[int, Expression]], start: Sequence[Expression] = ()
+    ) -> list[pulp.LpVariable]:
+        """By digit, a variable that is the start and all items' sizes times their factors."""
+        factors = list(terms)
+        sizes = [self._digits(self.items[i].size_bytes // self.unit_bytes) for i, _ in factors]
+        total = [self._variable() for _ in range(self.n_digits)]
+        for d, column in enumerate(total):
+            change = (size[d] * x for size, (_, x) in zip(sizes, factors, strict=True) if size[d])
+            self.problem += column == pulp.lpSum([*start[d : d + 1], *change])
+        return total
+
+    def _at_most(self, held: Sequence[Expression], room_bytes: int) -> None:
+        """What the digits add up to is at most the room."""
+        room = min(room_bytes // self.unit_bytes, self.most_units)
+        if room < 0:
+            self.problem += pulp.lpSum(held) <= -1  # they are not negative: it has no solution
+            return
+        carry: Expression = 0
+        for d, (amount, most) in enumerate(zip(held, self._digits(room), strict=True)):
+            is_last = d == self.n_digits - 1
+            up = 0 if is_last else self._variable("Integer", most=len(self.items) + 2)
+            self.problem += amount + carry <= most + up * (1 << DIGIT_BITS)
+            carry = up
 
     def _touched(self, sweep: _Sweep, n: int) -> list[int]:
         """Items with bytes that node n reads (through any alias) or makes."""
         names = [*self.stages.reads[n], *self.stages.made[n]]
         roots = dict.fromkeys(self.items[i].root for i in names)
-        return [i for i in roots if i in sweep.there]
+        return [i for i in roots if i in sweep.there and self.items[i].size_bytes]
 
     def _freed(
         self, sweep: _Sweep, following: _Sweep | None, i: int, n: int

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from solver.bound import FoldedGraph
 from solver.common import NEVER, Deadline
+from solver.schedule import needs
 
 MAX_VARIABLES = 20_000
 """Beyond this many variables the search takes hours, and the method refuses."""
@@ -70,7 +71,8 @@ class Stages:
         self._index = index = {item.name: i for i, item in enumerate(self.items)}
         nodes = folded.graph.nodes
         self.reads = [
-            tuple(dict.fromkeys(index[x] for x in node.inputs if x in index)) for node in nodes
+            tuple(dict.fromkeys(index[x] for x in needs(folded.graph, node) if x in index))
+            for node in nodes
         ]
         self.made = [tuple(index[x] for x in node.outputs if x in index) for node in nodes]
         first = _first_stage(folded, budget_bytes)
@@ -116,8 +118,8 @@ class Stages:
             for u in range(folded.n_units)
             if folded.maker[u] >= folded.n_forward and folded.must_be_there(u, p)
         )
-        kept_order = tuple(sorted(recompute)) if allowed else ()
-        return Stage(p, tuple(sorted(needed)), kept_order, constant_bytes)
+        now = sorted(n for n in recompute if allowed and not folded.is_locked(n, p))
+        return Stage(p, tuple(sorted(needed)), tuple(now), constant_bytes)
 
     def _pinned(self) -> Iterator[tuple[int, int]]:
         for i, item in enumerate(self.items):
@@ -130,27 +132,31 @@ class Stages:
 
 
 def _items(folded: FoldedGraph) -> tuple[Item, ...]:
-    """Tensors made by forward nodes whose storage has bytes; the others are there for nothing."""
+    """Tensors made by forward nodes whose storage has bytes or aliases; the others never go."""
     graph = folded.graph
     names = [
         name
         for node in graph.forward_nodes
         for name in node.outputs
-        if graph.root(name) in graph.producer
-        and graph.tensor_by_name[graph.root(name)].size_bytes > 0
+        if (root := graph.root(name)) in graph.producer
+        and (graph.tensor_by_name[root].size_bytes > 0 or root in graph.views)
     ]
     index = {name: i for i, name in enumerate(names)}
     position = folded.position
+    uses: list[list[int]] = [[] for _ in names]
+    for p, node in enumerate(graph.nodes):
+        for name in dict.fromkeys(needs(graph, node)):
+            if name in index:
+                uses[index[name]].append(p)
     return tuple(
         Item(
             name=name,
             size_bytes=graph.tensor_by_name[name].size_bytes if graph.root(name) == name else 0,
             root=index[graph.root(name)],
             maker=position[graph.producer[name].name],
-            uses=tuple(position[node.name] for node in graph.consumers[name])
-            + ((folded.n_nodes,) if name in graph.outputs else ()),
+            uses=(*uses[i], *([folded.n_nodes] if name in graph.outputs else ())),
         )
-        for name in names
+        for i, name in enumerate(names)
     )
 
 

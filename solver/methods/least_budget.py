@@ -18,7 +18,7 @@ from solver.common import NEVER, Deadline, OutOfTimeError
 from solver.methods.evict import evict
 from solver.methods.proposal import Method
 from solver.methods.revolve import reversals
-from solver.schedule import Obstacle, Schedule, baseline, simulate
+from solver.schedule import IllegalScheduleError, Obstacle, Schedule, baseline, simulate
 
 TOLERANCE = 0.002
 """The search stops when the two ends are within this share of the peak without checkpointing."""
@@ -85,9 +85,9 @@ def least_schedule(
     with contextlib.suppress(OutOfTimeError):
         for schedule in reversals(graph, deadline=deadline):
             deadline.check()
-            peak_bytes = simulate(graph, schedule).peak_bytes
-            if peak_bytes < least_bytes:
-                best, least_bytes = schedule, peak_bytes
+            found = _with_peak(graph, schedule)
+            if found is not None and found[1] < least_bytes:
+                best, least_bytes = found
     if least_bytes - proven_bytes <= TOLERANCE * most_bytes or deadline.passed:
         return best, least_bytes
     work, max_work = 0, BASE_WORK + WORK_PER_NODE * folded.n_nodes
@@ -140,17 +140,25 @@ def _search_down(
     low = proven_bytes  # nothing is found below low, `best` reaches high
     while high - low > TOLERANCE * peak_bytes and more():
         tried = (low + high) // 2
-        schedule = attempt(tried)
-        if schedule is None:
+        found = _with_peak(graph, attempt(tried))
+        if found is None:
             low = tried + 1
         else:
-            best, high = schedule, simulate(graph, schedule).peak_bytes
+            best, high = found
     if known is not None and known[1] <= high:
         best, high = known
     # Below a budget without a schedule there may be one with: try further down once more.
     for share in RETRIES:
         tried = proven_bytes + int(share * (high - proven_bytes))
-        schedule = attempt(tried) if tried < high and more() else None
-        if schedule is not None:
-            best, high = schedule, simulate(graph, schedule).peak_bytes
+        found = _with_peak(graph, attempt(tried)) if tried < high and more() else None
+        if found is not None:
+            best, high = found
     return best, high
+
+
+def _with_peak(graph: Graph, schedule: Schedule | None) -> tuple[Schedule, int] | None:
+    """The schedule and its peak; None for none and for one that the simulator refuses."""
+    try:
+        return None if schedule is None else (schedule, simulate(graph, schedule).peak_bytes)
+    except IllegalScheduleError:
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,3 +187,20 @@ def test_a_search_that_ran_out_of_time_answers_with_the_least_schedule_where_it_
     assert found.simulation.peak_bytes <= budget_bytes
     assert found.status == "feasible"
     assert found.timed_out
+
+
+@pytest.mark.parametrize("wrong", ["illegal", "above the budget"])
+def test_a_proposal_that_the_simulator_refuses_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    graph = residual(n_blocks=3)
+    plain = baseline(graph)
+    budget_bytes = simulate(graph, plain).peak_bytes - 1
+    schedule = replace(plain, ops=plain.ops[1:]) if wrong == "illegal" else plain
+    proposal = Proposal(schedule, lower_bound_s=graph.baseline_time_s)
+    monkeypatch.setitem(METHODS, "mine", Method(lambda graph, **options: proposal))
+    with pytest.warns(UserWarning, match="mine proposed a schedule that does not count"):
+        solution = solve(graph, budget=budget_bytes, method="mine")
+    assert solution.status == "infeasible"
+    assert solution.schedule is None
+    assert solution.obstacle is not None

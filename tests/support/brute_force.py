@@ -97,6 +97,15 @@ class _States:
         self.size = size
         self.inputs = [self._mask(node.inputs) for node in graph.nodes]
         self.outputs = [self._mask(node.outputs) for node in graph.nodes]
+        # Storages that another node makes and of which this one makes an alias.
+        self.needs = [
+            [
+                self.storage[root]
+                for root in {graph.tensor_by_name[name].alias_of for name in node.outputs}
+                if root in self.storage and root not in node.outputs
+            ]
+            for node in graph.nodes
+        ]
         self.goal = self._mask(graph.outputs)
         self.start = (0, 0)
 
@@ -126,7 +135,9 @@ class _States:
             again = position < done
             if again and not (node.phase == "forward" and node.recomputable):
                 continue
-            if self.inputs[position] & ~live or (again and not self._may_repeat(position, live)):
+            if self.inputs[position] & ~live or any(m & live == 0 for m in self.needs[position]):
+                continue
+            if again and not self._may_repeat(position, live):
                 continue
             peak_bytes = now_bytes + node.workspace_bytes
             for name in node.outputs:
@@ -140,7 +151,7 @@ class _States:
         if self.outputs[position] & ~live == 0:
             return False
         for name in self.graph.nodes[position].outputs:
-            gone = not live & self.bit[name]
-            if gone and self.storage.get(name, 0) & live:
+            holders = self.storage.get(name, 0) & live
+            if holders and (not holders & self.bit[name] or holders & ~self.outputs[position]):
                 return False
         return True

@@ -48,7 +48,7 @@ def schedule_from_cuts(
                 if u not in kept[p] and not folded.is_pinned(u, p) and folded.recomputable[maker]:
                     storage = folded.unit_names[u]
                     available.difference_update((storage, *graph.views.get(storage, ())))
-        order.extend(missing_computes(graph, node.inputs, available))
+        order.extend(missing_computes(graph, folded.needed_names(p), available))
         order.append(node.name)
         available.update(node.outputs)
     order.extend(missing_computes(graph, graph.outputs, available))

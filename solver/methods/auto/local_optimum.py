@@ -32,7 +32,8 @@ MAX_PASSES = 20
 def drop_recomputation(
     folded: FoldedGraph, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
 ) -> Schedule:
-    """A schedule at most as slow, within the budget if the given one is.
+    """A schedule at most as slow, within the budget if the given one is. An illegal one is returned
+    as it is.
 
     At the deadline it is what was reached by then.
     """
@@ -51,7 +52,10 @@ def _one_pass(
 ) -> Schedule | None:
     """Take out all runs that fit, by the bytes there at the start and what was added since."""
     graph = folded.graph
-    simulation = simulate(graph, schedule)
+    try:
+        simulation = simulate(graph, schedule)
+    except IllegalScheduleError:
+        return None
     order = schedule.order
     runs_bytes = zip(schedule.ops, simulation.live_bytes, strict=True)
     live = np.array([held for op, held in runs_bytes if isinstance(op, Compute)], dtype=np.int64)

@@ -1,0 +1,95 @@
+"""Nodes with several outputs, aliases, and sizes far apart: `auto` and `ilp` against the truth."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from graphs.graph import Graph
+from solver.bound import FoldedGraph, lower_bound_s, proven_least_budget_bytes
+from solver.methods import METHODS, find_obstacle
+from solver.schedule import OPTIMAL_GAP, Request, baseline, simulate
+from solver.schedule.ops import Compute, Free, Schedule
+from solver.solving import attempt
+from tests.support.aliasing import aliasing_dag
+from tests.support.brute_force import Truth, fastest, least_peak_bytes
+from tests.support.nets import random_dag
+from tests.support.paths import DATA
+from tests.support.referee import play
+
+GIVEN = json.loads((DATA / "aliases.json").read_text())
+SAME = 2e-6
+"""Share of the baseline's time by which the integer program may miss the least."""
+CHUNK = 40
+pytestmark = pytest.mark.filterwarnings("error:method")  # no proposal is refused
+
+
+def budget_bytes(graph: Graph, seed: int, least_bytes: int) -> int:
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    more = (-1, 0, 0, 1, 2, (peak_bytes - least_bytes) // 2)
+    return max(1, least_bytes + more[seed % len(more)])
+
+
+def check_method(graph: Graph, truth: Truth, *, method: str, budget_bytes: int) -> None:
+    """It finds the fastest schedule where there is one, and proves no more than is true."""
+    solution = attempt(graph, Request(budget_bytes, method=method, time_limit_s=600))
+    assert solution.lower_bound_s <= truth.time_s * (1 + 1e-9)
+    if truth.ops is None:
+        assert solution.schedule is None
+        return
+    assert solution.schedule is not None
+    time_s, peak_bytes, _ = play(graph, solution.schedule)
+    assert peak_bytes <= budget_bytes
+    lost_s = time_s - truth.time_s
+    assert lost_s >= -1e-9 * truth.time_s
+    if method == "ilp":
+        assert lost_s <= SAME * graph.baseline_time_s
+    elif solution.status == "optimal":
+        assert lost_s <= OPTIMAL_GAP * graph.baseline_time_s
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("seed", range(0, 3000, CHUNK))
+def test_random_graphs(seed: int) -> None:
+    for i in range(seed, seed + CHUNK):
+        graph = aliasing_dag(i)
+        least_bytes = least_peak_bytes(graph)
+        given_bytes = budget_bytes(graph, i, least_bytes)
+        truth = fastest(graph, budget_bytes=given_bytes)
+        if truth.ops is not None:  # the brute force obeys the rules
+            ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
+            time_s, peak_bytes, _ = play(graph, Schedule(ops, graph.graph_id))
+            assert math.isclose(time_s, truth.time_s)
+            assert peak_bytes <= given_bytes
+        proven_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
+        assert proven_bytes <= least_bytes <= find_obstacle(graph).reached_bytes
+        bound_s = lower_bound_s(graph, budget_bytes=given_bytes)
+        assert bound_s <= truth.time_s * (1 + 1e-9)
+        for method in ("ilp", "auto"):
+            check_method(graph, truth, method=method, budget_bytes=given_bytes)
+
+
+@pytest.mark.parametrize("case", GIVEN, ids=lambda case: case["name"])
+@pytest.mark.parametrize("method", ["ilp", "auto"])
+def test_graphs_that_once_failed(case: dict, method: str) -> None:
+    graph = Graph.from_json(case["graph"])
+    truth = fastest(graph, budget_bytes=case["budget_bytes"])
+    check_method(graph, truth, method=method, budget_bytes=case["budget_bytes"])
+
+
+def test_every_method_proposes_what_is_legal() -> None:
+    for graph in map(aliasing_dag, range(5000, 5060)):
+        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        least_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
+        for method in METHODS.keys() - {"ilp", "auto"}:
+            request = Request((least_bytes + peak_bytes) // 2, method=method, time_limit_s=600)
+            attempt(graph, request)  # a refused proposal warns
+
+
+def test_eviction_makes_lost_aliases_again() -> None:
+    graph = random_dag(seed=6, n_forward=16, n_later=16)
+    obstacle = find_obstacle(graph)
+    assert obstacle.schedule is not None
+    assert play(graph, obstacle.schedule)[1] == obstacle.reached_bytes
