@@ -279,7 +279,7 @@ def test_nothing_fits_is_infeasible(tmp_path, capsys):
 
 def test_ctrl_c_reports_the_largest_so_far(tmp_path, capsys, monkeypatch):
     def interrupted(graph, request):
-        shapes = graph.meta.environment["shapes"]
+        shapes = graph.plain.meta.environment["shapes"]
         if shapes[0][0] > 8:
             raise KeyboardInterrupt
         return attempt(graph, request)
