@@ -187,14 +187,30 @@ class Graph:
         Gradients that the caller's loss hands to the backward pass become resident. Tracing the
         module alone and tracing it with its loss and optimizer give the same module part.
         """
-        nodes = tuple(node for node in self.nodes if node.phase in ("forward", "backward"))
-        used = {name for node in nodes for name in (*node.inputs, *node.outputs)}
+        return self._part(("forward", "backward"))
+
+    def loss_part(self) -> Graph:
+        """The loss that the caller computes.
+
+        What the model returns is resident there, and comes first among the outputs.
+        """
+        return self._part(("outside",), returned=self.returned)
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The outputs that forward nodes make, in the order in which the model returns them."""
+        made = {name for node in self.forward_nodes for name in node.outputs}
+        return tuple(name for name in self.outputs if name in made)
+
+    def _part(self, phases: tuple[Phase, ...], *, returned: tuple[str, ...] = ()) -> Graph:
+        nodes = tuple(node for node in self.nodes if node.phase in phases)
+        used = {name for node in nodes for name in (*node.inputs, *node.outputs)} | {*returned}
         used |= {t.alias_of for t in self.tensors if t.alias_of and t.name in used}
         made = {name for node in nodes for name in node.outputs}
         return Graph(
             nodes=nodes,
             tensors=tuple(tensor for tensor in self.tensors if tensor.name in used),
-            outputs=tuple(name for name in self.outputs if name in made),
+            outputs=(*returned, *(name for name in self.outputs if name in made)),
             meta=self.meta,
         )
 

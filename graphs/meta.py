@@ -28,6 +28,7 @@ class GraphMeta:
     environment: what the traced graph depends on (`environment_of`), and the chosen loss,
         optimizer and sharding.
     own_checkpoints: whether the model calls torch.utils.checkpoint by itself.
+    no_cache: whether a cache that the model would return for generation is left out.
     extra: every other key of the file, and known keys with a value of another type.
     key_order: the file's keys in their order; a file is written back unchanged.
     """
@@ -49,6 +50,7 @@ class GraphMeta:
     costs: Mapping[str, Any] | str = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     own_checkpoints: bool = False
+    no_cache: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     key_order: Sequence[str] = field(default=(), repr=False, compare=False)
 
@@ -56,6 +58,17 @@ class GraphMeta:
     def cost_model(self) -> Mapping[str, Any] | str:
         """The description of the cost model; older files call it "cost"."""
         return self.costs or str(self.extra.get("cost", ""))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on how the step differs from what the model does by itself."""
+        texts = (
+            (self.environment.get("train", True) is False, _IN_EVALUATION),
+            (self.own_checkpoints, _OWN_CHECKPOINTS),
+            (self.no_cache, _NO_CACHE),
+            (self.environment.get("values_read"), _READS_VALUES),
+        )
+        return tuple(text for holds, text in texts if holds)
 
     def with_environment(self, **changes: Any) -> GraphMeta:
         return dataclasses.replace(self, environment={**self.environment, **changes})
@@ -73,6 +86,25 @@ class GraphMeta:
         changed = {key: value for key, value in values.items() if value}
         return {key: values.get(key) for key in self.key_order} | dict(self.extra) | changed
 
+
+_IN_EVALUATION = (
+    "The model is in evaluation mode: dropout is off and batch norm uses its running statistics. "
+    "Call model.train() before planning a training step."
+)
+_OWN_CHECKPOINTS = (
+    "The model already uses torch.utils.checkpoint. The plan replaces those checkpoints, and the "
+    "baseline is without them: as it is, the model takes less memory and more time than the "
+    "baseline."
+)
+_NO_CACHE = (
+    "config.use_cache is on. Planned training steps make no cache for generation, as transformers "
+    "itself does with gradient checkpointing."
+)
+_READS_VALUES = (
+    "forward reads values of the batch or of buffers (is the padding mask all ones?) and chooses "
+    "its operators by them. The plan is for those of this batch; a call with others is planned "
+    "when it comes, within the same budget."
+)
 
 _TYPES = {
     name: kind

@@ -33,7 +33,15 @@ from graphs.calls import (
     nested,
     parameter_forms,
 )
-from graphs.capture import Capture, Layout, at_each_checkpoint, capture, extract, one_at_a_time
+from graphs.capture import (
+    Capture,
+    Layout,
+    at_each_checkpoint,
+    caching_configs,
+    capture,
+    extract,
+    one_at_a_time,
+)
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
@@ -306,11 +314,13 @@ def _extracted(
             buffer_forms=buffer_forms(model),
             input_forms=input_forms(call.tensors),
             costs=cost.description,
+            no_cache=bool(caching_configs(model)),
             environment={
                 **environment_of(call, model, device=device),
                 "device": "cpu" if device is None else device.type,
                 "gradients": gradients,
                 "gradient_outputs": list(captured.gradient_outputs),
+                "values_read": _values_read(captured),
             },
         ),
     )
@@ -318,6 +328,15 @@ def _extracted(
         added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
         graph = with_accumulation(graph, added)
     return CapturedStep(captured=captured, layout=layout, graph=graph, _remake=remake)
+
+
+def _values_read(captured: Capture) -> list[dict[str, Any]]:
+    """What the module read of the batch and its buffers, each once."""
+    found: list[dict[str, Any]] = []
+    for guard in captured.guards:
+        if (described := guard.described()) not in found:
+            found.append(described)
+    return found
 
 
 def _parameter_layout(

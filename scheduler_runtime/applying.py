@@ -4,9 +4,9 @@
     remove(model)               # restores the module's own forward
 
 At the first forward pass in training mode the module is traced with the real batch. If the graph is
-the planned one, its schedule becomes code; otherwise the error says what differs, or, with
-`on_mismatch="replan"`, the request in the plan is solved for this call. In evaluation mode and
-without gradients the module's own forward runs.
+the planned one, its schedule becomes code. Where only values that forward reads differ (a padding
+mask), or with `on_mismatch="replan"`, the request in the plan is solved for this call; otherwise
+the error says what differs. In evaluation mode and without gradients the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from scheduler_runtime.execute import (
 from scheduler_runtime.execute import cuda_graph as cuda_graphs
 from scheduler_runtime.planned import (
     AnyPlan,
+    Difference,
     Plan,
     PlannedForward,
     check_arguments,
@@ -62,7 +63,9 @@ def apply(
     plan: a Solution, or a schedule file made in another process; or several, for batches of
         several shapes. One of `fallback.plan_chain` puts stock checkpointing into its submodules.
     on_mismatch: "error": PlanMismatchError at the forward pass that no plan fits; "replan": plan
-        for it within the budget of the first plan, and keep that plan beside the others.
+        for it within the budget of the first plan, and keep that plan beside the others. A call
+        that differs only in values that forward reads (is the padding mask all ones?) is always
+        planned anew.
     cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
         addresses are then fixed; see `scheduler_runtime.execute.cuda_graph` for what is refused.
 
@@ -149,12 +152,12 @@ class AppliedForward(PlannedForward):
             raise self._mismatch(reason) from None
         steps = [step.with_rewrites(plan.rewrites) for plan in self.plans]
         parts = [each.graph.module_part() for each in steps]
-        reasons = [
+        found = [
             difference(plan, call, model, part)
             for plan, part in zip(self.plans, parts, strict=True)
         ]
-        if None in reasons:
-            fitting = reasons.index(None)
+        if None in found:
+            fitting = found.index(None)
             plan, step, part = self.plans[fitting], steps[fitting], parts[fitting]
             schedule = module_schedule(plan.schedule, part)
             # A file may say anything. In the module's part the gradients of its outputs count from
@@ -166,21 +169,23 @@ class AppliedForward(PlannedForward):
                     f"the plan takes at least {peak_bytes} bytes, and its budget leaves "
                     f"{plan.request.available_bytes}: the schedule file was edited; plan again"
                 )
-        elif self.on_mismatch == "error":
-            raise self._mismatch(reasons[0])
         else:
-            described = self.plan.environment.get("costs", {})
-            costs = from_description(described, device=device_of(model))
+            differences = [each for each in found if each is not None]
+            index = next((i for i, each in enumerate(differences) if each.of_values), 0)
+            plan, reason = self.plans[index], differences[index]
+            if self.on_mismatch == "error" and not reason.of_values:
+                raise self._mismatch(reason)
+            costs = from_description(plan.environment.get("costs", {}), device=device_of(model))
             step = self._trace(call, costs=costs)
             finish_measuring(costs)
             part = step.graph.module_part()
-            schedule = module_schedule(replan(step.graph, self.plan, str(reasons[0])), part)
+            schedule = module_schedule(replan(step.graph, plan, str(reason)), part)
         program = BoundProgram(step, build_program(step, schedule))
         if self._recordings is None:
             return program
         return cuda_graphs.Recorded(program, model, call, self._recordings)
 
-    def _mismatch(self, reason: str | None) -> PlanMismatchError:
+    def _mismatch(self, reason: Difference) -> PlanMismatchError:
         return PlanMismatchError(
             f"the plan does not fit this call of {type(self._model).__name__}: {reason}; "
             'plan again, or apply(..., on_mismatch="replan")'

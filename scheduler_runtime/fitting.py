@@ -269,7 +269,7 @@ class FittedForward(PlannedForward):
         self, step: CapturedStep, device: torch.device, costs: CostModel, buckets: Buckets | None
     ) -> tuple[Callable[[Graph], Graph], tuple[str, ...]]:
         """What puts the loss, the optimizers and the buckets around a module's graph, and notes."""
-        notes: list[str] = []
+        notes = list(step.graph.meta.notes)
         loss_bytes: int | None = None
         outputs = [step.captured.outputs[i].meta["val"] for i in step.captured.gradient_outputs]
         returns_loss = len(outputs) == 1 and outputs[0].numel() == 1

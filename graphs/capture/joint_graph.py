@@ -43,6 +43,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.calls import HOLE, Call, TraceError, nested
 from graphs.capture.as_eager import Guard, eager_branches, eager_kernels
+from graphs.capture.generation_cache import no_cache
 from graphs.capture.refuse import (
     HeldTensor,
     SideEffectError,
@@ -164,7 +165,7 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
 @contextlib.contextmanager
 def _tracing(model: nn.Module) -> Iterator[None]:
     """Every error inside becomes a TraceError that says where in the user's code it arose."""
-    with eager_branches():
+    with eager_branches(), no_cache(model):
         try:
             refuse_hooks(model)
             yield

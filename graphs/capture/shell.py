@@ -127,8 +127,8 @@ class Shell(nn.Module):
             if not isinstance(item, torch.Tensor | int | float | bool | str | None):
                 raise TraceError(
                     f"the model returns an object of type {type(item).__name__}, which hides its "
-                    "tensors; return tensors, tuples, lists or dicts (a model of transformers: set "
-                    "model.config.use_cache = False for training)"
+                    "tensors; return tensors, tuples, lists or dicts (a model of transformers "
+                    "returns a cache in evaluation mode, or if use_cache=True is passed)"
                 )
         self.chosen = self._outside[2](output)
         self.flat_outputs = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]

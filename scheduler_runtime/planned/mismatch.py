@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,23 @@ FIELDS = ("device", "shapes", "dtypes", "train", "autocast", "torch")
 """Of the environment, in the order in which they are compared."""
 
 
-def difference(plan: Plan, call: Call, model: nn.Module, part: Graph | None = None) -> str | None:
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which a call differs from the plan.
+
+    of_values: nothing but values that the module reads: the same step with another batch.
+    """
+
+    words: str
+    of_values: bool = False
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def difference(
+    plan: Plan, call: Call, model: nn.Module, part: Graph | None = None
+) -> Difference | None:
     """The first thing in which a call differs from the plan; None: nothing does.
 
     part: the graph of the module's part of the step, traced for this call. None: it could not be
@@ -44,10 +61,12 @@ def difference(plan: Plan, call: Call, model: nn.Module, part: Graph | None = No
     if found is None and plan.graph is not None:
         found = _forms_difference(plan.graph, call, model)
     if found is not None or part is None:
-        return found
+        return None if found is None else Difference(found)
+    if (found := _values_difference(plan, part, call, model)) is not None:
+        return Difference(found, of_values=True)
     if plan.graph is None:
-        return "the traced operators are not those of the plan"
-    return _graph_difference(plan.graph.module_part(), part)
+        return Difference("the traced operators are not those of the plan")
+    return Difference(_graph_difference(plan.graph.module_part(), part))
 
 
 def _environment_difference(plan: Plan, call: Call, model: nn.Module) -> str | None:
@@ -88,6 +107,20 @@ def _argument_names(call: Call, model: nn.Module) -> list[str]:
             name = f"number {first.idx + 1}"
         names.append(name + pytree.keystr(tuple(inner)))
     return names
+
+
+def _values_difference(plan: Plan, part: Graph, call: Call, model: nn.Module) -> str | None:
+    """The first value that forward read and that was another one, or unknown, when planning."""
+    planned = plan.environment.get("values_read")
+    here = part.meta.environment["values_read"]
+    if planned is None or planned == here:
+        return None
+    names = _argument_names(call, model)
+    for each in here:
+        if each not in planned:
+            of = [names[k] if kind == "input" else f"buffer {k!r}" for kind, k in each["of"]]
+            return f"forward reads {each['seen']} from {', '.join(of)}, unlike in the planned step"
+    return "forward reads fewer values of the batch than when it was planned"
 
 
 def _forms_difference(planned: Graph, call: Call, model: nn.Module) -> str | None:

@@ -50,6 +50,7 @@ class Plan:
 
     environment: shapes, dtypes, mode, ... of the step (`graphs.calls.environment_of`).
     module_graph_id: of the part of the step that the module runs.
+    loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
     rewrites: those that the planned graph was made with.
     """
@@ -58,6 +59,7 @@ class Plan:
     request: Request
     environment: Mapping[str, Any]
     module_graph_id: str
+    loss: Graph | None
     graph: Graph | None
     rewrites: tuple[str, ...]
 
@@ -78,8 +80,11 @@ class Plan:
             environment = plan.environment
             rewrites = tuple(plan.graph.meta.rewrites)
             module_graph_id = plan.graph.module_part().graph_id
+            loss: Graph | None = plan.graph.loss_part()
         else:
             graph, environment, rewrites = None, plan.environment, plan.rewrites
+            saved = environment.get("loss_graph")
+            loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
         if words := sharding_words(environment):
             raise ValueError(
@@ -104,4 +109,4 @@ class Plan:
                 f"the plan was made with the rewrite {unknown[0]!r}, which this version does not "
                 "know; plan again, or use the version that made it"
             )
-        return cls(plan.schedule, plan.request, environment, module_graph_id, graph, rewrites)
+        return cls(plan.schedule, plan.request, environment, module_graph_id, loss, graph, rewrites)

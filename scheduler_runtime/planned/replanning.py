@@ -21,7 +21,7 @@ class ReplanError(ValueError):
 def replan(graph: Graph, plan: Plan, reason: str) -> Schedule:
     """Plan the module's new graph, with the loss and the optimizer of the old plan."""
     if plan.environment.get("loss") == "outside":
-        graph = _with_planned_loss(graph, plan, reason)
+        graph = _with_planned_loss(graph, plan.loss, reason)
     logger.warning("replanning, because this call differs from the plan: %s", reason)
     solution = answer(with_optimizer(graph, plan.environment.get("optimizer")), plan.request)
     if solution.schedule is None:
@@ -33,7 +33,7 @@ def replan(graph: Graph, plan: Plan, reason: str) -> Schedule:
     return solution.schedule
 
 
-def _with_planned_loss(graph: Graph, plan: Plan, reason: str) -> Graph:
+def _with_planned_loss(graph: Graph, loss: Graph | None, reason: str) -> Graph:
     """The module's new graph around the planned loss, an upper bound for a smaller batch.
 
     A loss outside cannot be traced from the module. Where the module returns the same tensors and
@@ -45,32 +45,27 @@ def _with_planned_loss(graph: Graph, plan: Plan, reason: str) -> Graph:
         "alone: solve with the new batch and apply(model, [plan, other_plan]), or plan for the "
         "largest batch first"
     )
-    if plan.graph is None:
-        raise ReplanError(f"{reason}; a schedule file does not contain the loss, and {remedy}")
-    planned = plan.graph
-    outside = tuple(node for node in planned.nodes if node.phase == "outside")
-    made = {name for node in outside for name in node.outputs}
-    read = {name for node in outside for name in node.inputs} - made
-    returned = {name for node in planned.forward_nodes for name in node.outputs} & read
+    if loss is None:
+        raise ReplanError(f"{reason}; this schedule file does not contain the loss, and {remedy}")
+    received = {t.name for t in loss.tensors if t.kind == "tangent" and t.name in loss.producer}
     tangents = {tensor.name for tensor in graph.tensors if tensor.kind == "tangent"}
-    received = {t.name for t in planned.tensors if t.kind == "tangent"} & made
+    returned = [name for name in loss.outputs if name not in loss.producer]
+    here = dict(zip(returned, graph.returned, strict=False))  # another program has other names
+    here |= {name: name for name in received}
     known = graph.tensor_by_name
-    grown = [
-        name
-        for name in sorted(returned | received)
-        if name not in known or known[name].size_bytes > planned.tensor_by_name[name].size_bytes
-    ]
-    if grown or tangents != received or not returned <= set(graph.outputs):
+    planned_bytes = {tensor.name: tensor.size_bytes for tensor in loss.tensors}
+    is_same = len(returned) == len(graph.returned) and tangents == received
+    if not is_same or any(known[new].size_bytes > planned_bytes[old] for old, new in here.items()):
         raise ReplanError(f"{reason}; {remedy}")
-    extra = tuple(
-        tensor
-        for tensor in planned.tensors
-        if tensor.name in made | read and tensor.name not in known
+    nodes = (
+        dataclasses.replace(node, inputs=tuple(here.get(name, name) for name in node.inputs))
+        for node in loss.nodes
     )
-    losses = tuple(name for name in planned.outputs if name in made)
+    extra = (t for t in loss.tensors if t.name not in known and t.name not in here)
+    losses = (name for name in loss.outputs if name in loss.producer)
     return dataclasses.replace(
         graph,
-        nodes=(*graph.forward_nodes, *outside, *graph.later_nodes),
+        nodes=(*graph.forward_nodes, *nodes, *graph.later_nodes),
         tensors=(*graph.tensors, *extra),
         outputs=tuple(dict.fromkeys((*graph.outputs, *losses))),
     )

@@ -27,6 +27,8 @@ from solver.cli import hf_config
 
 EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
+SEED = 0
+"""Of the batch: what `--verify` runs has the values that were planned for."""
 CONFIGURATION = "hf:"
 """The prefix of the path of a Hugging Face configuration."""
 _MODULE_AND_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -108,8 +110,12 @@ class ModelFile:
         return model
 
     def batch(self) -> Any:
-        """Call get_batch. Raises LoadError, SizeError."""
-        batch = self._call("get_batch", self._sizes_for("get_batch"))
+        """Call get_batch, with the same random numbers each time. Raises LoadError, SizeError."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            batch = self._call("get_batch", self._sizes_for("get_batch"))
         if batch is None:
             what = "a tensor, or a tuple or dict, that the model is called with"
             raise self._returned("get_batch()", None, what)

@@ -57,6 +57,8 @@ NOTABLE_OUTPUT_BYTES = 10**6
 """The report notes tensors returned beside the loss that are larger than both."""
 
 
+MOST_BATCH_BYTES = 2**30
+"""Of a batch that is built for its values."""
 NOTE_ON_ALLOCATOR = (
     "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator fragments "
     "memory in ways that no plan can predict and the reserve does not cover."
@@ -295,7 +297,7 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Vari
 
     notes = list(file.notes)
     model: nn.Module = _on_meta(file.model, "the model", notes)
-    batch = _on_meta(file.batch, "the batch", notes)
+    batch = _with_values(file, target.torch_device, notes)
     optimizer = file.optimizer(model)
     try:
         with _autocast(arguments.autocast, target.kind), _quiet_logs():
@@ -321,6 +323,24 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Vari
     notes.extend(step_notes(step.plain))
     notes.extend(_note_on_outputs(step.plain))
     return step, notes
+
+
+def _with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
+    """The batch on the device, for models that read it (is the padding mask all ones?).
+
+    A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device.
+    """
+    from graphs.calls import nested  # here: it takes torch
+
+    on_meta = _on_meta(file.batch, "the batch", notes)
+    size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(on_meta))
+    if size_bytes > MOST_BATCH_BYTES:
+        notes.append(
+            f"The batch of {format_size(size_bytes)} was not allocated, so its values are unknown: "
+            "if forward reads them, apply plans anew at the first step."
+        )
+        return on_meta
+    return nested.map_tensors(lambda tensor: tensor.to(device), file.batch())
 
 
 def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:

@@ -88,17 +88,7 @@ def step_notes(graph: Graph) -> Iterator[str]:
             "their buffers while they are live. Communication is assumed to take no time. Export "
             "the plan to run it: to_torch_checkpoint(model, solution)."
         )
-    if graph.meta.environment.get("train", True) is False:
-        yield (
-            "The model is in evaluation mode: dropout is off and batch norm uses its running "
-            "statistics. Call model.train() before planning a training step."
-        )
-    if graph.meta.own_checkpoints:
-        yield (
-            "The model already uses torch.utils.checkpoint. The plan replaces those checkpoints, "
-            "and the baseline is without them: as it is, the model takes less memory and more time "
-            "than the baseline."
-        )
+    yield from graph.meta.notes
     if graph.meta.environment and not any(node.phase == "optimizer" for node in graph.nodes):
         yield (
             "No optimizer is included: its state and the memory of its step are not counted. Pass "

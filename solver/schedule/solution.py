@@ -195,6 +195,7 @@ class Solution:
         """Write schedule.json (format schedule/1), whole or not at all."""
         if self.schedule is None or self.simulation is None:
             raise ValueError(f"no schedule to save: the status is {self.status}")
+        loss = self.graph.loss_part()
         value = {
             "format": FORMAT,
             "graph_id": self.schedule.graph_id,
@@ -210,6 +211,7 @@ class Solution:
             "environment": {
                 **self.environment,
                 "module_graph_id": self.graph.module_part().graph_id,
+                **({"loss_graph": {**loss.to_json(), "meta": {}}} if loss.nodes else {}),
             },
             "ops": self.schedule.ops_to_json(),
         }

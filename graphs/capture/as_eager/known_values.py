@@ -69,6 +69,11 @@ class Guard:
         """Whether a call with these tensors would read the same."""
         return _same(_seen(evaluate(self.recipe, leaves)), self.seen)
 
+    def described(self) -> dict[str, Any]:
+        """As JSON: the tensors that it depends on, and what was read."""
+        leaves = sorted([leaf.kind, leaf.key] for leaf in self.recipe.leaves)
+        return {"of": leaves, "seen": str(self.seen)}
+
 
 class KnowingMode(FakeTensorMode):
     """Fake tensors that carry the recipes of their values, if known.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, apply
+from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned.forward import ProgramCache
 from solver import solve
 from solver.schedule.recompute import keep
@@ -106,13 +108,61 @@ def test_nan_seen_again_is_the_same() -> None:
     assert len(model.forward._programs.programs) == 2
 
 
-def test_another_branch_is_refused_without_replanning() -> None:
+@pytest.mark.parametrize("from_file", [False, True])
+def test_another_branch_is_planned_when_it_comes(
+    from_file: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Looking(all_or_some)
-    graph = trace(model, batch_of(8))
-    apply(model, solution_of(graph, keep(graph, set())))
-    model(*batch_of(8))
-    with pytest.raises(PlanMismatchError, match=r"operator .* instead of"):
-        model(*batch_of(7))
+    solution = solve(model, batch_of(8), budget="1MB")
+    solution.save(tmp_path / "schedule.json")
+    planned = apply(copy.deepcopy(model), tmp_path / "schedule.json" if from_file else solution)
+    planned(*batch_of(8))
+    assert "replanning" not in caplog.text
+    for n_set in (7, 8, 5):
+        expected, got = one_step(model, batch_of(n_set), 0), one_step(planned, batch_of(n_set), 0)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert "forward reads False from mask, unlike in the planned step" in caplog.text
+    assert len(planned.forward._programs.programs) == 2
+    with pytest.raises(PlanMismatchError, match="shapes:"):
+        planned(*batch_of(6, 6))
+
+
+class LookingAtLogits(Looking):
+    """Returns logits, whose name in the traced graph is another one in the other branch."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        hidden = first if mask.all() else self.first(first.masked_fill(~mask[:, None], 0.0))
+        return self.second(hidden)
+
+
+def test_another_branch_before_a_loss_outside_is_planned_from_a_file(tmp_path: Path) -> None:
+    model, batch = LookingAtLogits(all_or_some), batch_of(8)
+
+    def loss(output: torch.Tensor, _batch: Any) -> torch.Tensor:
+        return output.square().log1p().mean()
+
+    peak_bytes = solve(model, batch, budget="1MB", loss=loss).baseline.peak_bytes
+    solution = solve(model, batch, budget=2 * peak_bytes, loss=loss)
+    solution.save(tmp_path / "schedule.json")
+    planned = apply(copy.deepcopy(model), tmp_path / "schedule.json")
+    for n_set in (8, 3, 8):
+        tensors = batch_of(n_set)
+        model.zero_grad()
+        planned.zero_grad()
+        expected, got = one_step(model, tensors, 0, loss), one_step(planned, tensors, 0, loss)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert measure(planned, tensors, loss=loss).peak_bytes <= 2 * peak_bytes
+
+
+def test_what_nobody_knew_when_planning_is_planned_when_it_comes() -> None:
+    """transformers takes another branch for a padding mask without values."""
+    model, batch = padded_llama(0)
+    on_meta = {name: tensor.to("meta") for name, tensor in batch.items()}
+    solution = solve(copy.deepcopy(model).to("meta"), on_meta, budget="10MB")
+    planned = apply(copy.deepcopy(model), solution)
+    expected, got = one_step(model, batch, 0), one_step(planned, batch, 0)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -145,8 +195,7 @@ def test_the_programs_of_a_module_are_bounded() -> None:
         assert len(programs.programs) <= 2
 
 
-@pytest.mark.parametrize("n_padded", [0, 5])
-def test_a_padding_mask_that_masks_nothing_leaves_the_fused_attention(n_padded: int) -> None:
+def padded_llama(n_padded: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50,
@@ -155,13 +204,17 @@ def test_a_padding_mask_that_masks_nothing_leaves_the_fused_attention(n_padded: 
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        use_cache=False,
     )
     model = LlamaForCausalLM(config)
     tokens = torch.randint(50, (3, 24))
     mask = torch.ones_like(tokens)
     mask[0, 24 - n_padded :] = 0
-    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+    return model, {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("n_padded", [0, 5])
+def test_a_padding_mask_that_masks_nothing_leaves_the_fused_attention(n_padded: int) -> None:
+    model, batch = padded_llama(n_padded)
     graph = trace(model, batch)
     masked = [node for node in graph.nodes if node.op == "aten.where.self"]
     assert bool(masked) == bool(n_padded)

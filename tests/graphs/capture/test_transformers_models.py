@@ -9,11 +9,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphs.trace import TraceError, trace
-from scheduler_runtime import apply
+from scheduler_runtime import apply, remove
 from solver import solve
+from solver.reporting.report_data import step_notes
 
 
-def language_model(*, use_cache: bool = False) -> GPT2LMHeadModel:
+def language_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -24,7 +25,6 @@ def language_model(*, use_cache: bool = False) -> GPT2LMHeadModel:
             vocab_size=100,
             bos_token_id=0,
             eos_token_id=0,
-            use_cache=use_cache,
         )
     )
 
@@ -60,6 +60,19 @@ def test_a_plan_runs_with_the_same_bits() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_a_cache_among_the_outputs_is_refused_with_the_remedy() -> None:
-    with pytest.raises(TraceError, match="use_cache = False"):
-        trace(language_model(use_cache=True), batch())
+def test_the_cache_for_generation_is_off_in_planned_steps_only() -> None:
+    model = language_model()
+    assert model.config.use_cache
+    solution = solve(model, batch(), budget="1GB")
+    assert any("config.use_cache is on" in note for note in step_notes(solution.graph))
+    apply(model, solution)
+    assert model(**batch()).past_key_values is None
+    assert model.config.use_cache
+    assert model.eval()(**batch()).past_key_values is not None
+    model.config.use_cache = False
+    assert not trace(remove(model).train(), batch()).meta.no_cache
+
+
+def test_a_cache_that_is_asked_for_is_refused() -> None:
+    with pytest.raises(TraceError, match="or if use_cache=True is passed"):
+        trace(language_model(), {**batch(), "use_cache": True})

@@ -280,6 +280,32 @@ def test_a_file_that_is_no_python(tmp_path, capsys):
 # --verify.
 
 
+READS_ITS_MASK = (
+    ("return x.square().mean()", "return (x if mask.all() else x * mask[:, None]).square().mean()"),
+    ("forward(self, x)", "forward(self, x, mask)"),
+)
+
+
+@pytest.mark.parametrize("mask", ["torch.ones(64)", "(torch.rand(64) > 0.5).float()"])
+def test_a_model_that_reads_its_batch_is_planned_for_the_values_that_it_has(
+    mask, model_file, capsys
+):
+    options = ["--budget", "1MB", "--device", "cpu", "--json", "--verify"]
+    batch = "return torch.randn(batch_size, 32)"
+    path = model_file(*READS_ITS_MASK, (batch, f"{batch}, {mask}"))
+    assert main([*options, path]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["verification"]["passed"]
+    assert answer["n_ops"] > 20
+    assert any("forward reads values of the batch" in note for note in answer["notes"])
+
+
+def test_a_batch_too_large_to_build_is_planned_without_its_values(model_file, capsys, monkeypatch):
+    monkeypatch.setattr("solver.cli.problem.MOST_BATCH_BYTES", 0)
+    assert main(["--budget", "1MB", "--device", "cpu", model_file()]) == 0
+    assert "was not allocated" in capsys.readouterr().out
+
+
 def test_verify_runs_the_step_both_ways(model_file, capsys):
     options = ["--budget", "1MB", "--device", "cpu", "--method", "every_block", "--verify"]
     assert main([*options, model_file()]) == 0
