@@ -27,7 +27,7 @@ from torch import nn
 from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.same_bits import RATE, compare, trained
-from benchmarks.step_styles import STYLES, Seen, Style, Training
+from benchmarks.step_styles import STYLES, Seen, Style, Training, autocast_to
 from benchmarks.zoo import ZOO, Entry
 from graphs.costs import CostModel, Measured
 from graphs.graph import Graph
@@ -84,7 +84,7 @@ def prepare(entry: Entry, style: Style, *, costs: CostModel | None = None) -> Su
     optimizer = None if style.steps_inside else torch.optim.AdamW(trainable, lr=RATE)
     before = footprint(model)
     options = entry.options | {"optimizer": optimizer, "gradients": style.gradients}
-    with style.ambient():
+    with autocast_to(style.autocast):
         graph = trace(model, batch, **options, costs=costs)
     changed = changes(before, footprint(model))
     assert not changed, f"tracing has changed {changed}"

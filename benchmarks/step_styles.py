@@ -86,12 +86,9 @@ class Style:
     own_memory: bool = False
     own_bytes: int = 0
 
-    def ambient(self) -> torch.autocast:
-        """Autocast, where the style has it."""
-        return _autocast(self.autocast)
 
-
-def _autocast(dtype: torch.dtype | None) -> torch.autocast:
+def autocast_to(dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast of the forward pass; off for None."""
     return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
 
 
@@ -102,7 +99,7 @@ def _step(
     optimizer, scaler = training.optimizer, training.scaler
     assert optimizer is not None
     training.zero_grad()
-    with _autocast(autocast):
+    with autocast_to(autocast):
         loss = training.loss()
     (loss if scaler is None else scaler.scale(loss)).backward()
     training.note("loss", loss)

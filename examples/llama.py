@@ -3,7 +3,8 @@
     pip install 'checkpoint-solver[transformers]'
     solve --budget 80GB --device h100 examples/llama.py
 
-Built from its configuration: nothing is downloaded, and planning allocates no weights.
+Built from its configuration: nothing is downloaded, and planning allocates no weights. The loss
+alone is returned, so that nobody holds the logits (1 GB) to the end of the step.
 """
 
 from __future__ import annotations
@@ -11,23 +12,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from graphs.training_step import LossOnly
+
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
 except ImportError as error:
     raise ImportError(
         "examples/llama.py needs transformers: pip install 'checkpoint-solver[transformers]'"
     ) from error
-
-
-class LossOnly(nn.Module):
-    """Returns the loss alone, so that nobody holds the logits (1 GB) to the end of the step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, labels=labels).loss
 
 
 def get_model(

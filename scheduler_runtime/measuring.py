@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Measurement:
     context_bytes: int | None = None
 
 
+@dataclass(eq=False)
 class TrainingStep:
     """A training step as people write it, to be run several times.
 
@@ -50,21 +51,17 @@ class TrainingStep:
     Raises TraceError for a batch that the model does not take.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        *,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        inputs: Callable[[Any], Any] | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        self.model, self.batch, self._loss = model, batch, loss
-        self.args, self.kwargs = as_call(batch, inputs)
-        check_call(model, self.args, self.kwargs)
-        self._optimizer = optimizer
-        self._autocast = autocast
+    model: nn.Module
+    batch: Any
+    _: KW_ONLY
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    inputs: Callable[[Any], Any] | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    autocast: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.args, self.kwargs = as_call(self.batch, self.inputs)
+        check_call(self.model, self.args, self.kwargs)
         self._output: Any = None
 
     @property
@@ -74,12 +71,12 @@ class TrainingStep:
     def forward(self) -> torch.Tensor:
         """The loss. The model's output is held meanwhile, as by a loop that gives it a name."""
         self.release()
-        on = self._autocast is not None
-        with torch.autocast(self.device.type, self._autocast) if on else contextlib.nullcontext():
+        on = self.autocast is not None
+        with torch.autocast(self.device.type, self.autocast) if on else contextlib.nullcontext():
             self._output = self.model(*self.args, **self.kwargs)
-            if self._loss is None:
+            if self.loss is None:
                 return find_loss(self._output)
-            loss = self._loss(self._output, self.batch)
+            loss = self.loss(self._output, self.batch)
         if not isinstance(loss, torch.Tensor):
             raise TraceError(
                 f"the loss function returned a {type(loss).__name__}; it must return a tensor: "
@@ -91,8 +88,8 @@ class TrainingStep:
         """One step; returns its loss. Gradients add up."""
         loss = self.forward()
         loss.backward()
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
         self.release()
         return loss
 
@@ -139,11 +136,8 @@ def measure(
         times_s.append(seconds_of(step.run, device))
     if gradients == "fresh":
         step.clear_gradients()
+    emptied(device)  # else what an earlier run left would count as reserved here
     is_cuda = device.type == "cuda"
-    if is_cuda:
-        gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # else what an earlier run left would count as reserved here
     optimizers = () if optimizer is None else (optimizer,)
     peak_bytes = absolute_peak_bytes(step.run, device, resident_tensors(model, batch, optimizers))
     return Measurement(
@@ -153,6 +147,14 @@ def measure(
         reserved_bytes=torch.cuda.max_memory_reserved(device) if is_cuda else None,
         context_bytes=context_bytes(device) if is_cuda else None,
     )
+
+
+def emptied(device: torch.device) -> None:
+    """Release unreferenced memory, so that it counts in no later figure."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def context_bytes(device: torch.device) -> int:

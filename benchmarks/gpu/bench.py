@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,7 +14,13 @@ from torch import nn
 from benchmarks.gpu.ways import WAYS, Prepared, Setting
 from benchmarks.zoo import Subject
 from graphs.costs import cpu_peak_bytes
-from scheduler_runtime.measuring import bytes_of, context_bytes, resident_tensors, seconds_of
+from scheduler_runtime.measuring import (
+    bytes_of,
+    context_bytes,
+    emptied,
+    resident_tensors,
+    seconds_of,
+)
 
 N_WARM, N_TIMED = 3, 5
 PREDICTED = ("predicted_bytes", "overhead", "bound", "predicted_s")
@@ -80,13 +85,11 @@ def measured(
         step()
     time_s = statistics.median(seconds_of(step, device) for _ in range(n_timed))
     optimizer.zero_grad(set_to_none=True)
-    gc.collect()
+    emptied(device)
     resident = bytes_of(resident_tensors(model, batch, [optimizer]), device)
     speed = len(batch[0]) / time_s
     common: Any = {"time_s": time_s, "samples_per_s": speed, "resident_bytes": resident}
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
         other = torch.cuda.memory_allocated(device) - resident
         torch.cuda.reset_peak_memory_stats(device)
         step()
@@ -101,14 +104,6 @@ def measured(
             other_bytes=other,
         )
     return Figures(peak_bytes=resident + cpu_peak_bytes(step).peak_bytes, **common)
-
-
-def emptied(device: torch.device) -> None:
-    """Release unreferenced memory, so that it counts in no later figure."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

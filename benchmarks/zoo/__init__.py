@@ -6,17 +6,3 @@ Needs torch alone until a model of a library is built. `benchmarks.zoo.graphs` h
 
 from benchmarks.zoo.matrix import LOSS_INSIDE, ZOO, Entry
 from benchmarks.zoo.on_gpu import LARGE, QUICK, SMALL, TINY, Subject, fitted, subjects, tiny
-
-__all__ = [
-    "LARGE",
-    "LOSS_INSIDE",
-    "QUICK",
-    "SMALL",
-    "TINY",
-    "ZOO",
-    "Entry",
-    "Subject",
-    "fitted",
-    "subjects",
-    "tiny",
-]

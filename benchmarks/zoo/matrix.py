@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.zoo import written
+from examples import unet
 
 N_TOKENS = 400
 N_CLASSES = written.N_CLASSES
@@ -253,12 +254,7 @@ ZOO: Mapping[str, Entry] = {
         loss=lambda output, batch: F.cross_entropy(output, batch[1]),
         inputs=lambda batch: batch[0],
     ),
-    "U-Net": Entry(
-        lambda: (
-            written.UNet([8, 16, 32]),
-            (torch.randn(2, 3, 64, 64), torch.rand(2, 1, 64, 64).round()),
-        )
-    ),
+    "U-Net": Entry(lambda: (unet.get_model(width=8, n_levels=2), unet.get_batch(2, 64))),
     "DenseNet": Entry(lambda: (written.densenet_small(), _labelled(4, 32))),
     "LSTM cells, 1000 steps": Entry(_recurrent(nn.LSTMCell), large=True),
     "GRU cells, 1000 steps": Entry(_recurrent(nn.GRUCell), large=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,52 +83,6 @@ class Vgg(nn.Module):
         return self.classifier(self.features(x).flatten(1))
 
 
-class _Double(nn.Sequential):
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__(
-            nn.Conv2d(n_in, n_out, 3, padding=1),
-            nn.GroupNorm(4, n_out),
-            nn.SiLU(),
-            nn.Conv2d(n_out, n_out, 3, padding=1),
-            nn.GroupNorm(4, n_out),
-            nn.SiLU(),
-        )
-
-
-class UNet(nn.Module):
-    """Long skips: what the way down makes, the way up reads (Ronneberger et al. 2015)."""
-
-    def __init__(self, widths: Sequence[int]) -> None:
-        super().__init__()
-        ins = [3, *widths[:-1]]
-        self.down = nn.ModuleList(_Double(a, b) for a, b in zip(ins, widths, strict=True))
-        pairs = list(itertools.pairwise(widths))[::-1]
-        self.raised = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairs)
-        self.up = nn.ModuleList(_Double(2 * a, a) for a, _ in pairs)
-        self.head = nn.Conv2d(widths[0], 1, 1)
-
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        skips = []
-        for index, block in enumerate(self.down):
-            x = block(x if index == 0 else F.max_pool2d(x, 2))
-            skips.append(x)
-        for raised, block, skip in zip(self.raised, self.up, skips[-2::-1], strict=True):
-            x = block(torch.cat([raised(x), skip], 1))
-        return F.binary_cross_entropy_with_logits(self.head(x), target)
-
-
-class DenseLayer(nn.Sequential):
-    """Pre-activation convolution with dropout: DenseNet's layer without its bottleneck."""
-
-    def __init__(self, n_in: int, growth: int) -> None:
-        super().__init__(
-            nn.BatchNorm2d(n_in),
-            nn.ReLU(),
-            nn.Conv2d(n_in, growth, 3, padding=1, bias=False),
-            nn.Dropout(0.2),
-        )
-
-
 class DenseNet(nn.Module):
     """Every layer reads all before it in its block (Huang et al. 2017).
 
@@ -175,7 +128,12 @@ class DenseNet(nn.Module):
 def densenet_small() -> DenseNet:
     return DenseNet(
         stem=nn.Conv2d(3, 16, 3, padding=1),
-        layer=DenseLayer,
+        layer=lambda n, growth: nn.Sequential(  # with dropout, without the bottleneck
+            nn.BatchNorm2d(n),
+            nn.ReLU(),
+            nn.Conv2d(n, growth, 3, padding=1, bias=False),
+            nn.Dropout(0.2),
+        ),
         shrink=lambda n: nn.Sequential(nn.Conv2d(n, n // 2, 1), nn.AvgPool2d(2)),
         depths=(4, 5, 4),
         growth=8,

@@ -12,5 +12,6 @@ from graphs.calls.call import (
     find_loss,
     same_strides,
     signature_of,
+    strided_like,
 )
 from graphs.calls.forms import buffer_forms, bytes_by_dtype, input_forms, parameter_forms

@@ -181,6 +181,12 @@ def environment_of(
     }
 
 
+def strided_like(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """An empty tensor of the same shape, strides and dtype (empty_like closes gaps)."""
+    where = tensor.device if device is None else device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+
+
 def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether the strides place each element alike; where a size is 1 they do not matter."""
     each = zip(shape, one, other, strict=True)

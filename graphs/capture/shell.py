@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.calls import HOLE, Call, TraceError, nested
+from graphs.calls import HOLE, Call, TraceError, nested, strided_like
 from graphs.capture.as_eager import KnowingMode, Leaf, casts_once
 from graphs.capture.refuse import buffers_of, random_states_untouched, refuse_replaced_buffers
 
@@ -52,8 +52,7 @@ class Shell(nn.Module):
     ) -> None:
         super().__init__()
         self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
-        self._parameter_names: list[str] = []
-        self._buffer_names: list[str] = []
+        self._paths: dict[str, str] = {}  # by the name here
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self.spec: nested.Spec | None = None
         self.chosen: tuple[int, ...] = ()
@@ -66,14 +65,14 @@ class Shell(nn.Module):
         }
         self.mode = KnowingMode(known)
         with self.mode:
-            for name, parameter in model.named_parameters():
+            for i, (name, parameter) in enumerate(model.named_parameters()):
                 fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)
-                self.register_parameter(f"p{len(self._parameter_names)}", fake)
-                self._parameter_names.append(name)
-            for name, buffer in model.named_buffers():
+                self.register_parameter(f"p{i}", fake)
+                self._paths[f"p{i}"] = name
+            for i, (name, buffer) in enumerate(model.named_buffers()):
                 fake_buffer = self.mode.set_leaf(_fake(buffer, device), Leaf("buffer", name))
-                self.register_buffer(f"b{len(self._buffer_names)}", fake_buffer)
-                self._buffer_names.append(name)
+                self.register_buffer(f"b{i}", fake_buffer)
+                self._paths[f"b{i}"] = name
             self.batch = [
                 self.mode.set_leaf(_fake(tensor, device), Leaf("input", index)).requires_grad_(
                     tensor.requires_grad
@@ -97,8 +96,7 @@ class Shell(nn.Module):
 
     def path(self, target: str) -> str:
         """The model's name of the shell's parameter or buffer."""
-        names = self._parameter_names if target[0] == "p" else self._buffer_names
-        return names[int(target[1:])]
+        return self._paths[target]
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output for the shell's parameters and these tensors."""
@@ -157,8 +155,7 @@ def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
         raise TraceError(f"tensors of type {type(tensor).__name__} are not supported")
     if tensor.layout != torch.strided:
         raise TraceError(f"a tensor of layout {tensor.layout} is not supported; use strided")
-    target = device if device is not None else tensor.device
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
+    return strided_like(tensor, device)
 
 
 _CHECKS_RESULT = (

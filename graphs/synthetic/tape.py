@@ -8,16 +8,6 @@ from dataclasses import dataclass, field
 from graphs.graph import Graph, Kind, Node, Tensor
 
 
-@dataclass(frozen=True)
-class _Op:
-    name: str
-    inputs: tuple[str, ...]
-    output: str
-    saved: tuple[str, ...]
-    time_s: float
-    workspace: int
-
-
 @dataclass
 class Tape:
     """Records forward ops and what they save for backward, then adds the backward ops.
@@ -31,7 +21,7 @@ class Tape:
     add_s_per_byte: float = 1e-12
     tensors: list[Tensor] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    _ops: list[_Op] = field(default_factory=list)
+    _saved: list[tuple[str, ...]] = field(default_factory=list)
     _bytes: dict[str, int] = field(default_factory=dict)
     _leaves: set[str] = field(default_factory=set)
 
@@ -57,7 +47,6 @@ class Tape:
         saves_output: bool = False,
         workspace_bytes: int = 0,
         recomputable: bool = True,
-        module: str = "",
     ) -> str:
         """Run an op forward; returns its first output.
 
@@ -81,13 +70,12 @@ class Tape:
                 time_s=time_s,
                 workspace_bytes=workspace_bytes,
                 recomputable=recomputable,
-                module=module,
             )
         )
         saved = [*(read if saves_inputs else read[len(inputs) :]), *outputs[1:]]
         if saves_output:
             saved.append(outputs[0])
-        self._ops.append(_Op(name, tuple(read), outputs[0], tuple(saved), time_s, workspace_bytes))
+        self._saved.append(tuple(saved))
         return outputs[0]
 
     def relu(self, name: str, x: str, size_bytes: int, time_s: float) -> str:
@@ -99,8 +87,9 @@ class Tape:
         seed = self.tensor(f"grad.{loss}", self._bytes[loss], "tangent")
         gradient = {loss: seed}
         outputs = [loss]
-        for op in reversed(self._ops):
-            if op.output not in gradient:
+        for op, saved in reversed([*zip(self.nodes, self._saved, strict=True)]):
+            output = op.outputs[0]
+            if output not in gradient:
                 continue
             made: list[str] = []
             meeting: list[tuple[str, str]] = []
@@ -116,9 +105,9 @@ class Tape:
                     gradient[name] = part
                 if name.endswith(".weight"):
                     outputs.append(part)
-            read = (gradient[op.output], *op.saved)
+            read = (gradient[output], *saved)
             time_s = self.backward_ratio * op.time_s
-            self._later(f"{op.name}.backward", read, made, time_s, op.workspace)
+            self._later(f"{op.name}.backward", read, made, time_s, op.workspace_bytes)
             for name, part in meeting:
                 total = self.tensor(f"{part}+", self._bytes[name], "gradient")
                 time_s = 3 * self._bytes[name] * self.add_s_per_byte

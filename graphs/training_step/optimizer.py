@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from graphs import hardware
-from graphs.calls import TraceError
+from graphs.calls import TraceError, strided_like
 from graphs.costs import CostModel, Tracker
 from graphs.fsdp import shard_rows
 
@@ -172,7 +172,7 @@ def _twin(
             part = _shard(tensor, n_ranks) if tensor.shape == shape else tensor
             # step counts on the host stay there
             stays = tensor.dim() == 0 and tensor.device.type == "cpu"
-            return _empty_like(part, tensor.device if stays else device)
+            return strided_like(part, tensor.device if stays else device)
 
         key = fakes.get(id(parameter), parameter)
         state[key] = pytree.tree_map_only(torch.Tensor, fake_state, kept)
@@ -210,14 +210,10 @@ def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
 
 def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
     """A fake parameter like the given one, with a gradient if it requires one."""
-    fake = nn.Parameter(_empty_like(parameter, device), requires_grad=parameter.requires_grad)
+    fake = nn.Parameter(strided_like(parameter, device), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
-        fake.grad = _empty_like(parameter, device)
+        fake.grad = strided_like(parameter, device)
     return fake
-
-
-def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:

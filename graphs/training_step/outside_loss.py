@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, TraceError, find_loss, nested, same_strides
+from graphs.calls import Call, TraceError, find_loss, nested, same_strides, strided_like
 from graphs.capture import Capture, Layout, capture, fake_output
 from graphs.graph import Graph, Node
 
@@ -34,9 +34,7 @@ class MetaOutputs:
         self._flat = flat
         self.positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self.tensors = [
-            torch.empty_strided(
-                flat[i].shape, flat[i].stride(), dtype=flat[i].dtype, device="meta"
-            ).requires_grad_(flat[i].requires_grad)
+            strided_like(flat[i], "meta").requires_grad_(flat[i].requires_grad)
             for i in self.positions
         ]
 

@@ -253,12 +253,3 @@ def planned_for_command(
             "apply(model, scheduler_runtime.fallback.plan_chain(model, batch, budget=...))."
         )
     return Planned(solution, tuple(note[:1].upper() + note[1:] for note in notes))
-
-
-__all__ = [
-    "FallbackError",
-    "SubmoduleSolution",
-    "plan_chain",
-    "planned_for_command",
-    "put",
-]

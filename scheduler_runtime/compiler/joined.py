@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from graphs.calls import strided_like
 from graphs.capture import Capture, Layout, Source, extract, is_random
 from graphs.costs import CostModel, OpCall
 from graphs.graph import Graph
@@ -187,9 +188,7 @@ def _moved_off(storages: set[int], value: Any) -> Any:
         if _storage_id(fake) not in storages:
             return fake
         with fake.fake_mode:
-            return torch.empty_strided(  # type: ignore[return-value]
-                fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
-            )
+            return strided_like(fake)  # type: ignore[return-value]
 
     return pytree.tree_map_only(FakeTensor, moved, value)
 

@@ -6,7 +6,6 @@ accumulation fires. Buffers, the random state and the modules' attributes are as
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from graphs.capture import attributes_unchanged
 from scheduler_runtime.measuring import (
     absolute_peak_bytes,
     buffers_and_random_state_restored,
+    emptied,
     resident_tensors,
 )
 
@@ -70,8 +70,6 @@ class Rehearsal:
         resident = resident_tensors(self.model, (self.args, self.kwargs), self.optimizers)
         with attributes_unchanged(self.model), buffers_and_random_state_restored(self.model):
             self.run(forward)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            emptied(device)
             peak_bytes = absolute_peak_bytes(lambda: self.run(forward), device, resident)
         return peak_bytes + self.outside_bytes

@@ -27,6 +27,7 @@ Stumm & Walther (2009). Restoring and storing are free here.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import comb
@@ -129,16 +130,12 @@ def _repetitions(n_steps: int, n_snapshots: int) -> int:
     """The least r with C(s+r, s) ≥ n, by doubling and bisection: for s = 1 it is n - 1."""
     if n_steps == 1:
         return 0
-    too_few, enough = 0, 1
-    while comb(n_snapshots + enough, n_snapshots) < n_steps:
-        too_few, enough = enough, 2 * enough
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if comb(n_snapshots + middle, n_snapshots) < n_steps:
-            too_few = middle
-        else:
-            enough = middle
-    return enough
+    most = 1
+    while comb(n_snapshots + most, n_snapshots) < n_steps:
+        most *= 2
+    return bisect_left(
+        range(most), n_steps, lo=most // 2, key=lambda r: comb(n_snapshots + r, n_snapshots)
+    )
 
 
 def _check(n_steps: int, n_snapshots: int) -> None:

@@ -357,14 +357,11 @@ def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
 
 
 def _autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
-    """torch.autocast to "bf16" or "fp16" on the device, or no context (None)."""
+    """torch.autocast to "bf16" or "fp16" on the device; None: no autocast."""
     import torch
 
-    if name is None:
-        return contextlib.nullcontext()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    context: AbstractContextManager[Any] = torch.autocast(device, dtype=dtype)
-    return context
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[name]
+    return torch.autocast(device, dtype=dtype, enabled=name is not None)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ beside the model is not in the graph.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from graphs.graph import Graph
@@ -77,13 +78,12 @@ def _tried(graph: Graph, family: Family, *, budget_bytes: int) -> list[tuple[str
 
     if len(family) <= SHORT_FAMILY:
         return [simulated(candidate) for candidate in family]
-    tried = [simulated(family[-1])]
-    low, high = -1, len(family) - 1  # those up to low do not fit, high is simulated
-    while high - low > 1 and tried[0][1].peak_bytes <= budget_bytes:
-        middle = (low + high) // 2
-        tried.append(simulated(family[middle]))
-        if tried[-1][1].peak_bytes <= budget_bytes:
-            high = middle
-        else:
-            low = middle
+    tried: list[tuple[str, Simulation]] = []
+
+    def fits(candidate: Candidate) -> bool:
+        tried.append(simulated(candidate))
+        return tried[-1][1].peak_bytes <= budget_bytes
+
+    if fits(family[-1]):
+        bisect_left(family[:-1], True, key=fits)
     return tried

@@ -23,6 +23,7 @@ Cost: some dozen schedules, and up to N_SMALLER_BUDGETS solves.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,15 +104,9 @@ def by_module(
             return excess_bytes(chosen)
 
         excess = excess_with(0)
-        if excess > 0 and tree.blocks:
-            overflows, fits = 0, len(tree.blocks) + 1
-            n_whole = len(tree.blocks)
-            while fits - overflows > 1:
-                if excess_with(n_whole) > 0:
-                    overflows = n_whole
-                else:
-                    fits = n_whole
-                n_whole = (overflows + fits) // 2
+        n_blocks = len(tree.blocks)
+        if excess > 0 and tree.blocks and excess_with(n_blocks) <= 0:
+            bisect_left(range(n_blocks), True, lo=1, key=lambda n: excess_with(n) <= 0)
         return excess
 
     schedule = solution.schedule

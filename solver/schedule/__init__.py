@@ -5,6 +5,7 @@ from solver.schedule.memory import (
     LAYERS,
     Occupancy,
     held_during,
+    live_bytes_by,
     memory_at,
     node_at,
     occupancy,

@@ -6,13 +6,15 @@ The simulator says which storages are on the device when (`stays`). Here they ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
+from typing import TypeVar
 
 from graphs.graph import Graph, Node
 from solver.schedule.ops import Compute, Schedule
-from solver.schedule.simulator import Simulation, stays
+from solver.schedule.simulator import Simulation, Stay, stays
 
 CATEGORY_OF_KIND: Mapping[str, str] = {
     "parameter": "parameters",
@@ -103,20 +105,26 @@ class Occupancy:
 
 def occupancy(graph: Graph, schedule: Schedule) -> Occupancy:
     """The layers of a legal schedule; linear in its length."""
-    change = {layer: [0] * (len(schedule.ops) + 1) for layer in ("kept", "recomputed", "gradients")}
+    nodes = tuple(graph.node_by_name[name] for name in schedule.order)
+    layers = dict.fromkeys(LAYERS, (0,) * len(nodes))
+    layers |= live_bytes_by(graph, schedule, lambda stay: str(stay.layer))
+    layers["resident"] = (graph.resident_bytes,) * len(nodes)
+    layers["workspace"] = tuple(node.workspace_bytes for node in nodes)
+    edges_s = tuple(accumulate((node.time_s for node in nodes), initial=0.0))
+    return Occupancy(nodes, edges_s, layers)
+
+
+Group = TypeVar("Group")
+
+
+def live_bytes_by(
+    graph: Graph, schedule: Schedule, group: Callable[[Stay], Group]
+) -> dict[Group, tuple[int, ...]]:
+    """By group of storages that the step makes: their bytes during each compute, in order."""
+    change: dict[Group, list[int]] = defaultdict(lambda: [0] * (len(schedule.ops) + 1))
     for stay in stays(graph, schedule):
         size_bytes = graph.tensor_by_name[stay.storage].size_bytes
-        change[stay.layer][stay.start] += size_bytes
-        change[stay.layer][stay.stop] -= size_bytes
-    computes = [p for p, op in enumerate(schedule.ops) if isinstance(op, Compute)]
-    nodes = tuple(graph.node_by_name[name] for name in schedule.order)
-    layers = {"resident": (graph.resident_bytes,) * len(nodes)}
-    for layer, changes in change.items():
-        held_bytes = list(accumulate(changes))
-        layers[layer] = tuple(held_bytes[position] for position in computes)
-    layers["workspace"] = tuple(node.workspace_bytes for node in nodes)
-    return Occupancy(
-        nodes=nodes,
-        edges_s=tuple(accumulate((node.time_s for node in nodes), initial=0.0)),
-        layer_bytes=layers,
-    )
+        change[group(stay)][stay.start] += size_bytes
+        change[group(stay)][stay.stop] -= size_bytes
+    computes = [isinstance(op, Compute) for op in schedule.ops]
+    return {key: tuple(compress(accumulate(row), computes)) for key, row in change.items()}

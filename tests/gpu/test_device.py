@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.bench import emptied, limited
+from benchmarks.gpu.bench import limited
 from graphs.costs import Measured, OpCall
 from scheduler_runtime.execute import recompute_random, run_and_keep_state
-from scheduler_runtime.measuring import context_bytes
+from scheduler_runtime.measuring import context_bytes, emptied
 
 aten = torch.ops.aten
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import scheduler_runtime
-from benchmarks.gpu.bench import emptied
 from benchmarks.gpu.bits import TIME_LIMIT_S, tight_plan
 from benchmarks.zoo import tiny
 from scheduler_runtime.by_submodule import plan_chain
+from scheduler_runtime.measuring import emptied
 
 
 def test_fit_to_what_is_free(device, finding):

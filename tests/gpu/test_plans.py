@@ -11,11 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scheduler_runtime
-from benchmarks.gpu.bench import emptied, measured, optimizer_of, step_of
+from benchmarks.gpu.bench import measured, optimizer_of, step_of
 from benchmarks.gpu.bits import compare, tight_plan
 from benchmarks.zoo import TINY, tiny
 from graphs.costs import CostCache, Measured
 from graphs.trace import trace
+from scheduler_runtime.measuring import emptied
 from scheduler_runtime.verifying import verify
 
 COMPARED = ("attention", "norm", "dropout", "convolution", "rnn")

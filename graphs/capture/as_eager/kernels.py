@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-from graphs.calls import TraceError
+from graphs.calls import TraceError, strided_like
 from graphs.capture.as_eager import rnn
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,6 @@ def _define(schema: str, *, cpu: Callable[..., torch.Tensor], meta: Callable[...
     _library.impl(name, meta, "Meta")
 
 
-def _strided_like(like: torch.Tensor, *_: object) -> torch.Tensor:
-    """An empty tensor with the same strides (empty_like closes gaps)."""
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
 _define(
     "dropout_noise(Tensor like, float p) -> Tensor",
     # what eager dropout multiplies by, filled in the order of the input's strides
@@ -64,18 +59,18 @@ _define(
 )
 _define(
     "bernoulli_fill(Tensor like, float p) -> Tensor",
-    cpu=lambda like, p: _strided_like(like).bernoulli_(p),
-    meta=_strided_like,
+    cpu=lambda like, p: strided_like(like).bernoulli_(p),
+    meta=lambda like, *_: strided_like(like),
 )
 _define(
     "normal_fill(Tensor like, float mean, float std) -> Tensor",
-    cpu=lambda like, mean, std: _strided_like(like).normal_(mean, std),
-    meta=_strided_like,
+    cpu=lambda like, mean, std: strided_like(like).normal_(mean, std),
+    meta=lambda like, *_: strided_like(like),
 )
 _define(
     "random_fill(Tensor like, int low, int? high) -> Tensor",
-    cpu=lambda like, low, high: _strided_like(like).random_(low, high),
-    meta=_strided_like,
+    cpu=lambda like, low, high: strided_like(like).random_(low, high),
+    meta=lambda like, *_: strided_like(like),
 )
 
 

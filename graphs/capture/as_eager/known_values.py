@@ -23,6 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphs.calls import strided_like
 from graphs.capture.as_eager.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
 from graphs.costs import OpCall
@@ -107,7 +108,9 @@ class KnowingMode(FakeTensorMode):
                     self.guards.append(Guard(recipe, _seen(result)))
                 if is_value:
                     return result
-                return _with_recipe(pytree.tree_map_only(torch.Tensor, self._like, result), recipe)
+                with self:
+                    result = pytree.tree_map_only(torch.Tensor, strided_like, result)
+                return _with_recipe(result, recipe)
         result = cpu_kernel_result(self, func, args, kwargs or {})
         if result is NotImplemented:
             result = super().dispatch(func, types, args, kwargs or {})
@@ -168,12 +171,6 @@ class KnowingMode(FakeTensorMode):
             if isinstance(tensor, FakeTensor):
                 storage = tensor.untyped_storage()
                 self._written[storage._cdata] = storage
-
-    def _like(self, real: torch.Tensor) -> torch.Tensor:
-        with self:
-            return torch.empty_strided(
-                real.shape, real.stride(), dtype=real.dtype, device=real.device
-            )
 
 
 _ATTRIBUTE = "_known_value"

@@ -9,18 +9,8 @@ from matplotlib.axes import Axes
 
 from solver.analysis import Curve
 from solver.common import format_size
+from solver.reporting.plot import style
 from solver.reporting.plot.of_memory import overhead_text
-from solver.reporting.plot.style import (
-    GREY,
-    LIGHT,
-    LINE_COLOURS,
-    MARKERS,
-    RED,
-    finish,
-    legend_below,
-    new_axes,
-    size_unit,
-)
 from solver.schedule import Solution
 
 
@@ -29,9 +19,9 @@ def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = No
 
     chosen: a plan to mark, on the curve or not.
     """
-    axes = new_axes() if ax is None else ax
+    axes = style.new_axes() if ax is None else ax
     budgets = [point.request.budget_bytes for point in curve.points]
-    unit, bytes_per_unit = size_unit(max(budgets))
+    unit, bytes_per_unit = style.size_unit(max(budgets))
     _draw_bound(curve, axes, bytes_per_unit)
     for index, method in enumerate(curve.methods):
         found = [point for point in curve.of(method) if point.overhead is not None]
@@ -39,8 +29,8 @@ def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = No
             [point.request.budget_bytes / bytes_per_unit for point in found],
             [100 * (point.overhead or 0.0) for point in found],
             drawstyle="steps-post",
-            color=LINE_COLOURS[index % len(LINE_COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
+            color=style.LINE_COLOURS[index % len(style.LINE_COLOURS)],
+            marker=style.MARKERS[index % len(style.MARKERS)],
             ms=4,
             lw=1.3,
             label=method,
@@ -53,7 +43,7 @@ def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = No
             100 * chosen.overhead,
             marker="*",
             ms=14,
-            color=RED,
+            color=style.RED,
             ls="",
             label=f"this plan: {overhead_text(chosen)} at "
             f"{format_size(chosen.request.budget_bytes)}",
@@ -62,12 +52,11 @@ def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = No
     if curve.points:
         first = curve.points[0]
         enough = first.baseline.peak_bytes + first.request.reserve_bytes
-        label = f"baseline fits: {format_size(enough)}"
-        axes.axvline(enough / bytes_per_unit, color=GREY, lw=1.0, ls=":", label=label, zorder=2)
+        label, at = f"baseline fits: {format_size(enough)}", enough / bytes_per_unit
+        axes.axvline(at, color=style.GREY, lw=1.0, ls=":", label=label, zorder=2)
     axes.set(xlabel=f"budget ({unit})", ylabel="overhead (% of the baseline step time)")
     axes.set_ylim(0, None)
-    finish(axes, "Overhead against budget")
-    legend_below(axes)
+    style.finish(axes, "Overhead against budget")
     return axes
 
 
@@ -81,14 +70,14 @@ def _draw_bound(curve: Curve, axes: Axes, bytes_per_unit: float) -> None:
     nothing = [size for size, share in bound.items() if math.isinf(share)]
     sizes = [size / bytes_per_unit for size, _ in possible]
     shares = [100 * share for _, share in possible]
-    style: dict[str, Any] = {"color": GREY, "lw": 1.0, "ls": "--"}
-    axes.plot(sizes, shares, drawstyle="steps-pre", label="proven lower bound", zorder=3, **style)
-    axes.fill_between(sizes, shares, step="pre", color=LIGHT, alpha=0.7, lw=0, zorder=1)
+    line: dict[str, Any] = {"color": style.GREY, "lw": 1.0, "ls": "--"}
+    axes.plot(sizes, shares, drawstyle="steps-pre", label="proven lower bound", zorder=3, **line)
+    axes.fill_between(sizes, shares, step="pre", color=style.LIGHT, alpha=0.7, lw=0, zorder=1)
     if nothing:
         axes.axvspan(
             min(nothing) / bytes_per_unit,
             max(nothing) / bytes_per_unit,
-            color=RED,
+            color=style.RED,
             alpha=0.08,
             lw=0,
             label="proven: nothing fits",

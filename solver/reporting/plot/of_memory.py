@@ -16,20 +16,7 @@ from matplotlib.figure import Figure
 from graphs.graph import Graph
 from solver.chain import split_into_blocks
 from solver.common import format_share, format_size
-from solver.reporting.plot.style import (
-    BLUE,
-    GREEN,
-    INK,
-    ORANGE,
-    PAPER,
-    PINK,
-    RED,
-    STONE,
-    finish,
-    legend_below,
-    new_axes,
-    size_unit,
-)
+from solver.reporting.plot import style
 from solver.schedule import (
     LAYERS,
     Occupancy,
@@ -40,11 +27,11 @@ from solver.schedule import (
 )
 
 COLOUR_OF_LAYER: Mapping[str, str] = {
-    "resident": STONE,
-    "kept": BLUE,
-    "recomputed": ORANGE,
-    "gradients": GREEN,
-    "workspace": PINK,
+    "resident": style.STONE,
+    "kept": style.BLUE,
+    "recomputed": style.ORANGE,
+    "gradients": style.GREEN,
+    "workspace": style.PINK,
 }
 N_COLUMNS = 1200
 """Steps drawn at most; more than the plot has pixels would only enlarge the file."""
@@ -61,9 +48,9 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     without_plan: the layers of the baseline, which is also drawn where there is no plan. The
     horizontal axis is the time of the schedule.
     """
-    axes = new_axes() if ax is None else ax
+    axes = style.new_axes() if ax is None else ax
     request, plain, plan = solution.request, solution.baseline, solution.simulation
-    size, bytes_per_unit = size_unit(max(plain.peak_bytes, request.budget_bytes))
+    size, bytes_per_unit = style.size_unit(max(plain.peak_bytes, request.budget_bytes))
     longest_s = max(plain.time_s, plan.time_s if plan else 0.0)
     time, s_per_unit = _time_unit(longest_s)
     schedule, shown = baseline(solution.graph), plain
@@ -77,14 +64,14 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
         columns, edges_s = _columns(before)
         sizes = [before.total_bytes[index] / bytes_per_unit for index in columns]
         edges = [edge_s / s_per_unit for edge_s in edges_s]
-        axes.stairs(sizes, edges, color=INK, lw=0.9, label=words, zorder=3)
+        axes.stairs(sizes, edges, color=style.INK, lw=0.9, label=words, zorder=3)
         words = f"plan: {format_size(shown.peak_bytes)}, {overhead_text(solution)}"
     if plan is None:
         words += f"; {overhead_text(solution)}"
     available = request.available_bytes / bytes_per_unit
     name = "budget minus reserve" if request.reserve_bytes else "budget"
     label = f"{name}: {format_size(request.available_bytes)}"
-    axes.axhline(available, color=RED, lw=1.2, ls="--", label=label, zorder=5)
+    axes.axhline(available, color=style.RED, lw=1.2, ls="--", label=label, zorder=5)
     _mark_times(axes, solution.graph, layers, s_per_unit)
     node = node_at(solution.graph, schedule, shown)
     if node is not None and shown.peak_bytes in layers.total_bytes:
@@ -98,9 +85,8 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     axes.set(xlabel=f"time in the step ({time})", ylabel=f"device memory ({size})")
     axes.set_xlim(0, longest_s / s_per_unit or None)
     axes.set_ylim(0, 1.18 * max(available, plain.peak_bytes / bytes_per_unit))
-    finish(axes, f"Memory over one training step; {words}")
+    style.finish(axes, f"Memory over one training step; {words}")
     axes.grid(visible=False)
-    legend_below(axes)
     return axes
 
 
@@ -183,7 +169,7 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) 
     for starts in (forward, backward):
         times = [time_s / s_per_unit for time_s, _ in starts]
         axes.vlines(
-            times, 0, 0.025, transform=axes.get_xaxis_transform(), color=INK, lw=0.6, zorder=4
+            times, 0, 0.025, transform=axes.get_xaxis_transform(), color=style.INK, lw=0.6, zorder=4
         )
     every = -(-len(forward) // N_NAMED_BLOCKS) if forward else 1
     room_s = LEAST_ROOM * layers.edges_s[-1]
@@ -194,7 +180,7 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) 
             last_s = time_s
     if turn is None:
         return
-    axes.axvline(turn / s_per_unit, color=INK, lw=0.8, ls=":", zorder=4)
+    axes.axvline(turn / s_per_unit, color=style.INK, lw=0.8, ls=":", zorder=4)
     _write(axes, turn / s_per_unit, 0.995, "backward", va="top", size=8)
     if turn > 0:
         blocks = f", {len(forward)} blocks" if len(forward) > 1 else ""
@@ -209,7 +195,7 @@ def _write(axes: Axes, x: float, y: float, text: str, *, va: str, size: float) -
         xycoords=("data", "axes fraction"),
         xytext=(2, 0),
         textcoords="offset points",
-        color=INK,
+        color=style.INK,
         fontsize=size,
         va=va,
         zorder=6,
@@ -253,7 +239,7 @@ def _turn(layers: Occupancy) -> float | None:
 
 def _mark_peak(axes: Axes, x: float, y: float, text: str, *, right: bool) -> None:
     """A point at the peak, with the op's name to its left if it is on the right."""
-    axes.plot([x], [y], marker="o", ms=4, color=INK, ls="", zorder=7)
+    axes.plot([x], [y], marker="o", ms=4, color=style.INK, ls="", zorder=7)
     axes.annotate(
         text,
         (x, y),
@@ -261,10 +247,10 @@ def _mark_peak(axes: Axes, x: float, y: float, text: str, *, right: bool) -> Non
         textcoords="offset points",
         ha="right" if right else "left",
         va="bottom",
-        color=INK,
+        color=style.INK,
         fontsize=8,
         parse_math=False,
-        bbox={"boxstyle": "square,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.8},
+        bbox={"boxstyle": "square,pad=0.15", "fc": style.PAPER, "ec": "none", "alpha": 0.8},
         zorder=7,
     )
 

@@ -7,33 +7,25 @@ block produce.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
 from graphs.graph import Graph, Node
 from solver.chain import Blocks, split_into_blocks
+from solver.reporting.plot import style
 from solver.reporting.plot.of_memory import overhead_text
-from solver.reporting.plot.style import (
-    BLUE,
-    GREEN,
-    INK,
-    LIGHT,
-    ORANGE,
-    finish,
-    legend_below,
-    new_axes,
-)
-from solver.schedule import Compute, Schedule, Solution, baseline
+from solver.schedule import Schedule, Solution, baseline, live_bytes_by
 
 HALF = 0.42
 """Half of the drawn height of a row."""
-RUNS = (("forward", BLUE), ("recomputed", ORANGE), ("backward", GREEN))
+RUNS = (("forward", style.BLUE), ("recomputed", style.ORANGE), ("backward", style.GREEN))
 
 
 def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     """Draw the computations of the plan by block and time; of the baseline if there is no plan."""
-    axes = new_axes() if ax is None else ax
+    axes = style.new_axes() if ax is None else ax
     graph = solution.graph
     shown = baseline(graph) if solution.schedule is None else solution.schedule
     blocks = split_into_blocks(graph)
@@ -45,7 +37,7 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
             [*(start_s for start_s, _, _ in runs), runs[-1][0] + runs[-1][1].time_s],
             baseline=row - HALF,
             fill=True,
-            color=LIGHT,
+            color=style.LIGHT,
             lw=0,
             label="live" if row == 1 else None,
             zorder=1,
@@ -64,11 +56,10 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     axes.set(xlabel="time in the step (s)", ylabel="block")
     axes.set_xlim(0, None)
     axes.set_ylim(0.4, blocks.n_blocks + 0.6)
-    axes.tick_params(colors=INK)
+    axes.tick_params(colors=style.INK)
     words = "no plan fits" if solution.schedule is None else overhead_text(solution)
-    finish(axes, f"{solution.method}: {words}")
+    style.finish(axes, f"{solution.method}: {words}")
     axes.grid(visible=False)
-    legend_below(axes)
     return axes
 
 
@@ -103,28 +94,11 @@ def _held(graph: Graph, shown: Schedule, blocks: Blocks) -> dict[int, Sequence[f
         for root in graph.node_by_name[name].outputs
         if graph.root(root) == root
     }
-    all_bytes = dict.fromkeys(range(1, blocks.n_blocks + 1), 0)
+    all_bytes: Counter[int] = Counter()
     for root, block in block_of.items():
         all_bytes[block] += graph.tensor_by_name[root].size_bytes
-    holders: dict[str, set[str]] = {root: set() for root in block_of}
-    now = dict.fromkeys(all_bytes, 0)
-    held: dict[int, list[float]] = {block: [] for block in all_bytes}
-
-    def change(name: str, *, there: bool) -> None:
-        root = graph.root(name)
-        if root not in block_of:
-            return
-        before = bool(holders[root])
-        (holders[root].add if there else holders[root].discard)(name)
-        sign = bool(holders[root]) - before
-        now[block_of[root]] += sign * graph.tensor_by_name[root].size_bytes
-
-    for op in shown.ops:
-        if isinstance(op, Compute):
-            for name in graph.node_by_name[op.node].outputs:
-                change(name, there=True)
-            for block, shares in held.items():
-                shares.append(now[block] / (all_bytes[block] or 1))
-        else:
-            change(op.tensor, there=False)
-    return dict(held)
+    live = live_bytes_by(graph, shown, lambda stay: block_of.get(stay.storage, 0))
+    return {
+        block: [held_bytes / (all_bytes[block] or 1) for held_bytes in live[block]]
+        for block in sorted(live.keys() - {0})
+    }

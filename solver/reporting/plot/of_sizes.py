@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 
 from solver.analysis import SizeSearch
-from solver.reporting.plot.style import BLUE, GREY, RED, finish, legend_below, new_axes
+from solver.reporting.plot.style import BLUE, GREY, RED, finish, new_axes
 from solver.reporting.rows import saturation_text
 
 AXIS_LABELS = {
@@ -44,5 +44,4 @@ def throughput(search: SizeSearch, ax: Axes | None = None) -> Axes:
     axes.set_ylim(0, 1.08 * max((rate for _, rate in found), default=1.0))
     axes.set_xlim(0, None)
     finish(axes, f"Throughput against {size_label}")
-    legend_below(axes)
     return axes

@@ -43,14 +43,11 @@ def new_axes() -> Axes:
 
 
 def finish(axes: Axes, title: str) -> None:
-    """Title, light grid, no frame."""
+    """Title, light grid, no frame, the legend below."""
     axes.set_title(title, loc="left", fontsize=10, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=LIGHT, lw=0.5, zorder=0)
     axes.set_axisbelow(True)
-
-
-def legend_below(axes: Axes) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.14), ncols=3, frameon=False, fontsize=8)
 
 
