@@ -35,6 +35,7 @@ import torch
 from benchmarks import harness
 from benchmarks.gpu import targets
 from benchmarks.gpu.parts import EXPANDABLE, PARTS, QUICK_PARTS, Part, Settings
+from graphs.costs import circumstances
 from graphs.files import write_json
 
 MARK = "figures: "
@@ -240,22 +241,10 @@ def _machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, A
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    machine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **{name: metadata.version(name) for name in ("numpy", "scipy")},
-        "device": "cpu",
-        "cpu": platform.processor() or platform.machine(),
-    }
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        machine |= {
-            "device": card.name,
-            "memory_bytes": card.total_memory,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
-    return machine
+    """Versions and settings; another value of any of these is another machine."""
+    versions = {name: metadata.version(name) for name in ("numpy", "scipy")}
+    host = {"python": platform.python_version(), "processor": platform.machine()}
+    return {**host, **versions, **circumstances(device)}
 
 
 def table(part: str, cases: Mapping[str, Any]) -> str:

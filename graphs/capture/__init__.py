@@ -5,6 +5,7 @@ from graphs.capture.generation_cache import caching_configs
 from graphs.capture.joint_graph import Capture, Source, capture, fake_output, one_at_a_time
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.refuse import (
+    HOOKS,
     TORCHS_OWN,
     SideEffectError,
     attributes_unchanged,

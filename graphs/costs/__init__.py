@@ -1,6 +1,6 @@
 """Seconds and workspace bytes of an operator: roofline, measured, cached on disk."""
 
-from graphs.costs.cache import CostCache
+from graphs.costs.cache import CostCache, circumstances
 from graphs.costs.defaults import default_costs, finish_measuring, measured
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 from graphs.costs.models import Cost, CostModel, Measured, Roofline, from_description

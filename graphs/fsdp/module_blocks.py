@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from graphs.fsdp.spec import Sharding, ShardingError
+from graphs.graph import is_under
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +56,7 @@ def default_groups(model: nn.Module) -> tuple[str, ...]:
         path
         for path in dict.fromkeys(paths)
         if any(True for _ in model.get_submodule(path).parameters())
-        and not any(len({_is_in(place, path) for place in places}) > 1 for places in shared)
+        and not any(len({is_under(place, path) for place in places}) > 1 for places in shared)
     )
 
 
@@ -73,7 +74,7 @@ def groups_of(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
                 "FSDP2 would not gather its parameters; name its members instead"
             )
         for places in _places(model):
-            if len({_is_in(place, path) for place in places}) > 1:
+            if len({is_under(place, path) for place in places}) > 1:
                 raise ShardingError(
                     f"group {path!r} shares a parameter with other modules "
                     f"({', '.join(sorted(places))}), and FSDP2 assigns a parameter to one group "
@@ -88,7 +89,3 @@ def _places(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return list(names.values())
-
-
-def _is_in(name: str, path: str) -> bool:
-    return name.startswith(f"{path}.")

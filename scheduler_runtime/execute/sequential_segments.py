@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from graphs.capture import HOOKS
 from scheduler_runtime.execute.torch_checkpoint import (
     ExportedForward,
     checkpointed,
@@ -30,8 +31,7 @@ def runs_in_a_loop(module: nn.Module) -> TypeGuard[nn.Sequential]:
         return False
     if type(module).forward is not nn.Sequential.forward:
         return False
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return not any(getattr(child, name) for child in module for name in hooks)
+    return not any(getattr(child, name) for child in module for name in HOOKS)
 
 
 class SegmentedForward(ExportedForward):

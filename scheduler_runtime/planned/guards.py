@@ -35,7 +35,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from graphs.calls import Call
-from graphs.capture import TORCHS_OWN, global_hooks, sharing
+from graphs.capture import HOOKS, TORCHS_OWN, global_hooks, sharing
 
 MANY = 1000
 """Entries of a container; a longer one is known by its length."""
@@ -50,7 +50,6 @@ _PLAIN = (
 )
 _CODE = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def kind_of(model: nn.Module, call: Call) -> Any:
@@ -94,7 +93,7 @@ def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
             type(module).forward,
             of_class[type(module)],
             module.training,
-            tuple(len(getattr(module, hooks)) for hooks in _HOOKS),
+            tuple(len(getattr(module, hooks)) for hooks in HOOKS),
             tuple(
                 (name, (type(value) is list and _Record.of(value)) or _setting(value, seen))
                 for name, value in vars(module).items()

@@ -31,9 +31,8 @@ SEED = 0
 """Of the batch: what `--verify` runs has the values that were planned for."""
 CONFIGURATION = "hf:"
 """The prefix of the path of a Hugging Face configuration."""
-_MODULE_AND_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_FILE_AND_FACTORY = re.compile(r"(.*\.py):([A-Za-z_]\w*)", re.DOTALL)
+_NAME = r"[A-Za-z_]\w*"
+_PLACE_AND_FACTORY = re.compile(rf"(.*\.py|{_NAME}(?:\.{_NAME})*)(?::({_NAME}))?", re.DOTALL)
 
 
 class LoadError(ValueError):
@@ -63,17 +62,14 @@ def parse_source(text: str) -> ModelSource | None:
     """`model.py[:factory]`, `package.module[:factory]` or `hf:config.json`; None for others."""
     if text.startswith(CONFIGURATION):
         return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
-    if text.endswith(".py"):
-        return ModelSource(Path(text))
-    match = _FILE_AND_FACTORY.fullmatch(text)
-    if match:
-        return ModelSource(Path(match.group(1)), match.group(2))
-    if _MODULE_AND_FACTORY.fullmatch(text):
-        place, factory = text.split(":")
-        return ModelSource(place, factory)
-    if _MODULE.fullmatch(text) and not Path(text).exists():
-        return ModelSource(text)
-    return None
+    match = _PLACE_AND_FACTORY.fullmatch(text)
+    if match is None:
+        return None
+    place, factory = match.groups(default="")
+    is_file = place.endswith(".py")
+    if not is_file and not factory and ("." not in place or Path(place).exists()):
+        return None
+    return ModelSource(Path(place) if is_file else place, factory or "get_model")
 
 
 @dataclass(frozen=True)

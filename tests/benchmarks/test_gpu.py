@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -242,17 +243,29 @@ def test_a_case_that_hangs_or_ends_its_process_is_a_row(monkeypatch, tmp_path):
         assert words in row["reason"]
 
 
-def test_the_seeds_of_attention_are_taken_from_where_they_are_made():
-    for name, pair in seeds._PAIRS.items():
-        read = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
-        assert [read[i] for i in pair.read_at] == ["philox_seed", "philox_offset"]
-        forward = getattr(torch.ops.aten, name.removesuffix("_backward")).default
-        made = [a.name for a in forward._schema.returns]
-        assert [made[i] for i in pair.made_at] in (
-            ["philox_seed", "philox_offset"],
-            ["rng_state", "unused"],
-        )
+def test_the_seeds_of_attention_are_taken_from_where_they_are_made(monkeypatch):
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
     x = torch.rand(2)
+    for name in seeds.BACKWARD:
+        operator = getattr(torch.ops.aten, name).default
+        read = [a.name for a in operator._schema.arguments if not a.kwarg_only]
+        given = {key: x.as_subclass(OnCuda) if key == "query" else object() for key in read}
+        schema = getattr(torch.ops.aten, name.removesuffix("_backward")).default._schema
+        made = {returned.name: object() for returned in schema.returns}
+        forward = mock.Mock(_schema=schema, return_value=tuple(made.values()))
+        packet = mock.Mock(default=forward)
+        monkeypatch.setattr(torch.ops.aten, name.removesuffix("_backward"), packet)
+        found = dict(zip(read, seeds.real_seeds(operator, tuple(given.values())), strict=True))
+        in_flash = "flash" in name
+        seed, offset = ("rng_state", "unused") if in_flash else ("philox_seed", "philox_offset")
+        assert found == given | {"philox_seed": made[seed], "philox_offset": made[offset]}
+        asked = ["query", "key", "value", "dropout_p", "is_causal"]
+        asked += [] if in_flash else ["attn_bias"]
+        options = {key: given[key] for key in asked}
+        options |= {} if in_flash else {"compute_log_sumexp": True}
+        assert forward.call_args == mock.call(**options)
     assert seeds.real_seeds(torch.ops.aten.add.Tensor, (x, x)) == (x, x)
 
 

@@ -4,6 +4,7 @@ from graphs.capture.refuse.aliasing import refuse_overlapping, sharing
 from graphs.capture.refuse.constants import HeldTensor, ReadTensors
 from graphs.capture.refuse.mixed_dtypes import refuse_mixed_dtypes
 from graphs.capture.refuse.side_effects import (
+    HOOKS,
     TORCHS_OWN,
     SideEffectError,
     attributes_unchanged,

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from graphs.capture.refuse.generators import generators_of, put_back, state_of
 from graphs.capture.refuse.transformers_hooks import capturing_hooks_as_before, is_capturing
 
-_HOOKS = {
+HOOKS = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
     "_backward_hooks": "backward hook",
@@ -41,7 +41,7 @@ def global_hooks() -> tuple[Any, ...]:
     code, since a profiler may register a new closure in every step. Hooks of a trace are left out,
     and PyTorch's own (of its FLOP counter), which change nothing.
     """
-    hooks = [h for of in _HOOKS for h in getattr(nn.modules.module, f"_global{of}").values()]
+    hooks = [h for of in HOOKS for h in getattr(nn.modules.module, f"_global{of}").values()]
     functions = [getattr(h, "__func__", h) for h in hooks if not getattr(h, "is_of_trace", False)]
     own = [f for f in functions if not str(getattr(f, "__module__", "")).startswith("torch.")]
     return tuple(getattr(function, "__code__", function) for function in own)
@@ -50,7 +50,7 @@ def global_hooks() -> tuple[Any, ...]:
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks of submodules; those of the model itself run around the planned step."""
     for name, module in model.named_modules():
-        for attribute, kind in _HOOKS.items():
+        for attribute, kind in HOOKS.items():
             hooks = getattr(module, attribute).values()
             if module is not model and not all(map(is_capturing, hooks)):
                 raise SideEffectError(
