@@ -17,7 +17,6 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.calls import strided_like
 from graphs.costs.attention_seeds import real_seeds
 from graphs.costs.cache import CostCache
 from graphs.costs.loops import is_loop, loop_cost
@@ -281,7 +280,7 @@ def _like(tensor: torch.Tensor, device: torch.device, *, below: int) -> torch.Te
     """
     stays = tensor.device.type == "cpu" and tensor.dim() == 0
     where = tensor.device if stays else device
-    new = strided_like(tensor, where)
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
     storage = torch.empty(0, dtype=tensor.dtype, device=where).set_(new.untyped_storage())
     if tensor.dtype.is_floating_point and tensor.element_size() > 1:
         storage.uniform_()
