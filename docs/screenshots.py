@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,10 +24,35 @@ TIME_LIMIT_S = "600"
 MEMORY, PARETO = "gpt2_memory.png", "gpt2_pareto.png"
 
 
+def take_screenshot(browser: str, page: Path, image: Path, *, dark: bool) -> None:
+    """Write what a window of WIDTH by HEIGHT shows."""
+    with tempfile.TemporaryDirectory() as home:
+        subprocess.run(
+            [
+                browser,
+                "--headless",
+                "--no-sandbox",  # Chromium refuses to start as root with it
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--hide-scrollbars",
+                f"--user-data-dir={home}/profile",
+                f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+                f"--window-size={WIDTH},{HEIGHT}",
+                "--virtual-time-budget=5000",
+                f"--screenshot={image}",
+                page.as_uri(),
+            ],
+            check=True,
+            timeout=120,
+            capture_output=True,
+            env={**os.environ, "HOME": home},
+        )
+
+
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     from solver.cli import main as solve
-    from tests.support.browser import find, headless
+    from tests.support.browser import find
 
     parser = argparse.ArgumentParser(description="Make the images of the documentation.")
     parser.add_argument("--budget", default="8GB")
@@ -53,9 +79,7 @@ def main() -> int:
         for dark in (False, True):
             name = "report_dark.png" if dark else "report_light.png"
             page = Path("report.html").resolve()
-            image = f"--screenshot={out / 'images' / name}"
-            window = f"--window-size={WIDTH},{HEIGHT}"
-            headless(browser, Path(directory), window, image, page.as_uri(), dark=dark)
+            take_screenshot(browser, page, out / "images" / name, dark=dark)
         os.chdir(ROOT)
     return 0
 

@@ -70,30 +70,6 @@ def path_or_skip() -> str:
     pytest.skip(f"needs a browser: none of {', '.join(NAMES)} is on PATH (apt install chromium)")
 
 
-def headless(browser: str, home: Path, *options: str, dark: bool) -> str:
-    """Start the browser without a window; what it prints."""
-    done = subprocess.run(
-        [
-            browser,
-            "--headless",
-            "--no-sandbox",  # Chromium refuses to start as root with it
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--hide-scrollbars",
-            f"--user-data-dir={home / 'profile'}",
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-            "--virtual-time-budget=5000",
-            *options,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**os.environ, "HOME": str(home)},
-    )
-    return done.stdout
-
-
 def look(browser: str, page: str, directory: Path, *, width: int, dark: bool) -> dict[str, Any]:
     """Open the page in a frame of this width and report what a reader would see.
 
@@ -108,8 +84,27 @@ def look(browser: str, page: str, directory: Path, *, width: int, dark: bool) ->
         "</script>",
         encoding="utf-8",
     )
-    shown = headless(browser, directory, "--dump-dom", harness.as_uri(), dark=dark)
-    found = re.search(r'<pre id="found">(.*?)</pre>', shown, re.DOTALL)
-    assert found is not None, shown
+    done = subprocess.run(
+        [
+            browser,
+            "--headless",
+            "--no-sandbox",  # Chromium refuses to start as root with it
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            f"--user-data-dir={directory / 'profile'}",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            harness.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "HOME": str(directory)},
+    )
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr
     value: dict[str, Any] = json.loads(html.unescape(found.group(1)))
     return value
