@@ -68,12 +68,20 @@ def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:
 def is_recomputable(graph: Graph, node: Node) -> bool:
     """Whether a schedule may recompute the node.
 
-    Not where another node makes a view of its output and is not recomputable: that view would stay
-    on the old storage.
+    Not where another node makes a view of its output and may not be recomputed either, for the same
+    reasons: that view would stay on the old storage.
     """
-    views = (view for name in node.outputs for view in graph.views.get(name, ()))
-    makers = (node, *(graph.producer[view] for view in views))
-    return all(maker.recomputable and maker.phase == "forward" for maker in makers)
+    makers = {node.name: node}
+    unchecked = [node]
+    while unchecked:
+        maker = unchecked.pop()
+        if not maker.recomputable or maker.phase != "forward":
+            return False
+        views = (view for name in maker.outputs for view in graph.views.get(name, ()))
+        found = {graph.producer[view].name: graph.producer[view] for view in views}
+        unchecked += [found[name] for name in found.keys() - makers.keys()]
+        makers |= found
+    return True
 
 
 def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -> list[str]:

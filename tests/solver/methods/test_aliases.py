@@ -10,7 +10,7 @@ import pytest
 from graphs.graph import Graph
 from solver.bound import FoldedGraph, lower_bound_s, proven_least_budget_bytes
 from solver.methods import METHODS, find_obstacle
-from solver.schedule import OPTIMAL_GAP, Request, baseline, simulate
+from solver.schedule import OPTIMAL_GAP, Request, baseline, keep, simulate
 from solver.schedule.ops import Compute, Free, Schedule
 from solver.solving import attempt
 from tests.support.aliasing import aliasing_dag
@@ -86,6 +86,12 @@ def test_every_method_proposes_what_is_legal() -> None:
         for method in METHODS.keys() - {"ilp", "auto"}:
             request = Request((least_bytes + peak_bytes) // 2, method=method, time_limit_s=600)
             attempt(graph, request)  # a refused proposal warns
+
+
+def test_what_keeps_nothing_is_legal() -> None:
+    # In 1455 and 1594 an output of the step shares the storage of what is recomputed last.
+    for graph in map(aliasing_dag, (*range(100), 1455, 1594)):
+        play(graph, keep(graph, ()))
 
 
 def test_eviction_makes_lost_aliases_again() -> None:
