@@ -22,6 +22,11 @@ MAX_ENTRIES = 2_000_000
 """Of one list; 10 to 100 times the largest traced models."""
 
 
+MAX_INTEGER = 2**63 - 1
+MAX_DEPTH = 50
+"""Of objects and lists inside each other where a field may hold anything."""
+
+
 class FormatError(ValueError):
     """The file does not have the expected format; the message names the field."""
 
@@ -111,14 +116,14 @@ class Record:
     def string(self, field: str, *, default: None) -> str | None: ...
     def string(self, field: str, *, default: Any = _REQUIRED) -> str | None:
         value = self._get(field, default)
-        if value is not default and not isinstance(value, str):
-            raise self._wrong(field, value, "a string")
+        if value is not default and not _is_text(value):
+            raise self._wrong(field, value, "a string in UTF-8")
         return value  # type: ignore[no-any-return]
 
     def integer(self, field: str, *, default: Any = _REQUIRED) -> int:
         value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(field, value, "an integer that is not negative")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_INTEGER:
+            raise self._wrong(field, value, "an integer from 0 to 2**63 - 1")
         return value
 
     def number(self, field: str, *, default: Any = _REQUIRED) -> float:
@@ -145,15 +150,16 @@ class Record:
 
     def strings(self, field: str, *, default: Any = _REQUIRED) -> tuple[str, ...]:
         value = self.items(field, default=default)
-        for item in value:
-            if not isinstance(item, str):
-                raise self._wrong(field, value, "a list of strings")
+        for index, item in enumerate(value):
+            if not _is_text(item):
+                raise self._wrong(f"{field}[{index}]", item, "a string in UTF-8")
         return tuple(value)
 
     def mapping(self, field: str, *, default: Any = _REQUIRED) -> Mapping[str, Any]:
         value = self._get(field, default)
         if not isinstance(value, dict):
             raise self._wrong(field, value, "an object")
+        _check_inside(value, where=f"{self._where}: {field}")
         return value
 
     def items(self, field: str, *, default: Any = _REQUIRED) -> list[Any]:
@@ -167,6 +173,40 @@ class Record:
     def records(self, field: str) -> Iterable[Record]:
         for index, item in enumerate(self.items(field)):
             yield Record(item, where=f"{self._where}: {field}[{index}]")
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that UTF-8 can encode: JSON can escape half of a surrogate pair."""
+    if not isinstance(value, str):
+        return False
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_inside(value: object, *, where: str) -> None:
+    """Raise FormatError unless all inside it can be written back and counted with."""
+    unchecked = [(value, where, 0)]
+    while unchecked:
+        part, place, depth = unchecked.pop()
+        if depth > MAX_DEPTH:
+            raise FormatError(f"{place}: nested too deeply; at most {MAX_DEPTH} levels")
+        if isinstance(part, dict):
+            for key, inner in part.items():
+                if not _is_text(key):
+                    raise FormatError(f"{place}: key {_shown(key)}; expected a string in UTF-8")
+                unchecked.append((inner, f"{place}.{key:.60}", depth + 1))
+        elif isinstance(part, list | tuple):
+            unchecked += [(inner, f"{place}[{i}]", depth + 1) for i, inner in enumerate(part)]
+        elif isinstance(part, str):
+            if not _is_text(part):
+                raise FormatError(f"{place} is {_shown(part)}; expected a string in UTF-8")
+        elif isinstance(part, float):
+            if not math.isfinite(part):
+                raise FormatError(f"{place} is {part}; expected a finite number")
+        elif isinstance(part, int) and abs(part) > MAX_INTEGER:
+            raise FormatError(f"{place} is {_shown(part)}; expected at most 2**63 - 1 either way")
 
 
 def _shown(value: object) -> str:

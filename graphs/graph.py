@@ -30,6 +30,10 @@ PHASES: tuple[str, ...] = get_args(Phase)
 FORMAT = "graph/1"
 MAX_BYTES = 2**60
 """One exbibyte; a larger tensor is an error in the file."""
+MAX_TOTAL_BYTES = 2**61
+"""Of all storages and one workspace: twice that many bytes still fit into 63 bits."""
+MAX_TIME_S = 1e12
+"""Of one node: 30,000 years."""
 
 
 class GraphError(ValueError):
@@ -289,6 +293,12 @@ def _validate(graph: Graph) -> None:
     for tensor in graph.tensors:
         _check_tensor(tensor, tensors)
     made = _check_wiring(graph)
+    total_bytes = sum(tensor.size_bytes for tensor in graph.tensors if tensor.alias_of is None)
+    total_bytes += max((node.workspace_bytes for node in graph.nodes), default=0)
+    if total_bytes > MAX_TOTAL_BYTES:
+        raise GraphError(
+            f"tensors and the largest workspace take {total_bytes} bytes; at most 2**61 are allowed"
+        )
     for tensor in graph.tensors:
         root = tensor.alias_of
         if root is not None and root in made and tensor.name not in made:
@@ -373,8 +383,8 @@ def _check_wiring(graph: Graph) -> set[str]:
 def _check_node(node: Node) -> None:
     if node.phase not in PHASES:
         raise GraphError(f"node {node.name!r}: phase is {node.phase!r}; one of {', '.join(PHASES)}")
-    if not (math.isfinite(node.time_s) and node.time_s >= 0):
-        raise GraphError(f"node {node.name!r}: time_s is {node.time_s}; it must be finite, not < 0")
+    if not 0 <= node.time_s <= MAX_TIME_S:
+        raise GraphError(f"node {node.name!r}: time_s is {node.time_s}; it must be from 0 to 1e12")
     if not 0 <= node.workspace_bytes <= MAX_BYTES:
         raise GraphError(
             f"node {node.name!r}: workspace_bytes is {node.workspace_bytes}; "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from graphs.graph import Graph, Node
+from solver.methods import METHODS
 from solver.schedule import (
     Compute,
     IllegalScheduleError,
@@ -145,10 +146,11 @@ def neighbours(
     fits there as well.
     """
     request = solution.request
+    method = solution.method if solution.method in METHODS else "auto"  # a file may name any
     answers: list[Solution | None] = []
     for budget_bytes in (request.budget_bytes - step_bytes, request.budget_bytes + step_bytes):
         asked = dataclasses.replace(
-            request, budget_bytes=budget_bytes, time_limit_s=time_limit_s, method=solution.method
+            request, budget_bytes=budget_bytes, time_limit_s=time_limit_s, method=method
         )
         answers.append(attempt(solution.graph, asked) if asked.available_bytes > 0 else None)
     less, more = answers

@@ -122,7 +122,10 @@ HOSTILE_GRAPHS = {
     "unknown phase": (changed("nodes", 0, "phase", value="sideways"), "'phase' is 'sideways'"),
     "recomputable is a number": (changed("nodes", 0, "recomputable", value=1), "true or false"),
     "inputs is a string": (changed("nodes", 0, "inputs", value="x"), "'inputs' is 'x'"),
-    "inputs holds a number": (changed("nodes", 0, "inputs", value=[1]), "a list of strings"),
+    "inputs holds a number": (
+        changed("nodes", 0, "inputs", value=[1]),
+        r"'inputs\[0\]' is 1; ",
+    ),
     "unknown input": (changed("nodes", 0, "inputs", value=["zz"]), "reads 'zz'"),
     "unknown output": (changed("nodes", 0, "outputs", value=["zz"]), "makes 'zz'"),
     "unknown graph output": (changed("outputs", value=["zz"]), "outputs names 'zz'"),
