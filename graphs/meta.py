@@ -16,6 +16,7 @@ class GraphMeta:
     model: the class of the module, or a title.
     scope: what one node stands for, where it is not one operator.
     rewrites: those that the graph was made with (`graphs.rewrites`); none: the plain step.
+    refused_rewrites: those that were tried on the device and changed bits there.
     gradients: "fresh", or "accumulate" where new gradients are added to existing ones.
     parameters, buffers: path in the module -> tensor of the graph.
     parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).
@@ -36,6 +37,7 @@ class GraphMeta:
     model: str = ""
     scope: str = ""
     rewrites: Sequence[str] = ()
+    refused_rewrites: Sequence[str] = ()
     gradients: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     buffers: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class GraphMeta:
             (self.environment.get("train", True) is False, _IN_EVALUATION),
             (self.own_checkpoints, _OWN_CHECKPOINTS),
             (self.no_cache, _NO_CACHE),
+            (self.refused_rewrites, _REFUSED),
             (self.environment.get("values_read"), _READS_VALUES),
         )
         return tuple(text for holds, text in texts if holds)
@@ -99,6 +102,10 @@ _OWN_CHECKPOINTS = (
 _NO_CACHE = (
     "config.use_cache is on. Planned training steps make no cache for generation, as transformers "
     "itself does with gradient checkpointing."
+)
+_REFUSED = (
+    "The loss is not planned in row chunks: on this device, what a row's bits are depends on the "
+    "rows that are computed with it."
 )
 _READS_VALUES = (
     "forward reads values of the batch or of buffers (is the padding mask all ones?) and chooses "

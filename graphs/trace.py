@@ -46,7 +46,7 @@ from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
 from graphs.meta import GraphMeta
-from graphs.rewrites import Variant, Variants, rewritten, variants_of
+from graphs.rewrites import Variant, Variants, offered, program_with, rewritten, variants_of
 from graphs.training_step import (
     MetaOutputs,
     OutsideLoss,
@@ -111,7 +111,7 @@ def trace(
 
     Raises TraceError, saying what cannot be traced and why; ShardingError for illegal groups.
     """
-    (graph,) = _traced(
+    ((graph, _),) = _traced(
         model,
         batch,
         [tuple(rewrites)],
@@ -145,8 +145,8 @@ def trace_variants(
     """
     planned = variants_of(rewrites, sharded=fsdp is not None)
     wanted = list(dict.fromkeys([(), *planned]))
-    graphs = dict(zip(wanted, _traced(model, batch, wanted, fsdp=fsdp, **options), strict=True))
-    return Variants(graphs[()], tuple(graphs[variant] for variant in planned))
+    traced = _traced(model, batch, wanted, fsdp=fsdp, **options)
+    return offered([(graph, step.captured) for graph, step in traced], planned)
 
 
 def _traced(
@@ -161,8 +161,8 @@ def _traced(
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
     fsdp: int | Sharding | None = None,
-) -> list[Graph]:
-    """The graph of each variant of the whole step; `trace` explains the rest."""
+) -> list[tuple[Graph, CapturedStep]]:
+    """The graph of each variant of the step, and its module's part."""
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
     _refuse_replaced(model)
@@ -196,11 +196,8 @@ def _traced(
     sharding = Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
     groups = None if sharding is None else groups_of(model, sharding)
     n_ranks = 1 if sharding is None else sharding.n_ranks
-    optimizer_cost = None
-    if optimizer is not None:
-        optimizer_cost = optimizer_costs(
-            optimizer, model, device=target, costs=costs, n_ranks=n_ranks
-        )
+    where: dict[str, Any] = {"device": target, "costs": costs, "n_ranks": n_ranks}
+    optimizer_cost = None if optimizer is None else optimizer_costs(optimizer, model, **where)
 
     def whole(step: CapturedStep) -> Graph:
         graph = step.graph
@@ -214,9 +211,10 @@ def _traced(
         own = checkpoints_itself.is_set()
         return replace(graph, meta=replace(graph.meta, own_checkpoints=True)) if own else graph
 
-    graphs = [whole(step.with_rewrites(variant)) for variant in variants]
+    steps = [step.with_rewrites(variant) for variant in variants]
+    graphs = [whole(each) for each in steps]
     finish_measuring(costs)
-    return graphs
+    return list(zip(graphs, steps, strict=True))
 
 
 def _refuse_replaced(model: nn.Module) -> None:
@@ -291,6 +289,7 @@ def _extracted(
     remake: Callable[[Variant], CapturedStep],
 ) -> CapturedStep:
     """One variant of a captured step."""
+    captured = program_with(captured, rewrites)
     layout = rewritten(captured, extract(captured, cost=cost), rewrites, cost=cost)
     tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}}
     for placeholder, source in captured.sources.items():

@@ -132,9 +132,12 @@ def attempt(
     started_s = now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
     variants = Variants.of(step)
-    answers = []
-    for index, graph in enumerate(variants.planned):
-        share_s = deadline.left_s / (len(variants.planned) - index)
+    answers: list[Solution] = []
+    graphs = _promising_first(variants.planned, request.available_bytes)
+    for index, graph in enumerate(graphs):
+        share_s = deadline.left_s / (len(graphs) - index)
+        if not _may_be_faster(graph, request, answers, Deadline.after(share_s)):
+            continue
         answers.append(
             _attempt_one(
                 graph,
@@ -146,6 +149,33 @@ def attempt(
         )
     found = _best(answers)
     return dataclasses.replace(found, variants=variants, solve_time_s=now_s() - started_s)
+
+
+def _promising_first(graphs: Sequence[Graph], available_bytes: int) -> list[Graph]:
+    """The fastest of those that fit as they are, then those that hold least."""
+    peak_bytes = {g.graph_id: simulate(g, baseline_schedule(g)).peak_bytes for g in graphs}
+
+    def rank(graph: Graph) -> tuple[bool, float]:
+        over = peak_bytes[graph.graph_id] > available_bytes
+        return over, peak_bytes[graph.graph_id] if over else graph.baseline_time_s
+
+    return sorted(graphs, key=rank)
+
+
+def _may_be_faster(
+    graph: Graph, request: Request, answers: Sequence[Solution], deadline: Deadline
+) -> bool:
+    """Whether a plan of this variant could be faster than the answers of others.
+
+    Where not, its own bound is above what was found, and so no part of the least bound.
+    """
+    found_s = [answer.simulation.time_s for answer in answers if answer.simulation is not None]
+    if not found_s:
+        return True
+    if graph.baseline_time_s >= min(found_s):
+        return False
+    budget_bytes, left_s = request.available_bytes, deadline.left_s
+    return lower_bound_s(graph, budget_bytes=budget_bytes, time_limit_s=left_s) < min(found_s)
 
 
 def _best(answers: Sequence[Solution]) -> Solution:

@@ -24,7 +24,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -121,6 +121,28 @@ class Capture:
     mutations: Mapping[torch.fx.Node, torch.fx.Node]
     guards: tuple[Guard, ...]
     held: tuple[HeldTensor, ...]
+
+    def copy(self) -> Capture:
+        """The same with a graph of its own, which may be changed; nodes have the same names."""
+        graph = torch.fx.Graph()
+        new: dict[torch.fx.Node, torch.fx.Node] = {}
+        graph.output(graph.graph_copy(self.graph, new))
+
+        def of(item: Any) -> Any:
+            return new[item] if isinstance(item, torch.fx.Node) else item
+
+        def both(nodes: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {of(key): of(value) for key, value in nodes.items()}
+
+        return replace(
+            self,
+            graph=graph,
+            sources=both(self.sources),
+            outputs=tuple(map(of, self.outputs)),
+            tangents=both(self.tangents),
+            gradients=both(self.gradients),
+            mutations=both(self.mutations),
+        )
 
 
 @one_at_a_time

@@ -2,6 +2,7 @@
 
 from graphs.costs.cache import CostCache, circumstances
 from graphs.costs.defaults import default_costs, finish_measuring, measured
+from graphs.costs.loops import RowLoop
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 from graphs.costs.models import Cost, CostModel, Measured, Roofline, from_description
 from graphs.costs.node_costs import NodeCosts

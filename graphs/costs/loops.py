@@ -6,6 +6,8 @@ same time, and adds the same bytes to whatever has a row for each row of the inp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,27 +26,56 @@ _CHUNK_ROWS_AT = {
 arguments 0 and 2, input and target, have the rows."""
 
 
-def is_loop(call: OpCall) -> bool:
-    """Whether `loop_cost` knows the operator."""
-    return getattr(call.packet, "_qualified_op_name", None) in _CHUNK_ROWS_AT
+@dataclass(frozen=True)
+class RowLoop:
+    """A function that handles some rows of its arguments at a time; may be the target of a call.
+
+    row_inputs: positions of the arguments whose first dimension is the rows.
+    """
+
+    rows_per_chunk: int
+    row_inputs: tuple[int, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Handle all rows."""
+        raise NotImplementedError
 
 
-def loop_cost(call: OpCall, cost: CallCost) -> tuple[float, int]:
+@dataclass(frozen=True)
+class _TorchsLoop(RowLoop):
+    """An operator of PyTorch; body: the Python function that it calls."""
+
+    body: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(*args, **kwargs)
+
+
+def row_loop(call: OpCall) -> RowLoop | None:
+    """The call as a loop over rows; None where it is not known to be one."""
+    if isinstance(call.target, RowLoop):
+        return call.target
+    name = getattr(call.packet, "_qualified_op_name", None)
+    if name not in _CHUNK_ROWS_AT:
+        return None
+    body = torch._library.custom_ops.OPDEFS[name]._init_fn
+    return _TorchsLoop(call.args[_CHUNK_ROWS_AT[name]], (0, 2), body)
+
+
+def loop_cost(loop: RowLoop, call: OpCall, cost: CallCost) -> tuple[float, int]:
     """Seconds and workspace bytes of the whole loop. cost: of a single operator."""
-    n_rows = call.args[0].shape[0]
-    chunk_rows = call.args[_CHUNK_ROWS_AT[call.packet._qualified_op_name]]
+    n_rows, chunk_rows = call.args[loop.row_inputs[0]].shape[0], loop.rows_per_chunk
     few = 2 * chunk_rows + n_rows % chunk_rows
     if n_rows <= few:
-        return _on_rows(call, n_rows, cost)
-    less, more = (_on_rows(call, n, cost) for n in (few - chunk_rows, few))
+        return _on_rows(loop, call, n_rows, cost)
+    less, more = (_on_rows(loop, call, n, cost) for n in (few - chunk_rows, few))
     n_left = (n_rows - few) // chunk_rows
     time_s, workspace_bytes = (b + n_left * (b - a) for a, b in zip(less, more, strict=True))
     return time_s, int(workspace_bytes)
 
 
-def _on_rows(call: OpCall, n_rows: int, cost: CallCost) -> tuple[float, int]:
-    """Run the operator's Python body on fake tensors with so many rows."""
-    body = torch._library.custom_ops.OPDEFS[call.packet._qualified_op_name]._init_fn
+def _on_rows(loop: RowLoop, call: OpCall, n_rows: int, cost: CallCost) -> tuple[float, int]:
+    """Run the loop on fake tensors with so many rows."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         shape, strides = tensor.shape, tensor.stride()
@@ -52,8 +83,8 @@ def _on_rows(call: OpCall, n_rows: int, cost: CallCost) -> tuple[float, int]:
 
     with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
         args = pytree.tree_map_only(torch.Tensor, fake, call.args)
-        args = [arg[:n_rows] if at in (0, 2) else arg for at, arg in enumerate(args)]
+        args = [arg[:n_rows] if at in loop.row_inputs else arg for at, arg in enumerate(args)]
         with Tracker(cost) as tracker:
-            value: Any = body(*args, **call.kwargs)
+            value = loop(*args, **call.kwargs)
         made_bytes = OpCall(call.target, tuple(args), call.kwargs, value).made_bytes()
     return tracker.time_s, max(0, tracker.peak_bytes - made_bytes)

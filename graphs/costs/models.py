@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.costs.attention_seeds import real_seeds
 from graphs.costs.cache import CostCache
-from graphs.costs.loops import is_loop, loop_cost
+from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.costs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.workspace import cpu_workspace_bytes
@@ -77,8 +77,8 @@ class Roofline:
     def cost(self, call: OpCall) -> Cost:
         if call.is_view():
             return Cost(time_s=0.0)
-        if is_loop(call):
-            return Cost(*loop_cost(call, self.cost))
+        if (loop := row_loop(call)) is not None:
+            return Cost(*loop_cost(loop, call, self.cost))
         compute_s = flops_of(call) / self.hardware.rate(_rate_name(call))
         transfer_s = bytes_moved(call) / self.hardware.bytes_per_s
         on_cpu = self.hardware.kind == "cpu"
@@ -298,7 +298,7 @@ def _n_indices(call: OpCall) -> dict[int, int]:
     """
     args = call.args
     packet = call.packet
-    if is_loop(call):  # F.linear_cross_entropy: input, weight, target
+    if packet is not None and row_loop(call):  # F.linear_cross_entropy: input, weight, target
         return {id(args[2]): args[1].shape[0]}
     if packet is aten.embedding:
         return {id(args[1]): args[0].shape[0]}

@@ -11,7 +11,8 @@ variants to plan for it. Each is planned, the best plan is taken, and the least 
 the bound; times and peaks "without a plan" are those of the plain step.
 
 To add a rewrite: a module here whose function `rewrite` is a `Rewrite`, its name in REWRITES, and
-the variants with it in `variants_of`.
+the variants with it in `variants_of`. One that puts other operators into the traced program changes
+it before extraction: its function is `rewrite_program`, its name in PROGRAM_REWRITES as well.
 """
 
 from graphs.rewrites.registry import (
@@ -20,6 +21,8 @@ from graphs.rewrites.registry import (
     Variant,
     Variants,
     check_word,
+    offered,
+    program_with,
     rewritten,
     variants_of,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from graphs.graph import Graph
@@ -21,8 +21,12 @@ Rewrite = Callable[["Capture", "Layout", Callable[[Any], Any]], "Layout"]
 What is captured is shared by all variants and must not be changed.
 """
 
-REWRITES: tuple[str, ...] = ()
-"""Each is the name of a module in this folder, whose function `rewrite` is the pass."""
+PROGRAM_REWRITES = ("chunked_loss", "chunked_loss_backward")
+"""Each is the name of a module in this folder, whose function `rewrite_program` changes a Capture
+before it becomes a layout; a variant has one of them at most."""
+
+REWRITES: tuple[str, ...] = (*PROGRAM_REWRITES,)
+"""Each of the others is the name of a module whose function `rewrite` is the pass."""
 
 WORDS = ("bitwise", "allclose", "none")
 """What a plan may do to the results: keep every bit; change last bits (sums in another order); and
@@ -64,7 +68,40 @@ def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
     """
     if check_word(word) == "none" or sharded:
         return ((),)
-    return ((),)
+    return ((), ("chunked_loss_backward",), ("chunked_loss",))
+
+
+def offered(traced: Sequence[tuple[Graph, Capture]], planned: Sequence[Variant]) -> Variants:
+    """The step and those variants of it that keep all bits on the device, each once.
+
+    traced: graph and program of the plain step, then of others. Where the device that is planned
+    for is not here, nothing is tried.
+    """
+    from graphs.rewrites.probe import keeps_bits  # here: it takes torch
+
+    costs = traced[0][0].meta.costs
+    tried = {
+        tuple(graph.meta.rewrites): keeps_bits(program.graph, costs) for graph, program in traced
+    }
+    refused = sorted({name for variant, keeps in tried.items() if not keeps for name in variant})
+    graphs = [
+        replace(graph, meta=replace(graph.meta, refused_rewrites=refused)) for graph, _ in traced
+    ]
+    found = {  # a rewrite that finds nothing to change makes no other graph
+        graph.graph_id: graph
+        for graph in reversed(graphs)
+        if (variant := tuple(graph.meta.rewrites)) in planned and tried[variant]
+    }
+    return Variants(graphs[0], tuple(reversed(found.values())))
+
+
+def program_with(captured: Capture, rewrites: Sequence[str]) -> Capture:
+    """The program after those of PROGRAM_REWRITES; the one that is given does not change."""
+    for name in PROGRAM_REWRITES:
+        if name in rewrites:
+            captured = captured.copy()
+            importlib.import_module(f"graphs.rewrites.{name}").rewrite_program(captured)
+    return captured
 
 
 def rewritten(
@@ -76,7 +113,7 @@ def rewritten(
         known = ", ".join(REWRITES) or "none"
         raise ValueError(f"there is no rewrite {unknown[0]!r}; there are: {known}")
     for name in REWRITES:
-        if name in rewrites:
+        if name in rewrites and name not in PROGRAM_REWRITES:
             apply: Rewrite = importlib.import_module(f"graphs.rewrites.{name}").rewrite
             layout = apply(captured, layout, cost)
     return layout

@@ -1,0 +1,144 @@
+"""A row-chunk node in the making: wide operators of a traced step, on the rows of one chunk."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.rewrites.cross_entropy import CrossEntropy, without_views
+from graphs.rewrites.row_chunks import Out, RowChunks, rows_per_chunk
+
+aten = torch.ops.aten
+
+_INTO: dict[Any, Any] = {
+    aten._log_softmax.default: aten._log_softmax.out,
+    aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
+}
+"""Operators that may write into their own first argument, and how they are called then."""
+
+
+class Body:
+    """Collects operators around one cross-entropy, and becomes a node that runs them by chunks.
+
+    n_outs: how many outputs the node will have.
+    """
+
+    def __init__(self, region: CrossEntropy, *, n_outs: int = 1) -> None:
+        self._region = region
+        self._graph = fx.Graph()
+        self._destinations = [self._graph.placeholder(f"out_{n}") for n in range(n_outs)]
+        self._made: list[torch.Tensor] = []
+        self._values: dict[fx.Node, fx.Node] = {}  # node of the step -> its value in the body
+        self._inputs: dict[fx.Node, bool] = {}  # node of the step -> whether it has the rows
+        self._overwritable: list[fx.Node] = []
+
+    def read(self, node: fx.Node, *, overwritable: bool = False) -> fx.Node:
+        """The value of a node of the step: made in the body, or else an input of the new node.
+
+        overwritable: the output may be written into it.
+        """
+        is_wide = node.meta["val"].numel() == self._region.shape.numel()
+        node = without_views(node) if is_wide else node
+        if node not in self._values:
+            self._values[node] = self._graph.placeholder(f"input_{len(self._inputs)}")
+            shape = node.meta["val"].shape
+            self._inputs[node] = is_wide or shape[:1] == self._region.shape[:1]
+        if overwritable:
+            self._overwritable.append(node)
+        return self._values[node]
+
+    def run(self, node: fx.Node) -> None:
+        """Run an operator of the step on the rows of the chunk."""
+        args: Any = fx.map_arg(node.args, self.read)
+        kwargs: dict[str, Any] = {}
+        if node.target is aten._to_copy.default:
+            kwargs = {"dtype": node.meta["val"].dtype}
+        value = self.call(node.target, *args, **kwargs)
+        value.meta["dtype"] = node.meta["val"].dtype
+        if node.target in _INTO and args[0].meta.get("dtype") == node.meta["val"].dtype:
+            value.target, value.kwargs = _INTO[node.target], {"out": args[0]}  # made in the body
+        self._values[node] = value
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Call an operator in the body."""
+        return self._graph.call_function(target, args, kwargs)
+
+    def write(self, value: fx.Node, made: torch.Tensor) -> None:
+        """Make the value the next output of the new node. made: the fake tensor of all its rows."""
+        destination = self._destinations[len(self._made)]
+        self._made.append(made)
+        target = _INTO.get(value.target, value.target)
+        if target in _INTO.values() and value.meta["dtype"] == made.dtype:
+            value.target, value.kwargs = target, {"out": destination}
+            return
+        if value.target is aten._to_copy.default:  # copying casts
+            value = value.args[0]  # type: ignore[assignment]
+        self._graph.call_function(aten.copy_.default, (destination, value))
+
+    def replace_gradient(self) -> None:
+        """Run the operators of the backward pass; the new node makes the gradient."""
+        gradient = self._region.backward[-1]
+        for node in self._region.backward:
+            self.run(node)
+        self.write_for(gradient)
+        (new,) = self.nodes_before(gradient, like=gradient)
+        with gradient.graph.inserting_before(gradient):
+            view = _view(new, gradient.meta["val"].shape)
+        gradient.replace_all_uses_with(view)
+
+    def write_for(self, node: fx.Node) -> None:
+        """Make the value of an operator of the step an output, which takes its place."""
+        made = node.meta["val"]
+        is_wide = made.numel() == self._region.shape.numel()
+        self.write(self._values[node], made.view(self._region.shape) if is_wide else made)
+
+    def nodes_before(self, place: fx.Node, *, like: fx.Node) -> tuple[fx.Node, ...]:
+        """The outputs of the finished node, which is put before `place` in the step's graph.
+
+        like: a node whose phase and module it has.
+        """
+        graph, made = place.graph, tuple(self._made)
+        kept = ("partitioner_tag", "custom", "seq_nr")
+        meta = {key: like.meta[key] for key in kept if key in like.meta}
+        with graph.inserting_before(place):
+            inputs = [self._as_rows(node) for node in self._inputs]
+            new = graph.call_function(self._chunks(), tuple(inputs))
+            new.meta = {**meta, "val": made[0] if len(made) == 1 else made}
+            if len(made) == 1:
+                return (new,)
+            parts = [graph.call_function(operator.getitem, (new, n)) for n in range(len(made))]
+        for part, value in zip(parts, made, strict=True):
+            part.meta = {**meta, "val": value}
+        return tuple(parts)
+
+    def _chunks(self) -> RowChunks:
+        self._graph.output(None)
+        self._graph.eliminate_dead_code()  # casts that copying does
+        calls = [node for node in self._graph.nodes if node.op == "call_function"]
+        inputs = list(self._inputs)
+        return RowChunks(
+            rows_per_chunk=rows_per_chunk(*self._region.shape),
+            row_inputs=tuple(at for at, has_rows in enumerate(self._inputs.values()) if has_rows),
+            title=", ".join(node.target._schema.name.removeprefix("aten::") for node in calls),
+            outs=tuple(Out(made.shape[1:], made.dtype) for made in self._made),
+            overwritable=tuple(inputs.index(node) for node in self._overwritable),
+            body=fx.GraphModule({}, self._graph).forward,
+        )
+
+    def _as_rows(self, node: fx.Node) -> fx.Node:
+        """A wide input as rows by classes."""
+        shape = self._region.shape
+        return _view(node, shape) if node.meta["val"].numel() == shape.numel() else node
+
+
+def _view(node: fx.Node, shape: torch.Size) -> fx.Node:
+    """The node itself where it has the shape."""
+    value = node.meta["val"]
+    if value.shape == shape:
+        return node
+    view = node.graph.call_function(aten.view.default, (node, list(shape)))
+    view.meta = {**node.meta, "val": value.view(shape)}
+    return view

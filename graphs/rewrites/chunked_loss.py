@@ -1,0 +1,59 @@
+"""The loss in row chunks: log-softmax exists for one chunk of rows at a time, forward and backward.
+
+The forward pass picks each row's log-probability of its target; PyTorch's own `nll_loss` of the
+N x 1 column has the bits of that of the whole. The backward pass computes log-softmax again, chunk
+by chunk, and writes the gradient of the logits. Where something else reads log-softmax, it stays.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphs.capture import Capture
+from graphs.rewrites.body import Body
+from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, erase_unread
+
+aten = torch.ops.aten
+
+_IGNORED = -100
+"""Marks ignored rows of the column, whose only class is 0."""
+
+
+def rewrite_program(captured: Capture) -> None:
+    """Change the captured graph."""
+    for region in list(cross_entropies(captured.graph)):
+        if not region.others_read and region.target < min((region.loss, *region.row_sums)):
+            _pick(region)
+            _gradient(region)
+            erase_unread(region)
+
+
+def _pick(region: CrossEntropy) -> None:
+    """nll_loss reads a column of picked values; what label smoothing reads are sums of rows."""
+    ignored = region.loss.args[4]
+    of, n_rows = region.softmax.meta["val"], region.shape[0]
+    body = Body(region, n_outs=2 + len(region.row_sums))
+    for node in (*region.before, region.softmax, *region.row_sums):
+        body.run(node)
+    target = body.read(region.target)
+    is_ignored = body.call(aten.eq.Scalar, target, ignored)
+    index = body.call(aten.masked_fill.Scalar, target, is_ignored, 0)
+    index = body.call(aten.unsqueeze.default, index, 1)
+    picked = body.call(aten.gather.default, body.read(region.softmax), 1, index)
+    body.write(picked, of.new_empty(n_rows, 1))
+    marked = body.call(aten.where.Scalar, is_ignored, _IGNORED, 0)
+    body.write(marked, of.new_empty(n_rows, dtype=torch.int64))
+    for node in region.row_sums:
+        body.write_for(node)
+    column, marks, *sums = body.nodes_before(min((region.loss, *region.row_sums)), like=region.loss)
+    region.loss.args = (column, marks, None, region.loss.args[3], _IGNORED)
+    for old, new in zip(region.row_sums, sums, strict=True):
+        old.replace_all_uses_with(new)
+
+
+def _gradient(region: CrossEntropy) -> None:
+    body = Body(region)
+    body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
+    for node in (*region.before, region.softmax):
+        body.run(node)
+    body.replace_gradient()

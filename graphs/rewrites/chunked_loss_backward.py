@@ -1,0 +1,35 @@
+"""The loss in row chunks, log-softmax kept: no time is lost to compute it again.
+
+The backward pass writes the gradient of the logits chunk by chunk; gradients of log-softmax, and of
+the logits before a cast, exist for one chunk at a time. Casts before log-softmax join it, likewise.
+"""
+
+from __future__ import annotations
+
+from graphs.capture import Capture
+from graphs.rewrites.body import Body
+from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, erase_unread
+
+
+def rewrite_program(captured: Capture) -> None:
+    """Change the captured graph."""
+    for region in list(cross_entropies(captured.graph)):
+        _gradient(region)
+        if region.before:
+            _cast_and_softmax(region)
+        erase_unread(region)
+
+
+def _gradient(region: CrossEntropy) -> None:
+    body = Body(region)
+    body.read(region.softmax, overwritable=region.has_form_of_gradient(region.softmax))
+    body.replace_gradient()
+
+
+def _cast_and_softmax(region: CrossEntropy) -> None:
+    body = Body(region)
+    for node in (*region.before, region.softmax):
+        body.run(node)
+    body.write_for(region.softmax)
+    (new,) = body.nodes_before(region.softmax, like=region.softmax)
+    region.softmax.replace_all_uses_with(new)

@@ -1,0 +1,250 @@
+"""The loss in row chunks: the same bits as the plain step, and what it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.calls import Call, argument_order
+from graphs.costs import Roofline, cpu_peak_bytes
+from graphs.hardware import named
+from graphs.rewrites import probe, row_chunks
+from graphs.rewrites.probe import keeps_bits
+from graphs.rewrites.row_chunks import RowChunks
+from graphs.trace import CapturedStep, loss_index, trace, trace_module, trace_variants
+from scheduler_runtime import apply
+from scheduler_runtime.execute.bound_program import BoundProgram
+from scheduler_runtime.execute.program import build_program
+from solver import solve
+from solver.methods import METHODS, find_obstacle
+from solver.schedule import baseline, simulate
+
+N_ROWS, IGNORED = 300, -100  # 4 chunks of 64 rows and one of 44
+BOTH = ("chunked_loss", "chunked_loss_backward")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
+
+
+class Head(nn.Module):
+    """Logits of 3 x 100 rows, and a loss of them."""
+
+    def __init__(self, loss: Callable[..., Any], n_classes: int = 131) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, n_classes, bias=False)
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.loss(self.head(x), y)
+
+
+def batch(n_classes: int = 131) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    y = torch.randint(0, n_classes, (3, 100))
+    y[0, :9], y[1, 3:6] = IGNORED, 5
+    return torch.randn(3, 100, 8), y
+
+
+def captured(
+    model: nn.Module, x: Any, y: Any, rewrites: tuple[str, ...]
+) -> tuple[CapturedStep, Call]:
+    call = Call.of((x, y), {}, order=argument_order(model.forward))
+    device, costs = torch.device("cpu"), Roofline(named("cpu"))
+    options: dict[str, Any] = {"device": device, "costs": costs, "gradients": "fresh"}
+    return trace_module(model, call, choose=loss_index, rewrites=rewrites, **options), call
+
+
+def results(model: nn.Module, run: Callable[[], Any]) -> list[torch.Tensor]:
+    """What the step returns, and all gradients."""
+    model.zero_grad(set_to_none=True)
+    made = run()
+    made = made if isinstance(made, tuple) else (made,)
+    made[0].backward()
+    return [*(item.detach() for item in made), *(p.grad for p in model.parameters())]
+
+
+def rows(logits: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.view(-1, logits.shape[-1]), y.view(-1)
+
+
+def of_hugging_face(logits: torch.Tensor, y: torch.Tensor) -> Any:
+    y = F.pad(y, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    return F.cross_entropy(*rows(logits.float(), y)), logits
+
+
+def shifted(logits: torch.Tensor, y: torch.Tensor) -> Any:
+    logits = logits.float()[..., :-1, :].contiguous()
+    return F.cross_entropy(*rows(logits, y[..., 1:].contiguous()))
+
+
+def with_z_loss(logits: torch.Tensor, y: torch.Tensor) -> Any:
+    return F.cross_entropy(*rows(logits, y)) + 1e-4 * (torch.logsumexp(logits, -1) ** 2).mean()
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "mean": lambda x, y: F.cross_entropy(*rows(x, y)),
+    "sum": lambda x, y: F.cross_entropy(*rows(x, y), reduction="sum"),
+    "none": lambda x, y: F.cross_entropy(*rows(x, y), reduction="none").square().mean(),
+    "another ignored class": lambda x, y: F.cross_entropy(*rows(x, y.clamp(0)), ignore_index=5),
+    "class 0 is ignored": lambda x, y: F.cross_entropy(*rows(x, y.clamp(0)), ignore_index=0),
+    "smoothed": lambda x, y: F.cross_entropy(*rows(x, y), label_smoothing=0.1),
+    "smoothed, by row": lambda x, y: F.cross_entropy(
+        *rows(x, y), label_smoothing=0.1, reduction="none"
+    ).sum(),
+    "temperature": lambda x, y: F.cross_entropy(*rows(x / 3.0, y)),
+    "Hugging Face": of_hugging_face,
+    "shifted": shifted,
+    "z-loss": with_z_loss,
+    "log-softmax is returned": lambda x, y: (
+        F.nll_loss(p := F.log_softmax(rows(x, y)[0], -1), y.view(-1)),
+        p,
+    ),
+}
+
+
+@pytest.mark.parametrize("rewrite", BOTH)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_bit_is_that_of_the_plain_step(loss, rewrite) -> None:
+    """In float32, in bfloat16 and under autocast."""
+    for dtype, autocast in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        x, y = batch()
+        model, x = Head(LOSSES[loss]).to(dtype), x.to(dtype)
+        context = (
+            torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
+        )
+        with context:
+            step, call = captured(model, x, y, (rewrite,))
+        program = BoundProgram(step, build_program(step, baseline(step.graph)))
+
+        def plain(model: Any = model, x: Any = x, y: Any = y, autocast: bool = autocast) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                return model(x, y)
+
+        expected = results(model, plain)
+        got = results(model, lambda: program.run(model, call))  # noqa: B023
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (dtype, autocast)
+        is_chunked = any(node.op.startswith("row_chunks") for node in step.graph.nodes)
+        assert is_chunked or loss == "log-softmax is returned"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rewrite", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n_classes", [1000, 1013, 4099])
+def test_odd_widths_and_several_threads_change_no_bit(n_classes, dtype, rewrite) -> None:
+    x, y = batch(n_classes)
+    model, x = Head(LOSSES["Hugging Face"], n_classes).to(dtype), x.to(dtype)
+    step, call = captured(model, x, y, (rewrite,))
+    program = BoundProgram(step, build_program(step, baseline(step.graph)))
+    n_threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            expected = results(model, lambda: model(x, y))
+            got = results(model, lambda: program.run(model, call))
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+@pytest.mark.parametrize("rewrite", BOTH)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: F.cross_entropy(*rows(x, y), weight=torch.ones(131)),
+        lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+        lambda x, y: F.cross_entropy(x[0], y[0]),
+        lambda x, y: F.cross_entropy(x.view(-1, 131), F.one_hot(y.view(-1).clamp(0), 131).float()),
+    ],
+    ids=["class weights", "images", "few rows", "probabilities"],
+)
+def test_other_losses_are_left_alone(loss, rewrite) -> None:
+    model, (x, y) = Head(loss), batch()
+    plain, rewritten = trace(model, (x, y)), trace(model, (x, y), rewrites=(rewrite,))
+    assert rewritten.graph_id == plain.graph_id
+
+
+def test_the_plain_step_and_what_is_captured_do_not_change() -> None:
+    model, (x, y) = Head(LOSSES["mean"]), batch()
+    step, _ = captured(model, x, y, ())
+    before = str(step.captured.graph)
+    chunked = step.with_rewrites(("chunked_loss",))
+    assert str(step.captured.graph) == before
+    assert chunked.graph.graph_id != step.graph.graph_id
+    assert chunked.with_rewrites(()).graph.graph_id == step.graph.graph_id
+    assert chunked.graph.graph_id == captured(model, x, y, ("chunked_loss",))[0].graph.graph_id
+
+
+def test_one_wide_tensor_is_left_beside_the_logits() -> None:
+    """Plain: logits, log-softmax and two gradients, three at a time."""
+    model, (x, y) = Head(LOSSES["mean"], 4096), batch(4096)
+    wide, chunk = 4 * N_ROWS * 4096, 4 * 64 * 4096
+    peaks = []
+    for rewrites in ((), ("chunked_loss_backward",), ("chunked_loss",)):
+        graph = captured(model, x, y, rewrites)[0].graph
+        peaks.append(simulate(graph, baseline(graph)).peak_bytes - graph.resident_bytes)
+    plain, kept, recomputed = peaks
+    assert plain > 3 * wide
+    assert 2 * wide < kept < 2.1 * wide + 2 * chunk
+    assert 2 * wide < recomputed < 2.1 * wide + 2 * chunk
+
+
+@pytest.mark.parametrize("rewrite", BOTH)
+def test_it_is_offered_only_where_chunks_change_no_bit(monkeypatch, rewrite) -> None:
+    model, (x, y) = Head(LOSSES["smoothed"]), batch()
+    step, _ = captured(model, x, y, (rewrite,))
+    assert keeps_bits(step.captured.graph, {})
+    for node in step.captured.graph.nodes:
+        if isinstance(node.target, RowChunks):
+            node.target = depends_on_the_chunk(node.target)
+    assert not keeps_bits(step.captured.graph, {})
+
+
+def depends_on_the_chunk(chunks: RowChunks) -> RowChunks:
+    def body(out: torch.Tensor, *others: torch.Tensor) -> None:
+        chunks.body(out, *others)
+        out.add_(out.sum())
+
+    return dataclasses.replace(chunks, title="sum", body=body)
+
+
+def test_a_refused_rewrite_is_noted_and_not_planned(monkeypatch) -> None:
+    model, (x, y) = Head(LOSSES["mean"]), batch()
+    assert len(trace_variants(model, (x, y)).planned) == 3
+    monkeypatch.setattr(probe, "_same_loss", lambda n_rows, device: False)
+    step = trace_variants(model, (x, y))
+    assert step.planned == (step.plain,)
+    assert any("row chunks" in note for note in step.plain.meta.notes)
+
+
+def test_the_best_variant_is_taken_and_runs_with_the_same_bits() -> None:
+    """Within a budget that the plain step cannot meet."""
+    model, (x, y) = Head(LOSSES["mean"], 4096), batch(4096)
+    least_bytes = find_obstacle(trace(model, (x, y)), method=METHODS["auto"]).proven_bytes
+    solution = solve(model, (x, y), budget=least_bytes - 1)
+    assert solution.graph.meta.rewrites
+    assert solution.simulation is not None
+    assert (
+        solution.baseline.peak_bytes
+        == simulate(solution.plain, baseline(solution.plain)).peak_bytes
+    )
+    assert solution.lower_bound_s <= solution.simulation.time_s
+    expected = results(model, lambda: model(x, y))
+    apply(model, solution)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(results(model, lambda: model(x, y)), expected, strict=True)
+    )
+    peak_bytes = cpu_peak_bytes(lambda: results(model, lambda: model(x, y))).peak_bytes
+    assert peak_bytes == pytest.approx(
+        solution.simulation.peak_bytes - solution.graph.resident_bytes, abs=1e5
+    )
