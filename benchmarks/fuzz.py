@@ -56,7 +56,7 @@ def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: b
     batch = torch.randn(N_ROWS, WIDTH)
     tally.n_models += 1
     try:
-        graph = trace(model, batch)
+        graph = trace(model, batch, rewrites=("in_place",))
     except TraceError as error:
         tally.refusals.append(f"{error} [{described(recipe)}]")
         return

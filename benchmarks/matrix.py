@@ -85,7 +85,7 @@ def prepare(entry: Entry, style: Style, *, costs: CostModel | None = None) -> Su
     before = footprint(model)
     options = entry.options | {"optimizer": optimizer, "gradients": style.gradients}
     with autocast_to(style.autocast):
-        graph = trace(model, batch, **options, costs=costs)
+        graph = trace(model, batch, **options, costs=costs, rewrites=("in_place",))
     changed = changes(before, footprint(model))
     assert not changed, f"tracing has changed {changed}"
     expected, _ = trained(Training(copy.deepcopy(model), copy.deepcopy(batch), entry), style)

@@ -103,10 +103,11 @@ class Record:
     def _wrong(self, field: str, value: object, right: str) -> FormatError:
         return FormatError(f"{self._where}: field {field!r} is {_shown(value)}; expected {right}")
 
-    def expect_format(self, expected: str) -> None:
+    def expect_format(self, expected: str, *older: str) -> None:
+        """older: formats that are read as well."""
         value = self._get("format", _REQUIRED)
-        if value != expected:
-            raise self._wrong("format", value, repr(expected))
+        if value not in (expected, *older):
+            raise self._wrong("format", value, " or ".join(map(repr, (expected, *older))))
 
     @overload
     def string(self, field: str) -> str: ...

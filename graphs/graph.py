@@ -10,74 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.meta import GraphMeta
+from graphs.parts import (
+    KINDS,
+    PHASES,
+    GraphError,
+    Kind,
+    Node,
+    Phase,
+    Tensor,
+    check_names,
+    check_node,
+    check_tensor,
+)
 
-Kind = Literal[
-    "parameter", "buffer", "optimizer_state", "input", "tangent", "activation", "gradient", "output"
-]
-Phase = Literal["forward", "outside", "backward", "optimizer"]
+__all__ = ["Graph", "GraphError", "Kind", "Node", "Phase", "Tensor", "is_under"]
 
-KINDS: tuple[str, ...] = get_args(Kind)
-PHASES: tuple[str, ...] = get_args(Phase)
-FORMAT = "graph/1"
-MAX_BYTES = 2**60
-"""One exbibyte; a larger tensor is an error in the file."""
+FORMAT, OLDER_FORMATS = "graph/2", ("graph/1",)
 MAX_TOTAL_BYTES = 2**61
 """Of all storages and one workspace: twice that many bytes still fit into 63 bits."""
-MAX_TIME_S = 1e12
-"""Of one node: 30,000 years."""
-
-
-class GraphError(ValueError):
-    """Not a legal graph; the message names the field and what would be right."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """What a node reads or writes.
-
-    name: unique in its graph.
-    size_bytes: bytes of its storage. An alias shares its root's storage and adds nothing.
-    kind: shown in reports; the simulator does not look at it.
-    alias_of: the tensor whose storage it shares, which is not an alias itself.
-    """
-
-    name: str
-    size_bytes: int
-    kind: Kind = "activation"
-    alias_of: str | None = None
-
-
-@dataclass(frozen=True)
-class Node:
-    """One operator call.
-
-    inputs, outputs: names of tensors. A node without outputs runs for its side effect (a buffer
-        update, the optimizer step).
-    time_s: seconds of one run.
-    workspace_bytes: temporary memory while the operator runs, besides inputs and outputs.
-    recomputable: whether it can be recomputed with bitwise identical results (forward nodes only;
-        all other nodes run once).
-    module: path of the module that called it, e.g. "blocks.3.attn".
-    """
-
-    name: str
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    time_s: float
-    workspace_bytes: int = 0
-    phase: Phase = "forward"
-    recomputable: bool = True
-    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,13 +122,14 @@ class Graph:
     def graph_id(self) -> str:
         """SHA-256 of the structure that a schedule refers to.
 
-        Names, ops, wiring, phases, sizes, aliases and outputs; no times, workspace or metadata. The
-        optimizer is left out: `apply` runs the model, whichever optimizer steps afterwards.
+        Names, ops, wiring, phases, overwrites, sizes, aliases and outputs; no times, workspace or
+        metadata. The optimizer is left out: `apply` runs the model, whichever steps afterwards.
         """
         made_late = {n for node in self.nodes if node.phase == "optimizer" for n in node.outputs}
         structure = {
             "nodes": [
                 [node.name, node.op, list(node.inputs), list(node.outputs), node.phase]
+                + ([node.overwrites] if node.overwrites else [])
                 for node in self.nodes
                 if node.phase != "optimizer"
             ],
@@ -219,7 +177,7 @@ class Graph:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write `graph.json` (format graph/1), atomically."""
+        """Write `graph.json` (format graph/2), atomically."""
         write_json(path, self.to_json())
 
     @classmethod
@@ -228,7 +186,7 @@ class Graph:
         return cls.from_json(read_json(path), source=str(path))
 
     def to_json(self) -> dict[str, Any]:
-        """The plain dictionary of format graph/1."""
+        """The plain dictionary of format graph/2."""
         return {
             "format": FORMAT,
             "meta": self.meta.to_json(),
@@ -243,9 +201,12 @@ class Graph:
 
     @classmethod
     def from_json(cls, value: object, *, source: str = "graph") -> Graph:
-        """Build a graph from the dictionary of format graph/1; unknown fields are ignored."""
+        """Build a graph from the dictionary of format graph/2; unknown fields are ignored.
+
+        Format graph/1 is the same without `overwrites`.
+        """
         record = Record(value, where=source)
-        record.expect_format(FORMAT)
+        record.expect_format(FORMAT, *OLDER_FORMATS)
         tensors = tuple(
             Tensor(
                 name=item.string("name"),
@@ -266,6 +227,7 @@ class Graph:
                 phase=item.choice("phase", PHASES),  # type: ignore[arg-type]
                 recomputable=item.boolean("recomputable", default=True),
                 module=item.string("module", default=""),
+                overwrites=item.string("overwrites", default=None),
             )
             for item in record.records("nodes")
         )
@@ -287,11 +249,11 @@ def is_under(path: str, ancestor: str) -> bool:
 
 def _validate(graph: Graph) -> None:
     """Raise GraphError unless names, sizes, aliases, wiring and order are legal."""
-    _check_names(graph.tensors, what="tensor")
-    _check_names(graph.nodes, what="node")
+    check_names(graph.tensors, what="tensor")
+    check_names(graph.nodes, what="node")
     tensors = graph.tensor_by_name
     for tensor in graph.tensors:
-        _check_tensor(tensor, tensors)
+        check_tensor(tensor, tensors)
     made = _check_wiring(graph)
     total_bytes = sum(tensor.size_bytes for tensor in graph.tensors if tensor.alias_of is None)
     total_bytes += max((node.workspace_bytes for node in graph.nodes), default=0)
@@ -313,37 +275,6 @@ def _validate(graph: Graph) -> None:
         raise GraphError("outputs names a tensor twice")
 
 
-def _check_names(items: Sequence[Tensor | Node], *, what: str) -> None:
-    for name, count in Counter(item.name for item in items).items():
-        if not name:
-            raise GraphError(f"a {what} has an empty name")
-        if count > 1:
-            raise GraphError(f"two {what}s are called {name!r}; names must be unique")
-
-
-def _check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
-    if not 0 <= tensor.size_bytes <= MAX_BYTES:
-        raise GraphError(
-            f"tensor {tensor.name!r}: size_bytes is {tensor.size_bytes}; it must be from 0 to 2**60"
-        )
-    if tensor.kind not in KINDS:
-        raise GraphError(
-            f"tensor {tensor.name!r}: kind is {tensor.kind!r}; one of {', '.join(KINDS)}"
-        )
-    if tensor.alias_of is None:
-        return
-    root = tensors.get(tensor.alias_of)
-    if root is None:
-        raise GraphError(
-            f"tensor {tensor.name!r}: alias_of is {tensor.alias_of!r}, which is no tensor"
-        )
-    if root.alias_of is not None:
-        raise GraphError(
-            f"tensor {tensor.name!r}: alias_of is {root.name!r}, itself an alias of "
-            f"{root.alias_of!r}; name the root of the storage"
-        )
-
-
 def _check_wiring(graph: Graph) -> set[str]:
     """Inputs exist before they are read, outputs are written once, phases come in order.
 
@@ -351,9 +282,10 @@ def _check_wiring(graph: Graph) -> set[str]:
     """
     tensors, made_by = graph.tensor_by_name, graph.producer
     made: set[str] = set()
+    lost: dict[str, str] = {}  # overwritten tensor -> the node that did it
     rank = 0
     for node in graph.nodes:
-        _check_node(node)
+        check_node(node)
         if PHASES.index(node.phase) < rank:
             raise GraphError(
                 f"node {node.name!r} of phase {node.phase} comes after a node of phase "
@@ -368,6 +300,11 @@ def _check_wiring(graph: Graph) -> set[str]:
                     f"node {node.name!r} reads {name!r}, which {made_by[name].name!r} makes later: "
                     "nodes must come in an order in which they can run, without cycles"
                 )
+            if name in lost:
+                raise GraphError(
+                    f"node {node.name!r} reads {name!r}, which {lost[name]!r} has overwritten"
+                )
+        on_inputs = {graph.root(name) for name in node.inputs}
         for name in node.outputs:
             if name not in tensors:
                 raise GraphError(f"node {node.name!r} makes {name!r}, which is no tensor")
@@ -376,17 +313,34 @@ def _check_wiring(graph: Graph) -> set[str]:
             root = tensors[name].alias_of
             if root in made_by and root not in made and root not in node.outputs:
                 raise GraphError(f"tensor {name!r} is made before {root!r}, whose alias it is")
+            if root in lost and root not in on_inputs:
+                raise GraphError(
+                    f"node {node.name!r} makes {name!r}, an alias of {root!r}, which "
+                    f"{lost[root]!r} has overwritten; let it read what is there now"
+                )
             made.add(name)
+        if node.overwrites is not None:
+            _check_overwrite(node, graph)
+            root = graph.root(node.overwrites)
+            there = made.intersection((root, *graph.views[root])).difference(node.outputs)
+            lost |= dict.fromkeys(there, node.name)
+    for name in graph.outputs:
+        if name in lost:
+            raise GraphError(f"outputs names {name!r}, which {lost[name]!r} has overwritten")
     return made
 
 
-def _check_node(node: Node) -> None:
-    if node.phase not in PHASES:
-        raise GraphError(f"node {node.name!r}: phase is {node.phase!r}; one of {', '.join(PHASES)}")
-    if not 0 <= node.time_s <= MAX_TIME_S:
-        raise GraphError(f"node {node.name!r}: time_s is {node.time_s}; it must be from 0 to 1e12")
-    if not 0 <= node.workspace_bytes <= MAX_BYTES:
-        raise GraphError(
-            f"node {node.name!r}: workspace_bytes is {node.workspace_bytes}; "
-            "it must be from 0 to 2**60"
-        )
+def _check_overwrite(node: Node, graph: Graph) -> None:
+    """Whatever touches the storage runs once, so that what was overwritten is never asked for."""
+    old = node.overwrites or ""
+    maker = graph.producer.get(old)
+
+    def illegal(reason: str) -> GraphError:
+        return GraphError(f"node {node.name!r} overwrites {old!r}, {reason}")
+
+    if old not in node.inputs:
+        raise illegal("which is none of its inputs")
+    if node.phase == "forward" or maker is None or maker.phase == "forward":
+        raise illegal("but a node of a later phase must make both, as forward nodes run again")
+    if [graph.root(name) for name in node.outputs] != [graph.root(old)]:
+        raise illegal("so its one output must be an alias on that storage")

@@ -78,7 +78,7 @@ class GraphMeta:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
-        """Read the `meta` object of a graph/1 file: known keys of the right type become fields."""
+        """Read the `meta` object of a graph file: known keys of the right type become fields."""
         known = {k: v for k, v in values.items() if k in _TYPES and _is_a(v, _TYPES[k])}
         extra = {key: value for key, value in values.items() if key not in known}
         return cls(**known, extra=extra, key_order=tuple(values))

@@ -1,6 +1,12 @@
 """From a module and a batch to one traced program of forward and backward, and to graph nodes."""
 
-from graphs.capture.extraction import CPU_RANDOM_STATE_BYTES, Layout, extract, is_random
+from graphs.capture.extraction import (
+    CPU_RANDOM_STATE_BYTES,
+    Layout,
+    Overwrite,
+    extract,
+    is_random,
+)
 from graphs.capture.generation_cache import caching_configs
 from graphs.capture.joint_graph import Capture, Source, capture, fake_output, one_at_a_time
 from graphs.capture.own_checkpointing import at_each_checkpoint

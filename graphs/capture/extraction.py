@@ -35,6 +35,20 @@ class NodeCost(Protocol):
     def workspace_bytes(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Overwrite:
+    """A call of an operator that writes its result into one of its arguments.
+
+    target: the overload that does.
+    argument: the fx node of that argument.
+    keyword: the name under which it is given once more (None: the overload overwrites its first).
+    """
+
+    target: torch._ops.OpOverload
+    argument: torch.fx.Node
+    keyword: str | None
+
+
 @dataclass
 class Layout:
     """The step as nodes and tensors, and what they are in the fx graph.
@@ -45,6 +59,7 @@ class Layout:
     gradients: placeholder of a leaf -> the tensor that holds its gradient; all different.
     copies: name of a clone node -> fx node of the gradient that it copies.
     in_place: forward nodes whose operator overwrites its first argument in eager mode.
+    overwriting: name of a node that overwrites an input -> how it is called (`Overwrite`).
     functions: sequence number of an autograd function -> names of its backward nodes.
     sums: backward nodes that sum gradients of one tensor, between functions.
     """
@@ -60,6 +75,7 @@ class Layout:
     in_place: list[str] = field(default_factory=list)
     functions: dict[int, list[str]] = field(default_factory=dict)
     sums: list[str] = field(default_factory=list)
+    overwriting: dict[str, Overwrite] = field(default_factory=dict)
 
 
 def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], NodeCost]) -> Layout:

@@ -25,7 +25,7 @@ PROGRAM_REWRITES = ("chunked_loss", "chunked_loss_backward")
 """Each is the name of a module in this folder, whose function `rewrite_program` changes a Capture
 before it becomes a layout; a variant has one of them at most."""
 
-REWRITES: tuple[str, ...] = (*PROGRAM_REWRITES,)
+REWRITES: tuple[str, ...] = (*PROGRAM_REWRITES, "in_place")
 """Each of the others is the name of a module whose function `rewrite` is the pass."""
 
 WORDS = ("bitwise", "allclose", "none")
@@ -47,7 +47,29 @@ class Variants:
     @classmethod
     def of(cls, step: Graph | Variants) -> Variants:
         """A graph alone is its only variant."""
-        return step if isinstance(step, Variants) else cls(step, (step,))
+        return step if isinstance(step, Variants) else cls(_not_in_place(step), (step,))
+
+
+def _not_in_place(graph: Graph) -> Graph:
+    """The step in which every output has memory of its own; the graph itself if it is that step."""
+    if not any(node.overwrites for node in graph.nodes):
+        return graph
+    owner: dict[str, str] = {}  # overwritten storage -> the tensor that is there now
+    alias: dict[str, str | None] = {tensor.name: tensor.alias_of for tensor in graph.tensors}
+    for node in graph.nodes:
+        for name in node.outputs:
+            root = graph.root(name)
+            if node.overwrites is not None:
+                owner[root], alias[name] = name, None
+            elif root in owner:
+                alias[name] = owner[root]
+    rewrites = [name for name in graph.meta.rewrites if name != "in_place"]
+    return replace(
+        graph,
+        nodes=tuple(replace(node, overwrites=None) for node in graph.nodes),
+        tensors=tuple(replace(tensor, alias_of=alias[tensor.name]) for tensor in graph.tensors),
+        meta=replace(graph.meta, rewrites=rewrites),
+    )
 
 
 def check_word(word: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture import is_random
+from graphs.capture import Overwrite, is_random
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
@@ -205,6 +205,8 @@ class _Line:
             self.value(argument)
         if repeats and is_random(node):
             new = self._call_random(node, again=again)
+        elif (overwrite := self.layout.overwriting.get(name)) is not None:
+            new = self._call_over(node, overwrite)
         else:
             new = self.graph.node_copy(node, self.value)
         if again:
@@ -215,6 +217,14 @@ class _Line:
         for part in node.users:  # the tuple dies once its parts have names
             if part.target is operator.getitem and part not in self._current:
                 self._define(part, self.graph.call_function(operator.getitem, (new, part.args[1])))
+
+    def _call_over(self, node: fx.Node, overwrite: Overwrite) -> Value:
+        """Run an operator that writes its result over one of its arguments."""
+        args = fx.map_arg(node.args, self.value)
+        kwargs = dict(fx.map_arg(node.kwargs, self.value))
+        if overwrite.keyword is not None:
+            kwargs[overwrite.keyword] = self.value(overwrite.argument)
+        return self.graph.call_function(overwrite.target, args, kwargs)
 
     def _call_random(self, node: fx.Node, *, again: bool) -> Value:
         target: Any = node.target

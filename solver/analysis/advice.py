@@ -149,13 +149,13 @@ def _precision(solution: Solution) -> Iterator[str]:
 def _theory(solution: Solution) -> Iterator[str]:
     """What the textbook strategies cost on this graph, beside the plan."""
     graph, simulation = solution.graph, solution.simulation
-    blocks = split_into_blocks(graph)
+    blocks = split_into_blocks(solution.plain)
     if simulation is None or simulation.n_recomputed == 0 or blocks.n_blocks < 2:
         return
     plain_s = solution.baseline.time_s or 1.0
     forward_s = math.fsum(node.time_s for node in graph.forward_nodes)
     n_segments = max(2, round(math.sqrt(blocks.n_blocks)))
-    segments = split_into_blocks(graph, max_blocks=n_segments)
+    segments = split_into_blocks(solution.plain, max_blocks=n_segments)
     share = _activation_share(solution)
     method = METHODS.get(solution.method)
     plan = "this plan, op by op," if method and method.op_by_op else "this plan"
@@ -172,14 +172,14 @@ def _theory(solution: Solution) -> Iterator[str]:
 
 def _activation_share(solution: Solution) -> float:
     """Of the baseline peak."""
-    graph = solution.graph
+    graph = solution.plain
     parts = memory_at(graph, baseline(graph), solution.baseline.peak_op)
     return parts["activations"] / (solution.baseline.peak_bytes or 1)
 
 
 def _costs(solution: Solution, blocks: Blocks) -> str:
     """Peak and overhead of saving the inputs of these blocks and all of the last one."""
-    graph = solution.graph
+    graph = solution.plain
     simulation = simulate(graph, keep(graph, checkpoints(graph, blocks, n_whole=1)))
     over = simulation.time_s / (solution.baseline.time_s or 1.0) - 1.0 if simulation.time_s else 0.0
     fits = simulation.peak_bytes <= solution.request.available_bytes

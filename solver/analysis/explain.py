@@ -152,11 +152,17 @@ def neighbours(
         asked = dataclasses.replace(
             request, budget_bytes=budget_bytes, time_limit_s=time_limit_s, method=method
         )
-        answers.append(attempt(solution.graph, asked) if asked.available_bytes > 0 else None)
+        step = solution.variants or solution.graph
+        answers.append(attempt(step, asked) if asked.available_bytes > 0 else None)
     less, more = answers
     assert more is not None
     if more.simulation is None or more.simulation.time_s > _plan(solution)[1].time_s:
-        more = dataclasses.replace(more, schedule=solution.schedule, simulation=solution.simulation)
+        more = dataclasses.replace(
+            more,
+            graph=solution.graph,
+            schedule=solution.schedule,
+            simulation=solution.simulation,
+        )
     return less, more.with_bound(more.lower_bound_s)
 
 

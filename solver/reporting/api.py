@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from graphs.graph import Graph
+from graphs.rewrites import Variants
 from solver.analysis import Curve, SizeSearch, advise, pareto
 from solver.common import parse_size
 from solver.reporting.report_data import Report, describe_costs, step_notes
@@ -87,7 +88,7 @@ def draw(
 
 
 def sweep(
-    problem: Solution | Graph,
+    problem: Solution | Graph | Variants,
     *,
     budgets: Iterable[int | str] | None = None,
     methods: Sequence[str] = ("auto",),
@@ -97,18 +98,19 @@ def sweep(
 ) -> Curve:
     """Plan for each budget and method: the overhead of smaller and larger budgets.
 
-    problem: a Graph, or a Solution, whose graph and reserve are used and which becomes a point.
+    problem: a Graph, the Variants of one step, or a Solution, whose step and reserve are used and
+        which becomes a point.
     budgets: sizes as in `solve` (None: 20 from the minimum budget to the baseline's peak).
     time_limit_s: of each search.
     capacity_bytes: the memory that percentages refer to.
     """
     solution = problem if isinstance(problem, Solution) else None
-    graph = problem.graph if isinstance(problem, Solution) else problem
+    step = problem if not isinstance(problem, Solution) else problem.variants or problem.graph
     sizes = (
         None if budgets is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in budgets]
     )
     return pareto.sweep(
-        graph,
+        step,
         budgets=sizes,
         methods=methods,
         reserve_bytes=solution.request.reserve_bytes if solution else 0,

@@ -135,7 +135,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "costs": report.costs or None,
         "budget_bytes": request.budget_bytes,
         "reserve_bytes": request.reserve_bytes,
-        "baseline": _run(graph, baseline(graph), answer.baseline),
+        "baseline": _run(answer.plain, baseline(answer.plain), answer.baseline),
         **_answer(answer),
         "methods": [_answer(solution) for solution in report.solutions],
         "refused": dict(report.refused),

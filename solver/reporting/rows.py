@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphs.graph import Graph
 from solver.analysis import SizeSearch
 from solver.common import (
     counted,
@@ -61,21 +62,21 @@ def request_rows(report: Report) -> Iterator[Row]:
         yield "available", f"{format_both(request.available_bytes)} after the reserve"
 
 
-def _runs(solution: Solution) -> Iterator[tuple[str, Schedule, Simulation]]:
-    """The baseline, and the plan if it is another schedule: name, schedule, simulation."""
+def _runs(solution: Solution) -> Iterator[tuple[str, Graph, Schedule, Simulation]]:
+    """The baseline, and the plan if it differs: name, graph, schedule, simulation."""
     plain, schedule, found = solution.baseline, solution.schedule, solution.simulation
-    yield "baseline", baseline(solution.graph), plain
+    yield "baseline", solution.plain, baseline(solution.plain), plain
     if schedule and found and (found.n_recomputed > 0 or found.peak_bytes != plain.peak_bytes):
-        yield "plan", schedule, found
+        yield "plan", solution.graph, schedule, found
 
 
 def memory_table(solution: Solution) -> Table:
     """The memory at the peak by category: of the baseline, and of a plan that differs from it."""
     runs = list(_runs(solution))
-    columns = [memory_at(solution.graph, schedule, run.peak_op) for _, schedule, run in runs]
+    columns = [memory_at(graph, schedule, run.peak_op) for _, graph, schedule, run in runs]
     rows = [(name, *(cell for c in columns for cell in part(name, c))) for name in CATEGORIES]
     totals = (cell for c in columns for cell in (format_size(sum(c.values())), ""))
-    heads = (head for name, _, _ in runs for head in (name, ""))
+    heads = (head for name, *_ in runs for head in (name, ""))
     return Table(("", *heads), (*rows, ("peak", *totals)), bold=len(rows))
 
 
@@ -87,8 +88,8 @@ def part(name: str, parts: dict[str, int]) -> tuple[str, str]:
 
 def peak_rows(solution: Solution) -> Iterator[Row]:
     """The ops at which the peaks of the baseline and of the plan are reached."""
-    for name, schedule, simulation in _runs(solution):
-        yield f"peak op ({name})", describe_op(node_at(solution.graph, schedule, simulation))
+    for name, graph, schedule, simulation in _runs(solution):
+        yield f"peak op ({name})", describe_op(node_at(graph, schedule, simulation))
 
 
 def answer_rows(report: Report) -> Iterator[Row]:

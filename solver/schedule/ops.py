@@ -56,7 +56,7 @@ class Schedule:
 
 
 def ops_from_json(items: Sequence[object], *, source: str) -> tuple[Op, ...]:
-    """Read the `ops` of format schedule/1; raises FormatError naming the entry."""
+    """Read the `ops` of format schedule/2; raises FormatError naming the entry."""
     if len(items) > MAX_ENTRIES:
         raise FormatError(f"{source}: ops has {len(items)} entries; at most {MAX_ENTRIES}")
     return tuple(_op(item, where=f"{source}: ops[{index}]") for index, item in enumerate(items))

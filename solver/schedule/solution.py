@@ -20,7 +20,7 @@ from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Sim
 
 Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
 STATUSES: tuple[str, ...] = get_args(Status)
-FORMAT = "schedule/1"
+FORMAT, OLDER_FORMATS = "schedule/2", ("schedule/1",)
 OPTIMAL_GAP = 1e-3
 """A schedule within this share of the baseline's time of its proven bound is called optimal."""
 
@@ -192,7 +192,7 @@ class Solution:
         return {**self.graph.meta.environment, "costs": self.graph.meta.costs}
 
     def save(self, path: str | Path) -> None:
-        """Write schedule.json (format schedule/1), whole or not at all."""
+        """Write schedule.json (format schedule/2), whole or not at all."""
         if self.schedule is None or self.simulation is None:
             raise ValueError(f"no schedule to save: the status is {self.status}")
         loss = self.graph.loss_part()
@@ -233,6 +233,7 @@ class Solution:
                 f"({saved.schedule.graph_id[:19]}…) than the one given "
                 f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
             )
+        variants = Variants.of(graph)
         simulation = simulate(graph, saved.schedule)
         if simulation.peak_bytes > saved.request.available_bytes:
             raise IllegalScheduleError(
@@ -246,10 +247,11 @@ class Solution:
             schedule=saved.schedule,
             simulation=simulation,
             request=saved.request,
-            baseline=simulate(graph, baseline_schedule(graph)),
+            baseline=simulate(variants.plain, baseline_schedule(variants.plain)),
             lower_bound_s=saved.lower_bound_s,
             method=saved.method,
             solve_time_s=0.0,
+            variants=variants,
         )
 
 
@@ -274,7 +276,7 @@ class SavedSchedule:
     def load(cls, path: str | Path) -> SavedSchedule:
         """Read and check the file; raises FormatError naming the field, OSError."""
         record = Record(read_json(path), where=str(path))
-        record.expect_format(FORMAT)
+        record.expect_format(FORMAT, *OLDER_FORMATS)
         budget_bytes = record.integer("budget_bytes")
         method = record.string("method")
         asked = Record(record.mapping("request", default={}), where=f"{path}: request")

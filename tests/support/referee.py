@@ -23,6 +23,7 @@ def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]
     resident_bytes = sum(size[name] for name in resident if root[name] == name)
     last_run = {op.node: i for i, op in enumerate(schedule.ops) if isinstance(op, Compute)}
     here: set[str] = set()
+    gone: set[str] = set()  # overwritten: there, but not what it was
     history: list[str] = []
     curve: list[int] = []
 
@@ -44,6 +45,8 @@ def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]
         _check_turn(graph, history, node.name)
         if not set(node.inputs) <= here | resident:
             raise FoulError("3: an input is missing")
+        if set(node.inputs) & gone:
+            raise FoulError("7: an input was overwritten")
         outputs = set(node.outputs)
         for name in outputs:
             is_view = root[name] in made_by and root[name] not in outputs
@@ -59,12 +62,19 @@ def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]
                     raise FoulError("3: an alias holds the old storage")
         new = sum(size[name] for name in outputs if root[name] == name)
         curve.append(held() + new + node.workspace_bytes)
+        if node.overwrites:
+            gone |= {t for t in root if root[t] == root[node.overwrites]}
+            if gone & resident:
+                raise FoulError("7: what is resident was overwritten")
         here |= outputs
+        gone -= outputs
         history.append(node.name)
     if set(history) != {n.name for n in graph.nodes}:
         raise FoulError("4: a node has never run")
     if not set(graph.outputs) <= here | resident:
         raise FoulError("6: an output is missing")
+    if set(graph.outputs) & gone:
+        raise FoulError("7: an output was overwritten")
     by_name = {n.name: n for n in graph.nodes}
     return sum(by_name[name].time_s for name in history), max([*curve, resident_bytes]), (*curve,)
 

@@ -53,11 +53,11 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     size, bytes_per_unit = style.size_unit(max(plain.peak_bytes, request.budget_bytes))
     longest_s = max(plain.time_s, plan.time_s if plan else 0.0)
     time, s_per_unit = _time_unit(longest_s)
-    schedule, shown = baseline(solution.graph), plain
-    before = layers = occupancy(solution.graph, schedule)
+    graph, schedule, shown = solution.plain, baseline(solution.plain), plain
+    before = layers = occupancy(graph, schedule)
     if not without_plan and solution.schedule is not None and plan is not None:
-        schedule, shown = solution.schedule, plan
-        layers = occupancy(solution.graph, schedule)
+        graph, schedule, shown = solution.graph, solution.schedule, plan
+        layers = occupancy(graph, schedule)
     _draw_layers(axes, layers, s_per_unit, bytes_per_unit)
     words = f"baseline: {format_size(plain.peak_bytes)}"
     if shown is not plain:
@@ -72,8 +72,8 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     name = "budget minus reserve" if request.reserve_bytes else "budget"
     label = f"{name}: {format_size(request.available_bytes)}"
     axes.axhline(available, color=style.RED, lw=1.2, ls="--", label=label, zorder=5)
-    _mark_times(axes, solution.graph, layers, s_per_unit)
-    node = node_at(solution.graph, schedule, shown)
+    _mark_times(axes, graph, layers, s_per_unit)
+    node = node_at(graph, schedule, shown)
     if node is not None and shown.peak_bytes in layers.total_bytes:
         index = layers.total_bytes.index(shown.peak_bytes)
         middle_s = (layers.edges_s[index] + layers.edges_s[index + 1]) / 2

@@ -16,6 +16,7 @@ from solver.solving import attempt
 from tests.support.aliasing import aliasing_dag
 from tests.support.brute_force import Truth, fastest, least_peak_bytes
 from tests.support.nets import random_dag
+from tests.support.overwriting import overwriting_dag
 from tests.support.paths import DATA
 from tests.support.referee import play
 
@@ -54,21 +55,35 @@ def check_method(graph: Graph, truth: Truth, *, method: str, budget_bytes: int) 
 @pytest.mark.parametrize("seed", range(0, 3000, CHUNK))
 def test_random_graphs(seed: int) -> None:
     for i in range(seed, seed + CHUNK):
-        graph = aliasing_dag(i)
-        least_bytes = least_peak_bytes(graph)
-        given_bytes = budget_bytes(graph, i, least_bytes)
-        truth = fastest(graph, budget_bytes=given_bytes)
-        if truth.ops is not None:  # the brute force obeys the rules
-            ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
-            time_s, peak_bytes, _ = play(graph, Schedule(ops, graph.graph_id))
-            assert math.isclose(time_s, truth.time_s)
-            assert peak_bytes <= given_bytes
-        proven_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
-        assert proven_bytes <= least_bytes <= find_obstacle(graph).reached_bytes
-        bound_s = lower_bound_s(graph, budget_bytes=given_bytes)
-        assert bound_s <= truth.time_s * (1 + 1e-9)
-        for method in ("ilp", "auto"):
-            check_method(graph, truth, method=method, budget_bytes=given_bytes)
+        check_graph(aliasing_dag(i), i)
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("seed", range(0, 2400, CHUNK))
+def test_random_graphs_with_overwrites(seed: int) -> None:
+    graphs = [overwriting_dag(i) for i in range(seed, seed + CHUNK)]
+    n_with = sum(any(node.overwrites for node in graph.nodes) for graph in graphs)
+    assert n_with > 0.8 * CHUNK
+    for i, graph in enumerate(graphs):
+        check_graph(graph, seed + i)
+
+
+def check_graph(graph: Graph, i: int) -> None:
+    """`auto` and `ilp`, the bounds and the least budget against the truth by brute force."""
+    least_bytes = least_peak_bytes(graph)
+    given_bytes = budget_bytes(graph, i, least_bytes)
+    truth = fastest(graph, budget_bytes=given_bytes)
+    if truth.ops is not None:  # the brute force obeys the rules
+        ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
+        time_s, peak_bytes, _ = play(graph, Schedule(ops, graph.graph_id))
+        assert math.isclose(time_s, truth.time_s)
+        assert peak_bytes <= given_bytes
+    proven_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
+    assert proven_bytes <= least_bytes <= find_obstacle(graph).reached_bytes
+    bound_s = lower_bound_s(graph, budget_bytes=given_bytes)
+    assert bound_s <= truth.time_s * (1 + 1e-9)
+    for method in ("ilp", "auto"):
+        check_method(graph, truth, method=method, budget_bytes=given_bytes)
 
 
 @pytest.mark.parametrize("case", GIVEN, ids=lambda case: case["name"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -287,3 +288,44 @@ def test_simulator_and_referee_agree_on_mutated_schedules(block: int) -> None:
                 n_legal, n_illegal = n_legal + legal, n_illegal + (not legal)
     assert n_illegal > 300
     assert n_legal > 30  # so that both sides of the line are met
+
+
+@pytest.fixture
+def in_place() -> Graph:
+    """a (5) is saved; g (7) is overwritten by h, and h by k."""
+    nodes = [
+        op("f", "x", "a"),
+        op("b", "a", "g", phase="backward"),
+        op("c", "g a", "h", phase="backward"),
+        op("d", "h", "k", phase="backward", workspace_bytes=2),
+    ]
+    nodes[2:] = [replace(nodes[2], overwrites="g"), replace(nodes[3], overwrites="h")]
+    sizes = {"x": 10, "a": 5, "g": 7, "h": 7, "k": 7}
+    return make(nodes, sizes, aliases={"h": "g", "k": "g"}, outputs="k")
+
+
+def test_an_overwriting_node_allocates_nothing(in_place: Graph) -> None:
+    text = "f b c -g -a d -h"
+    assert curve(in_place, text) == (15, 22, 22, 22, 17, 19, 17)
+    assert play(in_place, plan(in_place, text))[2] == curve(in_place, text)
+    assert baseline(in_place) == plan(in_place, "f b c -g -a d -h")
+
+
+@pytest.mark.parametrize("text", ["f b -g c -a d", "f b c -h -g -a d", "f b b c -g -a d"])
+def test_an_overwrite_frees_nothing_early_and_runs_once(in_place: Graph, text: str) -> None:
+    assert refused(in_place, text).position is not None
+    with pytest.raises(FoulError):
+        play(in_place, plan(in_place, text))
+
+
+def test_the_referee_too_refuses_to_read_what_was_overwritten(
+    in_place: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphs.graph._validate", lambda graph: None)  # it refuses it first
+    nodes = tuple(replace(n, inputs=("h", "g")) if n.name == "d" else n for n in in_place.nodes)
+    mutant = replace(in_place, nodes=nodes)
+    with pytest.raises(FoulError, match="7: an input was overwritten"):
+        play(mutant, baseline(mutant))
+    mutant = replace(in_place, outputs=("k", "h"))
+    with pytest.raises(FoulError, match="7: an output was overwritten"):
+        play(mutant, baseline(mutant))
