@@ -10,6 +10,7 @@ budget. `plans_of(model)` returns the plans.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from graphs.training_step import (
     with_resident,
     with_unknown_loss,
 )
-from scheduler_runtime.execute import BoundProgram, build_program
+from scheduler_runtime.execute import BoundProgram, StepProgram, build_program
 from scheduler_runtime.planned import PlannedForward, module_schedule, refuse_second
 from scheduler_runtime.surroundings import (
     Buckets,
@@ -101,8 +102,9 @@ def fit(
     """Plan the training step of `model` when it first runs; returns the same module.
 
     If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), the loss is
-    differentiated. Otherwise all floating-point outputs that require a gradient receive one from
-    outside.
+    differentiated. Otherwise all floating-point outputs that require a gradient are expected to
+    receive one from outside. Where the backward pass brings others, the step runs again with a plan
+    for these, and later calls are planned for them from the start.
 
     budget: bytes of the device for the whole step, "16GB"; "auto": what is free on the CUDA device
         at the first forward pass, plus what the step itself occupies there.
@@ -168,6 +170,7 @@ class FittedForward(PlannedForward):
         self.plans: list[Fitted] = []
         self._optimizers = optimizers
         self._budget_bytes: int | None = None
+        self._reached: tuple[int, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The optimizer belongs to the original, not to a copy of the module."""
@@ -185,9 +188,29 @@ class FittedForward(PlannedForward):
 
     def situation(self) -> Any:
         buckets = buckets_of(self._model)
-        return self._accumulates(buckets), buckets
+        return self._accumulates(buckets), buckets, self._reached
 
     def program_for(self, call: Call) -> BoundProgram:
+        return self._planned(call, held_bytes=0)
+
+    def _for_gradients(
+        self, call: Call, reached: tuple[int, ...], held_bytes: int, *, returned_bytes: int
+    ) -> StepProgram:
+        """A program for gradients of these outputs, which later calls are planned for as well.
+
+        held_bytes: what the first forward pass has left, beside the outputs that it returned.
+        """
+        held_bytes += returned_bytes
+        logger.info("planning for gradients of the outputs %s only", reached)
+        self._reached = reached
+        kind = self.kind(call), held_bytes
+        program = self._programs.find(kind, self._model, call)
+        if program is None:
+            program = self._planned(call, held_bytes=held_bytes)
+            self._programs.add(kind, program)
+        return program
+
+    def _planned(self, call: Call, *, held_bytes: int) -> BoundProgram:
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
         request = self._request(call, device, buckets)
@@ -201,7 +224,7 @@ class FittedForward(PlannedForward):
                 rewrites=(),
             )
         planned = [step.with_rewrites(names) for names in variants_of(self.options.rewrites)]
-        around, notes = self._around(step, device, costs, buckets)
+        around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
         finish_measuring(costs)
         whole = Variants(around(step.graph), tuple(around(each.graph) for each in planned))
         solution = answer(whole, request)
@@ -215,7 +238,12 @@ class FittedForward(PlannedForward):
         logger.info("planned in %.2f s: %s", solution.solve_time_s, self.plans[-1])
         step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
-        return BoundProgram(step, build_program(step, module_schedule(solution.schedule, part)))
+        returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
+        return BoundProgram(
+            step,
+            build_program(step, module_schedule(solution.schedule, part)),
+            other=functools.partial(self._for_gradients, returned_bytes=returned_bytes),
+        )
 
     def _accumulates(self, buckets: Buckets | None) -> bool:
         """Whether gradients exist before the step."""
@@ -245,7 +273,9 @@ class FittedForward(PlannedForward):
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:
         """Indices of the flat outputs that receive a gradient."""
         flat = nested.leaves(output)
-        if self.options.loss_outputs is None:
+        if self._reached is not None:
+            chosen = [flat[index] for index in self._reached if index < len(flat)]
+        elif self.options.loss_outputs is None:
             try:
                 chosen = [find_loss(output)]
             except TraceError:
@@ -266,7 +296,13 @@ class FittedForward(PlannedForward):
         return indices
 
     def _around(
-        self, step: CapturedStep, device: torch.device, costs: CostModel, buckets: Buckets | None
+        self,
+        step: CapturedStep,
+        device: torch.device,
+        costs: CostModel,
+        buckets: Buckets | None,
+        *,
+        held_bytes: int,
     ) -> tuple[Callable[[Graph], Graph], tuple[str, ...]]:
         """What puts the loss, the optimizers and the buckets around a module's graph, and notes."""
         notes = list(step.graph.meta.notes)
@@ -304,7 +340,7 @@ class FittedForward(PlannedForward):
             graph = with_optimizer(graph, together(figures))
             if buckets is not None and buckets.separate_bytes:
                 graph = with_resident(graph, "gradient_buckets", buckets.separate_bytes)
-            return graph
+            return with_resident(graph, "first_forward_pass", held_bytes)
 
         return around, tuple(notes)
 

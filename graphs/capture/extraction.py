@@ -161,11 +161,6 @@ class _Extraction:
                 if isinstance(argument, torch.fx.Node) and argument in self.layout.storage
             )
         )
-        if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
-            raise TraceError(
-                "nn.LSTM runs as one opaque operator on the CPU, whose workspace exists only "
-                "inside autograd; write the cells as a loop (nn.LSTMCell), which can be planned"
-            )
         if self._has_own_generator(node):
             raise own_generator(node.target)
         cost = self.cost(node)

@@ -19,14 +19,22 @@ import torch
 from torch import fx
 
 from graphs.calls import same_strides
+from scheduler_runtime.execute.again import Again
 from scheduler_runtime.execute.program import Program
 
 
 class Run:
-    """One step's values between forward and backward, and the versions of what it will read."""
+    """One step's values between forward and backward, and the versions of what it will read.
 
-    def __init__(self, program: Program, tensors: Mapping[fx.Node, torch.Tensor]) -> None:
+    again: runs the step with another program where other gradients arrive (None: an error).
+    """
+
+    def __init__(
+        self, program: Program, tensors: Mapping[fx.Node, torch.Tensor], again: Again | None
+    ) -> None:
         self.program = program
+        self.again = again
+        self._made: dict[fx.Node, torch.Tensor | None] | None = None  # by another program
         self.state: dict[fx.Node, Any] = {
             program.sources[node]: tensor.detach() for node, tensor in tensors.items()
         }
@@ -78,6 +86,11 @@ class Run:
                 "should contain only the forward pass and the loss"
             )
         self._started = True
+        expected = [value is not None for value in tangents]
+        if self.again is not None and expected != [each is not None for each in gradients]:
+            self.state.clear()
+            self._made = self.again.gradients(gradients)
+            return
         for value, gradient in zip(tangents, gradients, strict=True):
             if value is None:
                 if gradient is not None:
@@ -103,8 +116,10 @@ class Run:
                 gradient = copy.copy_(gradient)
             self.state[value] = gradient
 
-    def backward(self, position: int) -> dict[fx.Node, torch.Tensor]:
+    def backward(self, position: int) -> Mapping[fx.Node, torch.Tensor | None]:
         """Run one piece of the backward pass; returns the gradients that it completes."""
+        if self._made is not None:
+            return self._made
         piece = self.program.backward[position]
         for value in piece.inputs:
             version = self._watched.get(value)
@@ -123,6 +138,7 @@ class Run:
             self.state.pop(value, None)
         if position == len(self.program.backward) - 1:
             self.state.clear()
+            self.again = None
         return made
 
 
@@ -170,18 +186,25 @@ class Link(torch.autograd.Function):
             None,
             None,
             None if ctx.position == len(run.program.backward) - 1 else run.token_gradient,
-            *(made.pop(node, None) for node in ctx.leaf_nodes),
+            *(made.get(node) for node in ctx.leaf_nodes),
         )
 
 
-def run_step(program: Program, tensors: Mapping[fx.Node, torch.Tensor]) -> tuple[Any, ...]:
+def run_step(
+    program: Program, tensors: Mapping[fx.Node, torch.Tensor], *, again: Again | None = None
+) -> tuple[Any, ...]:
     """One forward pass of the program as part of autograd; returns `Program.made_outputs`.
 
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
     """
-    run = Run(program, tensors)
+    run = Run(program, tensors, again)
     token: Any = run.token
+    others = {} if again is None else dict.fromkeys(again.leaves)
     for position in range(len(program.backward) - 1, -1, -1):
         nodes = tuple(node for node, _ in program.backward[position].gradients)
+        for node in nodes:
+            others.pop(node, None)
+        if position == 0:  # no gradient is planned for these
+            nodes += tuple(others)
         token = Link.apply(run, position, nodes, token, *(tensors[node] for node in nodes))
     return token if isinstance(token, tuple) else (token,)

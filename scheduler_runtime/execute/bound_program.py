@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -10,23 +10,27 @@ from torch import fx, nn
 from graphs.calls import Call, nested
 from graphs.capture import leaves_of
 from graphs.trace import CapturedStep
+from scheduler_runtime.execute.again import Again, Other
 from scheduler_runtime.execute.autograd import run_step
 from scheduler_runtime.execute.program import Program
 
 
-class StepProgram(Protocol):
-    """What runs a call: the generated code, a recording of it, or a compiled function."""
-
-    def fits(self, model: nn.Module, call: Call) -> bool: ...
-
-    def run(self, model: nn.Module, call: Call) -> Any: ...
-
-
 class BoundProgram:
-    """Runs a program with the tensors of a module and a call."""
+    """Runs a program with the tensors of a module and a call.
 
-    def __init__(self, step: CapturedStep, program: Program) -> None:
+    other: where other outputs may get a gradient than planned, the program for these (None: an
+        error).
+    """
+
+    def __init__(self, step: CapturedStep, program: Program, *, other: Other | None = None) -> None:
         self.program = program
+        self._other = other if len(program.differentiable) > 1 else None
+        self._written = tuple(step.captured.mutations)
+        self._positions = tuple(
+            at
+            for at, item in enumerate(program.outputs)
+            if isinstance(item, fx.Node) and item not in step.captured.sources
+        )
         self._guards = step.captured.guards
         self._held = step.captured.held
         self._output_spec = step.captured.output_spec
@@ -57,7 +61,17 @@ class BoundProgram:
     def run(self, model: nn.Module, call: Call) -> Any:
         tensors = {node: _tensor_at(model, path) for node, path in self._state}
         tensors |= {node: call.tensors[index] for node, index in self._inputs}
-        made = iter(run_step(self.program, tensors))
+        again = None
+        if self._other is not None:
+            again = Again(
+                self._other,
+                model,
+                call,
+                tensors,
+                written=self._written,
+                positions=self._positions,
+            )
+        made = iter(run_step(self.program, tensors, again=again))
         flat = list(self.program.outputs)  # plain constants stay
         for index, item in enumerate(flat):
             if isinstance(item, fx.Node):  # a tensor that was handed in, or made

@@ -18,7 +18,7 @@ def run_and_keep_state(
     operator: Callable[..., Any], device: torch.device, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, torch.Tensor]:
     """Run the operator; return its result and the generator's earlier state."""
-    state = _get_state(device)
+    state = get_state(device)
     return operator(*args, **kwargs), state
 
 
@@ -31,21 +31,21 @@ def recompute_random(
     **kwargs: Any,
 ) -> Any:
     """Run the operator with the state of its first run; the global stream is untouched."""
-    current = _get_state(device)
-    _set_state(state, device)
+    current = get_state(device)
+    set_state(state, device)
     try:
         return operator(*args, **kwargs)
     finally:
-        _set_state(current, device)
+        set_state(current, device)
 
 
-def _get_state(device: torch.device) -> torch.Tensor:
+def get_state(device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
 
 
-def _set_state(state: torch.Tensor, device: torch.device) -> None:
+def set_state(state: torch.Tensor, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

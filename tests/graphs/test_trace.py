@@ -245,6 +245,13 @@ class _Lstm(_Wrong):
         return self.lstm(x)[0].sum()
 
 
+class _LstmInside(_Lstm):
+    """Its input requires a gradient, which PyTorch's decomposition treats in another way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.lstm.weight_ih_l0[0, 0])
+
+
 def _hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
     model[0].register_forward_hook(lambda *_: None)
@@ -261,6 +268,7 @@ def _hooked() -> nn.Module:
         (_Replaces(), "replaces buffer 'mean' by another tensor"),
         (_hooked(), "submodule '0' has a forward hook"),
         (_Lstm(), "nn.LSTM runs as one opaque operator"),
+        (_LstmInside(), "nn.LSTM runs as one opaque operator"),
     ],
 )
 def test_what_a_planned_step_would_not_do_is_refused(model: nn.Module, message: str) -> None:

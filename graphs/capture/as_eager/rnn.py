@@ -10,8 +10,9 @@ steps with results of their own. Both change the last bits:
 - Dropout between layers draws its numbers in the memory order of its input.
 
 The steps of ATen/native/RNN.cpp (torch 2.13) are followed in the same order, and gates get the
-strides of parts of longer rows before their sigmoid. `nn.LSTM` is refused in
-`graphs.capture.extraction`: on the CPU it is one operator whose workspace is hidden.
+strides of parts of longer rows before their sigmoid. `nn.LSTM` is refused where eager mode runs
+oneDNN's operator (use_mkldnn in that file), whose workspace is hidden: PyTorch's decomposition
+computes other bits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Cell = Callable[[Tensor, Tensor, Linear], Tensor]
 """Of (input already multiplied with its weight, hidden, linear layer of the hidden state)."""
 
 aten = torch.ops.aten
+_ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
 _library = torch.library.Library("checkpoint_solver", "FRAGMENT")
 
 
@@ -114,6 +116,17 @@ def _gru_cell(
     return _gru(from_input(x), hidden, from_hidden)
 
 
+def _lstm(x: Tensor, hx: Sequence[Tensor], *arguments: Any) -> Any:
+    projects = hx[0].shape[-1] != hx[1].shape[-1]
+    if x.dtype in _ONEDNN and torch.backends.mkldnn.enabled and not projects:
+        raise TraceError(
+            "nn.LSTM runs as one opaque operator on the CPU, whose workspace exists only inside "
+            "autograd; write the cells as a loop (nn.LSTMCell), which can be planned",
+            runs_in_eager=True,
+        )
+    return torch._decomp.decompositions.lstm_impl(x, hx, *arguments)
+
+
 def _refuse_packed(*_args: Any, **_kwargs: Any) -> Any:
     raise TraceError(
         "a recurrent layer is given a packed sequence, whose steps PyTorch traces differently from "
@@ -126,6 +139,8 @@ KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.gru.input: _layers(_gru),
     aten.rnn_tanh.input: _layers(_simple(torch.tanh)),
     aten.rnn_relu.input: _layers(_simple(torch.relu)),
+    aten.lstm.input: _lstm,
+    aten.lstm.data: _refuse_packed,
     aten.gru.data: _refuse_packed,
     aten.rnn_tanh.data: _refuse_packed,
     aten.rnn_relu.data: _refuse_packed,

@@ -1,0 +1,151 @@
+"""Which outputs get a gradient is seen in the backward pass: another set is another plan."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.zoo.word_language import (
+    CellLanguageModel,
+    RecurrentLanguageModel,
+    detached,
+)
+from graphs.trace import TraceError
+from scheduler_runtime import fit
+from scheduler_runtime.fallback import plan_chain
+from scheduler_runtime.fitting import plans_of
+from scheduler_runtime.measuring import absolute_peak_bytes, resident_tensors
+
+N_TOKENS, WIDTH, N_ROWS = 60, 32, 4
+
+
+def language_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "LSTMCell":
+        return CellLanguageModel(n_tokens=N_TOKENS, width=WIDTH)
+    return RecurrentLanguageModel(kind, n_tokens=N_TOKENS, width=WIDTH)
+
+
+def train(model: Any, n_steps: int = 4) -> list[torch.Tensor]:
+    """As people train language models: the hidden state goes on to the next batch, detached."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hidden, seen = model.start(N_ROWS), []
+    for tokens in torch.randint(N_TOKENS, (n_steps, 9, N_ROWS)):
+        scores, hidden = model(tokens[:-1], detached(hidden))
+        loss = F.nll_loss(scores, tokens[1:].flatten())
+        optimizer.zero_grad()  # in the middle, as often: gradients exist in the forward pass
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    return [*seen, *(p.detach() for p in model.parameters()), torch.get_rng_state()]
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRU", "RNN"])
+def test_a_hidden_state_that_is_detached_gets_no_gradient(kind: str) -> None:
+    plain = language_model(kind)
+    fitted = fit(copy.deepcopy(plain), budget="1MB")
+    assert all(map(torch.equal, train(plain), train(fitted)))
+    n_plans = len(plans_of(fitted))
+    train(fitted)
+    assert len(plans_of(fitted)) == n_plans
+
+
+def test_an_lstm_layer_is_refused_with_the_reason_and_planned_by_submodules() -> None:
+    model = language_model("LSTM")
+    tokens, hidden = torch.randint(N_TOKENS, (9, N_ROWS)), model.start(N_ROWS)
+    fitted = fit(copy.deepcopy(model), budget="1MB")
+    with pytest.raises(TraceError, match=r"one opaque operator.*write the cells as a loop") as told:
+        fitted(tokens, hidden)
+    assert "plan_chain" in " ".join(told.value.__notes__)
+    found = plan_chain(
+        model,
+        (tokens, hidden),
+        budget="1MB",
+        loss=lambda output, _: F.nll_loss(output[0], tokens.flatten()),
+    )
+    assert found.schedule is not None
+
+
+class Heads(nn.Module):
+    """Two outputs with parameters of their own; dropout, and a buffer that each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.3))
+        self.one, self.other = nn.Linear(64, 512), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x)
+        return {"one": self.one(hidden), "other": F.dropout(self.other(hidden), 0.5)}
+
+
+def step(model: nn.Module, x: torch.Tensor, names: list[str], autocast: bool) -> list[Any]:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        output = model(x)
+        losses = [output[name].float().square().mean() for name in names]
+    torch.rand(3)  # the loop draws numbers between forward and backward
+    sum(losses).backward()
+    state = [p.grad for p in model.parameters()] + [b.clone() for b in model.buffers()]
+    return [*losses, x.grad, *state, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_every_set_of_outputs_gives_the_bits_of_eager_mode(autocast: bool) -> None:
+    torch.manual_seed(0)
+    plain = Heads()
+    fitted = fit(copy.deepcopy(plain), budget="4MB")
+    for seed, names in enumerate((["one"], ["one"], ["other"], ["one", "other"], ["one"])):
+        got = []
+        for model in (plain, fitted):
+            torch.manual_seed(seed)
+            x = torch.randn(64, 8, requires_grad=True)
+            got.append(step(model, x, names, autocast))
+        for a, b in zip(*got, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+
+
+def test_the_step_that_runs_again_takes_what_its_plan_says() -> None:
+    """The plan counts the outputs twice: the caller still holds those of the first pass."""
+    torch.manual_seed(0)
+    model, x = Heads(), torch.randn(256, 8)
+    fitted = fit(model, budget="4MB")
+    peak_bytes = absolute_peak_bytes(
+        lambda: step(fitted, x, ["other"], False), x.device, [*resident_tensors(model, x, ())]
+    )
+    again = plans_of(fitted)[1].solution.simulation
+    assert 0.9 * again.peak_bytes <= peak_bytes <= again.peak_bytes
+
+
+def test_two_forward_passes_before_the_backward_passes_of_both() -> None:
+    torch.manual_seed(0)
+    plain = Heads()
+    fitted = fit(copy.deepcopy(plain), budget="4MB")
+    batches = torch.randn(2, 64, 8)
+    for model in (plain, fitted):
+        torch.manual_seed(1)
+        outputs = [model(x)["other"] for x in batches]
+        for output in outputs[::-1]:
+            output.square().sum().backward()
+    for a, b in zip(plain.parameters(), fitted.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+    assert all(map(torch.equal, plain.buffers(), fitted.buffers()))
+
+
+def test_a_parameter_changed_before_the_step_runs_again_is_refused() -> None:
+    fitted = fit(Heads(), budget="4MB")
+    output = fitted(torch.randn(64, 8))["other"]
+    with torch.no_grad():
+        fitted.one.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"cannot run again.*loss_outputs"):
+        output.sum().backward()
