@@ -120,12 +120,14 @@ def attempt(
     *,
     started_s: float | None = None,
     starts: Sequence[Schedule] = (),
+    quick: bool = False,
     deadline: Deadline | None = None,
 ) -> Solution:
     """Run the requested method on each variant of the step, simulate its proposals, take the best.
 
     started_s: what the solution's time counts from.
     starts: schedules known for the variants, for a method that can begin from them.
+    quick: with a fraction of the work, where the method can.
     deadline: when the answer is due (None: the request's time limit from now on). The variants
         share the time.
     """
@@ -144,6 +146,7 @@ def attempt(
                 request,
                 plain=variants.plain,
                 starts=[s for s in starts if s.graph_id == graph.graph_id],
+                quick=quick,
                 deadline=Deadline.after(share_s),
             )
         )
@@ -197,6 +200,7 @@ def _attempt_one(
     *,
     plain: Graph,
     starts: Sequence[Schedule],
+    quick: bool,
     deadline: Deadline,
 ) -> Solution:
     """Run the requested method on a graph and simulate its proposal."""
@@ -209,6 +213,7 @@ def _attempt_one(
         time_limit_s=deadline.earlier(KEPT_SHARE * deadline.left_s).left_s,
         seed=request.seed,
         starts=starts,
+        quick=quick,
     )
     bound_s = max(proposal.lower_bound_s, graph.baseline_time_s)
     if not method.proves_bound:

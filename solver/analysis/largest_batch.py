@@ -1,17 +1,22 @@
 """Search for the largest batch or sequence whose plan fits the budget.
 
-Each candidate is traced and planned; nothing is run. The search doubles the size while a plan fits,
-or halves it while none does, then bisects. It assumes that a plan that fits at one size exists at
-every smaller size, which holds for steps that grow with the batch. A candidate for which nothing
-was found within the time limit counts as one that does not fit.
+Each candidate is traced and planned; nothing is run. The search takes GROWTH times the size while a
+plan fits, or half of it while none does, and then bisects; but first it tries the size that should
+be the answer if the bytes that a step needs grow by a line, and the one above, which mostly are
+the last two. It assumes that a plan that fits at one size exists at every smaller size, which holds
+for steps that grow with the batch. A candidate for which nothing was found counts as one that does
+not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from graphs.rewrites import Variants
+from solver.bound import FoldedGraph
 from solver.common import interrupted
 from solver.schedule import Solution
 
@@ -21,6 +26,8 @@ FIRST: Mapping[Size, int] = {"batch_size": 1, "seq_length": 128}
 """The first size to try by default."""
 RESOLUTION: Mapping[Size, int] = {"batch_size": 2**60, "seq_length": 64}
 """The answer is exact below this size and precise to 1/RESOLUTION of itself above."""
+GROWTH = 4
+"""From one size to the next until one does not fit: a trace costs more than a coarse curve."""
 MOST = 2**20
 """The largest size to try."""
 SATURATION_SHARE = 0.01
@@ -66,6 +73,11 @@ class SizeSearch:
         found = (c for c in reversed(self.candidates) if c.solution.schedule is not None)
         return next(found, None)
 
+    def with_solution(self, size: int, solution: Solution) -> SizeSearch:
+        """The same with another answer for this size."""
+        others = (Candidate(size, solution) if c.size == size else c for c in self.candidates)
+        return dataclasses.replace(self, candidates=tuple(others))
+
     @property
     def beyond(self) -> Candidate | None:
         """The smallest size above `largest` that was tried; None: the search was interrupted."""
@@ -92,7 +104,7 @@ def largest(
     plan: solves one size; may raise SizeNotTraceableError for any size but the first.
     first: the first size to try (None: FIRST).
 
-    Calls `plan` about 2 log2(answer) times.
+    Calls `plan` some log4(answer) + 2 times where the line holds, else about 2 log2(answer) times.
 
     Raises SameStepError, KeyboardInterrupt (Ctrl-C before any plan fits); whatever `plan` raises.
     """
@@ -120,10 +132,10 @@ def largest(
 
     ended = False
     try:
-        low, high = _galloped(fits, first or FIRST[size])
-        while high - low > max(1, low // RESOLUTION[size]):
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+        at, low, high = first or FIRST[size], 0, MOST + 1  # low fits, high does not
+        while high - low > (step := max(1, low // RESOLUTION[size])):
+            low, high = (at, high) if fits(at) else (low, at)
+            at = _next_size(low, high, step, _expected(candidates))
     except KeyboardInterrupt:
         if all(c.solution.schedule is None for c in candidates):
             raise
@@ -132,17 +144,32 @@ def largest(
     return SizeSearch(size, tuple(candidates), tuple(sorted(refused)), ended)
 
 
-def _galloped(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
-    """A size that fits (0: none does) and the first tried above it that does not."""
-    at = first
-    if fits(at):
-        while at < MOST:
-            if not fits(2 * at):
-                return at, 2 * at
-            at *= 2
-        return at, at + 1
-    while at > 1:
-        if fits(at // 2):
-            return at // 2, at
-        at //= 2
-    return 0, 1
+def _next_size(low: int, high: int, step: int, expected: int | None) -> int:
+    """The next size to try between one that fits and one that does not."""
+    plain = (low + high) // 2 if high <= MOST else min(GROWTH * low, MOST)
+    if expected is None or not low <= expected < high:
+        return plain
+    at = max(expected, low + step)
+    return at if high <= MOST else min(at, plain)
+
+
+def _expected(candidates: Sequence[Candidate]) -> int | None:
+    """The largest size that fits if the bytes that each op needs grow by a line (None: not known).
+
+    These are the bytes that no schedule goes without; where the search for the least budget did not
+    reach them at another size, it is taken to miss them by as much here.
+    """
+    steps = {c.size: Variants.of(c.solution.variants or c.solution.graph) for c in candidates}
+    if len(steps) < 2:
+        return None
+    a, b = sorted(steps)[:2]
+    obstacles = (c.solution.obstacle for c in candidates)
+    missed = max((o.reached_bytes / o.proven_bytes for o in obstacles if o), default=1.0)
+    available_bytes = candidates[0].solution.request.available_bytes / missed
+    fits = []
+    for pair in zip(steps[a].planned, steps[b].planned, strict=False):
+        least_a, least_b = (FoldedGraph.of(graph).least_bytes for graph in pair)
+        if len(least_a) == len(least_b) and (grows := least_b > least_a).any():
+            slope = (least_b - least_a)[grows] / (b - a)
+            fits.append(a + int(((available_bytes - least_a[grows]) / slope).min()))
+    return max(fits, default=None)

@@ -53,6 +53,7 @@ def sweep(
     reserve_bytes: int = 0,
     time_limit_s: float = 10.0,
     seed: int = 0,
+    quick: bool = False,
     known: Sequence[Solution] = (),
     on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
@@ -61,6 +62,7 @@ def sweep(
     budgets: bytes for the whole step, reserve included (None: `default_budgets`).
     time_limit_s: of each search, that for the least budget included, so the sweep takes at most
     budgets times methods times this, and once more without `budgets`.
+    quick: each search with a fraction of the work, where its method can.
     known: answers for this graph that are there already; their budgets become points as well.
     on_point: called after each search with how many plans there are by now, and of how many.
 
@@ -101,7 +103,7 @@ def sweep(
                 for point in points
                 if point.method == request.method and point.schedule
             }
-            found = attempt(step, request, starts=tuple(starts.values()))
+            found = attempt(step, request, starts=tuple(starts.values()), quick=quick)
         points.append(found)
         if on_point is not None:
             on_point(len(points), len(requests))

@@ -240,6 +240,10 @@ def _drawn(arguments: Arguments, problem: Problem, report: Report, progress: Pro
         if interrupted:
             part = "it is not drawn" if curve is None else "it has the points computed so far"
             notes.append(f"Interrupted while sweeping budgets for the curve: {part}.")
+        if n_late := sum(point.timed_out for point in curve.points) if curve else 0:
+            notes.append(
+                f"The time limit ended {counted(n_late, 'search', 'searches')} of the curve."
+            )
     with progress.says("drawing"):
         if arguments.plot is not None and report.best.schedule is not None:
             draw(report.best, arguments.plot)

@@ -1,4 +1,6 @@
-"""`--max-batch` and `--max-seq`: trace and plan one size after another of a model file."""
+"""`--max-batch` and `--max-seq`: trace and plan one size after another of a model file quickly, and
+the largest that fits thoroughly.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,11 @@ from solver.cli.model_file import LoadError
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
 from solver.common import ctrl_c_ends_searches
-from solver.methods import MissingSolverError, TooLargeError
+from solver.methods import METHODS, MissingSolverError, TooLargeError
 from solver.schedule import Solution
-from solver.solving import attempt
+from solver.solving import attempt, explained
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
-SHARE_OF_LIMIT = 1 / 6
-"""Share of --time-limit for each candidate: ten seconds by default."""
 
 
 def maximised(
@@ -40,6 +40,7 @@ def maximised(
     assert resize is not None
     first = getattr(arguments, name) or FIRST[name]
     problems = {first: problem}
+    request = problem.request(arguments, arguments.methods[0])
 
     def plan(size: int) -> Solution:
         if size not in problems:
@@ -47,8 +48,10 @@ def maximised(
                 problems[size] = resize(size)
             except LoadError as error:
                 raise SizeNotTraceableError(str(error)) from error
-        request = problem.request(arguments, arguments.methods[0], SHARE_OF_LIMIT)
-        return attempt(problems[size].step, request)
+        found = attempt(problems[size].step, request, quick=True)
+        if found.proven_infeasible or not METHODS[request.method].reaches_least_budget:
+            return found
+        return explained(found)
 
     what = "batch" if name == "batch_size" else "sequence"
     try:
@@ -56,16 +59,23 @@ def maximised(
             search = largest(
                 plan, size=name, first=first, on_candidate=lambda found: say(_progress(found))
             )
+            chosen = search.largest or search.candidates[0]
+            quick = chosen.solution
+            if quick.schedule and quick.status == "feasible" and not search.interrupted:
+                say(f"planning {chosen.size} thoroughly")
+                thorough = attempt(problems[chosen.size].step, request, starts=[quick.schedule])
+                search = search.with_solution(chosen.size, thorough)
     except SameStepError as error:
         raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
     except (TooLargeError, MissingSolverError) as error:
         raise UsageError(f"--method {arguments.methods[0]}: {error}") from error
-    chosen = search.largest or search.candidates[0]
     return problems[chosen.size], search
 
 
 def size_notes(search: SizeSearch) -> Iterator[str]:
     """Sentences for the report."""
+    if late := [str(c.size) for c in search.candidates if c.solution.timed_out]:
+        yield f"The time limit ended the search for size {', '.join(late)}."
     if search.refused:
         size, reason = search.refused[0]
         yield f"Size {size} could not be traced: {reason}."

@@ -13,9 +13,7 @@ from solver.reporting import best
 from solver.schedule import Solution
 
 N_QUICK_BUDGETS = 8
-QUICK_LIMIT_S, LONGEST_QUICK_LIMIT_S = 1.0, 3.0
-"""The curve of a page without --pareto: so many budgets, and so many seconds for each search, up to
-the longer limit where the answer itself took long."""
+"""Of the curve of a page without --pareto."""
 
 
 def swept(
@@ -23,16 +21,14 @@ def swept(
 ) -> tuple[Curve | None, bool]:
     """The curve, None without any point, and whether Ctrl-C cut it short.
 
-    --pareto: every method and N_BUDGETS budgets; --report alone: the answer's method, quickly.
+    --pareto: every method and N_BUDGETS budgets; --report alone: the answer's method and fewer.
+    The searches of a method share the time limit, which quick ones do not reach.
     """
     quick = arguments.pareto is None
     methods = [best(solutions).method] if quick else [solution.method for solution in solutions]
-    limit_s = arguments.time_limit / N_BUDGETS
-    if quick:
-        as_answer_s = 2 * best(solutions).solve_time_s
-        limit_s = min(limit_s, LONGEST_QUICK_LIMIT_S, max(QUICK_LIMIT_S, as_answer_s))
-    common: dict[str, Any] = {"reserve_bytes": problem.reserve_bytes, "time_limit_s": limit_s}
     n_budgets = N_QUICK_BUDGETS if quick else N_BUDGETS
+    limit_s = arguments.time_limit / n_budgets
+    common: dict[str, Any] = {"reserve_bytes": problem.reserve_bytes, "time_limit_s": limit_s}
     what = "sweeping budgets for the curve"
     try:
         with progress.says(what) as say, ctrl_c_ends_searches() as interrupt:
@@ -43,6 +39,7 @@ def swept(
                 ),
                 methods=methods,
                 seed=arguments.seed,
+                quick=True,
                 known=[solution for solution in solutions if solution.method in methods],
                 on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
                 **common,

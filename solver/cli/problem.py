@@ -104,13 +104,12 @@ class Problem:
         """The plain step: what is said of the problem itself."""
         return self.step.plain
 
-    def request(self, arguments: Arguments, method: str, limit_share: float = 1.0) -> Request:
-        """limit_share: of --time-limit."""
+    def request(self, arguments: Arguments, method: str) -> Request:
         return Request(
             budget_bytes=self.budget_bytes,
             reserve_bytes=self.reserve_bytes,
             method=method,
-            time_limit_s=arguments.time_limit * limit_share,
+            time_limit_s=arguments.time_limit,
             seed=arguments.seed,
         )
 
@@ -218,8 +217,9 @@ def _model_problem(
             **memory,
         )
 
-    def traced(file: ModelFile) -> Problem:
-        step, notes = _traced(file, target, arguments)
+    def traced(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
+        step, notes = _traced(file, target, arguments, optimizer)
+        optimizer = step.plain.meta.environment.get("optimizer")
         size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
         return problem_of(
             file,
@@ -228,7 +228,9 @@ def _model_problem(
             device=target.hardware.title,
             costs=describe_costs(step.plain.meta.cost_model),
             notes=(*target.notes, *allocator, *notes),
-            resized=None if largest is None else lambda n: traced(file.resized(largest, n)),
+            resized=None
+            if largest is None
+            else lambda n: traced(file.resized(largest, n), optimizer),
         )
 
     def measured(file: ModelFile, refused: NotTracedError) -> Problem:
@@ -291,14 +293,23 @@ def _planned_by_submodules(
         raise refused from error
 
 
-def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Variants, list[str]]:
-    """Build on the meta device and trace; also returns notes for the report."""
+def _traced(
+    file: ModelFile,
+    target: Target,
+    arguments: Arguments,
+    optimizer_costs: Mapping[str, Any] | None,
+) -> tuple[Variants, list[str]]:
+    """Build on the meta device and trace; also returns notes for the report.
+
+    optimizer_costs: as a graph of this model at another size has them (None: not known).
+    """
     from graphs.trace import TraceError, trace_variants
+    from graphs.training_step import with_optimizer
 
     notes = list(file.notes)
     model: nn.Module = _on_meta(file.model, "the model", notes)
     batch = _with_values(file, target.torch_device, notes)
-    optimizer = file.optimizer(model)
+    optimizer = file.optimizer(model) if optimizer_costs is None else None
     try:
         with _autocast(arguments.autocast, target.kind), _quiet_logs():
             step = trace_variants(
@@ -320,6 +331,8 @@ def _traced(file: ModelFile, target: Target, arguments: Arguments) -> tuple[Vari
         raise NotTracedError(
             f"{file.source}: {error}{called_with}", why=f"{file.source}: {error.why}{called_with}"
         ) from error
+    plain, *planned = (with_optimizer(g, optimizer_costs) for g in (step.plain, *step.planned))
+    step = Variants(plain, tuple(planned))
     notes.extend(step_notes(step.plain))
     notes.extend(_note_on_outputs(step.plain))
     return step, notes

@@ -29,7 +29,8 @@ class Method:
 
     propose: called as the method itself, with `starts` only if it takes them.
     proves_bound: its lower bound is at least as strong as `solver.bound.lower_bound_s`.
-    takes_starts: it can begin from schedules known for the graph, whether they fit or not.
+    takes_starts: it can begin from schedules known for the graph, whether they fit or not, and be
+    quick.
     reaches_least_budget: it finds a schedule for the least budget that `find_obstacle` reaches.
     op_by_op: it decides op by op what is recomputed, not block by block.
     """
@@ -48,12 +49,14 @@ class Method:
         time_limit_s: float,
         seed: int,
         starts: Sequence[Schedule] = (),
+        quick: bool = False,
     ) -> Proposal:
         """A schedule whose peak, by the simulator, is at most `budget_bytes`, or Proposal(None).
 
         Same input and seed, same answer, unless `time_limit_s` ends the search.
+
+        quick: with a fraction of the work, for one of many budgets or sizes.
         """
-        options = {"starts": starts} if self.takes_starts else {}
-        return self.propose(
-            graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=seed, **options
-        )
+        common = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
+        options = {"starts": starts, "quick": quick} if self.takes_starts else {}
+        return self.propose(graph, **common, **options)

@@ -32,7 +32,9 @@ GAP = 3e-4
 """A program is solved to within this share of the baseline's time."""
 
 
-def offer_several_cuts(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
+def offer_several_cuts(
+    search: Search, cuts: Cuts, *, max_columns: int = MAX_COLUMNS
+) -> dict[int, frozenset[int]]:
     """Offer what the cuts give, round by round; the last guide whose bytes no allowance cut."""
     allowance_bytes = dict.fromkeys(cuts.positions, 0)
     proven_guide: dict[int, frozenset[int]] = {}
@@ -58,7 +60,7 @@ def offer_several_cuts(search: Search, cuts: Cuts) -> dict[int, frozenset[int]]:
             allowance_bytes=allowance_bytes,
             deadline=search.deadline,
         )
-        too_large = len(allowance_bytes) > MAX_POSITIONS or program.n_columns > MAX_COLUMNS
+        too_large = len(allowance_bytes) > MAX_POSITIONS or program.n_columns > max_columns
         if not over or too_large:
             break
         before = search.lost_share

@@ -34,6 +34,7 @@ early, and then the proposal says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 from graphs.graph import Graph
@@ -69,18 +70,20 @@ def auto(
     time_limit_s: float,
     seed: int,
     starts: Sequence[Schedule] = (),
+    quick: bool = False,
 ) -> Proposal:
     """The best schedule found and the proven bound; see the module. No randomness.
 
     starts: schedules known for this graph, such as those of a smaller budget.
+    quick: only the stages that take about a second.
     """
     search = Search(FoldedGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     with search:
         search.offer(baseline(graph))
         for schedule in starts:
             _offer_improved(search, schedule)
-        for stage in (*CHEAP_STAGES, *STAGES):
-            if search.done or (search.close and stage in STAGES):
+        for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES)):
+            if search.done or (search.close and stage not in CHEAP_STAGES):
                 break
             stage(search)
     return search.proposal()
@@ -124,10 +127,10 @@ def eviction(search: Search) -> None:
         search.offer(schedule)
 
 
-def several_cuts(search: Search) -> None:
+def several_cuts(search: Search, **limits: int) -> None:
     if search.binding.cuts is None:
         return
-    search.guide = offer_several_cuts(search, search.binding.cuts)
+    search.guide = offer_several_cuts(search, search.binding.cuts, **limits)
     _evict(search)
 
 
@@ -137,12 +140,6 @@ def recombination(search: Search) -> None:
     base = search.binding.ranked[0][0]
     _fill_menu(search, base)
     recombine(search, base=base)
-
-
-CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (single_cut, anchored_cut, other_methods)
-"""Until the gap is DONE_GAP."""
-STAGES: tuple[Callable[[Search], None], ...] = (eviction, several_cuts, recombination)
-"""Until the gap is OPTIMAL_GAP."""
 
 
 def _offer_improved(search: Search, schedule: Schedule) -> None:
@@ -174,6 +171,17 @@ def _evict(search: Search) -> None:
         if schedule is not None:
             search.work += 10 * len(schedule.order)
             search.offer(_improved(search, schedule))
+
+
+CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (single_cut, anchored_cut, other_methods)
+"""Until the gap is DONE_GAP."""
+STAGES: tuple[Callable[[Search], None], ...] = (eviction, several_cuts, recombination)
+"""Until the gap is OPTIMAL_GAP."""
+QUICK_STAGES: tuple[Callable[[Search], None], ...] = (
+    _evict,
+    partial(several_cuts, max_columns=1_500),
+)
+"""In place of STAGES."""
 
 
 def _solved_whole(search: Search) -> bool:
