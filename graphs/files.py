@@ -106,8 +106,15 @@ class Record:
     def expect_format(self, expected: str, *older: str) -> None:
         """older: formats that are read as well."""
         value = self._get("format", _REQUIRED)
-        if value not in (expected, *older):
-            raise self._wrong("format", value, " or ".join(map(repr, (expected, *older))))
+        formats = (expected, *older)
+        if value in formats:
+            return
+        kind, right = (str(name).partition("/")[0] for name in (value, expected))
+        if kind in ("graph", "schedule") and kind != right:
+            raise FormatError(
+                f"{self._where}: this is a {kind} file; a {right} file is expected here"
+            )
+        raise self._wrong("format", value, " or ".join(map(repr, formats)))
 
     @overload
     def string(self, field: str) -> str: ...

@@ -159,6 +159,7 @@ def to_torch_checkpoint(
     if solution.schedule is None or solution.simulation is None:
         raise ExportError(
             f"the solution has no schedule to export: its status is {solution.status}"
+            f"{solution.obstacle_text}"
         )
     _check_model(model, solution.graph)
     planned_peak_bytes, planned_time_s = solution.simulation.peak_bytes, solution.simulation.time_s

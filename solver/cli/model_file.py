@@ -220,7 +220,8 @@ class ModelFile:
         try:
             return function(*args, **sizes)
         except hf_config.ConfigurationError as error:
-            raise SizeError(str(error)) from error
+            # What is too large ends a search for the largest size, not the command.
+            raise (LoadError if self.varied else SizeError)(str(error)) from error
         except (Exception, SystemExit) as error:
             raise LoadError(f"{located(error, self.source)} (in {name})") from error
 

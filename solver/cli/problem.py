@@ -206,6 +206,8 @@ def _model_problem(
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
     if largest is not None:
         sizes.setdefault(largest, FIRST[largest])
+    if largest == "seq_length" and arguments.problem.startswith(CONFIGURATION):
+        sizes.setdefault("batch_size", FIRST["batch_size"])
 
     def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
         title = file.title or step.plain.meta.model or "model"
@@ -221,6 +223,8 @@ def _model_problem(
         step, notes = _traced(file, target, arguments, optimizer)
         optimizer = step.plain.meta.environment.get("optimizer")
         size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
+        if largest == "seq_length" and "batch_size" in file.sizes:
+            size += f", batch size {file.sizes['batch_size']}"
         return problem_of(
             file,
             step,

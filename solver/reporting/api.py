@@ -81,7 +81,7 @@ def draw(
     elif not isinstance(shown, Solution):
         raise TypeError(f"draw() takes a Solution or a Curve, not {type(shown).__name__}")
     elif shown.schedule is None:
-        raise ValueError(f"no schedule to draw: the status is {shown.status}")
+        raise ValueError(f"no schedule to draw: the status is {shown.status}{shown.obstacle_text}")
     else:
         axes = plot.before_and_after(shown)[0]
     plot.save(axes, path)

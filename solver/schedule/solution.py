@@ -194,7 +194,9 @@ class Solution:
     def save(self, path: str | Path) -> None:
         """Write schedule.json (format schedule/2), whole or not at all."""
         if self.schedule is None or self.simulation is None:
-            raise ValueError(f"no schedule to save: the status is {self.status}")
+            raise ValueError(
+                f"no schedule to save: the status is {self.status}{self.obstacle_text}"
+            )
         loss = self.graph.loss_part()
         value = {
             "format": FORMAT,

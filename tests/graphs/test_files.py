@@ -88,7 +88,10 @@ HOSTILE_GRAPHS = {
     "a number": (5, "expected an object"),
     "no format": (without("format"), "'format' is missing"),
     "another format": (changed("format", value="graph/3"), "expected 'graph/2' or 'graph/1'"),
-    "a schedule": (changed("format", value="schedule/1"), "expected 'graph/2' or 'graph/1'"),
+    "a schedule": (
+        changed("format", value="schedule/1"),
+        "this is a schedule file; a graph file is expected here",
+    ),
     "format is a list": (changed("format", value=[[]]), "expected 'graph/2' or 'graph/1'"),
     "no nodes": (without("nodes"), "'nodes' is missing"),
     "no tensors": (without("tensors"), "'tensors' is missing"),
@@ -211,7 +214,7 @@ def a_schedule() -> dict:
 
 
 HOSTILE_SCHEDULES = {
-    "a graph": (a_graph(), "expected 'schedule/2' or 'schedule/1'"),
+    "a graph": (a_graph(), "this is a graph file; a schedule file is expected here"),
     "not an object": ([], "expected an object"),
     "no ops": ({"ops": None}, "'ops' is None"),
     "ops is an object": ({"ops": {}}, "'ops' is {}"),

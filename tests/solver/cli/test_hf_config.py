@@ -196,6 +196,15 @@ def test_a_missing_file_and_a_forgotten_prefix_are_told(tmp_path, capsys):
     assert f"write hf:{path}" in line
 
 
+def test_the_longest_sequence_is_that_of_one_sample_and_within_the_table(tmp_path, capsys):
+    problem = written(tmp_path, GPT2)
+    options = ("--budget", "1GB", "--max-seq", "--seq-length", "16", *OPTIONS)
+    assert main([*options, problem]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problem"].endswith("(GPT2LMHeadModel, seq length 32, batch size 1)")
+    assert any("exceeds max_position_embeddings=32" in note for note in report["notes"])
+
+
 @pytest.mark.slow
 def test_without_the_library_the_way_out_is_named(tmp_path):
     problem = written(tmp_path, VIT)

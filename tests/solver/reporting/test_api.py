@@ -88,7 +88,7 @@ def test_pictures_of_an_answer_and_of_a_curve(solution, tmp_path):
 def test_what_cannot_be_drawn_is_refused(graph, solution, tmp_path):
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         draw(solution, tmp_path / "memory.gif")
-    with pytest.raises(ValueError, match="the status is infeasible"):
+    with pytest.raises(ValueError, match="the status is infeasible; minimum budget found"):
         draw(solve(graph, budget=1000), tmp_path / "memory.png")
     with pytest.raises(TypeError, match="a Solution or a Curve, not Graph"):
         draw(graph, tmp_path / "memory.png")  # type: ignore[arg-type]
