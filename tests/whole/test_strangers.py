@@ -23,7 +23,7 @@ from tests.support.mutated import mutated
 from tests.support.paths import DATA
 
 STEP = DATA / "small_step.json"
-"""A traced step of 24 nodes, with all that `trace` writes into `meta`."""
+"""A traced step of 18 nodes, with all that `trace` writes into `meta`."""
 CHUNK = 500
 PAGE = ("--report", "page.html", "--plot", "plot.svg")
 WAYS = ((), ("--json",), ("--method", "ilp"), ("--compare",), ("--emit", "megatron"))
@@ -45,7 +45,7 @@ def read_graph(path: Path) -> Graph | None:
 
 
 @pytest.mark.slow(sample=1)
-@pytest.mark.parametrize("seed", range(0, 70_000, CHUNK))
+@pytest.mark.parametrize("seed", range(0, 50_000, CHUNK))
 def test_graphs(
     seed: int,
     tmp_path: Path,
@@ -62,22 +62,21 @@ def test_graphs(
             survivors.append((path.read_bytes(), graph))
     assert 0.2 * CHUNK < len(survivors) < 0.6 * CHUNK
     rng = random.Random(seed)
-    page = PAGE if seed % (20 * CHUNK) == CHUNK else ()
-    for options in (page, rng.choice(WAYS)):
-        content, graph = rng.choice(survivors)
-        path.write_bytes(content)
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-        budget = f"{min(2**60, max(1, int(rng.choice((0.5, 0.9, 1.0)) * peak_bytes)))}B"
-        code = main(["graph.json", "--budget", budget, "-o", "schedule.json", *options])
-        emits_nothing = code == Exit.USAGE and "--emit" in options
-        assert code in (Exit.SOLVED, Exit.INFEASIBLE) or emits_nothing
-        if code == Exit.SOLVED:
-            assert main(["explain", "schedule.json", "graph.json"]) == Exit.SOLVED
+    options = PAGE if seed % (20 * CHUNK) == CHUNK else rng.choice(WAYS)
+    content, graph = rng.choice(survivors)
+    path.write_bytes(content)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget = f"{min(2**60, max(1, int(rng.choice((0.5, 0.9, 1.0)) * peak_bytes)))}B"
+    code = main(["graph.json", "--budget", budget, "-o", "schedule.json", *options])
+    emits_nothing = code == Exit.USAGE and "--emit" in options
+    assert code in (Exit.SOLVED, Exit.INFEASIBLE) or emits_nothing
+    if code == Exit.SOLVED:
+        assert main(["explain", "schedule.json", "graph.json"]) == Exit.SOLVED
     capsys.readouterr()
 
 
 @pytest.mark.slow(sample=1)
-@pytest.mark.parametrize("seed", range(0, 30_000, CHUNK))
+@pytest.mark.parametrize("seed", range(0, 50_000, CHUNK))
 def test_schedules(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = Graph.load(STEP)
     path = tmp_path / "schedule.json"
@@ -96,9 +95,8 @@ def test_schedules(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert Solution.load(written, graph=graph) == solution
         assert repr(solution)
     assert 0.05 * CHUNK < len(survivors) < 0.6 * CHUNK
-    for content in random.Random(seed).sample(survivors, 2):
-        path.write_bytes(content)
-        assert main(["explain", str(path), str(STEP)]) == Exit.SOLVED
+    path.write_bytes(random.Random(seed).choice(survivors))
+    assert main(["explain", str(path), str(STEP)]) == Exit.SOLVED
     capsys.readouterr()
 
 
