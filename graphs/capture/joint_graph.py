@@ -43,6 +43,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.calls import HOLE, Call, TraceError, nested
 from graphs.capture.as_eager import Guard, eager_branches, eager_kernels
+from graphs.capture.filled_once import filled_once, put_meanwhile
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.refuse import (
     HeldTensor,
@@ -107,6 +108,7 @@ class Capture:
     mutations: placeholder -> fx node of its new value.
     guards: values that the module read; a call with other values needs another program.
     held: tensors in plain attributes of the module, which are constants of the program.
+    filled: those that the module's first call puts there.
     """
 
     graph: torch.fx.Graph
@@ -121,6 +123,7 @@ class Capture:
     mutations: Mapping[torch.fx.Node, torch.fx.Node]
     guards: tuple[Guard, ...]
     held: tuple[HeldTensor, ...]
+    filled: tuple[HeldTensor, ...] = ()
 
     def copy(self) -> Capture:
         """The same with a graph of its own, which may be changed; nodes have the same names."""
@@ -159,6 +162,19 @@ def capture(
     choose: flat model output -> indices of the outputs that get a gradient.
     Raises TraceError with the reason.
     """
+    captured, filled = _with_filled(
+        model, call, device, lambda: _captured(model, call, device=device, choose=choose)
+    )
+    return replace(captured, filled=filled)
+
+
+def _captured(
+    model: nn.Module,
+    call: Call,
+    *,
+    device: torch.device | None,
+    choose: Callable[[Any], tuple[int, ...]],
+) -> Capture:
     shell = Shell(model, call, choose=choose, device=device)
     # The cache of results on fake tensors ignores storage offsets: without this, sizes would depend
     # on what this process has traced before.
@@ -179,9 +195,31 @@ def capture(
 @one_at_a_time
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors; nothing is recorded."""
-    shell = Shell(model, call, choose=lambda _output: (), device=device)
-    with _tracing(model), attributes_unchanged(model), shell.mode:
-        return shell.call(shell.batch)
+
+    def run() -> Any:
+        shell = Shell(model, call, choose=lambda _output: (), device=device)
+        with _tracing(model), attributes_unchanged(model), shell.mode:
+            return shell.call(shell.batch)
+
+    output, _ = _with_filled(model, call, device, run)
+    return output
+
+
+def _with_filled(
+    model: nn.Module, call: Call, device: torch.device | None, run: Callable[[], _R]
+) -> tuple[_R, tuple[HeldTensor, ...]]:
+    """What `run` returns; where it fails, once more with the attributes that a call fills."""
+    try:
+        return run(), ()
+    except TraceError:
+        shell = Shell(model, call, choose=lambda _output: (), device=device)
+        filled: tuple[HeldTensor, ...] = ()
+        with contextlib.suppress(TraceError), _tracing(model):
+            filled = filled_once(model, shell.mode, lambda: shell.call(shell.batch))
+        if not filled:
+            raise
+    with put_meanwhile(model, filled):
+        return run(), filled
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ class PlannedForward(ReplacedForward):
         program = self._programs.find(kind, model, call)
         if program is None:
             program = self.program_for(call)
-            self._programs.add(kind, program)
+            self._programs.add(self.kind(call), program)  # tracing may have filled attributes
             if self._programs.n_added in N_WORTH_A_WARNING:
                 logger.warning(
                     "%s has been planned for %d kinds of call; shapes, arguments or attributes "
@@ -147,7 +147,7 @@ class PlannedForward(ReplacedForward):
         self._tracing = True
         model.forward = self
         try:
-            return trace_module(
+            step = trace_module(
                 model,
                 call,
                 device=device_of(model),
@@ -165,6 +165,9 @@ class PlannedForward(ReplacedForward):
             del model.forward
             if around is not None:
                 model.forward = around
+        for held in step.captured.filled:
+            held.put(model)
+        return step
 
 
 def _is_transformed() -> bool:

@@ -2,5 +2,5 @@
 
 from graphs.capture.as_eager.autocast import casts_once
 from graphs.capture.as_eager.kernels import eager_kernels, own_generator
-from graphs.capture.as_eager.known_values import Guard, KnowingMode, Leaf
+from graphs.capture.as_eager.known_values import Guard, KnowingMode, Leaf, Recipe, evaluate
 from graphs.capture.as_eager.transformers_branches import eager_branches

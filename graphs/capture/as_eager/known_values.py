@@ -198,14 +198,14 @@ def is_unknown(tensor: object) -> bool:
 def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
     """Compute the value on real tensors, outside of all tracing."""
     values: dict[Value, Any] = {leaf: leaves[leaf] for leaf in recipe.leaves}
-    device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
+    device = next((tensor.device for tensor in values.values()), None)
     with _outside_of_tracing(), torch.no_grad(), torch._C._DisableAutocast():
         for each in _in_order(recipe):
             flat = [
                 values[item]
                 if isinstance(item, Leaf | Recipe)
                 else device
-                if isinstance(item, torch.device)
+                if isinstance(item, torch.device) and device is not None
                 else item
                 for item in each.arguments
             ]

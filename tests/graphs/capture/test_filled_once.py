@@ -1,0 +1,90 @@
+"""Attributes that the first call fills: planned where nothing but constants goes into them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.zoo.word_language import TransformerLanguageModel
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply, fit
+from scheduler_runtime.fitting import plans_of
+from solver import solve
+
+N_TOKENS = 60
+
+
+def transformer() -> TransformerLanguageModel:
+    torch.manual_seed(0)
+    return TransformerLanguageModel(n_tokens=N_TOKENS, width=16, n_layers=1)
+
+
+def tokens(n_steps: int = 8) -> torch.Tensor:
+    return torch.arange(n_steps * 4).reshape(n_steps, 4) * 7 % N_TOKENS
+
+
+def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(output[:-1].flatten(0, 1), batch[1:].flatten())
+
+
+def train(model: nn.Module, lengths: list[int]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    seen = []
+    for n_steps in lengths:
+        model.zero_grad()
+        value = loss(model(tokens(n_steps)), tokens(n_steps))
+        value.backward()
+        seen += [value.detach(), *(p.grad.clone() for p in model.parameters())]
+    return [*seen, torch.get_rng_state()]
+
+
+def test_fit_fills_the_mask_as_the_first_call_does() -> None:
+    plain = transformer()
+    fitted = fit(copy.deepcopy(plain), budget="5MB")
+    assert all(map(torch.equal, train(plain, [8, 8, 6, 6]), train(fitted, [8, 8, 6, 6])))
+    assert torch.equal(plain.src_mask, fitted.src_mask)
+    assert len(plans_of(fitted)) == 2
+
+
+def test_planning_leaves_the_mask_to_the_first_call() -> None:
+    plain = transformer()
+    solution = solve(plain, tokens(), budget="5MB", loss=loss)
+    assert plain.src_mask is None
+    planned = apply(copy.deepcopy(plain), solution)
+    assert all(map(torch.equal, train(plain, [8, 8]), train(planned, [8, 8])))
+    assert len(planned.forward._programs.programs) == 1
+
+
+class Filling(nn.Module):
+    def __init__(self, make: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kept = None
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.make(self, x)
+        return self.layer(x + self.kept).sum()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda module, _: module.layer.weight[0].detach() * 2,
+        lambda _, x: x.mean(0),
+        lambda _, x: torch.rand(4),
+        lambda _, x: torch.zeros(4).fill_(3.0),
+    ],
+)
+def test_what_is_more_than_constants_is_refused(make: Any) -> None:
+    model = Filling(make)
+    with pytest.raises(TraceError):
+        trace(model, torch.ones(2, 4))
+    assert model.kept is None
