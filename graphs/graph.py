@@ -340,7 +340,12 @@ def _check_overwrite(node: Node, graph: Graph) -> None:
 
     if old not in node.inputs:
         raise illegal("which is none of its inputs")
-    if node.phase == "forward" or maker is None or maker.phase == "forward":
-        raise illegal("but a node of a later phase must make both, as forward nodes run again")
+    if maker is None:
+        raise illegal("which is resident")
+    on_storage = (graph.root(old), *graph.views.get(graph.root(old), ()))
+    readers = (reader for name in on_storage for reader in graph.consumers[name])
+    for other in (maker, node, *readers):
+        if other.phase == "forward" and other.recomputable:
+            raise illegal(f"but {other.name!r}, which makes or reads it, may run again")
     if [graph.root(name) for name in node.outputs] != [graph.root(old)]:
         raise illegal("so its one output must be an alias on that storage")

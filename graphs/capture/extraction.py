@@ -39,12 +39,12 @@ class NodeCost(Protocol):
 class Overwrite:
     """A call of an operator that writes its result into one of its arguments.
 
-    target: the overload that does.
+    target: the overload, or other function, that does.
     argument: the fx node of that argument.
     keyword: the name under which it is given once more (None: the overload overwrites its first).
     """
 
-    target: torch._ops.OpOverload
+    target: Callable[..., Any]
     argument: torch.fx.Node
     keyword: str | None
 

@@ -40,6 +40,8 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         value = func(*args, **(kwargs or {}))
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
+        if not call.outputs() and not call.mutated():
+            return value  # it asks for a property (prim.device)
         known = {item.untyped_storage()._cdata for item in call.inputs()}
         for item in call.outputs():
             storage = item.untyped_storage()

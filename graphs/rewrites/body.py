@@ -19,6 +19,9 @@ _INTO: dict[Any, Any] = {
 }
 """Operators that may write into their own first argument, and how they are called then."""
 
+_OUT = {**_INTO, aten.gather.default: aten.gather.out}
+"""Operators that may write into an output of the new node."""
+
 
 class Body:
     """Collects operators around one cross-entropy, and becomes a node that runs them by chunks.
@@ -70,8 +73,8 @@ class Body:
         """Make the value the next output of the new node. made: the fake tensor of all its rows."""
         destination = self._destinations[len(self._made)]
         self._made.append(made)
-        target = _INTO.get(value.target, value.target)
-        if target in _INTO.values() and value.meta["dtype"] == made.dtype:
+        target = _OUT.get(value.target, value.target)
+        if target in _OUT.values() and value.meta.get("dtype", made.dtype) == made.dtype:
             value.target, value.kwargs = target, {"out": destination}
             return
         if value.target is aten._to_copy.default:  # copying casts
@@ -101,8 +104,7 @@ class Body:
         like: a node whose phase and module it has.
         """
         graph, made = place.graph, tuple(self._made)
-        kept = ("partitioner_tag", "custom", "seq_nr")
-        meta = {key: like.meta[key] for key in kept if key in like.meta}
+        meta = _place_of(like)
         with graph.inserting_before(place):
             inputs = [self._as_rows(node) for node in self._inputs]
             new = graph.call_function(self._chunks(), tuple(inputs))
@@ -132,6 +134,21 @@ class Body:
         """A wide input as rows by classes."""
         shape = self._region.shape
         return _view(node, shape) if node.meta["val"].numel() == shape.numel() else node
+
+
+def put_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Call an ordinary operator in the step's graph, as part of what `place` belongs to."""
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, args)
+    value = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
+    node.meta = {**_place_of(place), "val": value}
+    return node
+
+
+def _place_of(node: fx.Node) -> dict[str, Any]:
+    """Phase, module and autograd function, in the words of fx's metadata."""
+    kept = ("partitioner_tag", "custom", "seq_nr")
+    return {key: node.meta[key] for key in kept if key in node.meta}
 
 
 def _view(node: fx.Node, shape: torch.Size) -> fx.Node:

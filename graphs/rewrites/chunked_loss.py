@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from graphs.capture import Capture
-from graphs.rewrites.body import Body
+from graphs.rewrites.body import Body, put_before
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, erase_unread
 
 aten = torch.ops.aten
@@ -30,23 +30,22 @@ def rewrite_program(captured: Capture) -> None:
 
 def _pick(region: CrossEntropy) -> None:
     """nll_loss reads a column of picked values; what label smoothing reads are sums of rows."""
-    ignored = region.loss.args[4]
-    of, n_rows = region.softmax.meta["val"], region.shape[0]
-    body = Body(region, n_outs=2 + len(region.row_sums))
+    _, target, _, reduction, ignored = region.loss.args
+    softmax, n_rows = region.softmax.meta["val"], region.shape[0]
+    place = min((region.loss, *region.row_sums))
+    is_ignored = put_before(place, aten.eq.Scalar, target, ignored)
+    first = put_before(place, aten.masked_fill.Scalar, target, is_ignored, 0)
+    index = put_before(place, aten.unsqueeze.default, first, 1)
+    marks = put_before(place, aten.where.Scalar, is_ignored, _IGNORED, 0)
+    body = Body(region, n_outs=1 + len(region.row_sums))
     for node in (*region.before, region.softmax, *region.row_sums):
         body.run(node)
-    target = body.read(region.target)
-    is_ignored = body.call(aten.eq.Scalar, target, ignored)
-    index = body.call(aten.masked_fill.Scalar, target, is_ignored, 0)
-    index = body.call(aten.unsqueeze.default, index, 1)
-    picked = body.call(aten.gather.default, body.read(region.softmax), 1, index)
-    body.write(picked, of.new_empty(n_rows, 1))
-    marked = body.call(aten.where.Scalar, is_ignored, _IGNORED, 0)
-    body.write(marked, of.new_empty(n_rows, dtype=torch.int64))
+    picked = body.call(aten.gather.default, body.read(region.softmax), 1, body.read(index))
+    body.write(picked, softmax.new_empty(n_rows, 1))
     for node in region.row_sums:
         body.write_for(node)
-    column, marks, *sums = body.nodes_before(min((region.loss, *region.row_sums)), like=region.loss)
-    region.loss.args = (column, marks, None, region.loss.args[3], _IGNORED)
+    column, *sums = body.nodes_before(place, like=region.loss)
+    region.loss.args = (column, marks, None, reduction, _IGNORED)
     for old, new in zip(region.row_sums, sums, strict=True):
         old.replace_all_uses_with(new)
 

@@ -3,19 +3,24 @@
 An operator of the backward pass writes its result over an input of the same form that nothing reads
 afterwards, and the result is an alias of that input. Every bit stays: the operator is the same
 kernel, which reads each position before it writes it.
+
+The loss in row chunks writes the gradient of the logits over the logits, or over log-softmax, which
+was written over the logits. What makes and reads those runs once then: they are read last where the
+backward pass begins, so that computing them again would save little.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from graphs.capture import Capture, Layout, Overwrite
+from graphs.rewrites.row_chunks import RowChunks
 
 aten = torch.ops.aten
 
@@ -46,7 +51,7 @@ too, but `mul_(x, 0.3)` rounds the number to 16 bits first, where `mul` does not
 
 
 def rewrite(_captured: Capture, layout: Layout, _cost: Callable[[Any], Any]) -> Layout:
-    """Let nodes of the backward pass overwrite an input where that is safe."""
+    """Let nodes overwrite an input where that is safe."""
     made = {name: node for node in layout.nodes for name in node.outputs}
     last = {name: node.name for node in layout.nodes for name in node.inputs}
     free = {  # may take part: nobody outside of the step sees them
@@ -57,28 +62,51 @@ def rewrite(_captured: Capture, layout: Layout, _cost: Callable[[Any], Any]) -> 
     size_bytes = {tensor.name: tensor.size_bytes for tensor in layout.tensors}
     root: dict[str, str] = {}
     overwriting: dict[str, Overwrite] = {}
+    run_once: set[str] = set()
+    pinned = _pinned(layout, free, last)
     nodes = []
     for node in layout.nodes:
         call = layout.calls.get(node.name)
-        if call is not None and node.phase == "backward" and free.issuperset(node.outputs):
+        may = node.phase == "backward" or pinned.issuperset(node.outputs)
+        if call is not None and may and free.issuperset(node.outputs):
             dying = {
                 name
                 for name in free.intersection(node.inputs)
-                if made[name].phase == "backward" and last[name] == node.name
+                if last[name] == node.name and (made[name].phase == "backward" or name in pinned)
             }
             found = next(_overwrites(layout, call, dying, size_bytes), None)
             if found is not None:
                 old = layout.storage[found.argument]
                 root[node.outputs[0]] = root.get(old, old)
                 overwriting[node.name] = found
-                node = dataclasses.replace(node, overwrites=old)
+                run_once |= {made[old].name} | {n.name for n in layout.nodes if old in n.inputs}
+                node = replace(node, overwrites=old)
         nodes.append(node)
-    return dataclasses.replace(
+    return replace(
         layout,
-        nodes=nodes,
-        tensors=[dataclasses.replace(t, alias_of=root.get(t.name)) for t in layout.tensors],
+        nodes=[replace(n, recomputable=n.recomputable and n.name not in run_once) for n in nodes],
+        tensors=[replace(t, alias_of=root.get(t.name)) for t in layout.tensors],
         overwriting=overwriting,
     )
+
+
+def _pinned(layout: Layout, free: set[str], last: dict[str, str]) -> set[str]:
+    """Forward tensors to overwrite: logits and log-softmax of a loss in row chunks.
+
+    Log-softmax may be written over the logits itself where the gradient is written over it.
+    """
+    pinned: set[str] = set()
+    for node in reversed(layout.nodes):
+        call = layout.calls.get(node.name)
+        if call is None:
+            continue
+        read: set[str] = set()
+        if isinstance(call.target, RowChunks):
+            read = {layout.storage[call.args[at]] for at in call.target.overwritable}  # type: ignore[index]
+        elif call.target is aten._log_softmax.default and pinned.issuperset(node.outputs):
+            read = set(node.inputs)
+        pinned |= {name for name in read & free if last[name] == node.name}
+    return pinned
 
 
 def _overwrites(
@@ -94,7 +122,10 @@ def _overwrites(
         for item in pytree.tree_leaves((call.args, call.kwargs))
         if isinstance(item, torch.fx.Node) and item in layout.storage
     ]
-    for argument in arguments if keyword else arguments[:1]:
+    candidates = arguments if keyword else arguments[:1]
+    if isinstance(call.target, RowChunks):
+        candidates = [arguments[at] for at in call.target.overwritable]
+    for argument in candidates:
         storage = layout.storage[argument]
         sharing = [item for item in arguments if layout.storage[item] == storage]
         if (
@@ -111,7 +142,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _overload(target: Any) -> tuple[torch._ops.OpOverload | None, str | None]:
+def _overload(target: Any) -> tuple[Callable[..., Any] | None, str | None]:
     """The overload that writes into a tensor that it is given, and the name of that argument.
 
     A generated one computes first and copies then, which saves nothing. The name is None for an
@@ -119,6 +150,8 @@ def _overload(target: Any) -> tuple[torch._ops.OpOverload | None, str | None]:
     """
     if target in IN_PLACE:
         return IN_PLACE[target], None
+    if isinstance(target, RowChunks):
+        return target, "out"
     if not isinstance(target, torch._ops.OpOverload) or not _is_safe(target):
         return None, None
     packet = target.overloadpacket

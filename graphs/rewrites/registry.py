@@ -90,7 +90,8 @@ def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
     """
     if check_word(word) == "none" or sharded:
         return ((),)
-    return ((), ("chunked_loss_backward",), ("chunked_loss",))
+    in_place = ("in_place",)
+    return (in_place, ("chunked_loss_backward", *in_place), ("chunked_loss", *in_place))
 
 
 def offered(traced: Sequence[tuple[Graph, Capture]], planned: Sequence[Variant]) -> Variants:
@@ -105,7 +106,8 @@ def offered(traced: Sequence[tuple[Graph, Capture]], planned: Sequence[Variant])
     tried = {
         tuple(graph.meta.rewrites): keeps_bits(program.graph, costs) for graph, program in traced
     }
-    refused = sorted({name for variant, keeps in tried.items() if not keeps for name in variant})
+    failed = {name for variant, keeps in tried.items() if not keeps for name in variant}
+    refused = sorted(failed.intersection(PROGRAM_REWRITES))
     graphs = [
         replace(graph, meta=replace(graph.meta, refused_rewrites=refused)) for graph, _ in traced
     ]

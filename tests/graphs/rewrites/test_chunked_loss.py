@@ -222,7 +222,7 @@ def test_a_refused_rewrite_is_noted_and_not_planned(monkeypatch) -> None:
     assert len(trace_variants(model, (x, y)).planned) == 3
     monkeypatch.setattr(probe, "_same_loss", lambda n_rows, device: False)
     step = trace_variants(model, (x, y))
-    assert step.planned == (step.plain,)
+    assert [graph.meta.rewrites for graph in step.planned] == [["in_place"]]
     assert any("row chunks" in note for note in step.plain.meta.notes)
 
 
@@ -248,3 +248,25 @@ def test_the_best_variant_is_taken_and_runs_with_the_same_bits() -> None:
     assert peak_bytes == pytest.approx(
         solution.simulation.peak_bytes - solution.graph.resident_bytes, abs=1e5
     )
+
+
+def test_the_gradient_is_written_over_the_logits() -> None:
+    """One wide tensor at a time, and the workspace of a chunk; what touches it runs once."""
+    model, (x, y) = Head(LOSSES["mean"], 4096), batch(4096)
+    wide, chunk = 4 * N_ROWS * 4096, 4 * 64 * 4096
+    for rewrite in BOTH:
+        step, call = captured(model, x, y, (rewrite, "in_place"))
+        graph = step.graph
+        (last,) = (n for n in graph.nodes if n.overwrites and n.phase == "backward")
+        on_storage = {graph.root(last.outputs[0]), *graph.views[graph.root(last.outputs[0])]}
+        touching = [n for n in graph.nodes if on_storage.intersection((*n.inputs, *n.outputs))]
+        assert len(touching) >= 4
+        assert not any(node.recomputable for node in touching)
+        simulation = simulate(graph, baseline(graph))
+        assert wide < simulation.peak_bytes - graph.resident_bytes < 1.1 * wide + 2 * chunk
+        expected = results(model, lambda: model(x, y))
+        program = BoundProgram(step, build_program(step, baseline(graph)))
+        run = lambda: results(model, lambda: program.run(model, call))  # noqa: B023, E731
+        assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+        taken_bytes = cpu_peak_bytes(run).peak_bytes
+        assert taken_bytes == pytest.approx(simulation.peak_bytes - graph.resident_bytes, abs=1e5)
