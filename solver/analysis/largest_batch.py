@@ -162,7 +162,7 @@ def _expected(candidates: Sequence[Candidate]) -> int | None:
     steps = {c.size: Variants.of(c.solution.variants or c.solution.graph) for c in candidates}
     if len(steps) < 2:
         return None
-    a, b = sorted(steps)[:2]
+    a, b = sorted(steps)[-2:]
     obstacles = (c.solution.obstacle for c in candidates)
     missed = max((o.reached_bytes / o.proven_bytes for o in obstacles if o), default=1.0)
     available_bytes = candidates[0].solution.request.available_bytes / missed

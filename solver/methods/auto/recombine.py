@@ -29,9 +29,11 @@ from solver.methods.auto.search import Search
 GAP = 2e-4
 """The program is solved to within this share of the baseline's time."""
 NODES_TIMES_COLUMNS = 100_000
-"""Branch-and-bound nodes times columns that one solve may take: some ten seconds."""
+"""Branch-and-bound nodes times columns of one solve."""
 MAX_MENU = 3_000
-"""The program has three to four columns for each entry."""
+"""The program has three to four columns for each entry. Nothing else bounds the work at the root
+node, which HiGHS does not count: 34 of 36 processor seconds on ResNet-50 with 834 entries.
+"""
 MAX_ROUNDS = 4
 """Times that overflowing positions get an allowance."""
 
