@@ -23,7 +23,7 @@ from torch import nn
 from graphs.calls import Call, TraceError, device_of, find_loss, nested
 from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.graph import Graph
-from graphs.rewrites import Variants, check_word, variants_of
+from graphs.rewrites import check_word, offered, variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import (
     optimizer_costs,
@@ -223,11 +223,12 @@ class FittedForward(PlannedForward):
                 costs=costs,
                 rewrites=(),
             )
-        planned = [step.with_rewrites(names) for names in variants_of(self.options.rewrites)]
+        planned = variants_of(self.options.rewrites)
+        steps = [step.with_rewrites(names) for names in dict.fromkeys([(), *planned])]
         around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
         finish_measuring(costs)
-        whole = Variants(around(step.graph), tuple(around(each.graph) for each in planned))
-        solution = answer(whole, request)
+        whole = [(around(each.graph), each.captured) for each in steps]
+        solution = answer(offered(whole, planned), request)
         if solution.schedule is None:
             raise FitError(
                 f"no schedule of {type(self._model).__name__}'s step fits "

@@ -91,7 +91,8 @@ def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
     if check_word(word) == "none" or sharded:
         return ((),)
     in_place = ("in_place",)
-    return (in_place, ("chunked_loss_backward", *in_place), ("chunked_loss", *in_place))
+    chunked = (("chunked_loss_backward", *in_place), ("chunked_loss", *in_place))
+    return ((), in_place, *chunked)
 
 
 def offered(traced: Sequence[tuple[Graph, Capture]], planned: Sequence[Variant]) -> Variants:

@@ -14,7 +14,15 @@ from solver.analysis import Advice, SizeSearch
 from solver.common import counted, format_time
 from solver.emit import Emitted
 from solver.runtime_hooks import Verification
-from solver.schedule import Schedule, Simulation, Solution, baseline, memory_at, node_at
+from solver.schedule import (
+    Schedule,
+    Simulation,
+    Solution,
+    baseline,
+    memory_at,
+    node_at,
+    simulate,
+)
 
 FORMAT = "report/1"
 
@@ -148,6 +156,36 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """How the plan's program differs from the plain step; every bit of the results stays.
+
+    names: of the rewrites. n_in_place: outputs that take the place of an input. peak_bytes: of the
+    program without recomputation.
+    """
+
+    names: tuple[str, ...]
+    n_in_place: int
+    peak_bytes: int
+
+
+def rewritten(solution: Solution) -> Rewritten | None:
+    """None: the plan runs the plain step."""
+    graph = solution.graph
+    if not graph.meta.rewrites:
+        return None
+    return Rewritten(
+        names=tuple(graph.meta.rewrites),
+        n_in_place=sum(node.overwrites is not None for node in graph.nodes),
+        peak_bytes=simulate(graph, baseline(graph)).peak_bytes,
+    )
+
+
+def _rewrites(solution: Solution) -> dict[str, Any] | None:
+    found = rewritten(solution)
+    return None if found is None else {**asdict(found), "results": "bitwise"}
+
+
 def _answer(solution: Solution) -> dict[str, Any]:
     """One method's answer; the fields of a schedule are null when there is none."""
     schedule, simulation = solution.schedule, solution.simulation
@@ -156,6 +194,7 @@ def _answer(solution: Solution) -> dict[str, Any]:
         "status": solution.status,
         "method": solution.method,
         "schedule": run,
+        "rewrites": _rewrites(solution),
         "overhead": solution.overhead,
         "lower_bound_s": _finite(solution.lower_bound_s),
         "lower_bound_overhead": _finite(solution.lower_bound_overhead),

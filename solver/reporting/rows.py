@@ -18,7 +18,7 @@ from solver.common import (
     format_time,
 )
 from solver.emit import Emitted
-from solver.reporting.report_data import Report
+from solver.reporting.report_data import Report, Rewritten, rewritten
 from solver.runtime_hooks import Verification
 from solver.schedule import (
     CATEGORIES,
@@ -101,6 +101,8 @@ def answer_rows(report: Report) -> Iterator[Row]:
     else:
         spare = solution.request.available_bytes - simulation.peak_bytes
         yield "peak", f"{format_both(simulation.peak_bytes)}, {format_size(spare)} to spare"
+        if (changed := rewritten(solution)) is not None:
+            yield "rewrites", _rewrite_text(solution, changed)
         baseline_time = format_time(solution.baseline.time_s)
         yield "step time", f"{format_time(simulation.time_s)} (baseline: {baseline_time})"
         yield "overhead", format_share(solution.overhead)
@@ -118,6 +120,17 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield what, str(path)
     if simulation is not None and not any(what == "schedule" for what, _ in report.files):
         yield "schedule", f"not saved; save it with {report.how_to_save}"
+
+
+def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
+    """What was rewritten, and what that saves where nothing is recomputed."""
+    parts = [name.replace("_", " ") for name in changed.names if name != "in_place"]
+    if changed.n_in_place:
+        parts.append(f"{counted(changed.n_in_place, 'output')} in place of inputs")
+    return (
+        f"{', '.join(parts)}: without recomputation {format_size(changed.peak_bytes)} instead of "
+        f"{format_size(solution.baseline.peak_bytes)}; bitwise identical results"
+    )
 
 
 def _scope(solution: Solution) -> str:

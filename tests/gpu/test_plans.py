@@ -13,11 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import scheduler_runtime
 from benchmarks.gpu.bench import measured, optimizer_of, step_of
 from benchmarks.gpu.bits import compare, tight_plan
-from benchmarks.zoo import TINY, tiny
+from benchmarks.same_bits import solution_of, trained
+from benchmarks.step_styles import STYLES, Training
+from benchmarks.zoo import LOSS_INSIDE, TINY, tiny
 from graphs.costs import CostCache, Measured
 from graphs.trace import trace
 from scheduler_runtime.measuring import emptied
-from scheduler_runtime.verifying import verify
+from scheduler_runtime.verifying import differences, verify
+from solver.schedule import baseline
 
 COMPARED = ("attention", "norm", "dropout", "convolution", "rnn")
 
@@ -60,6 +63,26 @@ def test_a_planned_step_is_bitwise_identical(device, name, finding):
     assert row["n_different"] == 0, row
     assert row["n_again"] > 0, "the plan recomputes nothing"
     finding(", ".join(f"{key} {row[key]}" for key in row if key.startswith(("n_", "all_"))))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding):
+    """The plan without recomputation, so that it differs from eager mode in this alone."""
+    model, batch = tiny(name, device).made(device)
+    graph = trace(model, batch, rewrites=("in_place",))
+    n_in_place = sum(node.overwrites is not None for node in graph.nodes)
+    plain = copy.deepcopy(model)
+    scheduler_runtime.apply(model, solution_of(graph, baseline(graph)))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    runs = [
+        trained(Training(each, batch, LOSS_INSIDE), STYLES["plain"])[0]
+        for each in (copy.deepcopy(plain), copy.deepcopy(plain), model)
+    ]
+    torch.use_deterministic_algorithms(False)
+    for expected, second, planned in zip(*runs, strict=True):
+        unsteady = differences(expected, second)
+        assert differences(expected, planned).keys() <= unsteady.keys()
+    finding(f"{n_in_place} outputs in place of inputs")
 
 
 def test_a_planned_step_under_autocast_is_bitwise_identical(device):
