@@ -14,6 +14,7 @@ from rich.console import Console
 from graphs.graph import Graph
 from graphs.synthetic.nets import chain, residual
 from solver.analysis.advice import Advice
+from solver.common import format_size
 from solver.common.format import describe_op, format_share, format_time
 from solver.methods.registry import METHODS
 from solver.reporting.report_data import Report, best, to_json
@@ -25,6 +26,7 @@ from solver.schedule.simulator import simulate
 from solver.schedule.solution import Obstacle, Solution
 from solver.solving import solve
 from tests.support.builders import make, op
+from tests.support.overwriting import with_overwrites
 from tests.support.paths import GPT2
 
 
@@ -224,6 +226,27 @@ def test_advice_is_told(planned):
         "text": "Use bf16.",
     }
     assert "Advice" not in shown(report_of(planned))
+
+
+def test_what_was_rewritten_is_told_beside_the_plain_step(gpt2, planned):
+    meta = dataclasses.replace(gpt2.meta, rewrites=["in_place"])
+    in_place = dataclasses.replace(with_overwrites(gpt2), meta=meta)
+    n_in_place = sum(node.overwrites is not None for node in in_place.nodes)
+    peak_bytes = simulate(in_place, baseline(in_place)).peak_bytes
+    solution = solve(in_place, budget=peak_bytes)
+    assert solution.baseline == planned.baseline  # overhead and savings are against the plain step
+    assert solution.simulation.peak_bytes == peak_bytes < planned.baseline.peak_bytes
+    text = " ".join(shown(report_of(solution)).split())
+    saved = f"{format_size(peak_bytes)} instead of {format_size(planned.baseline.peak_bytes)}"
+    assert (
+        f"rewrites {n_in_place} outputs in place of inputs: without recomputation {saved}" in text
+    )
+    assert "bitwise identical results" in text
+    found = to_json(report_of(solution))["rewrites"]
+    assert found["n_in_place"] == n_in_place > 0
+    assert found["results"] == "bitwise"
+    assert to_json(report_of(planned))["rewrites"] is None
+    assert " rewrites " not in shown(report_of(planned))
 
 
 def test_a_refusal_is_told(gpt2, planned):
