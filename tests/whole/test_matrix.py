@@ -23,10 +23,11 @@ from benchmarks.matrix import (
     run_budget,
     run_solution,
 )
-from benchmarks.same_bits import keeping_nothing
+from benchmarks.same_bits import keeping_nothing, solution_of
 from benchmarks.step_styles import STYLES
 from benchmarks.zoo import ZOO
 from graphs.costs.models import Measured
+from solver.schedule import baseline
 
 SMALL = [name for name, entry in ZOO.items() if not entry.large]
 N_TENSORS = 3 * 8
@@ -82,6 +83,18 @@ def test_plans_for_a_budget_train_the_same_bits_within_it(name: str, share: floa
     row = run_budget(subject, share, time_limit_s=60.0)
     assert row["n_recomputed"] > 0
     assert faults(row) == []
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("name", ["several losses", "VGG", "U-Net", "GPT-2", "Llama"])
+def test_outputs_in_place_of_inputs_take_the_memory_that_is_predicted(name: str) -> None:
+    subject = prepare(ZOO[name], STYLES["plain"], costs=Measured(torch.device("cpu")))
+    assert subject is not None
+    assert any(node.overwrites for node in subject.graph.nodes)
+    row = run_solution(subject, solution_of(subject.graph, baseline(subject.graph)))
+    assert row["n_recomputed"] == 0
+    assert row["differences"] == []
+    assert abs(row["measured_peak_bytes"] - row["predicted_peak_bytes"]) < 100_000
 
 
 def test_what_is_wrong_is_told() -> None:
