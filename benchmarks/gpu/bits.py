@@ -24,17 +24,18 @@ TIME_LIMIT_S = 5.0
 def tight_plan(
     model: nn.Module, batch: tuple[torch.Tensor, ...], *, share: float = 0.75, **options: Any
 ) -> Solution:
-    """A plan that has to recompute: for the resident bytes and a share of the activations of that
-    variant of the step which holds least."""
+    """A plan that has to recompute: for the resident bytes and a share of the activations, and less
+    than any variant of the step takes as it is."""
     options |= {"reserve": 0, "time_limit_s": TIME_LIMIT_S}
     free = solve(model, batch, budget="1TB", **options)
     resident = free.graph.resident_bytes
     variants = Variants.of(free.variants or free.graph).planned
-    peak_bytes = min(simulate(graph, baseline(graph)).peak_bytes for graph in variants)
-    budget = resident + int(share * (peak_bytes - resident))
+    least_bytes = min(simulate(graph, baseline(graph)).peak_bytes for graph in variants)
+    budget = resident + int(share * (free.baseline.peak_bytes - resident))
+    budget = min(budget, least_bytes - 1)
     solution = solve(model, batch, budget=budget, **options)
     if solution.simulation is None:
-        raise ValueError(f"nothing fits {budget} bytes of {peak_bytes}")
+        raise ValueError(f"nothing fits {budget} bytes of {free.baseline.peak_bytes}")
     return solution
 
 
