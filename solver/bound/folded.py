@@ -228,12 +228,12 @@ class FoldedGraph:
                 continue
             window = min(self.last_need[n], before) - after - 1
             window = min(window, len(least_gap) - 1)
-            if n in self.locks:
-                gaps = range(after + 1, after + window + 2)
-                free = [self.held_bytes[p] for p in gaps if not self.is_locked(n, p)]
-                may[n] = bool(free) and min(free) + self._run_bytes[n] <= budget_bytes
-            else:
-                may[n] = window >= 0 and least_gap[window] + self._run_bytes[n] <= budget_bytes
+            may[n] = window >= 0 and least_gap[window] + self._run_bytes[n] <= budget_bytes
+            if may[n] and n in self.locks:
+                fits = self.held_bytes[: after + window + 2] + self._run_bytes[n] <= budget_bytes
+                for first, last in self.locks[n]:
+                    fits[first : last + 1] = False
+                may[n] = fits[after + 1 :].any()
         return may
 
     def is_locked(self, n: int, p: int) -> bool:
