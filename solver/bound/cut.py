@@ -53,7 +53,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,6 +69,9 @@ columns: ten seconds at most.
 """
 ROUNDED_GAP = 2.5e-4
 """Where the LP of a single cut rounds to within this share of the baseline's time, that will do."""
+
+NODES_BEFORE_COUNTS, LEAST_ALIKE = 100, 3
+"""After so many nodes of a single cut, what occurs at least so often is counted."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,23 @@ class CutMilp:
         for keep in self.keep:
             for u in keep.keys() & units:
                 self.program.least[keep[u]] = 1.0
+
+    def count_alike(self) -> None:
+        """Count what a single cut keeps and recomputes of units and of nodes that are alike."""
+        (keep,), (recompute,), folded = self.keep, self.recompute, self.folded
+        kinds: dict[tuple[str, float, int | None], list[int]] = {}
+
+        def add(n: int, size_bytes: int | None, column: int) -> None:
+            kind = folded.graph.nodes[n].op, folded.time_s[n], size_bytes
+            kinds.setdefault(kind, []).append(column)
+
+        for u in keep:
+            add(folded.maker[u], folded.unit_bytes[u], keep[u])
+        for n in recompute:
+            add(n, None, recompute[n])
+        for columns in kinds.values():
+            if len(columns) >= LEAST_ALIKE:
+                self.program.count(columns)
 
     def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         """By position: units that may matter there (read later, or by what may be recomputed), and
@@ -354,12 +374,26 @@ def solve_cuts(
     except OutOfTimeError:
         return Cuts(tuple(positions), 0.0, None, timed_out=True)
     affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, program.n_columns) ** 2
+    n_nodes = most_nodes = min(node_limit, max(1, affordable))
     if whole and len(positions) == 1:
         cuts = program.rounded()
         close = cuts.cost_share - cuts.lost_share <= max(gap, ROUNDED_GAP)
         if close or math.isinf(cuts.lost_share) or not affordable:
             return cuts
-    answer = program.program.solve(
-        whole=whole, gap=gap, node_limit=min(node_limit, max(1, affordable)), deadline=deadline
+        n_nodes = min(most_nodes, NODES_BEFORE_COUNTS)
+
+    def solved(limit: int) -> Cuts:
+        answer = program.program.solve(whole=whole, gap=gap, node_limit=limit, deadline=deadline)
+        return program.read(answer)
+
+    cuts = solved(n_nodes)
+    left = cuts.cost_share - cuts.lost_share
+    if n_nodes == most_nodes or cuts.timed_out or left <= gap + TIME_ERROR:
+        return cuts
+    program.count_alike()
+    counted = solved(most_nodes)
+    return replace(
+        min(cuts, counted, key=lambda each: each.cost_share),
+        lost_share=max(cuts.lost_share, counted.lost_share),
+        timed_out=counted.timed_out,
     )
-    return program.read(answer)
