@@ -51,7 +51,7 @@ class Table:
 
 def request_rows(report: Report) -> Iterator[Row]:
     """What was to be planned, and within which budget."""
-    graph, request = report.best.graph, report.best.request
+    graph, request = report.best.plain, report.best.request
     yield "graph", f"{counted(len(graph.nodes), 'op')}, {len(graph.forward_nodes)} of them forward"
     yield "device", report.device
     yield "costs", report.costs or "not recorded in the graph file"

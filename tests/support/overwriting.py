@@ -1,4 +1,4 @@
-"""Tiny random graphs whose backward nodes overwrite what they read for the last time."""
+"""Tiny random graphs whose nodes overwrite what they read for the last time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def overwriting_dag(seed: int) -> Graph:
                 time_s=float(rng.choice((0, 1, 1, 2, 3, 5))),
                 workspace_bytes=rng.choice((0, 0, 0, 1, 3)),
                 phase="backward" if is_later else "forward",
-                recomputable=not is_later and rng.random() < 0.9,
+                recomputable=not is_later and rng.random() < 0.8,
             )
         )
     names = [f"t{i}" for i in range(n_forward + n_later)]
@@ -39,7 +39,9 @@ def overwriting_dag(seed: int) -> Graph:
 
 
 def with_overwrites(graph: Graph) -> Graph:
-    """Each later node with one output overwrites an input that dies there, if it reads one."""
+    """Each node with one output overwrites an input that dies there, if only nodes that run once
+    touch one.
+    """
     last = {name: node.name for node in graph.nodes for name in node.inputs}
     root: dict[str, str] = {}
     nodes = []
@@ -47,11 +49,10 @@ def with_overwrites(graph: Graph) -> Graph:
         for old in node.inputs:
             maker = graph.producer.get(old)
             if (
-                node.phase != "forward"
-                and len(node.outputs) == 1
+                len(node.outputs) == 1
                 and graph.tensor_by_name[node.outputs[0]].alias_of is None
                 and maker is not None
-                and maker.phase != "forward"
+                and all(map(_runs_once, (maker, *graph.consumers[old])))
                 and last[old] == node.name
                 and old not in graph.outputs
                 and old not in graph.views
@@ -63,3 +64,7 @@ def with_overwrites(graph: Graph) -> Graph:
         nodes.append(node)
     tensors = [replace(t, alias_of=root.get(t.name, t.alias_of)) for t in graph.tensors]
     return replace(graph, nodes=tuple(nodes), tensors=tuple(tensors))
+
+
+def _runs_once(node: Node) -> bool:
+    return node.phase != "forward" or not node.recomputable
