@@ -45,6 +45,7 @@ def with_overwrites(graph: Graph) -> Graph:
     last = {name: node.name for node in graph.nodes for name in node.inputs}
     root: dict[str, str] = {}
     nodes = []
+    touching = graph.consumers.__getitem__
     for node in graph.nodes:
         for old in node.inputs:
             maker = graph.producer.get(old)
@@ -52,7 +53,7 @@ def with_overwrites(graph: Graph) -> Graph:
                 len(node.outputs) == 1
                 and graph.tensor_by_name[node.outputs[0]].alias_of is None
                 and maker is not None
-                and all(map(_runs_once, (maker, *graph.consumers[old])))
+                and all(map(_runs_once, (maker, *touching(old), *touching(node.outputs[0]))))
                 and last[old] == node.name
                 and old not in graph.outputs
                 and old not in graph.views
