@@ -149,6 +149,14 @@ def test_rehearsing_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_each_attempt_is_told_before_it_begins(caplog):
+    model, batch = Perceptrons(), Perceptrons.batch()
+    with caplog.at_level(logging.INFO, "scheduler_runtime.compiler.loop"):
+        compile(model, batch, budget="1GB", backend="aot_eager")
+    (told,) = caplog.messages
+    assert "Perceptrons, attempt 1 of at most 5, PyTorch's partition" in told
+
+
 def test_without_a_batch_the_first_training_step_is_the_rehearsal():
     torch.manual_seed(0)
     model, batch = Perceptrons(), Perceptrons.batch()

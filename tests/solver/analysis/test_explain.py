@@ -255,7 +255,7 @@ def test_what_the_command_refuses(saved, tmp_path, capsys):
         ([schedule, graph, "--op", "zzz"], 2, "--op zzz: no op of that name in the graph"),
         ([schedule, graph, "--step", "x"], 2, "invalid step 'x'"),
         ([schedule, graph, "--time-limit", "0"], 2, "invalid number of seconds"),
-        ([graph, schedule], 4, "expected 'graph/2' or 'graph/1'"),
+        ([graph, schedule], 4, "this is a schedule file; a graph file is expected"),
         ([schedule, other], 4, "made for another graph"),
         ([schedule, "absent.json"], 4, "absent.json: no such file"),
     ):

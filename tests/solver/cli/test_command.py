@@ -324,7 +324,7 @@ def test_what_is_no_problem(problem, reason, capsys):
     ("content", "reason"),
     [
         ("{", "not valid JSON"),
-        ('{"format": "schedule/1"}', "expected 'graph/2' or 'graph/1'"),
+        ('{"format": "schedule/1"}', "this is a schedule file; a graph file is expected"),
         ('{"format": "graph/1", "outputs": [], "tensors": 5}', "'tensors' is 5"),
         ("[" * 100_000, "graph.json"),
     ],
