@@ -161,12 +161,13 @@ class Rewritten:
     """How the plan's program differs from the plain step; every bit of the results stays.
 
     names: of the rewrites. n_in_place: outputs that take the place of an input. peak_bytes: of the
-    program without recomputation.
+    program without recomputation. overhead: of that program, as a share of the plain step.
     """
 
     names: tuple[str, ...]
     n_in_place: int
     peak_bytes: int
+    overhead: float
 
 
 def rewritten(solution: Solution) -> Rewritten | None:
@@ -178,6 +179,7 @@ def rewritten(solution: Solution) -> Rewritten | None:
         names=tuple(graph.meta.rewrites),
         n_in_place=sum(node.overwrites is not None for node in graph.nodes),
         peak_bytes=simulate(graph, baseline(graph)).peak_bytes,
+        overhead=graph.baseline_time_s / (solution.baseline.time_s or 1.0) - 1.0,
     )
 
 

@@ -123,13 +123,14 @@ def answer_rows(report: Report) -> Iterator[Row]:
 
 
 def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
-    """What was rewritten, and what that saves where nothing is recomputed."""
+    """What was rewritten, and what that saves and costs where nothing is recomputed."""
     parts = [name.replace("_", " ") for name in changed.names if name != "in_place"]
     if changed.n_in_place:
         parts.append(f"{counted(changed.n_in_place, 'output')} in place of inputs")
     return (
         f"{', '.join(parts)}: without recomputation {format_size(changed.peak_bytes)} instead of "
-        f"{format_size(solution.baseline.peak_bytes)}; bitwise identical results"
+        f"{format_size(solution.baseline.peak_bytes)}, {format_share(changed.overhead)} time; "
+        "bitwise identical results"
     )
 
 
