@@ -17,7 +17,7 @@ from scheduler_runtime.verifying import differences
 from solver import Solution, solve
 from solver.schedule import baseline, simulate
 
-TIME_LIMIT_S = 5.0
+TIME_LIMIT_S = 20.0
 """Of a search: which bits come out does not depend on how good the plan is."""
 
 
