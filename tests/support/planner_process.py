@@ -1,0 +1,57 @@
+"""Runs the command `solve` again and again in one process of its own.
+
+    python -m tests.support.planner_process
+
+Reads the arguments of each run from a line of JSON and answers with its exit code and output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from solver.cli.command import main
+from tests.support.paths import ROOT
+
+
+class PlannerProcess:
+    """Another process that plans; starting one for each plan would take most of the time."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.support.planner_process"]
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def solve(self, *arguments: str) -> dict[str, Any]:
+        """The object that `solve --json` prints, with `exit_code`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(["--json", *arguments]), file=self._process.stdin, flush=True)
+        found: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return found
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            main(json.loads(line))
+        print(json.dumps(json.loads(out.getvalue())), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
