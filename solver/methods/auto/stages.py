@@ -82,6 +82,9 @@ def auto(
         search.offer(baseline(graph))
         for schedule in starts:
             _offer_improved(search, schedule)
+        # What schedules of other budgets recompute makes the menu too long to solve: on U-Net at
+        # 10 %, 32.5 % overhead in place of 29.6.
+        search.menu.clear()
         for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES)):
             if search.done or (search.close and stage not in CHEAP_STAGES):
                 break

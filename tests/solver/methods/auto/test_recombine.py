@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 
@@ -11,6 +12,8 @@ from graphs.graph import Graph
 from solver.bound.cut import CutMilp, solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
+from solver.methods import find_obstacle
+from solver.methods.auto import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
@@ -19,6 +22,8 @@ from solver.methods.evict import evict
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.nets import dense, pyramid, random_dag, residual, transformer, u_shape
+
+stages = importlib.import_module("solver.methods.auto.stages")
 
 NETS = {
     "residual": residual(n_blocks=8),
@@ -134,3 +139,16 @@ def test_a_long_menu_is_left_alone() -> None:
     search.menu |= {(n, p) for n in range(60) for p in range(60, 120)}
     recombine(search, base=base)
     assert search.best is best
+
+
+def test_the_menu_is_of_the_search_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules of other budgets, with other recomputation, would make it too long to solve."""
+    menus = []
+    monkeypatch.setattr(stages, "recombine", lambda search, base: menus.append({*search.menu}))
+    graph = NETS["dense"]
+    least = find_obstacle(graph).schedule
+    assert least is not None
+    for starts in ((), (least,)):
+        auto(graph, budget_bytes=budget(graph, 0.1), time_limit_s=60, seed=0, starts=starts)
+    alone, started = menus
+    assert started == alone
