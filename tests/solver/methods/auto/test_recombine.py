@@ -145,7 +145,7 @@ def test_the_menu_is_of_the_search_itself(monkeypatch: pytest.MonkeyPatch) -> No
     """Schedules of other budgets, with other recomputation, would make it too long to solve."""
     menus = []
     monkeypatch.setattr(stages, "recombine", lambda search, base: menus.append({*search.menu}))
-    graph = NETS["dense"]
+    graph = random_dag(seed=2, n_forward=18, n_later=18)
     least = find_obstacle(graph).schedule
     assert least is not None
     for starts in ((), (least,)):
