@@ -177,9 +177,9 @@ class AppliedForward(PlannedForward):
                 raise self._mismatch(reason)
             costs = from_description(plan.environment.get("costs", {}), device=device_of(model))
             step = self._trace(call, costs=costs)
-            finish_measuring(costs)
-            part = step.graph.module_part()
-            schedule = module_schedule(replan(step.graph, plan, str(reason)), part)
+            step, found_schedule = replan(step, plan, str(reason))
+            finish_measuring(costs)  # after replan, which may measure operators of other variants
+            schedule = module_schedule(found_schedule, step.graph.module_part())
         program = BoundProgram(step, build_program(step, schedule))
         if self._recordings is None:
             return program

@@ -269,6 +269,7 @@ class FittedForward(PlannedForward):
             method=options.method,
             time_limit_s=options.time_limit_s,
             seed=options.seed,
+            rewrites=options.rewrites,
         )
 
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:

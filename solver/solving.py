@@ -103,6 +103,7 @@ def solve(
         method=method,
         time_limit_s=time_limit_s,
         seed=seed,
+        rewrites=(rewrites or "bitwise") if is_module else "none",
     )
     return answer(step, request, started_s=started_s)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 from graphs.graph import Graph
+from graphs.rewrites import Variant, offered, variants_of
+from graphs.trace import CapturedStep
 from graphs.training_step import with_optimizer
 from scheduler_runtime.planned.plan import Plan
 from solver.schedule import Schedule
@@ -18,19 +21,36 @@ class ReplanError(ValueError):
     """No plan could be made for the new call; says why."""
 
 
-def replan(graph: Graph, plan: Plan, reason: str) -> Schedule:
-    """Plan the module's new graph, with the loss and the optimizer of the old plan."""
-    if plan.environment.get("loss") == "outside":
-        graph = _with_planned_loss(graph, plan.loss, reason)
+def replan(step: CapturedStep, plan: Plan, reason: str) -> tuple[CapturedStep, Schedule]:
+    """Plan the module's new step, with the loss and the optimizer of the old plan.
+
+    As in `solve`, all variants are planned that the request allows; returns the best one's step and
+    schedule.
+    """
+    planned = _variants(plan)
+    steps = [step.with_rewrites(variant) for variant in dict.fromkeys([(), *planned])]
+    whole = [(_whole(each.graph, plan, reason), each.captured) for each in steps]
     logger.warning("replanning, because this call differs from the plan: %s", reason)
-    solution = answer(with_optimizer(graph, plan.environment.get("optimizer")), plan.request)
+    solution = answer(offered(whole, planned), plan.request)
     if solution.schedule is None:
         raise ReplanError(
             f"{reason}, and no schedule for it fits {plan.request.available_bytes} bytes "
             f"({solution.status}){solution.obstacle_text}"
         )
     logger.warning("replanned in %.2f s: %r", solution.solve_time_s, solution)
-    return solution.schedule
+    return step.with_rewrites(solution.graph.meta.rewrites), solution.schedule
+
+
+def _variants(plan: Plan) -> Sequence[Variant]:
+    """Those of the request, and the plan's own: a graph was perhaps made with others."""
+    return tuple(dict.fromkeys([*variants_of(plan.request.rewrites), plan.rewrites]))
+
+
+def _whole(graph: Graph, plan: Plan, reason: str) -> Graph:
+    """The module's graph with the loss and the optimizer of the old plan."""
+    if plan.environment.get("loss") == "outside":
+        graph = _with_planned_loss(graph, plan.loss, reason)
+    return with_optimizer(graph, plan.environment.get("optimizer"))
 
 
 def _with_planned_loss(graph: Graph, loss: Graph | None, reason: str) -> Graph:

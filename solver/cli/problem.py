@@ -85,6 +85,7 @@ class Problem:
     verify: runs the model with and without the plan (None for a graph file).
     resized: the problem at another value of the size that is maximized (None: nothing is).
     planned: the plan by submodules of a model that cannot be traced.
+    rewrites: the word that the variants stand for ("none" for a graph file).
     """
 
     name: str
@@ -98,6 +99,7 @@ class Problem:
     verify: Callable[[Solution], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
     planned: Solution | None = None
+    rewrites: str = "none"
 
     @property
     def graph(self) -> Graph:
@@ -111,6 +113,7 @@ class Problem:
             method=method,
             time_limit_s=arguments.time_limit,
             seed=arguments.seed,
+            rewrites=self.rewrites,
         )
 
 
@@ -232,6 +235,7 @@ def _model_problem(
             device=target.hardware.title,
             costs=describe_costs(step.plain.meta.cost_model),
             notes=(*target.notes, *allocator, *notes),
+            rewrites=arguments.rewrites,
             resized=None
             if largest is None
             else lambda n: traced(file.resized(largest, n), optimizer),

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
-from graphs.rewrites import Variants
+from graphs.rewrites import WORDS, Variants, check_word
 from solver.common import check_time_limit, counted, describe_op, format_share, format_size
 from solver.schedule.ops import Schedule, ops_from_json
 from solver.schedule.recompute import baseline as baseline_schedule
@@ -33,8 +33,10 @@ class Request:
     reserve_bytes: the part of them that cannot be planned (CUDA context, allocator rounding).
     time_limit_s: for the search, with its proof and, where nothing is found, the reason; tracing is
         not included.
+    rewrites: the word for what a plan may rewrite (`graphs.rewrites`). "none" for a graph, which is
+        planned with those that it was made with.
 
-    Raises ValueError for a time limit that is not a positive number.
+    Raises ValueError for a time limit that is not a positive number, and for another word.
     """
 
     budget_bytes: int
@@ -42,9 +44,11 @@ class Request:
     method: str = "auto"
     time_limit_s: float = 60.0
     seed: int = 0
+    rewrites: str = "none"
 
     def __post_init__(self) -> None:
         check_time_limit(self.time_limit_s)
+        check_word(self.rewrites)
 
     @property
     def available_bytes(self) -> int:
@@ -291,6 +295,7 @@ class SavedSchedule:
             method=asked.string("method", default=method),
             time_limit_s=time_limit_s,
             seed=asked.integer("seed", default=0),
+            rewrites=asked.choice("rewrites", WORDS, default="none"),
         )
         if request.reserve_bytes > budget_bytes:
             raise FormatError(f"{path}: request: reserve_bytes is above budget_bytes")

@@ -236,6 +236,7 @@ HOSTILE_SCHEDULES = {
     "reserve is negative": ({"request": {"reserve_bytes": -1}}, "request.*'reserve_bytes'"),
     "reserve above budget": ({"request": {"reserve_bytes": 2000}}, "above budget_bytes"),
     "seed is a string": ({"request": {"seed": "x"}}, "request.*'seed'"),
+    "an unknown word": ({"request": {"rewrites": "bits"}}, "request.*'rewrites' is 'bits'"),
     "environment is a string": ({"environment": "x"}, "'environment' is 'x'"),
 }
 

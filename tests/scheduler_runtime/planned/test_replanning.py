@@ -1,0 +1,89 @@
+"""A call that differs is planned with all that the request of the first plan allows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.rewrites import row_chunks
+from graphs.trace import trace
+from scheduler_runtime import apply
+from scheduler_runtime.planned import ReplanError
+from solver import solve
+from solver.methods import METHODS, find_obstacle
+from solver.schedule import SavedSchedule, Solution
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x), y)
+
+
+def batch(n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(n_rows)
+    return torch.randn(n_rows, 8), torch.randint(0, 1024, (n_rows,))
+
+
+def small_plan(model: nn.Module, word: str) -> Solution:
+    """For 128 rows, within a budget in which 512 fit with rewrites only."""
+    graph = trace(model, batch(512))
+    least_bytes = find_obstacle(graph, method=METHODS["auto"]).proven_bytes
+    solution = solve(model, batch(128), budget=least_bytes - 1, rewrites=word)
+    assert solution.graph.meta.rewrites == []
+    return solution
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_variants_that_the_first_plan_does_without_are_planned(
+    tmp_path: Path, from_file: bool
+) -> None:
+    model = Head()
+    plain, solution = copy.deepcopy(model), small_plan(model, "bitwise")
+    solution.save(path := tmp_path / "schedule.json")
+    apply(model, path if from_file else solution, on_mismatch="replan")
+    for n_rows in (512, 128):
+        for each in (model, plain):
+            each.zero_grad()
+            each(*batch(n_rows)).backward()
+        assert torch.equal(model.head.weight.grad, plain.head.weight.grad)
+
+
+def test_none_stays_none(tmp_path: Path) -> None:
+    model = Head()
+    solution = small_plan(model, "none")
+    solution.save(path := tmp_path / "schedule.json")
+    assert SavedSchedule.load(path).request == solution.request
+    apply(model, path, on_mismatch="replan")
+    with pytest.raises(ReplanError, match="no schedule for it fits"):
+        model(*batch(512))
+
+
+def test_a_graph_is_replanned_with_the_rewrites_it_was_made_with() -> None:
+    model = Head()
+    budget = small_plan(model, "none").request.budget_bytes
+    graph = trace(model, batch(128), rewrites=("chunked_loss", "in_place"))
+    solution = solve(graph, budget=budget)
+    assert solution.request.rewrites == "none"
+    apply(model, solution, on_mismatch="replan")
+    model(*batch(512)).backward()
+
+
+def test_an_unknown_word_is_refused() -> None:
+    request = solve(trace(Head(), batch(128)), budget="1GB").request
+    with pytest.raises(ValueError, match="rewrites is 'bits'"):
+        dataclasses.replace(request, rewrites="bits")
