@@ -340,7 +340,7 @@ def _check_overwrite(node: Node, graph: Graph) -> None:
 
     if old not in node.inputs:
         raise illegal("which is none of its inputs")
-    if maker is None:
+    if maker is None or graph.root(old) not in graph.producer:
         raise illegal("which is resident")
     on_storage = (graph.root(old), *graph.views.get(graph.root(old), ()))
     readers = (reader for name in on_storage for reader in graph.consumers[name])

@@ -138,8 +138,8 @@ def attempt(
     answers: list[Solution] = []
     graphs = _promising_first(variants.planned, request.available_bytes)
     for index, graph in enumerate(graphs):
-        share_s = deadline.left_s / (len(graphs) - index)
-        if not _may_be_faster(graph, request, answers, Deadline.after(share_s)):
+        due = Deadline.after(deadline.left_s / (len(graphs) - index))
+        if not _may_be_faster(graph, request, answers, due):
             continue
         answers.append(
             _attempt_one(
@@ -148,7 +148,7 @@ def attempt(
                 plain=variants.plain,
                 starts=[s for s in starts if s.graph_id == graph.graph_id],
                 quick=quick,
-                deadline=Deadline.after(share_s),
+                deadline=due,
             )
         )
     found = _best(answers)

@@ -101,7 +101,7 @@ def _pinned(layout: Layout, free: set[str], last: dict[str, str]) -> set[str]:
         if call is None:
             continue
         read: set[str] = set()
-        if isinstance(call.target, RowChunks):
+        if isinstance(call.target, RowChunks) and free.issuperset(node.outputs):
             read = {layout.storage[call.args[at]] for at in call.target.overwritable}  # type: ignore[index]
         elif call.target is aten._log_softmax.default and pinned.issuperset(node.outputs):
             read = set(node.inputs)
@@ -116,6 +116,8 @@ def _overwrites(
     made = call.meta.get("val")
     overload, keyword = _overload(call.target)
     if overload is None or not isinstance(made, torch.Tensor):
+        return
+    if made.is_complex():  # the CPU's division has other last bits over its input
         return
     arguments = [
         item

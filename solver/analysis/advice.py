@@ -114,8 +114,8 @@ def _logits(solution: Solution) -> Iterator[str]:
     if node is not None and _is_of_the_loss(solution.graph, node):
         yield (
             f"At the peak, {describe_op(node)} alone requires {size}, tensors as large as the "
-            "logits. Computing head and loss in chunks of tokens (a chunked or fused "
-            "cross-entropy) requires one chunk at a time; no schedule of whole operators does."
+            "logits. Computing the head and the loss together in chunks of tokens (a fused linear "
+            "cross-entropy) requires the logits of one chunk at a time; no schedule does."
         )
 
 
@@ -158,12 +158,13 @@ def _theory(solution: Solution) -> Iterator[str]:
     segments = split_into_blocks(solution.plain, max_blocks=n_segments)
     share = _activation_share(solution)
     method = METHODS.get(solution.method)
+    where = "here on the step without rewrites" if graph.meta.rewrites else "here"
     plan = "this plan, op by op," if method and method.op_by_op else "this plan"
     yield (
         f"Activations are {format_percent(share, digits=1)} of the baseline peak. Split where few "
         f"activations cross, the step is a chain of {blocks.n_blocks} blocks. In theory, "
         "checkpointing every block, or √L segments, costs at most one more forward pass, "
-        f"{format_share(forward_s / plain_s)}. Simulated here: "
+        f"{format_share(forward_s / plain_s)}. Simulated {where}: "
         f"every block {_costs(solution, blocks)}; "
         f"√L, {counted(n_segments, 'segment')}, {_costs(solution, segments)}; "
         f"{plan} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."

@@ -15,6 +15,7 @@ from solver.common.sizes import (
     BudgetError,
     format_both,
     format_size,
+    format_size_up,
     parse_budget,
     parse_size,
     reject_missing_unit,

@@ -133,13 +133,26 @@ def reject_missing_unit(text: object, *, resident_bytes: int) -> None:
         )
 
 
+_DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
+
+
 def format_size(size_bytes: int | float) -> str:
     """Decimal units with three figures or more: "16.00 GB", "812.4 MB", "512 B"."""
-    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+    for unit, factor in _DECIMAL:
         if abs(size_bytes) >= factor:
             amount = size_bytes / factor
             return f"{amount:.2f} {unit}" if amount < 100 else f"{amount:.1f} {unit}"
     return f"{int(size_bytes)} B"
+
+
+def format_size_up(size_bytes: int) -> str:
+    """As `format_size`, rounded up: a budget of what it says is enough."""
+    for unit, factor in _DECIMAL:
+        if size_bytes >= factor:
+            digits = 2 if size_bytes < 100 * factor else 1
+            amount = math.ceil(size_bytes * 10**digits / factor) / 10**digits
+            return f"{amount:.{digits}f} {unit}"
+    return f"{size_bytes} B"
 
 
 def format_both(size_bytes: int) -> str:

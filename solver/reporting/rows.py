@@ -15,6 +15,7 @@ from solver.common import (
     format_percent,
     format_share,
     format_size,
+    format_size_up,
     format_time,
 )
 from solver.emit import Emitted
@@ -155,7 +156,7 @@ def _obstacle_rows(solution: Solution) -> Iterator[Row]:
         text = "the time limit ended the search for the minimum budget: less may be enough"
         yield "interrupted", f"{text}; extend it with --time-limit"
     if solution.minimum_budget_bytes is not None:
-        minimum = format_both(solution.minimum_budget_bytes)
+        minimum = format_size_up(solution.minimum_budget_bytes)
         yield "minimum budget", f"{minimum}, the smallest at which {solution.method} found a plan"
     if obstacle.proven_bytes:
         floor = format_both(obstacle.proven_bytes + request.reserve_bytes)

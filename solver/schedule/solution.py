@@ -13,7 +13,14 @@ from graphs.files import FormatError, Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
 from graphs.rewrites import WORDS, Variants, check_word
-from solver.common import check_time_limit, counted, describe_op, format_share, format_size
+from solver.common import (
+    check_time_limit,
+    counted,
+    describe_op,
+    format_share,
+    format_size,
+    format_size_up,
+)
 from solver.schedule.ops import Schedule, ops_from_json
 from solver.schedule.recompute import baseline as baseline_schedule
 from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Simulation, simulate
@@ -152,7 +159,7 @@ class Solution:
         """The minimum budget and the bottleneck op, to append to "nothing fits"; "" if unknown."""
         if self.obstacle is None:
             return ""
-        text = f"; minimum budget found: {format_size(self.minimum_budget_bytes or 0)}"
+        text = f"; minimum budget found: {format_size_up(self.minimum_budget_bytes or 0)}"
         if self.request.reserve_bytes:
             text += ", reserve included"
         node = self.graph.node_by_name.get(self.obstacle.op)

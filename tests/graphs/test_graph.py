@@ -358,6 +358,18 @@ def test_an_overwrite_of_what_is_still_needed_is_no_graph(
         replace(in_place, nodes=nodes, tensors=tensors)
 
 
+def test_an_overwrite_through_an_alias_of_what_is_resident_is_no_graph(in_place: Graph) -> None:
+    nodes = (*in_place.nodes[:-1], replace(in_place.nodes[-1], outputs=("v",)))
+    last = op("o", "v", "out", phase="backward")
+    tensors = [replace(t, alias_of="x") if t.name == "out" else t for t in in_place.tensors]
+    with pytest.raises(GraphError, match="'o' overwrites 'v', which is resident"):
+        replace(
+            in_place,
+            nodes=(*nodes, replace(last, overwrites="v")),
+            tensors=(*tensors, Tensor("v", 8, alias_of="x")),
+        )
+
+
 def test_an_overwritten_output_is_no_graph(in_place: Graph) -> None:
     with pytest.raises(GraphError, match="outputs names 'h', which 'd' has overwritten"):
         replace(in_place, outputs=("h", "out"))

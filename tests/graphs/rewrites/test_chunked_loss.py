@@ -250,6 +250,26 @@ def test_the_best_variant_is_taken_and_runs_with_the_same_bits() -> None:
     )
 
 
+@pytest.mark.parametrize("rewrite", BOTH)
+def test_logits_whose_gradient_is_that_of_a_parameter_are_not_overwritten(rewrite) -> None:
+    """A parameter's gradient has memory of its own, so what the loss reads may run again."""
+
+    class Prior(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 131, bias=False)
+            self.prior = nn.Parameter(torch.zeros(3, 100, 131))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            logits = self.head(x) + self.prior
+            return LOSSES["mean"](logits, y) / 2
+
+    graph = captured(Prior(), *batch(), (rewrite, "in_place"))[0].graph
+    assert any(node.op.startswith("row_chunks") for node in graph.nodes)
+    (logits,) = graph.node_by_name["add"].outputs
+    assert logits not in {node.overwrites for node in graph.nodes}
+
+
 def test_the_gradient_is_written_over_the_logits() -> None:
     """One wide tensor at a time, and the workspace of a chunk; what touches it runs once."""
     model, (x, y) = Head(LOSSES["mean"], 4096), batch(4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from solver.common.sizes import BudgetError, format_both, format_size, parse_size
+from solver.common.sizes import BudgetError, format_both, format_size, format_size_up, parse_size
 
 
 @pytest.mark.parametrize(
@@ -112,3 +112,8 @@ def test_sizes_are_echoed_in_both_units():
     assert format_both(2**30) == "1.07 GB (1.00 GiB)"
     assert format_both(1000) == "1000 B"
     assert format_both(2048) == "2.05 KB (2.00 KiB)"
+
+
+@pytest.mark.parametrize("size_bytes", [1, 999, 1_001, 12_651_136, 103_900_000, 10**12 - 1])
+def test_a_budget_of_what_is_rounded_up_is_enough(size_bytes: int) -> None:
+    assert size_bytes <= parse_size(format_size_up(size_bytes)) <= 1.01 * size_bytes + 1
