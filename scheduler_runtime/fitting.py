@@ -32,7 +32,7 @@ from graphs.training_step import (
     with_resident,
     with_unknown_loss,
 )
-from scheduler_runtime.execute import BoundProgram, StepProgram, build_program
+from scheduler_runtime.execute import BoundProgram, build_program
 from scheduler_runtime.planned import PlannedForward, module_schedule, refuse_second
 from scheduler_runtime.surroundings import (
     Buckets,
@@ -195,7 +195,7 @@ class FittedForward(PlannedForward):
 
     def _for_gradients(
         self, call: Call, reached: tuple[int, ...], held_bytes: int, *, returned_bytes: int
-    ) -> StepProgram:
+    ) -> BoundProgram:
         """A program for gradients of these outputs, which later calls are planned for as well.
 
         held_bytes: what the first forward pass has left, beside the outputs that it returned.
@@ -205,7 +205,7 @@ class FittedForward(PlannedForward):
         self._reached = reached
         kind = self.kind(call), held_bytes
         program = self._programs.find(kind, self._model, call)
-        if program is None:
+        if not isinstance(program, BoundProgram):
             program = self._planned(call, held_bytes=held_bytes)
             self._programs.add(kind, program)
         return program

@@ -2,22 +2,32 @@
 
 That is known when the backward pass begins. What the program has kept is dropped then, and forward
 and backward pass run again with a program for the gradients that have arrived: from the same
-inputs, random state and buffers, so with the same bits.
+inputs, random state and buffers, so with the same bits. It runs on copies of the leaves that share
+their memory: hooks fire where the gradients leave the first program, and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from graphs.calls import Call, nested
 from scheduler_runtime.execute.random_state import get_state, set_state
-from scheduler_runtime.execute.step_program import StepProgram
 
-Other = Callable[[Call, tuple[int, ...], int], StepProgram]
+Place = tuple[str, ...] | int
+"""Of a tensor that a program starts from: its path in the module, or its index in the call."""
+
+
+class OnTensors(Protocol):
+    """A program that can run on other tensors than those of the module and the call."""
+
+    def run_on(self, tensors: Mapping[Place, torch.Tensor]) -> Any: ...
+
+
+Other = Callable[[Call, tuple[int, ...], int], OnTensors]
 """The program of a call for gradients of these flat outputs, while so many bytes are held."""
 
 
@@ -25,6 +35,8 @@ class Again:
     """What a forward pass started from, so that it can run again.
 
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
+    places: of each of them.
+    leaves: those that a gradient may be for.
     written: the placeholders of those that forward changes.
     positions: of the flat outputs that the program computes.
     """
@@ -32,16 +44,17 @@ class Again:
     def __init__(
         self,
         other: Other,
-        model: nn.Module,
         call: Call,
         tensors: Mapping[fx.Node, torch.Tensor],
         *,
+        places: Mapping[fx.Node, Place],
         written: Sequence[fx.Node],
         positions: Sequence[int],
     ) -> None:
-        self._other, self._model, self._call = other, model, call
+        self._other, self._call = other, call
         self._positions = positions
-        self._leaves = {node: each for node, each in tensors.items() if each.requires_grad}
+        self._tensors, self._places = tensors, places
+        self.leaves = tuple(node for node, each in tensors.items() if each.requires_grad)
         self._versions = [(t, t._version) for node, t in tensors.items() if node not in written]
         self._before = [(tensors[node], tensors[node].detach().clone()) for node in written]
         self._device = next((t.device for t in tensors.values()), torch.device("cpu"))
@@ -50,11 +63,6 @@ class Again:
         self._autocast = torch.autocast(
             kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
         )
-
-    @property
-    def leaves(self) -> tuple[fx.Node, ...]:
-        """Those that a gradient may be for."""
-        return tuple(self._leaves)
 
     def gradients(
         self, arrived: Sequence[torch.Tensor | None]
@@ -76,23 +84,29 @@ class Again:
                 held = [*reached.values(), self._random_state]
                 held += [values for _, values in (*self._before, *now)]
                 held_bytes = sum(each.untyped_storage().nbytes() for each in held)
-                flat = nested.leaves(self._run(tuple(reached), held_bytes))
+                # Copies, each a leaf: `autograd.grad` fires the hooks of the tensors that it is
+                # asked for, and those of a non-leaf would be in both graphs.
+                copies = {node: self._tensors[node].detach() for node in self._tensors}
+                leaves = [copies[node].requires_grad_() for node in self.leaves]
+                flat = nested.leaves(self._run(copies, tuple(reached), held_bytes))
                 found = torch.autograd.grad(
                     [flat[position] for position in reached],
-                    list(self._leaves.values()),
+                    leaves,
                     list(reached.values()),
                     allow_unused=True,
                 )
         finally:
             _copy(now)
-        return dict(zip(self._leaves, found, strict=True))
+        return dict(zip(self.leaves, found, strict=True))
 
-    def _run(self, reached: tuple[int, ...], held_bytes: int) -> Any:
+    def _run(
+        self, tensors: Mapping[fx.Node, torch.Tensor], reached: tuple[int, ...], held_bytes: int
+    ) -> Any:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), self._autocast:
             program = self._other(self._call, reached, held_bytes)
             set_state(self._random_state, self._device)
-            return program.run(self._model, self._call)
+            return program.run_on({self._places[node]: each for node, each in tensors.items()})
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

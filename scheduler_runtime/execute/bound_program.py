@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx, nn
 from graphs.calls import Call, nested
 from graphs.capture import leaves_of
 from graphs.trace import CapturedStep
-from scheduler_runtime.execute.again import Again, Other
+from scheduler_runtime.execute.again import Again, Other, Place
 from scheduler_runtime.execute.autograd import run_step
 from scheduler_runtime.execute.program import Program
 
@@ -34,13 +35,12 @@ class BoundProgram:
         self._guards = step.captured.guards
         self._held = step.captured.held
         self._output_spec = step.captured.output_spec
-        self._state: list[tuple[fx.Node, tuple[str, ...]]] = []
-        self._inputs: list[tuple[fx.Node, int]] = []
+        self._places: dict[fx.Node, Place] = {}
         for node, source in step.captured.sources.items():
             if source.kind in ("parameter", "buffer"):
-                self._state.append((node, tuple(source.name.split("."))))
+                self._places[node] = tuple(source.name.split("."))
             elif source.kind == "input":
-                self._inputs.append((node, source.index))
+                self._places[node] = source.index
 
     @property
     def gradient_outputs(self) -> tuple[int, ...]:
@@ -59,18 +59,27 @@ class BoundProgram:
         return all(guard.holds(leaves) for guard in self._guards)
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        tensors = {node: _tensor_at(model, path) for node, path in self._state}
-        tensors |= {node: call.tensors[index] for node, index in self._inputs}
+        tensors = {
+            node: call.tensors[place] if isinstance(place, int) else _tensor_at(model, place)
+            for node, place in self._places.items()
+        }
         again = None
         if self._other is not None:
             again = Again(
                 self._other,
-                model,
                 call,
                 tensors,
+                places=self._places,
                 written=self._written,
                 positions=self._positions,
             )
+        return self._run(tensors, again)
+
+    def run_on(self, tensors: Mapping[Place, torch.Tensor]) -> Any:
+        """The output for these tensors. Other gradients than planned for are an error."""
+        return self._run({node: tensors[place] for node, place in self._places.items()}, None)
+
+    def _run(self, tensors: Mapping[fx.Node, torch.Tensor], again: Again | None) -> Any:
         made = iter(run_step(self.program, tensors, again=again))
         flat = list(self.program.outputs)  # plain constants stay
         for index, item in enumerate(flat):
