@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -43,7 +43,7 @@ from solver.module_checkpointing import (
     by_module,
 )
 from solver.schedule import Schedule, Solution
-from solver.solving import without_rewrites
+from solver.solving import answer, without_rewrites
 
 _EAGER_NAMES = {
     "aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"
@@ -162,13 +162,11 @@ def to_torch_checkpoint(
             f"{solution.obstacle_text}"
         )
     _check_model(model, solution.graph)
-    planned_peak_bytes, planned_time_s = solution.simulation.peak_bytes, solution.simulation.time_s
-    solution = without_rewrites(solution)  # checkpointed modules run PyTorch's own step
-    if solution.schedule is None:
-        raise ExportError(
-            "the plan rewrites the step, which checkpointing modules cannot, and without rewrites "
-            f"nothing fits {solution.request.available_bytes} bytes{solution.obstacle_text}"
-        )
+    own, budget_bytes = solution.simulation, solution.request.available_bytes
+    plan_compared = "the plan itself"
+    if solution.graph.meta.rewrites:  # checkpointed modules run PyTorch's own step
+        plan_compared = "a plan of single operators without rewrites"
+        solution = _without_rewrites(solution, or_least=on_excess == "least")
     try:
         plan = by_module(
             solution,
@@ -186,14 +184,29 @@ def to_torch_checkpoint(
         schedule=plan.schedule,
         peak_bytes=plan.peak_bytes,
         time_s=plan.simulation.time_s,
-        planned_peak_bytes=planned_peak_bytes,
-        planned_time_s=planned_time_s,
+        planned_peak_bytes=own.peak_bytes,
+        planned_time_s=own.time_s,
         baseline_time_s=solution.baseline.time_s,
-        budget_bytes=solution.request.available_bytes,
-        lost=tuple(_lost(solution, plan)),
+        budget_bytes=budget_bytes,
+        lost=tuple(_lost(solution, plan, compared=plan_compared)),
         sharded=sharding_words(solution.environment),
         _model=model,
     )
+
+
+def _without_rewrites(solution: Solution, *, or_least: bool) -> Solution:
+    """A plan of the plain step for the same request. or_least: or else for its minimum budget."""
+    plain = without_rewrites(solution)
+    if plain.schedule is None and or_least and plain.minimum_budget_bytes is not None:
+        request = replace(plain.request, budget_bytes=plain.minimum_budget_bytes)
+        plain = answer(plain.plain, request)
+    if plain.schedule is None:
+        raise ExportError(
+            "the plan rewrites the step, which checkpointing modules cannot, and without rewrites "
+            f"nothing fits {format_size(plain.request.available_bytes)}{plain.obstacle_text}; "
+            'give more, or on_excess="least"'
+        )
+    return plain
 
 
 def _nothing_fits(model: nn.Module, solution: Solution, error: NoModulesFitError) -> ExportError:
@@ -336,19 +349,20 @@ def _exported(
         yield from _exported(region.inner, plan, (*inside, region.path))
 
 
-def _lost(solution: Solution, plan: RegionPlan) -> Iterator[str]:
+def _lost(solution: Solution, plan: RegionPlan, *, compared: str) -> Iterator[str]:
+    """compared: what the solution's plan is called."""
     assert solution.schedule is not None
     assert solution.simulation is not None
     slower_s = plan.simulation.time_s - solution.simulation.time_s
     if slower_s > 0:
         share = 100 * slower_s / (solution.baseline.time_s or 1.0)
-        yield f"the step takes {share:.2f} % longer than with the plan itself"
+        yield f"the step takes {share:.2f} % longer than with {compared}"
     inside = {name for region in plan.regions for name in region.nodes}
     n_runs = Counter(solution.schedule.order)
     outside = [name for name, n in n_runs.items() if n > 1 and name not in inside]
     if outside:
         yield (
-            f"{counted(len(outside), 'operator')} that the plan recomputes "
+            f"{counted(len(outside), 'operator')} that {compared} recomputes "
             f"{'is' if len(outside) == 1 else 'are'} in no checkpointed module and stay saved ("
             f"{', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''})"
         )

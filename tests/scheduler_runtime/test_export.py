@@ -30,6 +30,7 @@ from scheduler_runtime.export import (
     to_torch_checkpoint,
 )
 from scheduler_runtime.measuring import measure
+from solver import solve
 from solver.methods.least_budget import find_obstacle
 from solver.module_checkpointing.region_plan import plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by, nodes_of
@@ -301,6 +302,20 @@ def test_nothing_fits_is_an_error_or_the_least_is_exported() -> None:
     wider = solution_of(solution.graph, solution.schedule, plan.peak_bytes)
     plan.remove()
     assert to_torch_checkpoint(model, wider).fits
+
+
+def test_the_least_is_exported_where_only_a_rewritten_step_fits() -> None:
+    model, batch = Towers(), torch.randn(64, 32)
+    least_bytes = find_obstacle(trace(model, batch)).proven_bytes
+    solution = solve(model, batch, budget=least_bytes - 1)
+    assert solution.simulation is not None
+    assert solution.graph.meta.rewrites
+    with pytest.raises(ExportError, match=r"without rewrites nothing fits .* minimum budget found"):
+        to_torch_checkpoint(model, solution)
+    plan = to_torch_checkpoint(model, solution, on_excess="least")
+    assert plan.peak_bytes > plan.budget_bytes == least_bytes - 1
+    assert plan.planned_peak_bytes == solution.simulation.peak_bytes
+    assert measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes <= plan.peak_bytes
 
 
 class Tower(nn.Module):
