@@ -32,7 +32,7 @@ from graphs.training_step import (
     with_resident,
     with_unknown_loss,
 )
-from scheduler_runtime.execute import BoundProgram, build_program
+from scheduler_runtime.execute import BoundProgram, build_program, kept_bytes
 from scheduler_runtime.planned import PlannedForward, module_schedule, refuse_second
 from scheduler_runtime.surroundings import (
     Buckets,
@@ -225,6 +225,8 @@ class FittedForward(PlannedForward):
             )
         planned = variants_of(self.options.rewrites)
         steps = [step.with_rewrites(names) for names in dict.fromkeys([(), *planned])]
+        if not held_bytes:  # the step that runs again is given what the first pass has kept
+            held_bytes = kept_bytes(step.captured, device)
         around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
         finish_measuring(costs)
         whole = [(around(each.graph), each.captured) for each in steps]
@@ -342,7 +344,7 @@ class FittedForward(PlannedForward):
             graph = with_optimizer(graph, together(figures))
             if buckets is not None and buckets.separate_bytes:
                 graph = with_resident(graph, "gradient_buckets", buckets.separate_bytes)
-            return with_resident(graph, "first_forward_pass", held_bytes)
+            return with_resident(graph, "kept_to_run_again", held_bytes)
 
         return around, tuple(notes)
 

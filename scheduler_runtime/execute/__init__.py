@@ -1,5 +1,6 @@
 """Running a schedule: generated code, autograd functions, checkpoints, CUDA graphs."""
 
+from scheduler_runtime.execute.again import kept_bytes
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
 from scheduler_runtime.execute.program import build_program

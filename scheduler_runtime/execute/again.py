@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from graphs.calls import Call, nested
+from graphs.capture import Capture
 from scheduler_runtime.execute.random_state import get_state, set_state
 
 Place = tuple[str, ...] | int
@@ -29,6 +30,20 @@ class OnTensors(Protocol):
 
 Other = Callable[[Call, tuple[int, ...], int], OnTensors]
 """The program of a call for gradients of these flat outputs, while so many bytes are held."""
+
+
+def can_run_again(captured: Capture) -> bool:
+    """Whether the gradients that arrive may be others than planned: of several made outputs."""
+    made = {captured.outputs[index] for index in captured.differentiable} - {*captured.sources}
+    return len(made) > 1
+
+
+def kept_bytes(captured: Capture, device: torch.device) -> int:
+    """What `Again` keeps from the forward pass to the end of the step, besides what is there."""
+    if not can_run_again(captured):
+        return 0
+    copies = sum(node.meta["val"].nbytes for node in captured.mutations)
+    return int(copies) + get_state(device).nbytes
 
 
 class Again:

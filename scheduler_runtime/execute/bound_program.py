@@ -11,7 +11,7 @@ from torch import fx, nn
 from graphs.calls import Call, nested
 from graphs.capture import leaves_of
 from graphs.trace import CapturedStep
-from scheduler_runtime.execute.again import Again, Other, Place
+from scheduler_runtime.execute.again import Again, Other, Place, can_run_again
 from scheduler_runtime.execute.autograd import run_step
 from scheduler_runtime.execute.program import Program
 
@@ -25,7 +25,7 @@ class BoundProgram:
 
     def __init__(self, step: CapturedStep, program: Program, *, other: Other | None = None) -> None:
         self.program = program
-        self._other = other if len(program.differentiable) > 1 else None
+        self._other = other if can_run_again(step.captured) else None
         self._written = tuple(step.captured.mutations)
         self._positions = tuple(
             at

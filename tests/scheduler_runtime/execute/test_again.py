@@ -126,6 +126,38 @@ def test_the_step_that_runs_again_takes_what_its_plan_says() -> None:
     assert 0.9 * again.peak_bytes <= peak_bytes <= again.peak_bytes
 
 
+class Queue(nn.Module):
+    """A large buffer that each call changes; one output, or two that may get a gradient."""
+
+    def __init__(self, n_outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.n_outputs = n_outputs
+        self.register_buffer("queue", torch.zeros(256, 1024))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.layer(x)
+        self.queue.add_(hidden.detach().mean())
+        return (hidden.tanh(), hidden.sigmoid())[: self.n_outputs]
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_the_plan_counts_the_buffers_that_are_kept_to_run_again(n_outputs: int) -> None:
+    model, x = fit(Queue(n_outputs), budget="10MB"), torch.randn(8, 64)
+
+    def run() -> None:
+        sum(output.sum() for output in model(x)).backward()
+
+    run()
+    model.zero_grad()
+    resident = [*resident_tensors(model, x, ())]
+    peak_bytes = absolute_peak_bytes(run, x.device, resident)
+    planned_bytes = plans_of(model)[0].solution.simulation.peak_bytes
+    assert 0.98 * planned_bytes <= peak_bytes <= planned_bytes
+    # the new value, and a copy of the old one where the step may run again
+    assert planned_bytes > (1 + n_outputs) * model.queue.nbytes
+
+
 def test_two_forward_passes_before_the_backward_passes_of_both() -> None:
     torch.manual_seed(0)
     plain = Heads()
