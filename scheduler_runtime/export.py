@@ -43,7 +43,7 @@ from solver.module_checkpointing import (
     by_module,
 )
 from solver.schedule import Schedule, Solution
-from solver.solving import answer, without_rewrites
+from solver.solving import NoPlainStepError, answer, without_rewrites
 
 _EAGER_NAMES = {
     "aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"
@@ -145,8 +145,8 @@ def to_torch_checkpoint(
     on_excess: where no module-level plan fits the budget: "error", or "least": export the one with
         the smallest peak found, and say so (`Export.fits`).
 
-    Raises ExportError where the solution has no schedule, the model is not the one that was
-    planned, has a plan already, or nothing fits.
+    Raises ExportError where the solution has no schedule or was loaded without the plain step, the
+    model is not the one that was planned, has a plan already, or nothing fits.
     """
     if on_excess not in ("error", "least"):
         raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
@@ -196,7 +196,10 @@ def to_torch_checkpoint(
 
 def _without_rewrites(solution: Solution, *, or_least: bool) -> Solution:
     """A plan of the plain step for the same request. or_least: or else for its minimum budget."""
-    plain = without_rewrites(solution)
+    try:
+        plain = without_rewrites(solution)
+    except NoPlainStepError as error:
+        raise ExportError(str(error)) from None
     if plain.schedule is None and or_least and plain.minimum_budget_bytes is not None:
         request = replace(plain.request, budget_bytes=plain.minimum_budget_bytes)
         plain = answer(plain.plain, request)

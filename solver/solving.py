@@ -44,6 +44,10 @@ KEPT_SHARE = 0.1
 """Of the time limit: kept for the bound, or for saying why nothing was found."""
 
 
+class NoPlainStepError(ValueError):
+    """Of a step there is only the program that a rewrite made of it; says what to do."""
+
+
 def solve(
     problem: nn.Module | Graph | str | Path,
     batch: Any = None,
@@ -304,9 +308,17 @@ def without_rewrites(solution: Solution) -> Solution:
     """The plan itself if its step is the plain one, else a plan of the plain step.
 
     For whatever runs PyTorch's own operators: it answers the same request, and may find nothing.
+
+    Raises NoPlainStepError for a graph that was made by rewrites and is all that is known.
     """
     if not solution.graph.meta.rewrites:
         return solution
+    if made_with := solution.plain.meta.rewrites:
+        raise NoPlainStepError(
+            f"the graph of this plan was made with {', '.join(made_with)}, and the plain step, "
+            "which PyTorch runs, is not in the file; plan again from the model, with "
+            'rewrites="none"'
+        )
     return answer(solution.plain, solution.request)
 
 

@@ -16,6 +16,7 @@ it before extraction: its function is `rewrite_program`, its name in PROGRAM_REW
 """
 
 from graphs.rewrites.registry import (
+    PROGRAM_REWRITES,
     REWRITES,
     WORDS,
     Variant,

@@ -120,6 +120,11 @@ def _run(arguments: Arguments) -> int:
     with opened_problem(arguments, progress.says) as problem:
         reject_missing_unit(arguments.budget, resident_bytes=problem.graph.resident_bytes)
         if arguments.emit is not None:
+            if made_with := problem.graph.meta.rewrites:
+                raise UsageError(
+                    f"--emit {arguments.emit}: the graph was made with {', '.join(made_with)}, and "
+                    "other systems run the plain step; write its graph file with --rewrites none"
+                )
             try:
                 layers(problem.graph)
             except NoLayersError as error:

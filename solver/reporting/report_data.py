@@ -10,6 +10,7 @@ from typing import Any
 
 from graphs.fsdp import sharding_of, sharding_words
 from graphs.graph import Graph, Node
+from graphs.rewrites import PROGRAM_REWRITES
 from solver.analysis import Advice, SizeSearch
 from solver.common import counted, format_time
 from solver.emit import Emitted
@@ -97,6 +98,11 @@ def step_notes(graph: Graph) -> Iterator[str]:
             "the plan to run it: to_torch_checkpoint(model, solution)."
         )
     yield from graph.meta.notes
+    if made_with := [name for name in graph.meta.rewrites if name in PROGRAM_REWRITES]:
+        yield (
+            f"The graph was made with {', '.join(made_with)}. It does not contain the plain step: "
+            "the baseline is the rewritten one without recomputation."
+        )
     if graph.meta.environment and not any(node.phase == "optimizer" for node in graph.nodes):
         yield (
             "No optimizer is included: its state and the memory of its step are not counted. Pass "

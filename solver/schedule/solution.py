@@ -218,6 +218,7 @@ class Solution:
             "peak_bytes": self.simulation.peak_bytes,
             "time_s": self.simulation.time_s,
             "baseline_time_s": self.baseline.time_s,
+            "baseline_peak_bytes": self.baseline.peak_bytes,
             "lower_bound_s": self.lower_bound_s,
             "rewrites": list(self.graph.meta.rewrites),
             "request": asdict(self.request),
@@ -234,7 +235,9 @@ class Solution:
     def load(cls, path: str | Path, *, graph: Graph | str | Path) -> Solution:
         """Read schedule.json against its graph and simulate the schedule.
 
-        Bound and status are taken from the file: proving them takes a search.
+        Bound and status are taken from the file: proving them takes a search. So are time and peak
+        of the baseline where the graph was made by rewrites of the program: it does not say what
+        they were made from.
 
         Raises FormatError (the file), IllegalScheduleError (the schedule on this graph), OSError.
         """
@@ -247,6 +250,11 @@ class Solution:
                 f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
             )
         variants = Variants.of(graph)
+        baseline = simulate(variants.plain, baseline_schedule(variants.plain))
+        if variants.plain.meta.rewrites and saved.baseline_peak_bytes:
+            baseline = dataclasses.replace(
+                baseline, time_s=saved.baseline_time_s, peak_bytes=saved.baseline_peak_bytes
+            )
         simulation = simulate(graph, saved.schedule)
         if simulation.peak_bytes > saved.request.available_bytes:
             raise IllegalScheduleError(
@@ -260,7 +268,7 @@ class Solution:
             schedule=saved.schedule,
             simulation=simulation,
             request=saved.request,
-            baseline=simulate(variants.plain, baseline_schedule(variants.plain)),
+            baseline=baseline,
             lower_bound_s=saved.lower_bound_s,
             method=saved.method,
             solve_time_s=0.0,
@@ -273,6 +281,7 @@ class SavedSchedule:
     """The contents of schedule.json: a schedule and its request, without the graph.
 
     rewrites: those of its graph (`graphs.rewrites`).
+    baseline_time_s, baseline_peak_bytes: of the plain step (0: an older file does not say).
     """
 
     schedule: Schedule
@@ -284,6 +293,8 @@ class SavedSchedule:
     request: Request
     environment: Mapping[str, Any] = field(default_factory=dict)
     rewrites: tuple[str, ...] = ()
+    baseline_time_s: float = 0.0
+    baseline_peak_bytes: int = 0
 
     @classmethod
     def load(cls, path: str | Path) -> SavedSchedule:
@@ -320,6 +331,8 @@ class SavedSchedule:
             request=request,
             environment=record.mapping("environment", default={}),
             rewrites=record.strings("rewrites", default=[]),
+            baseline_time_s=record.number("baseline_time_s", default=0.0),
+            baseline_peak_bytes=record.integer("baseline_peak_bytes", default=0),
         )
 
 

@@ -1,0 +1,89 @@
+"""A plan that was saved with its graph and loaded again: what it says, and what it can still do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.graph import Graph
+from graphs.rewrites import row_chunks
+from graphs.trace import trace
+from scheduler_runtime.export import ExportError, to_torch_checkpoint
+from solver import solve
+from solver.methods import METHODS, find_obstacle
+from solver.reporting.report_data import rewritten, step_notes
+from solver.schedule import Solution
+from solver.solving import NoPlainStepError, without_rewrites
+from tests.support.command import failed
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x), y)
+
+
+BATCH = torch.randn(512, 8), torch.randint(0, 1024, (512,))
+
+
+def reloaded(solution: Solution, folder: Path) -> Solution:
+    solution.save(folder / "schedule.json")
+    solution.graph.save(folder / "graph.json")
+    return Solution.load(folder / "schedule.json", graph=folder / "graph.json")
+
+
+def chunked_plan(model: nn.Module) -> Solution:
+    graph = trace(model, BATCH, rewrites=("in_place",))
+    least_bytes = find_obstacle(graph, method=METHODS["auto"]).proven_bytes
+    solution = solve(model, BATCH, budget=least_bytes - 1)
+    assert len(solution.graph.meta.rewrites) == 2
+    return solution
+
+
+def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> None:
+    planned = chunked_plan(Head())
+    loaded = reloaded(planned, tmp_path)
+    assert loaded.baseline.peak_bytes == planned.baseline.peak_bytes
+    assert loaded.baseline.time_s == planned.baseline.time_s
+    for name in ("overhead", "lower_bound_overhead", "gap", "status"):
+        assert getattr(loaded, name) == getattr(planned, name)
+    assert rewritten(loaded) == rewritten(planned)
+
+
+def test_a_chunked_plan_is_not_exported_as_another_program(tmp_path: Path) -> None:
+    model = Head()
+    loaded = reloaded(chunked_plan(model), tmp_path)
+    with pytest.raises(NoPlainStepError, match=r"made with chunked_loss.* rewrites=\"none\""):
+        without_rewrites(loaded)
+    with pytest.raises(ExportError, match="the plain step, which PyTorch runs, is not in the file"):
+        to_torch_checkpoint(model, loaded)
+
+
+def test_the_plain_step_of_a_plan_in_place_is_known_again(tmp_path: Path) -> None:
+    graph = trace(Head(), BATCH, rewrites=("in_place",))
+    solution = reloaded(solve(graph, budget="1GB"), tmp_path)
+    assert solution.graph.meta.rewrites == ["in_place"]
+    assert without_rewrites(solution).graph.meta.rewrites == []
+
+
+def test_a_report_says_that_a_graph_is_not_the_plain_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace(Head(), BATCH, rewrites=("chunked_loss", "in_place")).save(path := tmp_path / "g.json")
+    _, line = failed(capsys, "--budget", "1GB", "--emit", "deepspeed", str(path))
+    assert "--emit deepspeed: the graph was made with chunked_loss" in line
+    assert any("does not contain the plain step" in note for note in step_notes(Graph.load(path)))
+    plain = trace(Head(), BATCH, rewrites=("in_place",))
+    assert not any("plain step" in note for note in step_notes(plain))
