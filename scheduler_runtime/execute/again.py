@@ -43,7 +43,8 @@ def kept_bytes(captured: Capture, device: torch.device) -> int:
     if not can_run_again(captured):
         return 0
     copies = sum(node.meta["val"].nbytes for node in captured.mutations)
-    return int(copies) + get_state(device).nbytes
+    # of a CUDA device, too, the generator's state is in the memory of the host
+    return int(copies) + (get_state(device).nbytes if device.type == "cpu" else 0)
 
 
 class Again:
