@@ -40,6 +40,7 @@ from scheduler_runtime.planned import (
     check_module,
     check_order,
     difference,
+    difference_of_bits,
     module_schedule,
     refuse_second,
     replan,
@@ -153,8 +154,8 @@ class AppliedForward(PlannedForward):
         steps = [step.with_rewrites(plan.rewrites) for plan in self.plans]
         parts = [each.graph.module_part() for each in steps]
         found = [
-            difference(plan, call, model, part)
-            for plan, part in zip(self.plans, parts, strict=True)
+            difference(plan, call, model, part) or difference_of_bits(each)
+            for plan, part, each in zip(self.plans, parts, steps, strict=True)
         ]
         if None in found:
             fitting = found.index(None)

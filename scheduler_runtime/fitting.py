@@ -230,7 +230,7 @@ class FittedForward(PlannedForward):
         around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
         finish_measuring(costs)
         whole = [(around(each.graph), each.captured) for each in steps]
-        solution = answer(offered(whole, planned), request)
+        solution = answer(offered(whole, planned, runs_here=True), request)
         if solution.schedule is None:
             raise FitError(
                 f"no schedule of {type(self._model).__name__}'s step fits "

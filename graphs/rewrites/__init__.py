@@ -22,6 +22,7 @@ from graphs.rewrites.registry import (
     Variant,
     Variants,
     check_word,
+    keeps_bits_here,
     offered,
     program_with,
     rewritten,

@@ -1,13 +1,14 @@
 """Whether row chunks keep every bit here: a property of the device's kernels, tried on it.
 
-Each node that runs by chunks is run on a few rows of its own width, all at once and in chunks, and
-PyTorch's `nll_loss` on the picked column and on the whole.
+Each node that runs by chunks is run on a few rows of its own width, all at once and in chunks.
+Where a column is picked for it, PyTorch's `nll_loss` is run on the column and on the whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -28,24 +29,40 @@ def keeps_bits(graph: fx.Graph, costs: Any) -> bool:
     """Whether the row-chunk nodes of a program have the same bits by chunks as at once.
 
     costs: the description of the cost model. Nothing is tried where it is of a CUDA device and
-    there is none here.
+    there is none here; {}: the program will run here, whatever it was planned for.
     """
     if hardware.is_cuda(costs) and not torch.cuda.is_available():
         return True
-    return all(_keeps(node) for node in graph.nodes if isinstance(node.target, RowChunks))
+    in_chunks = [n for n in graph.nodes if isinstance(n.target, RowChunks) or _reads_picked(n)]
+    if not in_chunks:
+        return True
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng():
+        return all(map(_keeps, in_chunks))
 
 
 def _keeps(node: fx.Node) -> bool:
     chunks: Any = node.target
+    n_threads = torch.get_num_threads()
+    if not isinstance(chunks, RowChunks):
+        args: Any = node.args
+        value, reduction = args[0].meta["val"], args[3]
+        return _same_loss(value.shape[0], value.dtype, reduction, value.device, n_threads)
     values = [argument.meta["val"] for argument in node.all_input_nodes]
     forms = tuple(
         (tuple(value.shape[1:] if at in chunks.row_inputs else value.shape), value.dtype)
         for at, value in enumerate(values)
     )
-    device, n_rows = values[0].device, values[0].shape[0]
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng():
-        same = _same(chunks, forms, device, torch.get_num_threads())
-        return same and _same_loss(n_rows, device)
+    return _same(chunks, forms, values[0].device, n_threads)
+
+
+def _reads_picked(node: fx.Node) -> bool:
+    """Whether it is a loss of the one column that row chunks have picked."""
+    if node.target is not aten.nll_loss_forward.default:
+        return False
+    source: Any = node.args[0]
+    is_column = source.meta["val"].shape[1:] == (1,)
+    maker = source.args[0] if source.target is operator.getitem else source
+    return is_column and isinstance(maker.target, RowChunks)
 
 
 @functools.cache
@@ -67,19 +84,18 @@ def _same(chunks: RowChunks, forms: Any, device: torch.device, n_threads: int) -
 
 
 @functools.cache
-def _same_loss(n_rows: int, device: torch.device) -> bool:
+def _same_loss(
+    n_rows: int, dtype: torch.dtype, reduction: int, device: torch.device, n_threads: int
+) -> bool:
     torch.manual_seed(0)
-    values = -torch.rand(n_rows, N_CLASSES, device=device)
+    values = -torch.rand(n_rows, N_CLASSES, device=device).to(dtype)
     target = torch.randint(-1, N_CLASSES, (n_rows,), device=device)
     ignored = target == -1
     column = values.gather(1, target.masked_fill(ignored, 0).unsqueeze(1))
     marks = torch.where(ignored, -1, 0)
-    return all(
-        _are_equal(
-            aten.nll_loss_forward.default(values, target, None, reduction, -1),
-            aten.nll_loss_forward.default(column, marks, None, reduction, -1),
-        )
-        for reduction in (0, 1, 2)
+    return _are_equal(
+        aten.nll_loss_forward.default(values, target, None, reduction, -1),
+        aten.nll_loss_forward.default(column, marks, None, reduction, -1),
     )
 
 

@@ -95,15 +95,20 @@ def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
     return ((), in_place, *chunked)
 
 
-def offered(traced: Sequence[tuple[Graph, Capture]], planned: Sequence[Variant]) -> Variants:
+def offered(
+    traced: Sequence[tuple[Graph, Capture]],
+    planned: Sequence[Variant],
+    *,
+    runs_here: bool = False,
+) -> Variants:
     """The step and those variants of it that keep all bits on the device, each once.
 
     traced: graph and program of the plain step, then of others. Where the device that is planned
-    for is not here, nothing is tried.
+    for is not here, nothing is tried, unless the step will run here all the same (runs_here).
     """
     from graphs.rewrites.probe import keeps_bits  # here: it takes torch
 
-    costs = traced[0][0].meta.costs
+    costs = {} if runs_here else traced[0][0].meta.costs
     tried = {
         tuple(graph.meta.rewrites): keeps_bits(program.graph, costs) for graph, program in traced
     }
@@ -118,6 +123,13 @@ def offered(traced: Sequence[tuple[Graph, Capture]], planned: Sequence[Variant])
         if (variant := tuple(graph.meta.rewrites)) in planned and tried[variant]
     }
     return Variants(graphs[0], tuple(reversed(found.values())))
+
+
+def keeps_bits_here(program: Capture) -> bool:
+    """Whether a program in row chunks has every bit of the plain step on this device; tried once."""
+    from graphs.rewrites.probe import keeps_bits  # here: it takes torch
+
+    return keeps_bits(program.graph, {})
 
 
 def program_with(captured: Capture, rewrites: Sequence[str]) -> Capture:

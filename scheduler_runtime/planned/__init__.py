@@ -1,6 +1,11 @@
 """A module with a plan: its programs by kind of call, guards, mismatches, replanning."""
 
 from scheduler_runtime.planned.forward import PlannedForward, module_schedule, refuse_second
-from scheduler_runtime.planned.mismatch import Difference, check_arguments, difference
+from scheduler_runtime.planned.mismatch import (
+    Difference,
+    check_arguments,
+    difference,
+    difference_of_bits,
+)
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.planned.replanning import ReplanError, replan

@@ -26,6 +26,8 @@ from graphs.calls import (
     signature_of,
 )
 from graphs.graph import Graph
+from graphs.rewrites import PROGRAM_REWRITES, keeps_bits_here
+from graphs.trace import CapturedStep
 from scheduler_runtime.planned.plan import Plan
 from solver.common import counted
 
@@ -67,6 +69,20 @@ def difference(
     if plan.graph is None:
         return Difference("the traced operators are not those of the plan")
     return Difference(_graph_difference(plan.graph.module_part(), part))
+
+
+def difference_of_bits(step: CapturedStep) -> Difference | None:
+    """That the rewritten step would have other bits here; tried on this device, and kept.
+
+    A plan may come from another device, or from a process with another number of threads.
+    """
+    if keeps_bits_here(step.captured):
+        return None
+    names = ", ".join(name for name in step.graph.meta.rewrites if name in PROGRAM_REWRITES)
+    return Difference(
+        f"the plan was made with {names}, and on this device rows in chunks have other bits than "
+        "all at once"
+    )
 
 
 def _environment_difference(plan: Plan, call: Call, model: nn.Module) -> str | None:

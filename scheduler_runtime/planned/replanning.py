@@ -31,7 +31,7 @@ def replan(step: CapturedStep, plan: Plan, reason: str) -> tuple[CapturedStep, S
     steps = [step.with_rewrites(variant) for variant in dict.fromkeys([(), *planned])]
     whole = [(_whole(each.graph, plan, reason), each.captured) for each in steps]
     logger.warning("replanning, because this call differs from the plan: %s", reason)
-    solution = answer(offered(whole, planned), plan.request)
+    solution = answer(offered(whole, planned, runs_here=True), plan.request)
     if solution.schedule is None:
         raise ReplanError(
             f"{reason}, and no schedule for it fits {plan.request.available_bytes} bytes "

@@ -220,10 +220,25 @@ def depends_on_the_chunk(chunks: RowChunks) -> RowChunks:
 def test_a_refused_rewrite_is_noted_and_not_planned(monkeypatch) -> None:
     model, (x, y) = Head(LOSSES["mean"]), batch()
     assert len(trace_variants(model, (x, y)).planned) == 4
-    monkeypatch.setattr(probe, "_same_loss", lambda n_rows, device: False)
+    monkeypatch.setattr(probe, "_same", lambda *form: False)
     step = trace_variants(model, (x, y))
     assert [graph.meta.rewrites for graph in step.planned] == [[], ["in_place"]]
     assert any("row chunks" in note for note in step.plain.meta.notes)
+
+
+def test_the_loss_is_tried_as_it_runs_and_only_where_a_column_is_picked(monkeypatch) -> None:
+    tried = []
+    monkeypatch.setattr(probe, "_same_loss", lambda *form: tried.append(form[:3]))
+    for dtype in (torch.float32, torch.bfloat16):
+        for loss in ("sum", "smoothed"):
+            model, (x, y) = Head(LOSSES[loss]).to(dtype), batch()
+            step = trace_variants(model, (x.to(dtype), y))
+            assert [graph.meta.rewrites for graph in step.planned][2:] == [
+                ["chunked_loss_backward", "in_place"]
+            ]
+            assert step.plain.meta.refused_rewrites == ["chunked_loss"]
+        assert tried == [(N_ROWS, dtype, 2), (N_ROWS, dtype, 1)]
+        tried.clear()
 
 
 def test_the_best_variant_is_taken_and_runs_with_the_same_bits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.rewrites import row_chunks
+from graphs.rewrites import probe, row_chunks
 from graphs.trace import trace
-from scheduler_runtime import apply
+from scheduler_runtime import PlanMismatchError, apply, remove
 from scheduler_runtime.planned import ReplanError
 from solver import solve
 from solver.methods import METHODS, find_obstacle
@@ -87,3 +88,27 @@ def test_an_unknown_word_is_refused() -> None:
     request = solve(trace(Head(), batch(128)), budget="1GB").request
     with pytest.raises(ValueError, match="rewrites is 'bits'"):
         dataclasses.replace(request, rewrites="bits")
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_a_plan_in_row_chunks_is_tried_where_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Also one for a device that is not here, for which planning tries nothing."""
+    model = Head()
+    plain = copy.deepcopy(model)
+    graph = trace(model, batch(512), rewrites=("chunked_loss", "in_place"))
+    solve(graph, budget="1GB").save(path := tmp_path / "schedule.json")
+    if device != "cpu":
+        saved = json.loads(path.read_text())
+        saved["environment"]["costs"] = {"model": "roofline", "device": device}
+        path.write_text(json.dumps(saved))
+    monkeypatch.setattr(probe, "_same", lambda *form: False)
+    apply(model, path)
+    with pytest.raises(PlanMismatchError, match="made with chunked_loss, and on this device"):
+        model(*batch(512))
+    remove(model)
+    apply(model, path, on_mismatch="replan")
+    for each in (model, plain):
+        each(*batch(512)).backward()
+    assert torch.equal(model.head.weight.grad, plain.head.weight.grad)
