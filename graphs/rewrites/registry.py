@@ -126,7 +126,7 @@ def offered(
 
 
 def keeps_bits_here(program: Capture) -> bool:
-    """Whether a program in row chunks has every bit of the plain step on this device; tried once."""
+    """Whether a program in row chunks has all bits of the plain step on this device; tried once."""
     from graphs.rewrites.probe import keeps_bits  # here: it takes torch
 
     return keeps_bits(program.graph, {})
