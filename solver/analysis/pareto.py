@@ -55,6 +55,7 @@ def sweep(
     seed: int = 0,
     quick: bool = False,
     known: Sequence[Solution] = (),
+    rewrites: str = "none",
     on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
     """Plan for every budget with every method.
@@ -64,6 +65,7 @@ def sweep(
     budgets times methods times this, and once more without `budgets`.
     quick: each search with a fraction of the work, where its method can.
     known: answers for this graph that are there already; their budgets become points as well.
+    rewrites: the word that the variants of the step stand for.
     on_point: called after each search with how many plans there are by now, and of how many.
 
     Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep with the points until then.
@@ -87,6 +89,7 @@ def sweep(
             method=method,
             time_limit_s=time_limit_s,
             seed=seed,
+            rewrites=rewrites,
         )
         for method in methods
         for budget_bytes in sorted(asked)

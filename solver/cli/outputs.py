@@ -40,6 +40,7 @@ def swept(
                 methods=methods,
                 seed=arguments.seed,
                 quick=True,
+                rewrites=problem.rewrites,
                 known=[solution for solution in solutions if solution.method in methods],
                 on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
                 **common,

@@ -116,6 +116,7 @@ def sweep(
         reserve_bytes=solution.request.reserve_bytes if solution else 0,
         time_limit_s=time_limit_s,
         seed=seed,
+        rewrites=solution.request.rewrites if solution else "none",
         known=[solution] if solution and solution.method in methods else [],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import subprocess
@@ -83,6 +84,12 @@ def test_pictures_of_an_answer_and_of_a_curve(solution, tmp_path):
     pictures = [(tmp_path / name).read_text() for name in ("memory.svg", "curve.svg", "marked.svg")]
     assert all("<svg" in picture for picture in pictures)
     assert pictures[1] != pictures[2]
+
+
+def test_points_keep_the_word_for_whoever_applies_one(solution):
+    request = dataclasses.replace(solution.request, rewrites="bitwise")
+    curve = sweep(dataclasses.replace(solution, request=request), budgets=["1MB"])
+    assert {point.request.rewrites for point in curve.points} == {"bitwise"}
 
 
 def test_what_cannot_be_drawn_is_refused(graph, solution, tmp_path):
