@@ -53,6 +53,7 @@ from graphs.capture.refuse import (
     refuse_overlapping,
     refuse_parametrization_cache,
 )
+from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
 
 TRACING = threading.RLock()
@@ -213,13 +214,26 @@ def _with_filled(
         return run(), ()
     except TraceError:
         shell = Shell(model, call, choose=lambda _output: (), device=device)
+        first = Recorded(shell)
         filled: tuple[HeldTensor, ...] = ()
         with contextlib.suppress(TraceError), _tracing(model):
-            filled = filled_once(model, shell.mode, lambda: shell.call(shell.batch))
+            filled = filled_once(model, shell.mode, first.run)
         if not filled:
             raise
     with put_meanwhile(model, filled):
-        return run(), filled
+        result = run()
+        later = Recorded(Shell(model, call, choose=lambda _output: (), device=device))
+        with _tracing(model), attributes_unchanged(model), later.shell.mode:
+            later.run()
+    if not same_steps(first.steps, later.steps):
+        where, attribute = filled[0].module or type(model).__name__, filled[0].attribute
+        raise TraceError(
+            f"the first call of {type(model).__name__}, which fills the attribute {attribute!r} of "
+            f"{where!r}, computes something else than later calls do; a plan is for one sequence "
+            "of operators. Call the model once before it is planned, or fill the attribute in "
+            "__init__"
+        )
+    return result, filled
 
 
 @contextlib.contextmanager

@@ -88,3 +88,41 @@ def test_what_is_more_than_constants_is_refused(make: Any) -> None:
     with pytest.raises(TraceError):
         trace(model, torch.ones(2, 4))
     assert model.kept is None
+
+
+class Branching(nn.Module):
+    """What it returns when it fills the attribute, and later."""
+
+    def __init__(self, first: Callable[..., Any], later: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.other = nn.Parameter(torch.ones(4))
+        self.kept = None
+        self.first, self.later = first, later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.full((4,), 2.0)
+            return self.first(self, x).sum()
+        return self.later(self, x).sum()
+
+
+def times_kept(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * module.weight * module.kept
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda module, x: x * module.weight,  # other operators
+        lambda module, x: x * module.other * module.kept,  # of another parameter
+        lambda module, x: x * module.weight * torch.full((4,), 3.0),  # of another constant
+    ],
+)
+def test_a_first_call_that_computes_something_else_is_refused(first: Any) -> None:
+    with pytest.raises(TraceError, match=r"first call of Branching.*'kept'.*before it is planned"):
+        trace(Branching(first, times_kept), torch.ones(2, 4))
+    called = Branching(first, times_kept)
+    called(torch.ones(2, 4))
+    trace(called, torch.ones(2, 4))
+    trace(Branching(times_kept, times_kept), torch.ones(2, 4))

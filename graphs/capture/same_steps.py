@@ -1,0 +1,80 @@
+"""Whether the call that fills attributes computes what later calls compute.
+
+`if self.mask is None: self.mask = ...` may also choose another branch for the first call. Its
+operators on the batch, parameters and buffers are recorded, and those of a second call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.capture.as_eager import Recipe, evaluate
+from graphs.capture.shell import Shell
+
+Step = tuple[Any, pytree.TreeSpec, tuple[Any, ...]]
+
+
+class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operators of a call on fake tensors, but for those that compute constants.
+
+    steps: operator, structure and arguments: plain ones, recipes of constants, and for what another
+        operator returned which one that was.
+    """
+
+    def __init__(self, shell: Shell) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shell = shell
+        own = (*shell.parameters(), *shell.buffers(), *shell.batch)
+        self._made: dict[int, tuple[Any, Any]] = {}  # with the tensor, which keeps its id taken
+        for index, tensor in enumerate(own):
+            self._made[id(tensor)] = tensor, ("own", index)
+        self.steps: list[Step] = []
+
+    def run(self) -> None:
+        """Call the module, under the shell's mode."""
+        with self:
+            self.shell.call(self.shell.batch)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        flat, spec = pytree.tree_flatten((args, kwargs or {}))
+        described = tuple(map(self._described, flat))
+        result = func(*args, **(kwargs or {}))
+        made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        if func._schema.is_mutable or not all(self._constant(item) for item in made):
+            for index, item in enumerate(made):
+                self._made[id(item)] = item, (len(self.steps), index)
+            self.steps.append((func, spec, described))
+        return result
+
+    def _constant(self, tensor: torch.Tensor) -> Recipe | None:
+        value = self.shell.mode.value_of(tensor)
+        return value if isinstance(value, Recipe) and not value.leaves else None
+
+    def _described(self, item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        known = self._made.get(id(item))
+        return known[1] if known is not None else self._constant(item)
+
+
+def same_steps(one: Sequence[Step], other: Sequence[Step]) -> bool:
+    """Whether both calls compute the same from their parameters, buffers and batch."""
+    return len(one) == len(other) and all(
+        a[:2] == b[:2] and all(map(_same, a[2], b[2])) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Recipe) and isinstance(other, Recipe):
+        a, b = (evaluate(each, {}) for each in (one, other))
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return torch.equal(*(t.detach().cpu().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return type(one) is type(other) and bool(one == other or one != one)
