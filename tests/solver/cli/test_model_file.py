@@ -286,6 +286,7 @@ READS_ITS_MASK = (
 )
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("mask", ["torch.ones(64)", "(torch.rand(64) > 0.5).float()"])
 def test_a_model_that_reads_its_batch_is_planned_for_the_values_that_it_has(
     mask, model_file, capsys

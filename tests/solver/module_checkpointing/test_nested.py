@@ -152,6 +152,7 @@ def test_the_report_names_what_is_recomputed_together() -> None:
     assert "recomputed only together with those before them: 3" in str(solution)
 
 
+@pytest.mark.slow
 def test_children_with_hooks_are_not_put_together() -> None:
     torch.manual_seed(0)
     blocks = (
