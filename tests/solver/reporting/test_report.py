@@ -269,7 +269,7 @@ def test_infeasible_for_every_method(gpt2):
 def test_infeasible_for_this_method(gpt2):
     text = " ".join(shown(report_of(nothing_found(gpt2))).split())
     assert "method none finds no schedule that fits" in text
-    assert "5.24 GB (4.88 GiB), the smallest at which none found a plan" in text
+    assert "5.25 GB, the smallest at which none found a plan" in text
 
 
 def test_what_stands_in_the_way_is_named(gpt2):
