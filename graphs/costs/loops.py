@@ -6,6 +6,7 @@ same time, and adds the same bytes to whatever has a row for each row of the inp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ arguments 0 and 2, input and target, have the rows."""
 
 
 @dataclass(frozen=True)
-class RowLoop:
+class RowLoop(ABC):
     """A function that handles some rows of its arguments at a time; may be the target of a call.
 
     row_inputs: positions of the arguments whose first dimension is the rows.
@@ -36,9 +37,9 @@ class RowLoop:
     rows_per_chunk: int
     row_inputs: tuple[int, ...]
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Handle all rows."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from graphs.graph import Graph
@@ -19,20 +18,12 @@ from solver.reporting.report_data import rewritten, step_notes
 from solver.schedule import Solution
 from solver.solving import NoPlainStepError, without_rewrites
 from tests.support.command import failed
+from tests.support.models import LanguageHead
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 1024, bias=False)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(x), y)
 
 
 BATCH = torch.randn(512, 8), torch.randint(0, 1024, (512,))
@@ -53,7 +44,7 @@ def chunked_plan(model: nn.Module) -> Solution:
 
 
 def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> None:
-    planned = chunked_plan(Head())
+    planned = chunked_plan(LanguageHead())
     loaded = reloaded(planned, tmp_path)
     assert loaded.baseline.peak_bytes == planned.baseline.peak_bytes
     assert loaded.baseline.time_s == planned.baseline.time_s
@@ -63,7 +54,7 @@ def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> 
 
 
 def test_a_chunked_plan_is_not_exported_as_another_program(tmp_path: Path) -> None:
-    model = Head()
+    model = LanguageHead()
     loaded = reloaded(chunked_plan(model), tmp_path)
     with pytest.raises(NoPlainStepError, match=r"made with chunked_loss.* rewrites=\"none\""):
         without_rewrites(loaded)
@@ -72,7 +63,7 @@ def test_a_chunked_plan_is_not_exported_as_another_program(tmp_path: Path) -> No
 
 
 def test_the_plain_step_of_a_plan_in_place_is_known_again(tmp_path: Path) -> None:
-    graph = trace(Head(), BATCH, rewrites=("in_place",))
+    graph = trace(LanguageHead(), BATCH, rewrites=("in_place",))
     solution = reloaded(solve(graph, budget="1GB"), tmp_path)
     assert solution.graph.meta.rewrites == ["in_place"]
     assert without_rewrites(solution).graph.meta.rewrites == []
@@ -81,9 +72,11 @@ def test_the_plain_step_of_a_plan_in_place_is_known_again(tmp_path: Path) -> Non
 def test_a_report_says_that_a_graph_is_not_the_plain_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace(Head(), BATCH, rewrites=("chunked_loss", "in_place")).save(path := tmp_path / "g.json")
+    trace(LanguageHead(), BATCH, rewrites=("chunked_loss", "in_place")).save(
+        path := tmp_path / "g.json"
+    )
     _, line = failed(capsys, "--budget", "1GB", "--emit", "deepspeed", str(path))
     assert "--emit deepspeed: the graph was made with chunked_loss" in line
     assert any("does not contain the plain step" in note for note in step_notes(Graph.load(path)))
-    plain = trace(Head(), BATCH, rewrites=("in_place",))
+    plain = trace(LanguageHead(), BATCH, rewrites=("in_place",))
     assert not any("plain step" in note for note in step_notes(plain))

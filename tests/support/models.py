@@ -171,3 +171,14 @@ class ConvNet(nn.Module):
     @staticmethod
     def batch() -> torch.Tensor:
         return torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+class LanguageHead(nn.Module):
+    """Logits that are wide beside everything else, and their cross-entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x), y)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from graphs.rewrites import probe, row_chunks
@@ -19,20 +18,12 @@ from scheduler_runtime.planned import ReplanError
 from solver import solve
 from solver.methods import METHODS, find_obstacle
 from solver.schedule import SavedSchedule, Solution
+from tests.support.models import LanguageHead
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 1024, bias=False)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(x), y)
 
 
 def batch(n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +44,7 @@ def small_plan(model: nn.Module, word: str) -> Solution:
 def test_variants_that_the_first_plan_does_without_are_planned(
     tmp_path: Path, from_file: bool
 ) -> None:
-    model = Head()
+    model = LanguageHead()
     plain, solution = copy.deepcopy(model), small_plan(model, "bitwise")
     solution.save(path := tmp_path / "schedule.json")
     apply(model, path if from_file else solution, on_mismatch="replan")
@@ -65,7 +56,7 @@ def test_variants_that_the_first_plan_does_without_are_planned(
 
 
 def test_none_stays_none(tmp_path: Path) -> None:
-    model = Head()
+    model = LanguageHead()
     solution = small_plan(model, "none")
     solution.save(path := tmp_path / "schedule.json")
     assert SavedSchedule.load(path).request == solution.request
@@ -75,7 +66,7 @@ def test_none_stays_none(tmp_path: Path) -> None:
 
 
 def test_a_graph_is_replanned_with_the_rewrites_it_was_made_with() -> None:
-    model = Head()
+    model = LanguageHead()
     budget = small_plan(model, "none").request.budget_bytes
     graph = trace(model, batch(128), rewrites=("chunked_loss", "in_place"))
     solution = solve(graph, budget=budget)
@@ -85,7 +76,7 @@ def test_a_graph_is_replanned_with_the_rewrites_it_was_made_with() -> None:
 
 
 def test_an_unknown_word_is_refused() -> None:
-    request = solve(trace(Head(), batch(128)), budget="1GB").request
+    request = solve(trace(LanguageHead(), batch(128)), budget="1GB").request
     with pytest.raises(ValueError, match="rewrites is 'bits'"):
         dataclasses.replace(request, rewrites="bits")
 
@@ -95,7 +86,7 @@ def test_a_plan_in_row_chunks_is_tried_where_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """Also one for a device that is not here, for which planning tries nothing."""
-    model = Head()
+    model = LanguageHead()
     plain = copy.deepcopy(model)
     graph = trace(model, batch(512), rewrites=("chunked_loss", "in_place"))
     solve(graph, budget="1GB").save(path := tmp_path / "schedule.json")
