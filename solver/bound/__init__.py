@@ -2,4 +2,10 @@
 
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
 from solver.bound.folded import FoldedGraph
-from solver.bound.lower_bound import Binding, binding_cut, lower_bound_s, proven_least_budget_bytes
+from solver.bound.lower_bound import (
+    Binding,
+    binding_cut,
+    least_time_s,
+    lower_bound_s,
+    proven_least_budget_bytes,
+)

@@ -46,7 +46,13 @@ def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0
     """
     deadline = Deadline.after(time_limit_s)
     found = binding_cut(FoldedGraph.of(graph), budget_bytes=budget_bytes, deadline=deadline)
-    return graph.baseline_time_s * (1.0 + found.lost_share)
+    return least_time_s(graph, lost_share=found.lost_share)
+
+
+def least_time_s(graph: Graph, *, lost_share: float) -> float:
+    """Seconds of a step that loses this share of the baseline's time; inf: nothing fits."""
+    # Not only the product: of a step that takes no time it would be 0 * inf: NaN.
+    return math.inf if math.isinf(lost_share) else graph.baseline_time_s * (1.0 + lost_share)
 
 
 def proven_least_budget_bytes(

@@ -49,7 +49,7 @@ except ImportError:  # the other methods do without
     pulp = None
 
 from graphs.graph import Graph
-from solver.bound import TIME_ERROR, FoldedGraph, binding_cut, solve_cuts
+from solver.bound import TIME_ERROR, FoldedGraph, binding_cut, least_time_s, solve_cuts
 from solver.common import NEVER, Deadline
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.ilp_stages import MissingSolverError, Stage, Stages
@@ -105,7 +105,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
             least_s = graph.baseline_time_s * (1.0 + lost_share + 10 * TIME_ERROR)
             if search.best is not None and search.best[1].time_s <= least_s:
                 break
-    bound_s = graph.baseline_time_s * (1.0 + lost_share)
+    bound_s = least_time_s(graph, lost_share=lost_share)
     return dataclasses.replace(search.proposal(), lower_bound_s=bound_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from solver.bound import Binding, FoldedGraph
+from solver.bound import Binding, FoldedGraph, least_time_s
 from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
@@ -78,6 +78,6 @@ class Search(BestSoFar):
     def proposal(self) -> Proposal:
         return Proposal(
             schedule=self.best[0] if self.best else None,
-            lower_bound_s=self.graph.baseline_time_s * (1.0 + self.lost_share),
+            lower_bound_s=least_time_s(self.graph, lost_share=self.lost_share),
             timed_out=self.timed_out,
         )

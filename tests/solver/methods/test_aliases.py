@@ -94,6 +94,13 @@ def test_graphs_that_once_failed(case: dict, method: str) -> None:
     check_method(graph, truth, method=method, budget_bytes=case["budget_bytes"])
 
 
+def test_a_step_that_takes_no_time_and_fits_nowhere() -> None:
+    graph = aliasing_dag(2058)
+    assert graph.baseline_time_s == 0
+    assert lower_bound_s(graph, budget_bytes=1) == math.inf
+    check_graph(graph, 2058)
+
+
 def test_every_method_proposes_what_is_legal() -> None:
     for graph in map(aliasing_dag, range(5000, 5060)):
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
