@@ -23,7 +23,7 @@ from torch import fx
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
 from scheduler_runtime.compiler.joined import Joined, is_backward
-from solver.schedule import Free, Schedule
+from solver.schedule import Compute, Free, Schedule
 
 
 class UnsplittableError(ValueError):
@@ -94,6 +94,7 @@ class _Writer:
                 for old in self._on_storage.get(op.tensor, ()):
                     self._live.pop(old, None)
                 continue
+            assert isinstance(op, Compute)  # module_schedule refuses copies
             node = joined.layout.calls.get(op.node)
             if node is None:
                 continue  # an update or a gradient's copy: the joined graph has nodes of its own

@@ -26,7 +26,7 @@ from graphs.capture import Overwrite, is_random
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
-from solver.schedule import Free, Schedule
+from solver.schedule import Compute, Free, Schedule
 
 LEAST_IN_PIECE = 24
 """Minimum of values that a piece of the backward pass defines, unless gradients accumulate."""
@@ -110,6 +110,7 @@ class _Line:
                 for node in self._of_storage.pop(op.tensor, ()):
                     self._current.pop(node, None)
                 continue
+            assert isinstance(op, Compute)  # module_schedule refuses copies
             if in_forward and len(started) == n_forward:
                 self._end_forward()
                 in_forward = False
@@ -150,6 +151,7 @@ class _Line:
             if isinstance(op, Free):
                 freed[op.tensor] = index
                 continue
+            assert isinstance(op, Compute)
             last_run[op.node] = index
             last_read |= dict.fromkeys(graph.node_by_name[op.node].inputs, index)
         backward = min((last_run[node.name] for node in graph.later_nodes), default=0)

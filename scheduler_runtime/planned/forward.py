@@ -22,7 +22,7 @@ from graphs.trace import CapturedStep, refuse_plans, trace_module
 from scheduler_runtime.execute import ReplacedForward, StepProgram, has_checkpoints
 from scheduler_runtime.planned.guards import kind_of
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
-from solver.schedule import Compute, Schedule
+from solver.schedule import Compute, Schedule, name_in
 
 logger = logging.getLogger(__name__)
 
@@ -186,10 +186,18 @@ def refuse_second(model: nn.Module) -> None:
 
 
 def module_schedule(schedule: Schedule, part: Graph) -> Schedule:
-    """The schedule without the ops that the caller runs: a loss outside, the optimizer."""
+    """The schedule without the ops that the caller runs: a loss outside, the optimizer.
+
+    Raises ValueError where it copies to the host.
+    """
+    if schedule.has_copies:
+        raise ValueError(
+            "the schedule copies tensors to host memory, which cannot be run yet; plan without a "
+            "host, or simulate it"
+        )
     ops = tuple(
         op
         for op in schedule.ops
-        if (op.node in part.node_by_name if isinstance(op, Compute) else op.tensor in part.producer)
+        if name_in(op) in (part.node_by_name if isinstance(op, Compute) else part.producer)
     )
     return Schedule(ops=ops, graph_id=part.graph_id)

@@ -11,7 +11,23 @@ from solver.schedule.memory import (
     occupancy,
     saved_for_backward,
 )
-from solver.schedule.ops import Compute, Free, Schedule, free_after_last_use, needs
+from solver.schedule.ops import (
+    Compute,
+    Copy,
+    Delete,
+    Drop,
+    Fetch,
+    Free,
+    Load,
+    Op,
+    Schedule,
+    Spill,
+    Store,
+    free_after_last_use,
+    name_in,
+    needs,
+)
+from solver.schedule.places import Link, Place, Places
 from solver.schedule.recompute import (
     baseline,
     is_recomputable,
@@ -21,7 +37,7 @@ from solver.schedule.recompute import (
     missing_computes,
     without_dead_computes,
 )
-from solver.schedule.simulator import IllegalScheduleError, Simulation, simulate
+from solver.schedule.simulator import IllegalScheduleError, Simulation, simulate, timeline
 from solver.schedule.solution import (
     OPTIMAL_GAP,
     Obstacle,
@@ -30,3 +46,4 @@ from solver.schedule.solution import (
     Solution,
     Status,
 )
+from solver.schedule.streams import Event

@@ -13,7 +13,7 @@ from itertools import accumulate, compress
 from typing import TypeVar
 
 from graphs.graph import Graph, Node
-from solver.schedule.ops import Compute, Schedule
+from solver.schedule.ops import Compute, Schedule, name_in
 from solver.schedule.simulator import Simulation, Stay, stays
 
 CATEGORY_OF_KIND: Mapping[str, str] = {
@@ -77,7 +77,7 @@ def node_at(graph: Graph, schedule: Schedule, simulation: Simulation) -> Node | 
     if simulation.peak_op is None:
         return None
     op = schedule.ops[simulation.peak_op]
-    return graph.node_by_name[op.node] if isinstance(op, Compute) else graph.producer[op.tensor]
+    return graph.node_by_name[op.node] if isinstance(op, Compute) else graph.producer[name_in(op)]
 
 
 LAYERS = ("resident", "kept", "recomputed", "gradients", "workspace")

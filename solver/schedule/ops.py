@@ -1,14 +1,23 @@
-"""The answer: the straight-line list of compute and free operations of one training step.
+"""The answer: the straight-line list of operations of one training step.
 
 A schedule names nodes and tensors of one graph (its `graph_id`) and nothing else: no times, no
-sizes, no closures. What it costs and whether it is legal is for `solver.simulate` to say. Offload
-and prefetch would be further op classes here; until they exist a file that uses them is refused.
+sizes, no closures. What it costs and whether it is legal is for `solver.simulate` to say.
+
+`Compute` and `Free` are about the device. A storage may also be copied to host memory and from
+there to a disk, and each copy is given up by an op of its own:
+
+    device  --Store-->  host  --Spill-->  disk
+    device  <--Fetch--  host  <--Load---  disk
+     Free               Drop              Delete
+
+A copy leaves its source where it is. These ops name a storage by its root tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from graphs.files import MAX_ENTRIES, FormatError
 from graphs.graph import Graph, Node
@@ -29,7 +38,74 @@ class Free:
     tensor: str
 
 
-Op = Compute | Free
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Copy this storage from the device to the host."""
+
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy this storage from the host to the device."""
+
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Give up the host's copy of this storage."""
+
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Copy this storage from the host to the disk."""
+
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy this storage from the disk to the host."""
+
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Give up the disk's copy of this storage."""
+
+    storage: str
+
+
+Copy = Store | Fetch | Spill | Load
+Op = Compute | Free | Copy | Drop | Delete
+
+WORDS: Mapping[str, Callable[[str], Op]] = {
+    "compute": Compute,
+    "free": Free,
+    "store": Store,
+    "fetch": Fetch,
+    "drop": Drop,
+    "spill": Spill,
+    "load": Load,
+    "delete": Delete,
+}
+"""By the word in a file: the op, which takes the name beside it."""
+_WORD_OF = {kind: word for word, kind in WORDS.items()}
+
+
+def word_for(op: Op) -> str:
+    return _WORD_OF[type(op)]
+
+
+def name_in(op: Op) -> str:
+    """The node, tensor or storage that the op names."""
+    if isinstance(op, Compute):
+        return op.node
+    return op.tensor if isinstance(op, Free) else op.storage
 
 
 @dataclass(frozen=True)
@@ -48,11 +124,13 @@ class Schedule:
         """The nodes in the order in which they run, repeats included."""
         return tuple(op.node for op in self.ops if isinstance(op, Compute))
 
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether anything is copied to the host or the disk."""
+        return not {Compute, Free}.issuperset(map(type, self.ops))
+
     def ops_to_json(self) -> list[list[str]]:
-        return [
-            ["compute", op.node] if isinstance(op, Compute) else ["free", op.tensor]
-            for op in self.ops
-        ]
+        return [[word_for(op), name_in(op)] for op in self.ops]
 
 
 def ops_from_json(items: Sequence[object], *, source: str) -> tuple[Op, ...]:
@@ -64,12 +142,12 @@ def ops_from_json(items: Sequence[object], *, source: str) -> tuple[Op, ...]:
 
 def _op(item: object, *, where: str) -> Op:
     if isinstance(item, list) and len(item) == 2 and all(isinstance(part, str) for part in item):
-        if item[0] == "compute":
-            return Compute(item[1])
-        if item[0] == "free":
-            return Free(item[1])
+        word, name = item
+        if word in WORDS:
+            return WORDS[word](name)
     raise FormatError(
-        f'{where} is {item!r:.60}; expected ["compute", node name] or ["free", tensor name]'
+        f'{where} is {item!r:.60}; expected ["compute", node name], ["free", tensor name] or a '
+        f"storage's name after one of {', '.join(list(WORDS)[2:])}"
     )
 
 

@@ -15,16 +15,41 @@ file formats and nothing of how a schedule was found. The rules:
 5. `Free` drops a live tensor that a node made; an output of the graph is not freed after its last
    computation.
 6. At the end every output of the graph is on the device.
+7. A copy needs its storage at its source and not at its target: `Store` on the device and not on
+   the host, `Fetch` the reverse, `Spill` on the host and not on the disk, `Load` the reverse.
+   `Drop` needs it on the host, `Delete` on the disk. Resident storages are not copied.
+8. `Fetch` brings back every tensor on the storage that has been made so far, except what has been
+   overwritten. They are live again, and each is freed by itself.
+9. A node overwrites a storage only while the device has the only copy of it. So whatever is on the
+   host or the disk is what the storage holds now: recomputing it gives the same bits.
+
+Bytes go by program order. A copy's target is occupied from the op that starts it; bytes are given
+back where `Free`, `Drop` and `Delete` stand, or where a compute replaces an output. So whether a
+schedule fits does not depend on a time. How long it takes is for `solver.schedule.streams`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphs.graph import Graph, Node
-from solver.schedule.ops import Compute, Free, Op, Schedule
+from graphs.graph import Graph, Node, Tensor
+from solver.schedule.ops import (
+    Compute,
+    Copy,
+    Delete,
+    Drop,
+    Fetch,
+    Free,
+    Op,
+    Schedule,
+    needs,
+    word_for,
+)
+from solver.schedule.places import Link, Place, Places
+from solver.schedule.streams import Event, MoveError, Streams
 
 
 class IllegalScheduleError(ValueError):
@@ -49,12 +74,15 @@ class OtherGraphError(IllegalScheduleError):
 class Simulation:
     """What a legal schedule costs.
 
-    time_s: seconds of all computes.
+    time_s: seconds until computes and copies have ended.
     peak_bytes: the most on the device at once, resident tensors included.
     peak_op: position of the first op that reaches the peak (None: no ops, only resident tensors).
     live_bytes: bytes on the device during each op (outputs and workspace included for a compute,
         after the drop for a free).
     n_recomputed: computes beyond each node's first.
+    host_peak_bytes, disk_peak_bytes: the most that copies take there at once.
+    stall_s: the part of `time_s` in which nothing is computed.
+    busy_s: seconds of all copies by direction: store, fetch, spill, load ({}: no copies).
     """
 
     time_s: float
@@ -62,9 +90,14 @@ class Simulation:
     peak_op: int | None
     live_bytes: tuple[int, ...] = field(repr=False)
     n_recomputed: int
+    host_peak_bytes: int = 0
+    disk_peak_bytes: int = 0
+    stall_s: float = 0.0
+    busy_s: Mapping[str, float] = field(default_factory=dict)
 
 
 Layer = Literal["kept", "recomputed", "gradients"]
+_LATE = ("backward", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +105,8 @@ class Stay:
     """A storage on the device from the op that allocates it to the op that frees it.
 
     layer: kept (allocated by a forward op's first run, or by the caller's loss), recomputed (by a
-        later run) or gradients (by the backward pass or the optimizer).
+        later run) or gradients (by the backward pass or the optimizer). Fetched again: kept, or
+        gradients.
     start, stop: it counts during the ops at positions start .. stop - 1.
     """
 
@@ -82,17 +116,27 @@ class Stay:
     stop: int
 
 
-def simulate(graph: Graph, schedule: Schedule) -> Simulation:
-    """What the schedule costs. Raises IllegalScheduleError."""
-    device = _run(graph, schedule)
+def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) -> Simulation:
+    """What the schedule costs. Raises IllegalScheduleError.
+
+    places: what it may copy to. Their capacities are not checked here, no more than a budget is:
+        compare `host_peak_bytes` and `disk_peak_bytes`.
+    """
+    device = _run(graph, schedule, places=places)
     live_bytes = device.live_bytes
     peak_bytes = max(live_bytes, default=graph.resident_bytes)
+    streams, compute_s = device.streams, math.fsum(device.times_s)
+    time_s = compute_s if streams is None else streams.end_s(compute_s)
     return Simulation(
-        time_s=math.fsum(device.times_s),
+        time_s=time_s,
         peak_bytes=max(peak_bytes, graph.resident_bytes),
         peak_op=live_bytes.index(peak_bytes) if live_bytes else None,
         live_bytes=tuple(live_bytes),
         n_recomputed=device.n_recomputed,
+        host_peak_bytes=0 if streams is None else streams.host.peak_bytes,
+        disk_peak_bytes=0 if streams is None else streams.disk.peak_bytes,
+        stall_s=time_s - compute_s,
+        busy_s={} if streams is None else streams.busy_s(),
     )
 
 
@@ -103,18 +147,40 @@ def stays(graph: Graph, schedule: Schedule) -> tuple[Stay, ...]:
     Raises IllegalScheduleError.
     """
     found: list[Stay] = []
-    _run(graph, schedule, stays=found)
+    _run(graph, schedule, places=_ANY_PLACES, stays=found)
     return tuple(found)
 
 
-def _run(graph: Graph, schedule: Schedule, *, stays: list[Stay] | None = None) -> _Device:
+def timeline(graph: Graph, schedule: Schedule, *, places: Places | None) -> tuple[Event, ...]:
+    """When each compute and each copy runs, in the order of the schedule.
+
+    Raises IllegalScheduleError.
+    """
+    events: list[Event] = []
+    _run(graph, schedule, places=places, events=events)
+    return tuple(events)
+
+
+_ANY_PLACES = Places(host=Place(1, Link(1.0, 1.0)), disk=Place(1, Link(1.0, 1.0)))
+"""Where no time is asked for, as no bytes depend on one."""
+
+
+def _run(
+    graph: Graph,
+    schedule: Schedule,
+    *,
+    places: Places | None,
+    stays: list[Stay] | None = None,
+    events: list[Event] | None = None,
+) -> _Device:
     if schedule.graph_id != graph.graph_id:
         raise IllegalScheduleError(
             None,
             f"it was made for another graph (its graph_id is {schedule.graph_id[:19]}…, "
             f"this graph's is {graph.graph_id[:19]}…)",
         )
-    device = _Device(graph, stays)
+    streams = Streams(places, events) if schedule.has_copies or events is not None else None
+    device = _Device(graph, stays, streams)
     for op in schedule.ops:
         device.live_bytes.append(device.run(op))
     device.end()
@@ -122,10 +188,15 @@ def _run(graph: Graph, schedule: Schedule, *, stays: list[Stay] | None = None) -
 
 
 class _Device:
-    """What is on the device, and which nodes have run. stays: to be filled, if anyone asks."""
+    """What is on the device, and which nodes have run.
 
-    def __init__(self, graph: Graph, stays: list[Stay] | None) -> None:
+    stays: to be filled, if anyone asks.
+    streams: where copies go, and when (None: the schedule has none).
+    """
+
+    def __init__(self, graph: Graph, stays: list[Stay] | None, streams: Streams | None) -> None:
         self.graph = graph
+        self.streams = streams
         self.bytes = graph.resident_bytes
         self.live_bytes: list[int] = []  # during each op so far
         self.times_s: list[float] = []
@@ -135,13 +206,14 @@ class _Device:
         self._open_stays: dict[str, tuple[Layer, int]] = {}  # storage -> its layer and start
         self._holders: dict[str, int] = {}  # storage -> number of live tensors on it
         self._ran: set[str] = set()
+        self._overwritten: set[str] = set()
 
     def run(self, op: Op) -> int:
         """Apply one op; return the bytes on the device during it."""
         if isinstance(op, Free):
             return self._free(op.tensor)
         if not isinstance(op, Compute):
-            raise self._illegal(f"{op!r} is neither Compute nor Free")
+            return self._move(op)
         node = self.graph.node_by_name.get(op.node)
         if node is None:
             raise self._illegal(f"compute names {op.node!r}, which is no node of the graph")
@@ -186,6 +258,13 @@ class _Device:
                 )
         if node.name in self._ran:
             self._check_recompute(node)
+        if node.overwrites is not None and self.streams is not None:
+            root = self.graph.root(node.overwrites)
+            if where := self.streams.copies_of(root):
+                raise self._illegal(
+                    f"{node.name!r} overwrites {root!r}, of which the {where} has a copy; let it "
+                    "be given up before"
+                )
 
     def _check_recompute(self, node: Node) -> None:
         live = [name for name in node.outputs if name in self._live]
@@ -206,6 +285,8 @@ class _Device:
     def _compute(self, node: Node) -> int:
         allocated = 0
         replaced = 0
+        if self.streams is not None:
+            self._time(self.streams, node)
         for name in node.outputs:
             tensor = self.graph.tensor_by_name[name]
             if tensor.alias_of is None:
@@ -222,16 +303,69 @@ class _Device:
                 self._holders[root] = self._holders.get(root, 0) + 1
         if node.name in self._ran:
             self.n_recomputed += 1
+        if node.overwrites is not None:
+            root = self.graph.root(node.overwrites)
+            self._overwritten.update((root, *self.graph.views[root]))
+            self._overwritten.difference_update(node.outputs)
         self._ran.add(node.name)
         self.times_s.append(node.time_s)
         return during
+
+    def _time(self, streams: Streams, node: Node) -> None:
+        """It waits for what is being fetched; what it replaces is given up when it has run."""
+        root = self.graph.root
+        reads = (root(name) for name in needs(self.graph, node))
+        streams.compute(len(self.live_bytes), node.time_s, reads)
+        for name in node.outputs:
+            if name in self._live and root(name) == name:
+                streams.leave_device(name)
+
+    def _move(self, op: Op) -> int:
+        """A copy to or from the host or the disk, or the end of one there."""
+        if self.streams is None or not isinstance(op, Copy | Drop | Delete):
+            raise self._illegal(f"{op!r} is no op of a schedule")
+        storage = op.storage
+        tensor = self.graph.tensor_by_name.get(storage)
+        try:
+            if tensor is None:
+                raise MoveError("which is no tensor of the graph")
+            if tensor.alias_of is not None:
+                raise MoveError(f"an alias; name its storage, {tensor.alias_of!r}")
+            if storage not in self.graph.producer:
+                raise MoveError("which is resident and stays")
+            if isinstance(op, Drop | Delete):
+                self.streams.give_up(op, tensor.size_bytes)
+            else:
+                on_device = self._holders.get(storage, 0) > 0
+                position = len(self.live_bytes)
+                self.streams.copy(position, op, tensor.size_bytes, on_device=on_device)
+        except MoveError as error:
+            raise self._illegal(f"{word_for(op)} names {storage!r}, {error}") from None
+        if isinstance(op, Fetch):
+            self._bring_back(tensor)
+        return self.bytes
+
+    def _bring_back(self, tensor: Tensor) -> None:
+        on_storage = (tensor.name, *self.graph.views.get(tensor.name, ()))
+        brought = [
+            name
+            for name in on_storage
+            if self.graph.producer[name].name in self._ran and name not in self._overwritten
+        ]
+        self._live.update(brought)
+        self._holders[tensor.name] = len(brought)
+        self.bytes += tensor.size_bytes
+        if self._stays is not None:
+            phase = self.graph.producer[tensor.name].phase
+            layer: Layer = "gradients" if phase in _LATE else "kept"
+            self._open_stays[tensor.name] = layer, len(self.live_bytes)
 
     def _start_stay(self, storage: str, node: Node) -> None:
         position = len(self.live_bytes)
         if storage in self._open_stays:  # replaced: both copies count while the node runs
             self._end_stay(storage, position + 1)
         layer: Layer = "recomputed" if node.name in self._ran else "kept"
-        if node.phase in ("backward", "optimizer"):
+        if node.phase in _LATE:
             layer = "gradients"
         self._open_stays[storage] = layer, position
 
@@ -255,6 +389,8 @@ class _Device:
         self._holders[root] -= 1
         if self._holders[root] == 0 and root in self.graph.producer:
             self.bytes -= self.graph.tensor_by_name[root].size_bytes
+            if self.streams is not None:
+                self.streams.leave_device(root)
             if self._stays is not None:
                 self._end_stay(root, len(self.live_bytes))
         return self.bytes

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from graphs.graph import Graph, Node, Phase, Tensor
-from solver.schedule.ops import Compute, Free, Schedule
+from solver.schedule.ops import WORDS, Compute, Free, Op, Schedule
 from tests.support.nets import random_dag
 
 
@@ -54,9 +54,15 @@ def words(text: str) -> list[str]:
 
 
 def plan(graph: Graph, text: str) -> Schedule:
-    """ "f g -a f": run f, run g, free a, run f."""
-    ops = (Free(word[1:]) if word.startswith("-") else Compute(word) for word in text.split())
-    return Schedule(ops=tuple(ops), graph_id=graph.graph_id)
+    """ "f g -a f store:b": run f, run g, free a, run f, store b."""
+    return Schedule(ops=tuple(map(_op, text.split())), graph_id=graph.graph_id)
+
+
+def _op(text: str) -> Op:
+    word, colon, name = text.partition(":")
+    if colon:
+        return WORDS[word](name)
+    return Free(text[1:]) if text.startswith("-") else Compute(text)
 
 
 def uniform_chain(n_blocks: int, *, unit_bytes: int = 1) -> Graph:

@@ -1,28 +1,69 @@
 """The rules of a schedule once more, as plainly as can be: sets, and sums over them.
 
 Written from the rules alone and in another style than `solver.simulate`, which it checks: nothing
-is kept up to date, everything is counted again at each op. Quadratic, for small graphs.
+is kept up to date, everything is counted again at each op. Time is a longest path over the ops,
+each waiting for all earlier ones that the rules name. Quadratic, for small graphs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from graphs.graph import Graph
-from solver.schedule.ops import Compute, Schedule
+from solver.schedule.ops import Compute, Free, Op, Schedule
+from solver.schedule.places import Places
+
+FROM_TO = {
+    "Store": ("device", "host"),
+    "Fetch": ("host", "device"),
+    "Spill": ("host", "disk"),
+    "Load": ("disk", "host"),
+}
+GIVEN_UP = {"Drop": "host", "Delete": "disk"}
 
 
 class FoulError(Exception):
     """The schedule is illegal; the message is the rule's number."""
 
 
+@dataclass
+class Step:
+    """One op of the schedule for the clock.
+
+    copies: (storage, place) at both ends of a copy. gives_up: such pairs, when the op has run.
+    reads: storages that a compute needs on the device.
+    """
+
+    stream: str
+    time_s: float
+    copies: tuple[tuple[str, str], ...] = ()
+    gives_up: set[tuple[str, str]] = field(default_factory=set)
+    reads: set[str] = field(default_factory=set)
+
+
 def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]:
-    """Seconds, peak bytes and the bytes during each op; raises FoulError."""
+    """Seconds, peak bytes and the bytes during each op, without copies; raises FoulError."""
+    return play_with_copies(graph, schedule, None)[:3]
+
+
+def play_with_copies(
+    graph: Graph, schedule: Schedule, places: Places | None
+) -> tuple[float, int, tuple[int, ...], int, int]:
+    """Also the peak bytes on the host and the disk."""
     size = {t.name: t.size_bytes for t in graph.tensors}
     root = {t.name: t.alias_of or t.name for t in graph.tensors}
     made_by = {name: node for node in graph.nodes for name in node.outputs}
     resident = {t.name for t in graph.tensors} - set(made_by)
     resident_bytes = sum(size[name] for name in resident if root[name] == name)
     last_run = {op.node: i for i, op in enumerate(schedule.ops) if isinstance(op, Compute)}
+    last_fetch = {
+        op.storage: i for i, op in enumerate(schedule.ops) if type(op).__name__ == "Fetch"
+    }
+    by_name = {n.name: n for n in graph.nodes}
     here: set[str] = set()
+    away: set[tuple[str, str]] = set()  # (storage, host or disk)
+    steps: list[Step] = []
+    used = {"host": [0], "disk": [0]}
     gone: set[str] = set()  # overwritten: there, but not what it was
     history: list[str] = []
     curve: list[int] = []
@@ -31,15 +72,34 @@ def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]
         return resident_bytes + sum(size[r] for r in {root[t] for t in here} if r in made_by)
 
     for i, op in enumerate(schedule.ops):
-        if not isinstance(op, Compute):
+        if isinstance(op, Free):
             if op.tensor not in here:
                 raise FoulError("5: not live, or made by no node")
-            if op.tensor in graph.outputs and last_run[made_by[op.tensor].name] < i:
+            back = max(last_run[made_by[op.tensor].name], last_fetch.get(root[op.tensor], -1))
+            if op.tensor in graph.outputs and back < i:
                 raise FoulError("5: an output that is not recomputed")
             here.remove(op.tensor)
             curve.append(held())
+            left = {root[op.tensor]} - {root[t] for t in here}
+            steps.append(Step("compute", 0.0, gives_up={(r, "device") for r in left}))
             continue
-        node = {n.name: n for n in graph.nodes}.get(op.node)
+        if not isinstance(op, Compute):
+            if not hasattr(op, "storage") or root.get(op.storage) != op.storage:
+                raise FoulError("7: no storage")
+            if op.storage in resident:
+                raise FoulError("7: resident")
+            on_device = {(root[t], "device") for t in here}
+            steps.append(_move(op, on_device | away, size[op.storage], places))
+            away -= steps[-1].gives_up
+            away |= {pair for pair in steps[-1].copies if pair[1] != "device"}
+            if type(op).__name__ == "Fetch":
+                made = {t for name in history for t in by_name[name].outputs}
+                here |= {t for t in made - gone if root[t] == op.storage}
+            for place, bytes_there in used.items():
+                bytes_there.append(sum(size[s] for s, where in away if where == place))
+            curve.append(held())
+            continue
+        node = by_name.get(op.node)
         if node is None:
             raise FoulError("no node")
         _check_turn(graph, history, node.name)
@@ -62,6 +122,18 @@ def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]
                     raise FoulError("3: an alias holds the old storage")
         new = sum(size[name] for name in outputs if root[name] == name)
         curve.append(held() + new + node.workspace_bytes)
+        if node.overwrites and root[node.overwrites] in {storage for storage, _ in away}:
+            raise FoulError("9: a copy of what is overwritten")
+        makes = {root[t] for t in outputs if root[t] in made_by}
+        replaced = {t for t in outputs & here if root[t] == t}
+        steps.append(
+            Step(
+                "compute",
+                node.time_s,
+                gives_up={(t, "device") for t in replaced},
+                reads={root[t] for t in node.inputs} | (makes - outputs),
+            )
+        )
         if node.overwrites:
             gone |= {t for t in root if root[t] == root[node.overwrites]}
             if gone & resident:
@@ -75,8 +147,60 @@ def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]
         raise FoulError("6: an output is missing")
     if set(graph.outputs) & gone:
         raise FoulError("7: an output was overwritten")
-    by_name = {n.name: n for n in graph.nodes}
-    return sum(by_name[name].time_s for name in history), max([*curve, resident_bytes]), (*curve,)
+    peak_bytes = max([*curve, resident_bytes])
+    return _longest_path(steps), peak_bytes, (*curve,), max(used["host"]), max(used["disk"])
+
+
+def _move(op: Op, there: set[tuple[str, str]], size: int, places: Places | None) -> Step:
+    """A copy or the end of one. there: (storage, place) of all that is anywhere."""
+    kind, storage = type(op).__name__, op.storage
+    if kind in GIVEN_UP:
+        pair = (storage, GIVEN_UP[kind])
+        if pair not in there:
+            raise FoulError("7: nothing to give up")
+        return Step("none", 0.0, gives_up={pair})
+    if kind not in FROM_TO:
+        raise FoulError("no op")
+    source, target = ((storage, place) for place in FROM_TO[kind])
+    if source not in there or target in there:
+        raise FoulError("7: not at the source, or at the target already")
+    place = (places or Places()).disk if "disk" in FROM_TO[kind] else (places or Places()).host
+    if place is None:
+        raise FoulError("7: no such place")
+    link = place.link
+    rate = link.out_bytes_per_s if kind in ("Store", "Spill") else link.in_bytes_per_s
+    return Step(kind, link.latency_s + size / rate, copies=(source, target))
+
+
+def _longest_path(steps: list[Step]) -> float:
+    """When the last step ends, if each starts at the end of the last that it waits for.
+
+    Waiting for an op waits for what it waited for, so a rule that names the copies of a storage may
+    take all earlier ones, those of its earlier stays too.
+    """
+    end_s: list[float] = []
+    for i, step in enumerate(steps):
+        waits_for = {j for j in range(i) if steps[j].stream == step.stream != "none"}
+        copies = [j for j in range(i) if steps[j].copies]
+        if step.copies:
+            source, (_, target) = step.copies
+            waits_for |= {j for j in range(i) if steps[j].stream == "compute"}
+            waits_for |= {j for j in copies if steps[j].copies[1] == source}
+            for drop in (j for j in range(i) if steps[j].stream == "none"):
+                for pair in steps[drop].gives_up:
+                    if pair[1] == target:
+                        waits_for |= {j for j in copies if j < drop and pair in steps[j].copies}
+        waits_for |= {
+            j for j in copies if steps[j].stream == "Fetch" and steps[j].copies[1][0] in step.reads
+        }
+        start_s = max((end_s[j] for j in waits_for), default=0.0)
+        end = start_s + step.time_s
+        if step.stream == "compute":
+            end = max(
+                [end, *(end_s[j] for j in copies if step.gives_up.intersection(steps[j].copies))]
+            )
+        end_s.append(end)
+    return max(end_s, default=0.0)
 
 
 def _check_turn(graph: Graph, history: list[str], name: str) -> None:

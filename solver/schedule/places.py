@@ -1,0 +1,73 @@
+"""Where storages go beside the device: host memory, and behind it a disk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """Copies away from the device (out) and towards it (in). The directions share nothing.
+
+    out_bytes_per_s, in_bytes_per_s: the rates.
+    latency_s: what each copy takes besides, whatever its size.
+
+    Raises ValueError for a rate that is not above zero and for a latency below zero.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("out_bytes_per_s", "in_bytes_per_s"):
+            rate = getattr(self, name)
+            if not (0 < rate < math.inf):
+                raise ValueError(f"{name} of a link is {rate}; it must be above 0 and finite")
+        if not (0 <= self.latency_s < math.inf):
+            raise ValueError(f"latency_s of a link is {self.latency_s}; it must be 0 or more")
+
+    def out_s(self, size_bytes: int) -> float:
+        """Seconds of one copy away from the device."""
+        return self.latency_s + size_bytes / self.out_bytes_per_s
+
+    def in_s(self, size_bytes: int) -> float:
+        """Seconds of one copy towards the device."""
+        return self.latency_s + size_bytes / self.in_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Place:
+    """A memory that takes at most `capacity_bytes`, behind a link.
+
+    Raises ValueError for a capacity that is not above zero.
+    """
+
+    capacity_bytes: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes <= 0:
+            raise ValueError(
+                f"capacity_bytes of a place is {self.capacity_bytes}; it must be above 0 "
+                "(for no such place, leave it out)"
+            )
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a step may use beside the device.
+
+    host: pinned host memory; its link is the one to the device.
+    disk: its link is between host and disk, so it needs a host.
+
+    Raises ValueError for a disk without a host.
+    """
+
+    host: Place | None = None
+    disk: Place | None = None
+
+    def __post_init__(self) -> None:
+        if self.disk is not None and self.host is None:
+            raise ValueError("places have a disk and no host; a copy to disk goes through the host")

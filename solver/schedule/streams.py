@@ -1,0 +1,167 @@
+"""Copies beside the computation: what is on the host and the disk, and when each stream is where.
+
+Five streams run at once, each its ops in the order of the schedule: compute, and one for each
+direction of each link (store, fetch, spill, load). The step ends with the last of them.
+
+- A compute waits for its stream, and for the fetches of the storages that it reads.
+- A copy waits for its stream, for the compute stream to have come to this position, and for its
+  source to be whole.
+- Giving up a storage makes whoever may reuse its bytes wait until the copies from and to it have
+  ended: `Free` the compute stream, as does a compute with an output that replaces what is still
+  there, after it has run; `Drop` later copies to the host; `Delete` later copies to the disk.
+
+On CUDA these are streams and events. The rules are deterministic, and no bytes depend on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from solver.schedule.ops import Copy, Delete, Drop, Fetch, Spill, Store
+from solver.schedule.places import Places
+
+Stream = Literal["compute", "store", "fetch", "spill", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The op at `position` of the schedule runs on `stream` from start_s to end_s."""
+
+    position: int
+    stream: Stream
+    start_s: float
+    end_s: float
+
+
+class MoveError(ValueError):
+    """This storage cannot be copied or given up now; the message goes on from its name."""
+
+
+@dataclass
+class Memory:
+    """The storages of the step in one memory; on the device, only those with copies.
+
+    ready_s: storage -> when its copy is whole; where it was computed, the compute stream knows.
+    busy_s: storage -> when the last copy from or to it ends.
+    reusable_s: when all that has been given up here may be written over.
+    """
+
+    name: str
+    ready_s: dict[str, float] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)
+    reusable_s: float = 0.0
+    bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, storage: str, size_bytes: int, ready_s: float) -> None:
+        self.ready_s[storage] = self.busy_s[storage] = ready_s
+        self.bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def touch(self, storage: str, end_s: float) -> None:
+        self.busy_s[storage] = max(end_s, self.busy_s.get(storage, 0.0))
+
+    def remove(self, storage: str, size_bytes: int) -> None:
+        self.ready_s.pop(storage, None)
+        self.reusable_s = max(self.reusable_s, self.busy_s.pop(storage, 0.0))
+        self.bytes -= size_bytes
+
+
+class Streams:
+    """How far each of the five streams is. events: to be filled, if anyone asks."""
+
+    def __init__(self, places: Places | None, events: list[Event] | None) -> None:
+        self.host, self.disk = Memory("host"), Memory("disk")
+        self._device = Memory("device")
+        self._places = places or Places()
+        self._events = events
+        self._at_s: dict[Stream, float] = dict.fromkeys(
+            ("compute", "store", "fetch", "spill", "load"), 0.0
+        )
+        self._busy_s: dict[Stream, list[float]] = {}
+        self._stalls_s: list[float] = []
+
+    def copies_of(self, storage: str) -> str:
+        """Where the storage has copies, in words; "": nowhere but on the device."""
+        return " and the ".join(m.name for m in (self.host, self.disk) if storage in m.ready_s)
+
+    def compute(self, position: int, time_s: float, reads: Iterable[str]) -> None:
+        """The node runs; it reads these storages."""
+        ready_s = self._device.ready_s
+        if ready_s:
+            self._stall_until(max((ready_s.get(storage, 0.0) for storage in reads), default=0.0))
+        self._run("compute", position, self._at_s["compute"], time_s)
+
+    def leave_device(self, storage: str) -> None:
+        """Its bytes on the device may be reused from here on."""
+        if storage in self._device.busy_s:
+            self._stall_until(self._device.busy_s[storage])
+            self._device.remove(storage, 0)
+
+    def _stall_until(self, ready_s: float) -> None:
+        if ready_s > self._at_s["compute"]:
+            self._stalls_s.append(ready_s - self._at_s["compute"])
+            self._at_s["compute"] = ready_s
+
+    def copy(self, position: int, op: Copy, size_bytes: int, *, on_device: bool) -> None:
+        """Raises MoveError."""
+        stream, source, target, time_s = self._route(op, size_bytes)
+        for memory, wanted in ((source, True), (target, False)):
+            is_there = on_device if memory is self._device else op.storage in memory.ready_s
+            if is_there and not wanted:
+                raise MoveError(f"which is on the {memory.name} already")
+            if wanted and not is_there:
+                raise MoveError(f"which is not on the {memory.name}")
+        start_s = max(
+            self._at_s[stream],
+            self._at_s["compute"],
+            source.ready_s.get(op.storage, 0.0),
+            target.reusable_s,
+        )
+        end_s = self._run(stream, position, start_s, time_s)
+        self._busy_s.setdefault(stream, []).append(time_s)
+        source.touch(op.storage, end_s)
+        target.add(op.storage, size_bytes, end_s)
+
+    def give_up(self, op: Drop | Delete, size_bytes: int) -> None:
+        """Raises MoveError."""
+        memory = self.host if isinstance(op, Drop) else self.disk
+        if op.storage not in memory.ready_s:
+            raise MoveError(f"which is not on the {memory.name}")
+        memory.remove(op.storage, size_bytes)
+
+    def _route(self, op: Copy, size_bytes: int) -> tuple[Stream, Memory, Memory, float]:
+        """Its stream, source, target and seconds."""
+        host, disk = self._places.host, self._places.disk
+        if host is None:
+            raise MoveError("but no host is given to copy to; give simulate() its `places`")
+        if isinstance(op, Store):
+            return "store", self._device, self.host, host.link.out_s(size_bytes)
+        if isinstance(op, Fetch):
+            return "fetch", self.host, self._device, host.link.in_s(size_bytes)
+        if disk is None:
+            raise MoveError("but no disk is given to copy to; give simulate() its `places`")
+        if isinstance(op, Spill):
+            return "spill", self.host, self.disk, disk.link.out_s(size_bytes)
+        return "load", self.disk, self.host, disk.link.in_s(size_bytes)
+
+    def _run(self, stream: Stream, position: int, start_s: float, time_s: float) -> float:
+        end_s = self._at_s[stream] = start_s + time_s
+        if self._events is not None:
+            self._events.append(Event(position, stream, start_s, end_s))
+        return end_s
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds of copies by stream."""
+        return {stream: math.fsum(times_s) for stream, times_s in self._busy_s.items()}
+
+    def end_s(self, compute_s: float) -> float:
+        """When the last stream ends, all computes taking `compute_s`.
+
+        Where nothing stalls, it is that to the last bit.
+        """
+        others_s = (at_s for stream, at_s in self._at_s.items() if stream != "compute")
+        return max(math.fsum((compute_s, *self._stalls_s)), *others_s)

@@ -1,0 +1,145 @@
+"""Schedules with copies: a legal schedule in which storages are away between two uses."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from solver.schedule.ops import (
+    Compute,
+    Delete,
+    Drop,
+    Fetch,
+    Free,
+    Load,
+    Op,
+    Schedule,
+    Spill,
+    Store,
+    needs,
+)
+from solver.schedule.places import Link, Place, Places
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A storage lies idle between the ops at positions `start` and `stop`.
+
+    live: the tensors on it that are there. made: those that a fetch brings back.
+    overwritten: the op at `stop` overwrites it.
+    """
+
+    storage: str
+    start: int
+    stop: int
+    live: tuple[str, ...]
+    made: tuple[str, ...]
+    overwritten: bool
+
+
+def gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
+    """Of all storages that are not resident, by the end of the gap."""
+    live: set[str] = set()
+    made: set[str] = set()
+    gone: set[str] = set()
+    touched: dict[str, int] = {}
+    for position, op in enumerate(schedule.ops):
+        node = graph.node_by_name[op.node] if isinstance(op, Compute) else None
+        names = (op.tensor,) if isinstance(op, Free) else ()
+        if node is not None:
+            names = (*needs(graph, node), *node.outputs)
+        overwrites = node.overwrites if node is not None else None
+        for root in dict.fromkeys(map(graph.root, names)):
+            on_it = [n for n in (root, *graph.views.get(root, ())) if n in graph.producer]
+            if root in on_it and live.intersection(on_it) and touched[root] < position - 1:
+                yield Gap(
+                    storage=root,
+                    start=touched[root],
+                    stop=position,
+                    live=tuple(n for n in on_it if n in live),
+                    made=tuple(n for n in on_it if n in made - gone),
+                    overwritten=overwrites is not None and graph.root(overwrites) == root,
+                )
+            touched[root] = position
+        if node is None:
+            live.difference_update(names)
+            continue
+        live.update(node.outputs)
+        made.update(node.outputs)
+        if overwrites is not None:
+            gone |= {n for n in graph.producer if graph.root(n) == graph.root(overwrites)}
+            gone -= set(node.outputs)
+
+
+def with_ops_before(schedule: Schedule, inserted: dict[int, list[Op]]) -> Schedule:
+    """By position: the ops to put before the one that is there."""
+    ops: list[Op] = []
+    for position, op in enumerate(schedule.ops):
+        ops += [*inserted.get(position, ()), op]
+    ops += inserted.get(len(schedule.ops), ())
+    return Schedule(ops=tuple(ops), graph_id=schedule.graph_id)
+
+
+def away(graph: Graph, schedule: Schedule, chosen: Iterable[Gap]) -> Schedule:
+    """Each of these storages leaves at the start of its gap and is back right before its end."""
+    inserted: dict[int, list[Op]] = defaultdict(list)
+    for gap in chosen:
+        inserted[gap.start + 1] += [Store(gap.storage), *map(Free, gap.live)]
+        inserted[gap.stop] += [Fetch(gap.storage), Drop(gap.storage)]
+        inserted[gap.stop] += [Free(name) for name in gap.made if name not in gap.live]
+    return with_ops_before(schedule, inserted)
+
+
+def random_copies(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedule:
+    """Storages away in random gaps, by way of the disk now and then; mostly legal.
+
+    Illegal where a copy outlives an overwriting of its storage.
+    """
+    share = rng.choice((0.2, 0.5, 1.0))
+    inserted: dict[int, list[Op]] = defaultdict(list)
+    on_host: set[str] = set()
+    on_disk: set[str] = set()
+    for gap in gaps(graph, schedule):
+        if rng.random() > share:
+            continue
+        s = gap.storage
+        ops: list[Op] = [] if s in on_host else [Store(s)]
+        on_host.add(s)
+        left: list[Op] = [Free(name) for name in gap.live]
+        if rng.random() < 0.3:
+            by_disk: list[Op] = [Drop(s), Load(s)]
+            if s not in on_disk:
+                by_disk.insert(0, Spill(s))
+            on_disk.add(s)
+            if gap.overwritten or rng.random() < 0.5:
+                by_disk.append(Delete(s))
+                on_disk.discard(s)
+            left = _interleaved(left, by_disk, rng)
+        ops += [*left, Fetch(s), *(Free(name) for name in gap.made if name not in gap.live)]
+        if gap.overwritten or rng.random() < 0.5:
+            ops.append(Drop(s))
+            on_host.discard(s)
+        places = sorted(rng.randint(gap.start + 1, gap.stop) for _ in ops)
+        for place, op in zip(places, ops, strict=True):
+            inserted[place].append(op)
+    return with_ops_before(schedule, inserted)
+
+
+def _interleaved(first: list[Op], second: list[Op], rng: random.Random) -> list[Op]:
+    which = [0] * len(first) + [1] * len(second)
+    rng.shuffle(which)
+    sources = iter(first), iter(second)
+    return [next(sources[i]) for i in which]
+
+
+def random_places(rng: random.Random) -> Places:
+    """Rates whose seconds are exact in binary."""
+
+    def place() -> Place:
+        rates = rng.choices((0.25, 0.5, 1.0, 2.0, 8.0), k=2)
+        return Place(10**6, Link(*rates, latency_s=rng.choice((0.0, 0.0, 0.5, 2.0))))
+
+    return Places(host=place(), disk=place())
