@@ -170,6 +170,14 @@ class Record:
         _check_inside(value, where=f"{self._where}: {field}")
         return value
 
+    @overload
+    def record(self, field: str) -> Record: ...
+    @overload
+    def record(self, field: str, *, default: None) -> Record | None: ...
+    def record(self, field: str, *, default: Any = _REQUIRED) -> Record | None:
+        value = self._get(field, default)
+        return None if value is None else Record(value, where=f"{self._where}: {field}")
+
     def items(self, field: str, *, default: Any = _REQUIRED) -> list[Any]:
         value = self._get(field, default)
         if not isinstance(value, list):

@@ -249,13 +249,13 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
     if schedule is None:
         return None
     try:
-        simulation = simulate(graph, schedule)
+        simulation = simulate(graph, schedule, places=request.places)
     except IllegalScheduleError as error:
         reason = str(error)
     else:
-        if simulation.peak_bytes <= request.available_bytes:
+        reason = request.excess(simulation)
+        if not reason:
             return simulation
-        reason = f"a peak of {simulation.peak_bytes} bytes, above {request.available_bytes}"
     warnings.warn(
         f"method {request.method} proposed a schedule that does not count ({reason}); "
         "please report this as a bug",

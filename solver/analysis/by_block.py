@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from graphs.graph import Graph
 from solver.chain import split_into_blocks
-from solver.schedule import Solution, baseline, saved_for_backward
+from solver.schedule import Solution, away_for_backward, baseline, saved_for_backward
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     if schedule is None:
         return ()
     kept = saved_for_backward(graph, schedule)
+    away = away_for_backward(graph, schedule) - kept
     plain = saved_for_backward(graph, baseline(graph))
     runs = Counter(schedule.order)
     rows = []
@@ -47,13 +48,14 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
         nodes = [graph.node_by_name[name] for name in names]
         made = {graph.root(name) for node in nodes for name in node.outputs}
         kept_bytes, plain_bytes = _bytes(graph, made & kept), _bytes(graph, made & plain)
+        away_bytes = _bytes(graph, made & away)
         row = BlockRow(
             block=block,
             module=_common([node.module for node in nodes]),
             n_ops=len(nodes),
             forward_s=math.fsum(node.time_s for node in nodes),
             kept_bytes=kept_bytes,
-            dropped_bytes=max(0, plain_bytes - kept_bytes),
+            dropped_bytes=max(0, plain_bytes - kept_bytes - away_bytes),
             n_recomputed=sum(runs[node.name] - 1 for node in nodes),
             recompute_s=math.fsum((runs[node.name] - 1) * node.time_s for node in nodes),
         )

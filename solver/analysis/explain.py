@@ -53,8 +53,8 @@ class WhyRecomputed:
 
     output_bytes: without aliases.
     last_reader: the last op that reads the output.
-    kept: the simulation of the plan with the output kept until then (None: it is not recomputed, or
-        keeping it is illegal).
+    kept: the simulation of the plan with the output kept until then (None: it is not recomputed,
+        keeping it is illegal, or the plan has copies, which would be others then).
     """
 
     node: Node
@@ -88,7 +88,8 @@ class Peak:
 
 def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
     """Why an op is recomputed, by its name; linear in the schedule. Raises KeyError."""
-    graph, order = solution.graph, _plan(solution)[0].order
+    graph, schedule = solution.graph, _plan(solution)[0]
+    order, has_copies = schedule.order, schedule.has_copies
     node = graph.node_by_name[name]
     runs = [position for position, other in enumerate(order) if other == name]
     first = {name: position for position, name in reversed([*enumerate(order)])}
@@ -107,7 +108,7 @@ def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
             for before, position in pairwise(runs)
         ),
         last_reader=graph.node_by_name[readers[-1]] if readers else None,
-        kept=_kept(graph, order, name) if len(runs) > 1 else None,
+        kept=None if len(runs) == 1 or has_copies else _kept(graph, order, name),
     )
 
 

@@ -196,6 +196,9 @@ def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, st
     cost_s = node.time_s * n_recomputed
     share = format_share(cost_s / (solution.baseline.time_s or 1.0))
     yield "cost", f"{format_time(cost_s)} per step, {share}"
+    if solution.schedule is not None and solution.schedule.has_copies:
+        yield "if saved", "not worked out for a plan with copies to the host"
+        return
     if found.kept is None:
         yield "if saved", "not possible: a view of its output reads the first copy"
         return

@@ -220,6 +220,16 @@ def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, 
         "memory_bytes": memory_at(graph, schedule, simulation.peak_op),
         "time_s": simulation.time_s,
         "n_recomputed": simulation.n_recomputed,
+        **(_copies(simulation) if schedule.has_copies else {}),
+    }
+
+
+def _copies(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "host_peak_bytes": simulation.host_peak_bytes,
+        "disk_peak_bytes": simulation.disk_peak_bytes,
+        "stall_s": simulation.stall_s,
+        "busy_s": dict(simulation.busy_s),
     }
 
 

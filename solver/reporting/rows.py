@@ -67,7 +67,9 @@ def _runs(solution: Solution) -> Iterator[tuple[str, Graph, Schedule, Simulation
     """The baseline, and the plan if it differs: name, graph, schedule, simulation."""
     plain, schedule, found = solution.baseline, solution.schedule, solution.simulation
     yield "baseline", solution.plain, baseline(solution.plain), plain
-    if schedule and found and (found.n_recomputed > 0 or found.peak_bytes != plain.peak_bytes):
+    if not schedule or not found:
+        return
+    if found.n_recomputed > 0 or schedule.has_copies or found.peak_bytes != plain.peak_bytes:
         yield "plan", solution.graph, schedule, found
 
 
@@ -115,12 +117,24 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield "gap", f"{format_percent(solution.gap)} of the baseline step time"
     if simulation is not None:
         yield "recomputed ops", str(simulation.n_recomputed)
+        yield from _copy_rows(simulation)
     ended = "; the search was ended by the time limit" if solution.timed_out else ""
     yield "solve time", format_time(solution.solve_time_s) + ended
     for what, path in report.files:
         yield what, str(path)
     if simulation is not None and not any(what == "schedule" for what, _ in report.files):
         yield "schedule", f"not saved; save it with {report.how_to_save}"
+
+
+def _copy_rows(simulation: Simulation) -> Iterator[Row]:
+    """What is copied to the host and the disk."""
+    if not simulation.busy_s:
+        return
+    yield "on the host", format_both(simulation.host_peak_bytes)
+    if simulation.disk_peak_bytes:
+        yield "on the disk", format_both(simulation.disk_peak_bytes)
+    busy = (f"{stream} {format_time(time_s)}" for stream, time_s in simulation.busy_s.items())
+    yield "copies", f"{', '.join(busy)}; {format_time(simulation.stall_s)} not hidden"
 
 
 def _rewrite_text(solution: Solution, changed: Rewritten) -> str:

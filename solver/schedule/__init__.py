@@ -4,6 +4,7 @@ from solver.schedule.memory import (
     CATEGORIES,
     LAYERS,
     Occupancy,
+    away_for_backward,
     held_during,
     live_bytes_by,
     memory_at,
@@ -37,7 +38,7 @@ from solver.schedule.recompute import (
     missing_computes,
     without_dead_computes,
 )
-from solver.schedule.simulator import IllegalScheduleError, Simulation, simulate, timeline
+from solver.schedule.simulator import IllegalScheduleError, Simulation, simulate, starts_s, timeline
 from solver.schedule.solution import (
     OPTIMAL_GAP,
     Obstacle,

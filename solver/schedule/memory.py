@@ -13,8 +13,9 @@ from itertools import accumulate, compress
 from typing import TypeVar
 
 from graphs.graph import Graph, Node
-from solver.schedule.ops import Compute, Schedule, name_in
-from solver.schedule.simulator import Simulation, Stay, stays
+from solver.schedule.ops import Compute, Delete, Drop, Load, Schedule, Spill, Store, name_in
+from solver.schedule.places import Places
+from solver.schedule.simulator import Simulation, Stay, starts_s, stays
 
 CATEGORY_OF_KIND: Mapping[str, str] = {
     "parameter": "parameters",
@@ -65,11 +66,30 @@ def held_during(graph: Graph, schedule: Schedule, position: int | None) -> froze
 
 def saved_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
     """The storages on the device when the forward pass has ended: before the first later op."""
+    n_ops = _n_forward_ops(graph, schedule)
+    return held_during(graph, schedule, n_ops - 1 if n_ops else None)
+
+
+def away_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
+    """The storages with a copy on the host or the disk when the forward pass has ended."""
+    away: set[tuple[str, str]] = set()
+    for op in schedule.ops[: _n_forward_ops(graph, schedule)]:
+        if isinstance(op, Store | Load):
+            away.add((op.storage, "host"))
+        elif isinstance(op, Spill):
+            away.add((op.storage, "disk"))
+        elif isinstance(op, Drop | Delete):
+            away.discard((op.storage, "host" if isinstance(op, Drop) else "disk"))
+    return frozenset(storage for storage, _ in away)
+
+
+def _n_forward_ops(graph: Graph, schedule: Schedule) -> int:
+    """The ops before the first compute of a later phase."""
     later = {node.name for node in graph.later_nodes}
     for position, op in enumerate(schedule.ops):
         if isinstance(op, Compute) and op.node in later:
-            return held_during(graph, schedule, position - 1 if position else None)
-    return held_during(graph, schedule, len(schedule.ops) - 1 if schedule.ops else None)
+            return position
+    return len(schedule.ops)
 
 
 def node_at(graph: Graph, schedule: Schedule, simulation: Simulation) -> Node | None:
@@ -90,7 +110,7 @@ class Occupancy:
     """By compute of a schedule, in its order.
 
     nodes: what runs.
-    edges_s: when each starts, and the end of the last: one more than nodes.
+    edges_s: when each starts, and the end of the step: one more than nodes.
     layer_bytes: for each of LAYERS, the bytes while the op runs.
     """
 
@@ -103,15 +123,14 @@ class Occupancy:
         return tuple(map(sum, zip(*(self.layer_bytes[name] for name in LAYERS), strict=True)))
 
 
-def occupancy(graph: Graph, schedule: Schedule) -> Occupancy:
-    """The layers of a legal schedule; linear in its length."""
+def occupancy(graph: Graph, schedule: Schedule, *, places: Places | None = None) -> Occupancy:
+    """The layers of a legal schedule; linear in its length. places: what it copies to."""
     nodes = tuple(graph.node_by_name[name] for name in schedule.order)
     layers = dict.fromkeys(LAYERS, (0,) * len(nodes))
     layers |= live_bytes_by(graph, schedule, lambda stay: str(stay.layer))
     layers["resident"] = (graph.resident_bytes,) * len(nodes)
     layers["workspace"] = tuple(node.workspace_bytes for node in nodes)
-    edges_s = tuple(accumulate((node.time_s for node in nodes), initial=0.0))
-    return Occupancy(nodes, edges_s, layers)
+    return Occupancy(nodes, starts_s(graph, schedule, places=places), layers)
 
 
 Group = TypeVar("Group")

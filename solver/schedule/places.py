@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from graphs.files import FormatError, Record
 
 
 @dataclass(frozen=True)
@@ -71,3 +74,30 @@ class Places:
     def __post_init__(self) -> None:
         if self.disk is not None and self.host is None:
             raise ValueError("places have a disk and no host; a copy to disk goes through the host")
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: place for name, place in asdict(self).items() if place is not None}
+
+    @classmethod
+    def from_json(cls, value: object, *, source: str) -> Places:
+        """Raises FormatError, which names the field."""
+        record = Record(value, where=source)
+        try:
+            return cls(host=_place(record, "host"), disk=_place(record, "disk"))
+        except ValueError as error:
+            raise FormatError(f"{source}: {error}") from error
+
+
+def _place(record: Record, name: str) -> Place | None:
+    item = record.record(name, default=None)
+    if item is None:
+        return None
+    link = item.record("link")
+    return Place(
+        capacity_bytes=item.integer("capacity_bytes"),
+        link=Link(
+            out_bytes_per_s=link.number("out_bytes_per_s"),
+            in_bytes_per_s=link.number("in_bytes_per_s"),
+            latency_s=link.number("latency_s", default=0.0),
+        ),
+    )

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from graphs.graph import Graph, Node, Tensor
@@ -159,6 +160,18 @@ def timeline(graph: Graph, schedule: Schedule, *, places: Places | None) -> tupl
     events: list[Event] = []
     _run(graph, schedule, places=places, events=events)
     return tuple(events)
+
+
+def starts_s(
+    graph: Graph, schedule: Schedule, *, places: Places | None = None
+) -> tuple[float, ...]:
+    """When each compute starts, and when the step ends. Raises IllegalScheduleError."""
+    if not schedule.has_copies:
+        times_s = (graph.node_by_name[name].time_s for name in schedule.order)
+        return tuple(accumulate(times_s, initial=0.0))
+    events = timeline(graph, schedule, places=places)
+    computes = (event.start_s for event in events if event.stream == "compute")
+    return (*computes, max(event.end_s for event in events))
 
 
 _ANY_PLACES = Places(host=Place(1, Link(1.0, 1.0)), disk=Place(1, Link(1.0, 1.0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +22,7 @@ from solver.common import (
     format_size_up,
 )
 from solver.schedule.ops import Schedule, ops_from_json
+from solver.schedule.places import Places
 from solver.schedule.recompute import baseline as baseline_schedule
 from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Simulation, simulate
 
@@ -42,6 +43,7 @@ class Request:
         not included.
     rewrites: the word for what a plan may rewrite (`graphs.rewrites`). "none" for a graph, which is
         planned with those that it was made with.
+    places: host memory and disk that a plan may copy to (None: the device alone).
 
     Raises ValueError for a time limit that is not a positive number, and for another word.
     """
@@ -52,6 +54,7 @@ class Request:
     time_limit_s: float = 60.0
     seed: int = 0
     rewrites: str = "none"
+    places: Places | None = None
 
     def __post_init__(self) -> None:
         check_time_limit(self.time_limit_s)
@@ -61,6 +64,21 @@ class Request:
     def available_bytes(self) -> int:
         """What the peak must not exceed."""
         return self.budget_bytes - self.reserve_bytes
+
+    def excess(self, simulation: Simulation) -> str:
+        """What the schedule takes more of than there is, in words; "" if it fits."""
+        places = self.places or Places()
+        host_bytes = 0 if places.host is None else places.host.capacity_bytes
+        disk_bytes = 0 if places.disk is None else places.disk.capacity_bytes
+        if simulation.peak_bytes > self.available_bytes:
+            what, found, most = "the peak", simulation.peak_bytes, self.available_bytes
+        elif simulation.host_peak_bytes > host_bytes:
+            what, found, most = "the peak on the host", simulation.host_peak_bytes, host_bytes
+        elif simulation.disk_peak_bytes > disk_bytes:
+            what, found, most = "the peak on the disk", simulation.disk_peak_bytes, disk_bytes
+        else:
+            return ""
+        return f"{what} is {found} bytes, above the {most} that there are"
 
 
 @dataclass(frozen=True)
@@ -219,9 +237,10 @@ class Solution:
             "time_s": self.simulation.time_s,
             "baseline_time_s": self.baseline.time_s,
             "baseline_peak_bytes": self.baseline.peak_bytes,
+            **self._copies_to_json(self.schedule, self.simulation),
             "lower_bound_s": self.lower_bound_s,
             "rewrites": list(self.graph.meta.rewrites),
-            "request": asdict(self.request),
+            "request": _request_to_json(self.request),
             "environment": {
                 **self.environment,
                 "module_graph_id": self.graph.module_part().graph_id,
@@ -230,6 +249,16 @@ class Solution:
             "ops": self.schedule.ops_to_json(),
         }
         write_json(path, value)
+
+    @staticmethod
+    def _copies_to_json(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
+        if not schedule.has_copies:
+            return {}
+        return {
+            "host_peak_bytes": simulation.host_peak_bytes,
+            "disk_peak_bytes": simulation.disk_peak_bytes,
+            "stall_s": simulation.stall_s,
+        }
 
     @classmethod
     def load(cls, path: str | Path, *, graph: Graph | str | Path) -> Solution:
@@ -255,12 +284,10 @@ class Solution:
             baseline = dataclasses.replace(
                 baseline, time_s=saved.baseline_time_s, peak_bytes=saved.baseline_peak_bytes
             )
-        simulation = simulate(graph, saved.schedule)
-        if simulation.peak_bytes > saved.request.available_bytes:
+        simulation = simulate(graph, saved.schedule, places=saved.request.places)
+        if excess := saved.request.excess(simulation):
             raise IllegalScheduleError(
-                simulation.peak_op,
-                f"{path}: the peak is {simulation.peak_bytes} bytes, above the "
-                f"{saved.request.available_bytes} that the file's budget leaves",
+                simulation.peak_op, f"{path}: {excess} by the file's request"
             )
         return cls(
             status=saved.status,
@@ -314,6 +341,7 @@ class SavedSchedule:
             time_limit_s=time_limit_s,
             seed=asked.integer("seed", default=0),
             rewrites=asked.choice("rewrites", WORDS, default="none"),
+            places=_places(asked, where=f"{path}: request"),
         )
         if request.reserve_bytes > budget_bytes:
             raise FormatError(f"{path}: request: reserve_bytes is above budget_bytes")
@@ -334,6 +362,17 @@ class SavedSchedule:
             baseline_time_s=record.number("baseline_time_s", default=0.0),
             baseline_peak_bytes=record.integer("baseline_peak_bytes", default=0),
         )
+
+
+def _request_to_json(request: Request) -> dict[str, Any]:
+    value = {**vars(request)}
+    places = value.pop("places")
+    return value if places is None else {**value, "places": places.to_json()}
+
+
+def _places(request: Record, *, where: str) -> Places | None:
+    value = request.mapping("places", default={})
+    return Places.from_json(value, source=f"{where}: places") if value else None
 
 
 def _share(time_s: float, baseline_time_s: float) -> float:

@@ -57,7 +57,7 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     before = layers = occupancy(graph, schedule)
     if not without_plan and solution.schedule is not None and plan is not None:
         graph, schedule, shown = solution.graph, solution.schedule, plan
-        layers = occupancy(graph, schedule)
+        layers = occupancy(graph, schedule, places=request.places)
     _draw_layers(axes, layers, s_per_unit, bytes_per_unit)
     words = f"baseline: {format_size(plain.peak_bytes)}"
     if shown is not plain:

@@ -16,7 +16,7 @@ from graphs.graph import Graph, Node
 from solver.chain import Blocks, split_into_blocks
 from solver.reporting.plot import style
 from solver.reporting.plot.of_memory import overhead_text
-from solver.schedule import Schedule, Solution, baseline, live_bytes_by
+from solver.schedule import Schedule, Solution, baseline, live_bytes_by, starts_s
 
 HALF = 0.42
 """Half of the drawn height of a row."""
@@ -30,11 +30,12 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     shown = baseline(graph) if solution.schedule is None else solution.schedule
     blocks = split_into_blocks(graph)
     rows = _rows(blocks)
-    runs = _runs(graph, shown)
+    *starts, end_s = starts_s(graph, shown, places=solution.request.places)
+    runs = _runs(graph, shown, starts)
     for row, held in _held(graph, shown, blocks).items():
         axes.stairs(
             [row - HALF + 2 * HALF * share for share in held],
-            [*(start_s for start_s, _, _ in runs), runs[-1][0] + runs[-1][1].time_s],
+            [*starts, end_s],
             baseline=row - HALF,
             fill=True,
             color=style.LIGHT,
@@ -72,16 +73,16 @@ def _rows(blocks: Blocks) -> dict[str, int]:
     return rows
 
 
-def _runs(graph: Graph, shown: Schedule) -> list[tuple[float, Node, int]]:
+def _runs(
+    graph: Graph, shown: Schedule, starts_s: Sequence[float]
+) -> list[tuple[float, Node, int]]:
     """(start in seconds, node, index into RUNS) of each compute."""
     runs = []
     seen: set[str] = set()
-    start_s = 0.0
-    for name in shown.order:
+    for name, start_s in zip(shown.order, starts_s, strict=True):
         node = graph.node_by_name[name]
         runs.append((start_s, node, 2 if node.phase != "forward" else int(name in seen)))
         seen.add(name)
-        start_s += node.time_s
     return runs
 
 
