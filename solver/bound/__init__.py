@@ -1,5 +1,6 @@
 """Lower bounds: the graph in numbers, the cut MILP, and the least time and budget it proves."""
 
+from solver.bound.copies import CopyCut, CopyProgram
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import (

@@ -61,8 +61,12 @@ class FoldedGraph:
     pinned: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def of(cls, graph: Graph) -> FoldedGraph:
-        """Fold the graph; linear in its size."""
+    def of(cls, graph: Graph, *, may_leave: bool = False) -> FoldedGraph:
+        """Fold the graph; linear in its size.
+
+        may_leave: storages may be away, in another place, and come back by a copy. Then nothing is
+        pinned, and as an alias may be away while its storage is made again, nothing is locked.
+        """
         roots = [
             (name, p)
             for p, node in enumerate(graph.nodes)
@@ -89,11 +93,13 @@ class FoldedGraph:
             uses[u].append(len(graph.nodes))
         recomputable = tuple(map(may_run_again, graph.nodes))
         pinned = [
-            [(p + 1, uses[u][-1])] if not recomputable[p] and uses[u] and uses[u][-1] > p else []
+            [(p + 1, uses[u][-1])]
+            if not may_leave and not recomputable[p] and uses[u] and uses[u][-1] > p
+            else []
             for u, p in enumerate(maker)
         ]
         locks: dict[int, list[tuple[int, int]]] = {}
-        for lock in find_locks(graph):
+        for lock in () if may_leave else find_locks(graph):
             locks.setdefault(lock.maker, []).append((lock.first + 1, lock.last))
             for u in makes[lock.maker]:
                 held = [use for use in uses[u] if lock.first < use <= lock.last]

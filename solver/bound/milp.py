@@ -17,13 +17,14 @@ Floats = npt.NDArray[np.float64]
 class Milp:
     """Minimise cost·x + constant over rows lower <= A x <= upper, least <= x <= most, row by row.
 
-    In a MILP every variable is whole.
+    In a MILP the variables are whole, but for those that are said not to be.
     """
 
     constant: float = 0.0
     cost: list[float] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
     _row_starts: list[int] = field(default_factory=lambda: [0])
     _columns: list[int] = field(default_factory=list)
     _values: list[float] = field(default_factory=list)
@@ -31,10 +32,13 @@ class Milp:
     _upper: list[float] = field(default_factory=list)
     _has_counts: bool = False
 
-    def variable(self, *, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
+    def variable(
+        self, *, cost: float = 0.0, least: float = 0.0, most: float = 1.0, whole: bool = True
+    ) -> int:
         self.cost.append(cost)
         self.least.append(least)
         self.most.append(most)
+        self.whole.append(whole)
         return len(self.cost) - 1
 
     def count(self, columns: list[int]) -> None:
@@ -98,7 +102,7 @@ class Milp:
         )
         result = milp(
             c=np.array([*self.cost, self.constant]),
-            integrality=np.array([1] * len(self.cost) + [0]) if whole else None,
+            integrality=np.array([*self.whole, False], dtype=int) if whole else None,
             bounds=Bounds(np.array([*self.least, 1.0]), np.array([*self.most, 1.0])),
             constraints=LinearConstraint(matrix, np.array(self._lower), np.array(self._upper))
             if self._lower

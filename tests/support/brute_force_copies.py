@@ -1,0 +1,318 @@
+"""The truth for tiny graphs with copies to the host: a search over every state and its clocks.
+
+A state is how many first runs are done, which tensors are on the device and which storages on the
+host. How long it takes to get there is a vector: when the compute stream, the two directions of the
+link, and the copies from and to each storage are over. Of two ways to a state, one that is nowhere
+later than the other makes it needless. Bytes do not depend on the clocks. It shares no code with
+the solver.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graphs.graph import Graph
+
+Ops = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """The host: its bytes, and seconds for a byte in each direction."""
+
+    capacity_bytes: int
+    out_s_per_byte: float
+    in_s_per_byte: float
+    latency_s: float = 0.0
+
+
+class State(NamedTuple):
+    """done: first runs. live: tensors on the device. host: storages there. lost: tensors that have
+    been overwritten.
+    """
+
+    done: int
+    live: int
+    host: int
+    lost: int
+
+
+class Clocks(NamedTuple):
+    """When streams and copies are over. ready: of the fetch of each storage on the device. busy: of
+    any copy from or to it there. whole: of its store. host_busy: of any copy from or to the host's.
+    free: when all that was dropped from the host may be written over.
+    """
+
+    compute: float
+    out: float
+    in_: float
+    free: float
+    ready: tuple[float, ...]
+    busy: tuple[float, ...]
+    whole: tuple[float, ...]
+    host_busy: tuple[float, ...]
+
+
+class TooManyStatesError(Exception):
+    """The graph is too large for the search."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """time_s: of the fastest schedule within budget and host (inf: none). ops: one such."""
+
+    time_s: float
+    ops: Ops | None
+
+
+def fastest(graph: Graph, *, budget_bytes: int, host: HostLink, max_labels: int = 40_000) -> Truth:
+    """The least time over all legal schedules with copies. Raises TooManyStatesError."""
+    step = _Step(graph, host)
+    none = (0.0,) * len(step.roots)
+    start = (State(0, 0, 0, 0), Clocks(0.0, 0.0, 0.0, 0.0, none, none, none, none))
+    known: dict[State, list[Clocks]] = {start[0]: [start[1]]}
+    came: dict[tuple[State, Clocks], tuple[tuple[State, Clocks], tuple[str, str]]] = {}
+    queue = [(0.0, 0, start)]
+    n_labels = 0
+    while queue:
+        _, _, (state, clocks) = heapq.heappop(queue)
+        if clocks not in known[state]:
+            continue
+        if step.is_end(state, clocks):
+            return Truth(_end_s(clocks), _ops(came, (state, clocks)))
+        for op, after, times, peak_bytes in step.moves(state, clocks):
+            if peak_bytes > budget_bytes or step.host_bytes(after.host) > host.capacity_bytes:
+                continue
+            times = step.settled(after, times)
+            others = known.setdefault(after, [])
+            if any(_no_later(other, times) for other in others):
+                continue
+            others[:] = [other for other in others if not _no_later(times, other)]
+            others.append(times)
+            came[after, times] = ((state, clocks), op)
+            n_labels += 1
+            if n_labels > max_labels:
+                raise TooManyStatesError
+            heapq.heappush(queue, (_end_s(times), n_labels, (after, times)))
+    return Truth(math.inf, None)
+
+
+def _end_s(clocks: Clocks) -> float:
+    return max(clocks.compute, clocks.out, clocks.in_)
+
+
+def _no_later(one: Clocks, other: Clocks) -> bool:
+    if one.compute > other.compute or one.out > other.out or one.in_ > other.in_:
+        return False
+    pairs = ((one.ready, other.ready), (one.busy, other.busy), (one.whole, other.whole))
+    return (
+        one.free <= other.free
+        and all(a <= b for x, y in pairs for a, b in zip(x, y, strict=True))
+        and all(a <= b for a, b in zip(one.host_busy, other.host_busy, strict=True))
+    )
+
+
+def _ops(came: dict, label: tuple[State, Clocks]) -> Ops:  # type: ignore[type-arg]
+    ops = []
+    while label in came:
+        label, op = came[label]
+        ops.append(op)
+    return tuple(reversed(ops))
+
+
+def _set(values: tuple[float, ...], i: int, value: float) -> tuple[float, ...]:
+    return (*values[:i], value, *values[i + 1 :])
+
+
+class _Step:
+    """The moves from one state to the next."""
+
+    def __init__(self, graph: Graph, host: HostLink) -> None:
+        self.graph, self.host = graph, host
+        made = [tensor for tensor in graph.tensors if tensor.name in graph.producer]
+        self.names = [tensor.name for tensor in made]
+        self.bit = {name: 1 << i for i, name in enumerate(self.names)}
+        size = {tensor.name: tensor.size_bytes for tensor in graph.tensors}
+        root = {tensor.name: tensor.alias_of or tensor.name for tensor in graph.tensors}
+        self.roots = [tensor.name for tensor in made if tensor.alias_of is None]
+        self.number = {name: i for i, name in enumerate(self.roots)}
+        self.storage_of = [self.number.get(root[name], -1) for name in self.names]
+        self.members = [0] * len(self.roots)
+        for i, u in enumerate(self.storage_of):
+            if u >= 0:
+                self.members[u] |= 1 << i
+        self.size = [size[name] for name in self.roots]
+        self.resident_bytes = sum(
+            t.size_bytes for t in graph.tensors if t.name not in self.bit and t.alias_of is None
+        )
+        self.inputs = [self._mask(node.inputs) for node in graph.nodes]
+        self.outputs = [self._mask(node.outputs) for node in graph.nodes]
+        self.made_roots = [
+            [self.number[name] for name in node.outputs if name in self.number]
+            for node in graph.nodes
+        ]
+        self.alias_needs = [
+            sorted(
+                {
+                    self.number[root[name]]
+                    for name in node.outputs
+                    if root[name] in self.number and root[name] not in node.outputs
+                }
+            )
+            for node in graph.nodes
+        ]
+        self.reads = [
+            sorted(
+                {self.number[root[name]] for name in node.inputs if root[name] in self.number}
+                | set(self.alias_needs[p])
+            )
+            for p, node in enumerate(graph.nodes)
+        ]
+        self.over = [
+            self.number[root[node.overwrites]] if node.overwrites else None for node in graph.nodes
+        ]
+        self.goal = self._mask(graph.outputs)
+
+    def _mask(self, names: tuple[str, ...]) -> int:
+        mask = 0
+        for name in names:
+            mask |= self.bit.get(name, 0)
+        return mask
+
+    def is_end(self, state: State, clocks: Clocks) -> bool:
+        return state.done == len(self.graph.nodes) and self.goal & ~state.live == 0
+
+    def host_bytes(self, host: int) -> int:
+        return sum(size for u, size in enumerate(self.size) if host >> u & 1)
+
+    def device_bytes(self, live: int) -> int:
+        return self.resident_bytes + sum(
+            size for members, size in zip(self.members, self.size, strict=True) if live & members
+        )
+
+    def settled(self, state: State, clocks: Clocks) -> Clocks:
+        """A clock that is over by the compute stream's matters no more: all are as if over now."""
+        now = clocks.compute
+
+        def after(times: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(max(now, time) for time in times)
+
+        return Clocks(
+            now,
+            max(now, clocks.out),
+            max(now, clocks.in_),
+            max(now, clocks.free),
+            after(clocks.ready),
+            after(clocks.busy),
+            after(clocks.whole),
+            after(clocks.host_busy),
+        )
+
+    def moves(
+        self, state: State, clocks: Clocks
+    ) -> Iterator[tuple[tuple[str, str], State, Clocks, int]]:
+        """(op, next state, next clocks, bytes on the device during it)."""
+        yield from self._frees(state, clocks)
+        yield from self._copies(state, clocks)
+        for p in range(min(state.done + 1, len(self.graph.nodes))):
+            yield from self._compute(p, state, clocks)
+
+    def _frees(
+        self, state: State, clocks: Clocks
+    ) -> Iterator[tuple[tuple[str, str], State, Clocks, int]]:
+        for i, name in enumerate(self.names):
+            if state.live >> i & 1:
+                live = state.live & ~(1 << i)
+                u, times = self.storage_of[i], clocks
+                if u >= 0 and not live & self.members[u]:
+                    times = self._leave(u, clocks)
+                yield ("free", name), state._replace(live=live), times, 0
+
+    @staticmethod
+    def _leave(u: int, clocks: Clocks) -> Clocks:
+        return clocks._replace(
+            compute=max(clocks.compute, clocks.busy[u]),
+            ready=_set(clocks.ready, u, 0.0),
+            busy=_set(clocks.busy, u, 0.0),
+        )
+
+    def _copies(
+        self, state: State, clocks: Clocks
+    ) -> Iterator[tuple[tuple[str, str], State, Clocks, int]]:
+        for u, name in enumerate(self.roots):
+            on_device, on_host = state.live & self.members[u], state.host >> u & 1
+            if on_device and not on_host:
+                start_s = max(clocks.compute, clocks.out, clocks.ready[u], clocks.free)
+                end_s = start_s + self.host.latency_s + self.size[u] * self.host.out_s_per_byte
+                times = clocks._replace(
+                    out=end_s,
+                    busy=_set(clocks.busy, u, max(clocks.busy[u], end_s)),
+                    whole=_set(clocks.whole, u, end_s),
+                    host_busy=_set(clocks.host_busy, u, end_s),
+                )
+                yield ("store", name), state._replace(host=state.host | 1 << u), times, 0
+            if on_host and not on_device:
+                start_s = max(clocks.compute, clocks.in_, clocks.whole[u])
+                end_s = start_s + self.host.latency_s + self.size[u] * self.host.in_s_per_byte
+                times = clocks._replace(
+                    in_=end_s,
+                    ready=_set(clocks.ready, u, end_s),
+                    busy=_set(clocks.busy, u, end_s),
+                    host_busy=_set(clocks.host_busy, u, max(clocks.host_busy[u], end_s)),
+                )
+                back = self.members[u] & ~state.lost & self._made(state.done)
+                live = state.live | back
+                yield ("fetch", name), state._replace(live=live), times, self.device_bytes(live)
+            if on_host:
+                times = clocks._replace(
+                    free=max(clocks.free, clocks.host_busy[u]),
+                    whole=_set(clocks.whole, u, 0.0),
+                    host_busy=_set(clocks.host_busy, u, 0.0),
+                )
+                yield ("drop", name), state._replace(host=state.host & ~(1 << u)), times, 0
+
+    def _made(self, done: int) -> int:
+        mask = 0
+        for outputs in self.outputs[:done]:
+            mask |= outputs
+        return mask
+
+    def _compute(
+        self, p: int, state: State, clocks: Clocks
+    ) -> Iterator[tuple[tuple[str, str], State, Clocks, int]]:
+        node, live, again = self.graph.nodes[p], state.live, p < state.done
+        if again and not (node.phase == "forward" and node.recomputable):
+            return
+        if self.inputs[p] & ~live or any(not live & self.members[u] for u in self.alias_needs[p]):
+            return
+        if again and not self._may_repeat(p, live):
+            return
+        over = self.over[p]
+        if over is not None and state.host >> over & 1:
+            return
+        start_s = max([clocks.compute, *(clocks.ready[u] for u in self.reads[p])])
+        times = clocks._replace(compute=start_s + node.time_s)
+        made_bytes = sum(self.size[u] for u in self.made_roots[p])
+        peak_bytes = self.device_bytes(live) + made_bytes + node.workspace_bytes
+        for u in self.made_roots[p]:
+            if live & self.bit[self.roots[u]]:
+                times = self._leave(u, times)
+        lost = state.lost
+        if over is not None:
+            lost |= self.members[over] & self._made(state.done) & ~self.outputs[p]
+        done = state.done + (not again)
+        after = State(done, live | self.outputs[p], state.host, lost)
+        yield ("compute", node.name), after, times, peak_bytes
+
+    def _may_repeat(self, p: int, live: int) -> bool:
+        if self.outputs[p] & ~live == 0:
+            return False
+        for u in self.made_roots[p]:
+            holders, own = self.members[u] & live, self.bit[self.roots[u]]
+            if holders and (not holders & own or holders & ~self.outputs[p]):
+                return False
+        return True
