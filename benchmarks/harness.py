@@ -51,7 +51,9 @@ def shares(text: str) -> tuple[float, ...]:
 
 def command() -> str:
     """The command line of this process."""
-    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.stem == "__main__" else program.stem
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
 
 
 def circumstances(time_limit_s: float | None = None) -> Row:

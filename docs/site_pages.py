@@ -21,7 +21,10 @@ ROOT = DOCS.parent
 ORDER = (
     ("", "index tutorial"),
     ("How to", "report options model_files running_a_plan hugging_face emit export compile gpu"),
-    ("Understand", "methods copies plan_quality theory bitwise_identical limits architecture"),
+    (
+        "Understand",
+        "bytes methods copies plan_quality theory bitwise_identical limits architecture",
+    ),
 )
 FOLDERS = (("Integrations", "integrations/"), ("Guides", "guides/"), ("Reference", "reference/"))
 README = "<!-- README.md -->"

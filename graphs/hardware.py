@@ -34,6 +34,7 @@ class Hardware:
         budget cannot be given as a share of it.
     host_link_bytes_per_s: to the host, one way.
     source: where the figures come from.
+    compute_capability: of a CUDA card, major and minor; None: not a card, or unknown.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Hardware:
     capacity_bytes: int | None
     host_link_bytes_per_s: float
     source: str
+    compute_capability: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops_per_s:
@@ -65,25 +67,29 @@ class Hardware:
 
 
 # fmt: off
-_CARDS: tuple[tuple[str, str, tuple[float, ...], float, int, float, str], ...] = (
-    # name, title, TFLOP/s of the dtypes in _DTYPES, memory GB/s, memory GB, link GB/s, source
-    ("t4", "NVIDIA T4 16 GB", (0.254, 8.1, 8.1, 65, 8.1), 320, 16, _PCIE_3,  # no tf32, no bf16
+_CARDS: tuple[
+    tuple[str, str, tuple[int, int], tuple[float, ...], float, int, float, str], ...
+] = (
+    # name, title, compute capability, TFLOP/s of the dtypes in _DTYPES, memory GB/s, memory GB,
+    # link GB/s, source
+    # no tf32, no bf16
+    ("t4", "NVIDIA T4 16 GB", (7, 5), (0.254, 8.1, 8.1, 65, 8.1), 320, 16, _PCIE_3,
      "NVIDIA T4 datasheet (2019), fp64 1/32 of fp32; bandwidth: 256 bits at 10 Gbit/s"),
-    ("rtx3090", "NVIDIA GeForce RTX 3090 24 GB", (0.556, 35.6, 35.6, 71, 71), 936, 24, _PCIE_4,
-     "NVIDIA Ampere GA102 whitepaper (2021)" + _GEFORCE),
-    ("rtx4090", "NVIDIA GeForce RTX 4090 24 GB", (1.29, 82.6, 82.6, 165.2, 165.2), 1008, 24,
+    ("rtx3090", "NVIDIA GeForce RTX 3090 24 GB", (8, 6), (0.556, 35.6, 35.6, 71, 71), 936, 24,
+     _PCIE_4, "NVIDIA Ampere GA102 whitepaper (2021)" + _GEFORCE),
+    ("rtx4090", "NVIDIA GeForce RTX 4090 24 GB", (8, 9), (1.29, 82.6, 82.6, 165.2, 165.2), 1008, 24,
      _PCIE_4, "NVIDIA Ada GPU architecture whitepaper (2022)" + _GEFORCE),
-    ("a100-40gb", "NVIDIA A100 40 GB", (19.5, 19.5, 156, 312, 312), 1555, 40, _PCIE_4,
+    ("a100-40gb", "NVIDIA A100 40 GB", (8, 0), (19.5, 19.5, 156, 312, 312), 1555, 40, _PCIE_4,
      "NVIDIA A100 datasheet (2020); fp64 by its tensor cores"),
-    ("a100-80gb", "NVIDIA A100 80 GB SXM", (19.5, 19.5, 156, 312, 312), 2039, 80, _PCIE_4,
+    ("a100-80gb", "NVIDIA A100 80 GB SXM", (8, 0), (19.5, 19.5, 156, 312, 312), 2039, 80, _PCIE_4,
      "NVIDIA A100 datasheet (2021), SXM column; fp64 by its tensor cores"),
-    ("h100", "NVIDIA H100 80 GB SXM", (67, 67, 494.5, 989.5, 989.5), 3350, 80, _PCIE_5,
+    ("h100", "NVIDIA H100 80 GB SXM", (9, 0), (67, 67, 494.5, 989.5, 989.5), 3350, 80, _PCIE_5,
      "NVIDIA H100 datasheet (2023), SXM column" + _DENSE),
-    ("h100-pcie", "NVIDIA H100 80 GB PCIe", (51, 51, 378, 756.5, 756.5), 2000, 80, _PCIE_5,
+    ("h100-pcie", "NVIDIA H100 80 GB PCIe", (9, 0), (51, 51, 378, 756.5, 756.5), 2000, 80, _PCIE_5,
      "NVIDIA H100 datasheet (2022), PCIe column" + _DENSE),
-    ("h200", "NVIDIA H200 141 GB SXM", (67, 67, 494.5, 989.5, 989.5), 4800, 141, _PCIE_5,
+    ("h200", "NVIDIA H200 141 GB SXM", (9, 0), (67, 67, 494.5, 989.5, 989.5), 4800, 141, _PCIE_5,
      "NVIDIA H200 datasheet (2024), SXM column" + _DENSE),
-    ("b200", "NVIDIA B200 180 GB SXM", (37, 75, 1100, 2250, 2250), 7700, 180, _PCIE_5,
+    ("b200", "NVIDIA B200 180 GB SXM", (10, 0), (37, 75, 1100, 2250, 2250), 7700, 180, _PCIE_5,
      "NVIDIA Blackwell datasheet (2025), one GPU of HGX B200" + _DENSE),
 )
 # fmt: on
@@ -109,8 +115,18 @@ _DEVICES = (
             capacity_bytes=10**9 * capacity_gb,
             host_link_bytes_per_s=1e9 * link_gb,
             source=source,
+            compute_capability=capability,
         )
-        for name, title, tera_rates, bandwidth_gb, capacity_gb, link_gb, source in _CARDS
+        for (
+            name,
+            title,
+            capability,
+            tera_rates,
+            bandwidth_gb,
+            capacity_gb,
+            link_gb,
+            source,
+        ) in _CARDS
     ),
 )
 _ALIASES = {"a100": "a100-80gb", "h100-sxm": "h100"}

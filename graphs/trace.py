@@ -52,6 +52,7 @@ from graphs.training_step import (
     OutsideLoss,
     optimizer_costs,
     with_accumulation,
+    with_device_bytes,
     with_optimizer,
 )
 
@@ -326,6 +327,7 @@ def _extracted(
     if gradients == "accumulate":
         added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
         graph = with_accumulation(graph, added)
+    graph = with_device_bytes(graph, cost.hardware)
     return CapturedStep(captured=captured, layout=layout, graph=graph, _remake=remake)
 
 

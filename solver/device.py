@@ -127,7 +127,8 @@ def _local_card(index: int, *, needs_rates: bool) -> Hardware:
     card = torch.cuda.get_device_properties(index)
     known = card_called(card.name, capacity_bytes=card.total_memory)
     if known is None and not needs_rates:
-        known = dataclasses.replace(named("h100"), title=card.name)
+        capability = (card.major, card.minor)
+        known = dataclasses.replace(named("h100"), title=card.name, compute_capability=capability)
     if known is None:
         raise DeviceError(
             f"no rates are known for {card.name}: use measured costs, or name a similar card "

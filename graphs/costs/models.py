@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.costs.attention_seeds import real_seeds
 from graphs.costs.cache import CostCache
+from graphs.costs.cuda_workspace import cuda_workspace_bytes
 from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.costs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
@@ -63,8 +64,8 @@ class Roofline:
 
     float32 products run at the TF32 rate where torch's settings of this process allow it and the
     device has it: by default in convolutions, not in matrix products. Not modelled: caches, and
-    that no operator reaches the peak rates. Workspace is estimated for the CPU and 0 for other
-    devices: the workspace of cuDNN's convolutions can only be measured.
+    that no operator reaches the peak rates. Workspace is estimated from what the device's kernels
+    allocate; that of cuDNN's convolutions can only be measured and is 0.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -81,10 +82,11 @@ class Roofline:
             return Cost(*loop_cost(loop, call, self.cost))
         compute_s = flops_of(call) / self.hardware.rate(_rate_name(call))
         transfer_s = bytes_moved(call) / self.hardware.bytes_per_s
-        on_cpu = self.hardware.kind == "cpu"
+        workspace_bytes = (
+            cpu_workspace_bytes if self.hardware.kind == "cpu" else cuda_workspace_bytes
+        )
         return Cost(
-            time_s=max(compute_s, transfer_s, DISPATCH_S),
-            workspace_bytes=cpu_workspace_bytes(call) if on_cpu else 0,
+            time_s=max(compute_s, transfer_s, DISPATCH_S), workspace_bytes=workspace_bytes(call)
         )
 
 
@@ -259,6 +261,13 @@ def from_description(
         return Roofline(fallback)
     here = device if device is not None and device.type == kind else kind
     return Measured(here, fallback=fallback)
+
+
+def hardware_of(costs: CostModel | None) -> Hardware | None:
+    """The device that the costs are of; None where they do not say."""
+    if isinstance(costs, Measured):
+        return costs.roofline.hardware
+    return costs.hardware if isinstance(costs, Roofline) else None
 
 
 def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:

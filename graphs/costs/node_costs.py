@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from graphs.costs.models import Cost, CostModel, Measured
+from graphs.costs.models import Cost, CostModel, Measured, hardware_of
 from graphs.costs.operators import OpCall
+from graphs.hardware import Hardware
 
 
 class NodeCosts:
@@ -27,6 +28,11 @@ class NodeCosts:
             self._measured_s += cost.time_s
             self._roofline_s += self._costs.roofline.cost(call).time_s
         return cost
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The device that the costs are of."""
+        return hardware_of(self._costs)
 
     @property
     def description(self) -> dict[str, Any]:

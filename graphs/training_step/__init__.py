@@ -6,6 +6,7 @@ from graphs.training_step.around import (
     with_resident,
     with_unknown_loss,
 )
+from graphs.training_step.device_bytes import cublas_workspace_bytes, with_device_bytes
 from graphs.training_step.loss_only import LossOnly
 from graphs.training_step.optimizer import optimizer_costs, together
 from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss

@@ -19,8 +19,8 @@ CUDA_RESERVE_BYTES = 750 * 10**6
 """The default reserve on a CUDA device.
 
 The context takes 667 MB with every kernel of PyTorch loaded, 287 MB with lazy loading (measured in
-pytorch#86509); cuBLAS keeps a workspace of up to 32 MiB; the allocator requests segments of 2 and
-20 MiB, the last of which are partly empty. Fragmentation beyond that is not included.
+pytorch#86509); the allocator requests segments of 2 and 20 MiB, the last of which are partly empty.
+Fragmentation beyond that is not included. Workspaces of cuBLAS are counted in the peak.
 """
 
 

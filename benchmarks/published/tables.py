@@ -1,0 +1,120 @@
+"""The tables of `python -m benchmarks.published`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+
+from benchmarks.harness import Row, ran, table
+from benchmarks.published.predict import TIME
+
+NEAR_MIB, NEAR, FAR = 0.5, 0.0005, 0.01
+"""A peak is met within this many MiB or this share; it should never be further off than FAR."""
+
+
+NOTES = """## Notes
+
+- *Fitted constant.* The scripts of embeddings, distillation and preference losses also run torch.compile in the same
+  process, and what is on the card before their calls is more than they build: the same bytes in every row of a
+  series, which no row tells. For the two series of embeddings they are 3 times the weights of all sizes of width
+  4096, and 2 times those of width 768 more, so compiled modules of earlier calls are the likely holders. The constant
+  is the median over the series; a series that disagrees by more than 1 MiB is not predicted. Scripts without
+  torch.compile need no constant.
+- *distill_jsd_loss.* Whether this release divides the logits by the temperature in place could not be read; the
+  slope of the four rows says that it does not.
+- *fused_linear_orpo_loss.* The script was changed between the two series of rows, on the day that their dates tell.
+- *Variables.* Where the forward pass has the peak (`fused_linear_jsd`, `distill_jsd_loss`), it includes tensors that
+  only a variable of `forward` still holds. A planned step frees them."""
+
+
+def markdown(report: Row) -> str:
+    rows = report["rows"]
+    done = [row for row in rows if "predicted" in row]
+    peaks = [row for row in done if row["level"] == "op" and row["metric"] != TIME]
+    times = [row for row in done if row["level"] == "op" and row["metric"] == TIME]
+    models = [row for row in done if row["level"] == "model"]
+    parts = [
+        "# Measured by others, predicted here",
+        ran(report),
+        *(["## Peaks of modules", of_peaks(peaks), _table(peaks, "MiB")] if peaks else []),
+        *(["## Times of modules", of_times(times), _table(times, "ms")] if times else []),
+        *(["## Whole models", _table(models, "GB or GiB, as in the row")] if models else []),
+        NOTES,
+        *_not_predicted([row for row in rows if "reason" in row]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def of_peaks(rows: Sequence[Row]) -> str:
+    """How many peaks are met, by whether a constant was fitted."""
+    plain = [row for row in rows if "constant" not in row]
+    fitted = [row for row in rows if "constant" in row]
+    lines = [_met(plain, "without any fitted figure")] if plain else []
+    if fitted:
+        n_series = len({_series(row) for row in fitted})
+        lines.append(
+            _met(
+                fitted,
+                f"in {n_series} series, each with one fitted constant (what earlier calls in the "
+                "process have left on the card),",
+            )
+        )
+    return " ".join(lines)
+
+
+def _met(rows: Sequence[Row], how: str) -> str:
+    met = sum(is_met(row) for row in rows)
+    worst = max(rows, key=lambda row: abs(row["off"]))
+    return (
+        f"{met} of {len(rows)} rows {how} are within 0.05 % or 0.5 MiB; the largest error is "
+        f"{100 * worst['off']:+.3f} %."
+    )
+
+
+def is_met(row: Row) -> bool:
+    return abs(row["predicted"] - row["measured"]) <= NEAR_MIB or abs(row["off"]) <= NEAR
+
+
+def of_times(rows: Sequence[Row]) -> str:
+    errors = sorted(abs(row["off"]) for row in rows)
+    return (
+        f"{len(rows)} rows: the median error is {100 * statistics.median(errors):.1f} %, the "
+        f"largest {100 * errors[-1]:.1f} %."
+    )
+
+
+def _table(rows: Sequence[Row], unit: str) -> str:
+    head = ("what", "card", f"measured ({unit})", "predicted", "off", "fitted constant")
+    return table(head, map(_cells, rows))
+
+
+def _cells(row: Row) -> Iterator[str]:
+    yield _title(row)
+    yield str(row["gpu"]).removeprefix("NVIDIA ").removeprefix("GeForce ")
+    yield f"{row['measured']:.3f}".rstrip("0").rstrip(".")
+    yield f"{row['predicted']:.3f}".rstrip("0").rstrip(".")
+    yield f"{100 * row['off']:+.3f} %"
+    yield f"{row['constant']:.2f}" if "constant" in row else ""
+
+
+def _title(row: Row) -> str:
+    if row["level"] == "model":
+        return f"{row['model']}, {row.get('technique', '')}, {row['source']}"
+    settings = {**row["config"], **row["x"]}
+    shown = {k: v for k, v in settings.items() if isinstance(v, int | str) and k != "mode"}
+    words = ", ".join(
+        f"{name} {str(value).removeprefix('torch.')}" for name, value in shown.items()
+    )
+    return f"{row['op']} ({words})"
+
+
+def _series(row: Row) -> str:
+    return json.dumps([row["op"], row["config"], row["gpu"]])
+
+
+def _not_predicted(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    cells = ((_title(row), str(row["gpu"]), row["reason"]) for row in rows)
+    return ["## Not predicted", table(("what", "card", "why"), cells)]

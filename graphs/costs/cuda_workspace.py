@@ -1,0 +1,84 @@
+"""Workspace of operators on a CUDA card, from what PyTorch's kernels allocate.
+
+Each formula names the file of PyTorch that allocates it. Operators that are not listed allocate
+nothing beside their outputs, or nothing that is known without the card: cuDNN picks its algorithm,
+and so the workspace of a convolution, when it runs. What cuBLAS keeps between calls belongs to no
+operator: `graphs.training_step.device_bytes` counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphs.costs.operators import OpCall, aten
+
+_INDEX_BYTES = 8
+_FLOAT_BYTES = 4
+
+
+def cuda_workspace_bytes(call: OpCall) -> int:
+    """Bytes that the call allocates besides inputs and outputs while it runs on a card."""
+    estimate = _ESTIMATES.get(call.packet)
+    return 0 if estimate is None else estimate(call)
+
+
+def _attention_backward(call: OpCall) -> int:
+    """The gradient of the queries summed in float32, and a row sum for each query.
+
+    transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum, softmax_d): queries rounded up to
+    128, head size to 32; where queries share keys, gradients of the keys and values for each query
+    head (dk_expanded, dv_expanded). transformers/cuda/attention_backward.cu, which runs float32,
+    sums the gradient in place: the row sums alone (delta). CPU fakes show the CPU's operator.
+    """
+    query, key = call.args[1], call.args[2]
+    n_batch, n_heads, n_queries, head_size = query.shape
+    rows = n_batch * n_heads * _up(n_queries, 128)
+    row_sums = _FLOAT_BYTES * rows
+    if query.dtype == torch.float32:
+        return row_sums
+    shared = 0
+    if key.shape[1] != n_heads:
+        shared = 2 * n_batch * n_heads * key.shape[2] * head_size * query.element_size()
+    return _FLOAT_BYTES * rows * _up(head_size, 32) + row_sums + shared
+
+
+_ROWS_SUMMED_TOGETHER = 10
+_SORTED_ABOVE = 3072
+
+
+def _embedding_backward(call: OpCall) -> int:
+    """Indices are sorted, and the rows of equal ones summed, at most ten at a time, in float32.
+
+    cuda/Embedding.cu (up to 3072 indices: no workspace), cuda/EmbeddingBackwardKernel.cu: the
+    sorted indices and where they were; three arrays of as many entries as there can be different
+    indices; a row and its offset for each partial sum.
+    """
+    gradient, indices, n_rows = call.args[:3]
+    n_indices = indices.numel()
+    if n_indices <= _SORTED_ABOVE:
+        return 0
+    n_different = min(n_indices, int(n_rows))
+    n_partial = n_indices // _ROWS_SUMMED_TOGETHER + n_different
+    row_bytes = gradient.shape[-1] * max(_FLOAT_BYTES, gradient.element_size())
+    return _INDEX_BYTES * (2 * n_indices + 3 * n_different + n_partial) + row_bytes * n_partial
+
+
+def _up(size: int, step: int) -> int:
+    return math.ceil(size / step) * step
+
+
+_ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
+    aten.embedding_dense_backward: _embedding_backward,
+    **{
+        getattr(aten, f"_scaled_dot_product_{kind}"): _attention_backward
+        for kind in (
+            "flash_attention_backward",
+            "efficient_attention_backward",
+            "flash_attention_for_cpu_backward",
+        )
+    },
+}

@@ -1,0 +1,78 @@
+"""What a CUDA card holds for a step besides the step's tensors, and is known beforehand.
+
+    workspaces of cuBLAS    one per thread that multiplies, from its first product on
+    rounding                each tensor is allocated in steps of 512 bytes
+
+They are resident tensors of the graph that no node reads, so they count towards every peak. What
+remains unknown (the context, cuDNN's workspace, fragmentation) is what the reserve is for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from graphs.graph import Graph, Node
+from graphs.hardware import Hardware
+from graphs.training_step.around import with_resident
+
+ALLOCATION_BYTES = 512
+"""kMinBlockSize in PyTorch's c10/cuda/CUDACachingAllocator.cpp: sizes are rounded up to it."""
+
+_KIB = 1024
+_HOPPER_WORKSPACE_BYTES = 32 * 1024 * _KIB
+_OTHER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * _KIB
+"""Defaults of aten/src/ATen/cuda/CublasHandlePool.cpp, which allocates the workspaces: 32 MiB for
+compute capability 9.0, `:4096:2:16:8` for others. cublasLt uses the same ones since torch 2.7."""
+
+_PRODUCTS = {
+    f"aten.{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm")
+}
+_WITH_PRODUCTS = re.compile("linear_cross_entropy|chunked", re.IGNORECASE)
+"""Operators that are loops over chunks of rows, which they multiply."""
+
+
+def with_device_bytes(graph: Graph, hardware: Hardware | None) -> Graph:
+    """Add what the card holds besides the step's tensors; the same graph for other devices."""
+    if hardware is None or hardware.kind != "cuda":
+        return graph
+    workspaces = _n_multiplying_threads(graph) * cublas_workspace_bytes(hardware)
+    graph = with_resident(graph, "cublas_workspaces", workspaces)
+    return with_resident(graph, "allocator_rounding", _rounding_bytes(graph))
+
+
+def cublas_workspace_bytes(hardware: Hardware) -> int:
+    """Bytes of the workspace that PyTorch gives each cuBLAS handle.
+
+    The environment's CUBLAS_WORKSPACE_CONFIG decides, as it does in PyTorch: pairs of KiB and
+    count.
+    """
+    pairs = re.findall(":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(size) * int(count) for size, count in pairs) * _KIB
+    # an unknown card may be of any generation: the larger one
+    capability = hardware.compute_capability or (9, 0)
+    return _HOPPER_WORKSPACE_BYTES if capability == (9, 0) else _OTHER_WORKSPACE_BYTES
+
+
+def _n_multiplying_threads(graph: Graph) -> int:
+    """The caller's thread, and autograd's where there is a backward pass: it multiplies too, or
+    recomputes products."""
+    if not any(_multiplies(node) for node in graph.nodes):
+        return 0
+    return 2 if any(node.phase == "backward" for node in graph.nodes) else 1
+
+
+def _multiplies(node: Node) -> bool:
+    packet, _, _ = node.op.rpartition(".")
+    return packet in _PRODUCTS or _WITH_PRODUCTS.search(node.op) is not None
+
+
+def _rounding_bytes(graph: Graph) -> int:
+    """At most what rounding adds, as if all tensors were on the device at once.
+
+    Sizes in a graph are not rounded, so that its `graph_id` is the same for every device.
+    """
+    sizes = (t.size_bytes for t in graph.tensors if t.alias_of is None)
+    return sum(-size % ALLOCATION_BYTES for size in sizes)

@@ -1,0 +1,66 @@
+"""Workspace of operators on a card, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphs.costs import OpCall, Roofline
+from graphs.hardware import named
+
+aten = torch.ops.aten
+CARD = Roofline(named("h100"))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def backward_of_attention(query: torch.Tensor, key: torch.Tensor) -> OpCall:
+    row_sums = meta(*query.shape[:-1], dtype=torch.float32)
+    args = (query, query, key, key, query, row_sums, 0.0, True)
+    gradients = tuple(torch.empty_like(each) for each in (query, key, key))
+    target = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return OpCall(target, args, {}, gradients)
+
+
+def test_flash_attention_sums_the_gradient_of_queries_in_float32():
+    query = meta(2, 3, 100, 40)  # 128 queries of 64 numbers after rounding
+    call = backward_of_attention(query, query)
+    assert CARD.cost(call).workspace_bytes == 4 * 2 * 3 * 128 * (64 + 1)
+
+
+def test_shared_keys_get_gradients_for_each_head_first():
+    alone = backward_of_attention(meta(2, 4, 128, 32), meta(2, 4, 128, 32))
+    shared = backward_of_attention(meta(2, 4, 128, 32), meta(2, 1, 128, 32))
+    more = CARD.cost(shared).workspace_bytes - CARD.cost(alone).workspace_bytes
+    assert more == 2 * (2 * 4 * 128 * 32) * 2
+
+
+def test_attention_in_float32_needs_row_sums_alone():
+    query = meta(2, 3, 128, 32, dtype=torch.float32)
+    assert CARD.cost(backward_of_attention(query, query)).workspace_bytes == 4 * 2 * 3 * 128
+
+
+@pytest.mark.parametrize(
+    ("n_indices", "n_rows", "expected"),
+    [
+        (3072, 50, 0),
+        (5000, 50, 8 * (2 * 5000 + 3 * 50 + 550) + 550 * 4 * 16),
+        (5000, 9999, 8 * (2 * 5000 + 3 * 5000 + 5500) + 5500 * 4 * 16),
+    ],
+)
+def test_the_gradient_of_an_embedding_sorts_its_indices(n_indices, n_rows, expected):
+    gradient, indices = meta(n_indices, 16), meta(n_indices, dtype=torch.int64)
+    target, args = aten.embedding_dense_backward.default, (gradient, indices, n_rows, -1, False)
+    call = OpCall(target, args, {}, meta(n_rows, 16))
+    assert CARD.cost(call).workspace_bytes == expected
+
+
+def test_the_cpu_has_its_own_estimates():
+    query = meta(2, 3, 100, 40)
+    call = backward_of_attention(query, query)
+    on_cpu = Roofline(named("cpu")).cost(call).workspace_bytes
+    assert on_cpu != CARD.cost(call).workspace_bytes
+    product = OpCall(aten.mm.default, (meta(4, 4), meta(4, 4)), {}, meta(4, 4))
+    assert CARD.cost(product).workspace_bytes == 0
