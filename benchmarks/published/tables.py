@@ -15,17 +15,19 @@ NEAR_MIB, NEAR, FAR = 0.5, 0.0005, 0.01
 
 NOTES = """## Notes
 
-- *Fitted constant.* The scripts of embeddings, distillation and preference losses also run torch.compile in the same
-  process, and what is on the card before their calls is more than they build: the same bytes in every row of a
-  series, which no row tells. For the two series of embeddings they are 3 times the weights of all sizes of width
-  4096, and 2 times those of width 768 more, so compiled modules of earlier calls are the likely holders. The constant
-  is the median over the series; a series that disagrees by more than 1 MiB is not predicted. Scripts without
-  torch.compile need no constant.
-- *distill_jsd_loss.* Whether this release divides the logits by the temperature in place could not be read; the
-  slope of the four rows says that it does not.
-- *fused_linear_orpo_loss.* The script was changed between the two series of rows, on the day that their dates tell.
-- *Variables.* Where the forward pass has the peak (`fused_linear_jsd`, `distill_jsd_loss`), it includes tensors that
-  only a variable of `forward` still holds. A planned step frees them."""
+- *Fitted constant.* The scripts of embeddings, distillation and preference losses also run
+  torch.compile in the same process, and what is on the card before their calls is more than they
+  build: the same bytes in every row of a series, which no row tells. For the two series of
+  embeddings they are 3 times the weights of all sizes of width 4096, and 2 times those of width
+  768 more, so compiled modules of earlier calls are the likely holders. The constant is the
+  median over the series; a series that disagrees by more than 1 MiB is not predicted. Scripts
+  without torch.compile need no constant.
+- *distill_jsd_loss.* Whether this release divides the logits by the temperature in place could
+  not be read; the slope of the four rows says that it does not.
+- *fused_linear_orpo_loss.* The script was changed between the two series of rows, on the day that
+  their dates tell.
+- *Variables.* Where the forward pass has the peak (`fused_linear_jsd`, `distill_jsd_loss`), it
+  includes tensors that only a variable of `forward` still holds. A planned step frees them."""
 
 
 def markdown(report: Row) -> str:

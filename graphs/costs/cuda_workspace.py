@@ -34,7 +34,8 @@ def _attention_backward(call: OpCall) -> int:
     head (dk_expanded, dv_expanded). transformers/cuda/attention_backward.cu, which runs float32,
     sums the gradient in place: the row sums alone (delta). CPU fakes show the CPU's operator.
     """
-    query, key = call.args[1], call.args[2]
+    query: torch.Tensor = call.args[1]
+    key: torch.Tensor = call.args[2]
     n_batch, n_heads, n_queries, head_size = query.shape
     rows = n_batch * n_heads * _up(n_queries, 128)
     row_sums = _FLOAT_BYTES * rows
@@ -57,11 +58,12 @@ def _embedding_backward(call: OpCall) -> int:
     sorted indices and where they were; three arrays of as many entries as there can be different
     indices; a row and its offset for each partial sum.
     """
-    gradient, indices, n_rows = call.args[:3]
-    n_indices = indices.numel()
+    gradient: torch.Tensor = call.args[0]
+    n_indices: int = call.args[1].numel()
+    n_rows = int(call.args[2])
     if n_indices <= _SORTED_ABOVE:
         return 0
-    n_different = min(n_indices, int(n_rows))
+    n_different = min(n_indices, n_rows)
     n_partial = n_indices // _ROWS_SUMMED_TOGETHER + n_different
     row_bytes = gradient.shape[-1] * max(_FLOAT_BYTES, gradient.element_size())
     return _INDEX_BYTES * (2 * n_indices + 3 * n_different + n_partial) + row_bytes * n_partial
