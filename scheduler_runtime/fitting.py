@@ -37,7 +37,7 @@ from scheduler_runtime.planned import PlannedForward, module_schedule, refuse_se
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
-    budget_on,
+    budget_for,
     free_budget_bytes,
     no_checkpoints,
     refuse_auto_budget,
@@ -126,7 +126,7 @@ def fit(
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
     device = device_of(model)
     if budget != "auto":
-        budget_on(device, budget, reserve)
+        budget_for(model, budget, reserve)
     elif not torch.cuda.is_available():  # with one, the model may still be moved there
         refuse_auto_budget(device)
     refuse_second(model)
@@ -264,7 +264,7 @@ class FittedForward(PlannedForward):
             budget = free_budget_bytes(
                 self._model, call, self._optimizers, device, bucket_bytes=bucket_bytes
             )
-        self._budget_bytes, reserve_bytes = budget_on(device, budget, options.reserve)
+        self._budget_bytes, reserve_bytes = budget_for(self._model, budget, options.reserve)
         return Request(
             budget_bytes=self._budget_bytes,
             reserve_bytes=reserve_bytes,

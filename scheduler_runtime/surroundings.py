@@ -22,18 +22,22 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from graphs.calls import Call, TraceError
+from graphs.calls import Call, TraceError, device_of
 from graphs.capture import at_each_checkpoint
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from solver.common import BudgetError, parse_budget, parse_size
 
 
-def budget_on(
-    device: torch.device, budget: int | str, reserve: int | str | None
-) -> tuple[int, int]:
-    """`solver.common.parse_budget` for a model that is on this device."""
-    is_cuda = device.type == "cuda"
-    return parse_budget(budget, reserve, capacity_bytes=_capacity_bytes(device), on_cuda=is_cuda)
+def budget_for(model: nn.Module, budget: int | str, reserve: int | str | None) -> tuple[int, int]:
+    """`solver.common.parse_budget` for a training step of this model where it is."""
+    device = device_of(model)
+    return parse_budget(
+        budget,
+        reserve,
+        capacity_bytes=_capacity_bytes(device),
+        on_cuda=device.type == "cuda",
+        resident_bytes=bytes_of(resident_tensors(model, (), ()), device),
+    )
 
 
 def size_on(device: torch.device, size: int | str, *, what: str) -> int:

@@ -1,4 +1,4 @@
-"""One thread for each worker, Ctrl-C as at a terminal, and the lanes of the tests.
+"""One thread for each worker, Ctrl-C as at a terminal, the lanes, and less work for `gc.collect`.
 
 Two workers of two threads wait for one another on two cores. The limit is set in the environment,
 so that tests which need no torch import none; child processes inherit it.
@@ -6,8 +6,11 @@ so that tests which need no torch import none; child processes inherit it.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -34,3 +37,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         n_seen[test] = n_seen.get(test, 0) + 1
         if n_seen[test] <= slow.kwargs["sample"]:
             item.own_markers.remove(slow)
+
+
+N_MODULES = 200
+"""So many newly imported modules are worth a look at all objects."""
+_n_frozen_modules = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Spare later garbage collections the objects of the modules that have been imported.
+
+    Tests that measure memory collect garbage first, which takes half a second beside torch and
+    transformers. What is frozen is not freed any more if it becomes part of a cycle, so it is done
+    a few times in a run only.
+    """
+    global _n_frozen_modules
+    if len(sys.modules) > _n_frozen_modules + N_MODULES:
+        gc.collect()
+        gc.freeze()
+        _n_frozen_modules = len(sys.modules)
+    return (yield)

@@ -36,7 +36,7 @@ from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
-from scheduler_runtime.surroundings import budget_on
+from scheduler_runtime.surroundings import budget_for
 from solver.common import counted, format_size
 from solver.module_checkpointing import (
     ModuleTree,
@@ -84,7 +84,7 @@ def plan_chain(
         raise FallbackError(
             f"the model is on {device}; real steps can be measured on cpu and cuda only"
         )
-    budget_bytes, reserve_bytes = budget_on(device, budget, reserve)
+    budget_bytes, reserve_bytes = budget_for(model, budget, reserve)
     try:
         step = ObservedStep(model, batch, loss=loss, inputs=inputs)
         blocks = find_sequence(model, step.forward)

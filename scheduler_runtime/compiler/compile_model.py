@@ -33,7 +33,7 @@ from scheduler_runtime.compiler.partitioner import BudgetPartitioner
 from scheduler_runtime.compiler.rehearsal import Rehearsal
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import PlannedForward, refuse_second
-from scheduler_runtime.surroundings import budget_on
+from scheduler_runtime.surroundings import budget_for
 from solver.common import BudgetError, counted, format_share, format_size
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def compile(
     device = device_of(model)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the model is on {device}; peaks can be measured on cpu and cuda")
-    budget_bytes, reserve_bytes = budget_on(device, budget, reserve)
+    budget_bytes, reserve_bytes = budget_for(model, budget, reserve)
     target = Target(
         backend=backend,
         budget_bytes=budget_bytes,

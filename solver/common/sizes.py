@@ -127,9 +127,9 @@ def reject_missing_unit(text: object, *, resident_bytes: int) -> None:
     size_bytes = parse_size(text)
     if size_bytes < min(SMALLEST_BARE_BYTES, resident_bytes):
         raise BudgetError(
-            f"invalid budget {text!r}: {counted(size_bytes, 'byte')}, but parameters, optimizer "
-            f"state and batch alone take {format_both(resident_bytes)}; write {size_bytes}GB for "
-            "gigabytes"
+            f"invalid budget {text!r}: {counted(size_bytes, 'byte')}, but what stays for the whole "
+            f"step (parameters, optimizer state, batch) takes {format_both(resident_bytes)} or "
+            f"more; write {size_bytes}GB for gigabytes"
         )
 
 

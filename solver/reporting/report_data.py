@@ -250,6 +250,7 @@ def _infeasible(solution: Solution) -> dict[str, Any]:
         "cut_short": obstacle is not None and obstacle.cut_short,
         "op": _op(node),
         "resident_bytes": solution.graph.resident_bytes,
+        "workspace_bytes": node.workspace_bytes if node else 0,
         "on_device": [
             {"tensor": name, "size_bytes": size_bytes}
             for name, size_bytes in (obstacle.on_device if obstacle else ())

@@ -175,13 +175,15 @@ def _obstacle_rows(solution: Solution) -> Iterator[Row]:
     if obstacle.proven_bytes:
         floor = format_both(obstacle.proven_bytes + request.reserve_bytes)
         yield "proven", f"no schedule{scope} fits below {floor}"
-    if obstacle.op in graph.node_by_name:
-        yield "bottleneck op", describe_op(graph.node_by_name[obstacle.op])
+    if (node := graph.node_by_name.get(obstacle.op)) is not None:
+        yield "bottleneck op", describe_op(node)
         made = [(n, size) for n, size in obstacle.on_device if n in graph.producer]
         shown = [f"{name} {format_size(size)}" for name, size in made[:N_SHOWN]]
         if len(made) > N_SHOWN:
             rest = sum(size for _, size in made[N_SHOWN:])
             shown.append(f"{len(made) - N_SHOWN} more {format_size(rest)}")
+        if node.workspace_bytes:
+            shown.append(f"workspace {format_size(node.workspace_bytes)}")
         yield "requires", ", ".join([*shown, f"resident {format_size(graph.resident_bytes)}"])
 
 

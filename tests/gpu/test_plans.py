@@ -43,6 +43,7 @@ def kind_of(operator: str) -> str:
     return {"dropout_noise": "dropout", "native_dropout": "dropout"}.get(name, name)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", TINY)
 def test_traced_operators_are_those_of_eager_mode(device, name, finding):
     """The same attention, norm, dropout and convolution kernels, as often."""
@@ -65,6 +66,7 @@ def test_a_planned_step_is_bitwise_identical(device, name, finding):
     finding(", ".join(f"{key} {row[key]}" for key in row if key.startswith(("n_", "all_"))))
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", TINY)
 def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding):
     """The plan without recomputation, so that it differs from eager mode in this alone."""
@@ -85,6 +87,7 @@ def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding)
     finding(f"{n_in_place} outputs in place of inputs")
 
 
+@pytest.mark.slow
 def test_a_planned_step_under_autocast_is_bitwise_identical(device):
     """The tied weight is cast once, as in eager mode."""
     model, batch = tiny("gpt2 with dropout", device).made(device)
@@ -119,6 +122,7 @@ def test_the_measured_peak_is_the_predicted_one(device, name, finding):
     assert figures.peak_bytes <= predicted + beside
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -240,9 +240,14 @@ def test_evaluation_and_no_grad_run_the_modules_own_forward() -> None:
     assert "forward" not in vars(remove(model))
 
 
+def test_a_budget_without_its_unit_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"invalid budget '16': 16 bytes, .* write 16GB for"):
+        fit(tower(), budget="16")
+
+
 def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
-    model = tower()
-    fit(model, budget="100KB", optimizer=adamw(model.parameters()))
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    fit(model, budget="20KB", optimizer=adamw(model.parameters()))
     with pytest.raises(FitError, match=r"minimum budget found: .*; bottleneck op: "):
         model(numbers(512)[0])
 

@@ -27,7 +27,7 @@ from solver.solving import answer
 from tests.support.example_models import SIZES, load, optimizer_of, small
 
 MIB = 2**20
-SHARES = (1.0, 0.85, 0.7)
+SHARES = (0.7, 0.85, 1.0)
 """Budgets: resident, and this much of what the baseline's peak has above it."""
 
 
@@ -64,7 +64,7 @@ def solution(name: str, share: float) -> Solution:
     return found
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_measured_step_stays_inside_the_budget(name: str, share: float) -> None:
@@ -78,7 +78,7 @@ def test_the_measured_step_stays_inside_the_budget(name: str, share: float) -> N
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_plain_step_takes_what_the_baseline_says(name: str) -> None:
     model, batch = small(name)
@@ -101,7 +101,7 @@ def run_step(model: nn.Module, batch: Any, seed: int) -> list[torch.Tensor | Non
     ]
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SIZES)
 def test_gradients_are_the_same_bits(name: str, share: float) -> None:
@@ -120,7 +120,7 @@ def test_gradients_are_the_same_bits(name: str, share: float) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "resnet50", "lstm"])
 def test_exactly_the_planned_operators_run_again(name: str) -> None:
     """FLOPs of the planned step = FLOPs of the plain one + those of what the plan runs again."""
-    found = solution(name, SHARES[-1])
+    found = solution(name, SHARES[0])
     assert found.schedule is not None
     plain, batch = small(name)
     args, kwargs = as_call(batch)

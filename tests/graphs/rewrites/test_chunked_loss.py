@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.calls import Call, argument_order
-from graphs.costs import Roofline, cpu_peak_bytes
+from graphs.costs import CostModel, Roofline, cpu_peak_bytes
 from graphs.hardware import named
 from graphs.rewrites import probe, row_chunks
 from graphs.rewrites.probe import keeps_bits
@@ -29,6 +28,7 @@ from solver.schedule import baseline, simulate
 
 N_ROWS, IGNORED = 300, -100  # 4 chunks of 64 rows and one of 44
 BOTH = ("chunked_loss", "chunked_loss_backward")
+ROOFLINE = Roofline(named("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +56,14 @@ def batch(n_classes: int = 131) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def captured(
-    model: nn.Module, x: Any, y: Any, rewrites: tuple[str, ...]
+    model: nn.Module,
+    x: Any,
+    y: Any,
+    rewrites: tuple[str, ...],
+    costs: CostModel | None = ROOFLINE,
 ) -> tuple[CapturedStep, Call]:
     call = Call.of((x, y), {}, order=argument_order(model.forward))
-    device, costs = torch.device("cpu"), Roofline(named("cpu"))
+    device = torch.device("cpu")
     options: dict[str, Any] = {"device": device, "costs": costs, "gradients": "fresh"}
     return trace_module(model, call, choose=loss_index, rewrites=rewrites, **options), call
 
@@ -112,27 +116,28 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("rewrite", BOTH)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_bit_is_that_of_the_plain_step(loss, rewrite) -> None:
-    """In float32, in bfloat16 and under autocast."""
-    for dtype, autocast in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
-        x, y = batch()
-        model, x = Head(LOSSES[loss]).to(dtype), x.to(dtype)
-        context = (
-            torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
-        )
-        with context:
-            step, call = captured(model, x, y, (rewrite,))
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
+    ids=["float32", "bfloat16", "autocast"],
+)
+def test_every_bit_is_that_of_the_plain_step(dtype, autocast, loss) -> None:
+    x, y = batch()
+    model, x = Head(LOSSES[loss]).to(dtype), x.to(dtype)
+
+    def plain() -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return model(x, y)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        traced, call = captured(model, x, y, (), costs=None)
+        steps = [traced.with_rewrites((rewrite,)) for rewrite in BOTH]
+    expected = results(model, plain)
+    for step in steps:
         program = BoundProgram(step, build_program(step, baseline(step.graph)))
-
-        def plain(model: Any = model, x: Any = x, y: Any = y, autocast: bool = autocast) -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                return model(x, y)
-
-        expected = results(model, plain)
         got = results(model, lambda: program.run(model, call))  # noqa: B023
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (dtype, autocast)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         is_chunked = any(node.op.startswith("row_chunks") for node in step.graph.nodes)
         assert is_chunked or loss == "log-softmax is returned"
 

@@ -95,6 +95,7 @@ def repeated_blocks(seed: int) -> Graph:
     return tape.graph(tape.op("loss", [x], 1, 1.0))
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("seed", range(0, 40, 10))
 def test_counting_what_is_alike_bounds_as_before(seed: int) -> None:
     for graph in map(repeated_blocks, range(seed, seed + 10)):

@@ -152,6 +152,7 @@ def test_equals_revolve_where_only_inputs_can_be_kept(n_blocks: int, n_snapshots
     assert solution.cost_s == once_s + fewest_advances(n_blocks, n_snapshots)
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(("seed", "n_blocks"), [(0, 70), (1, 100), (2, 130), (3, 170)])
 def test_long_chains_equal_the_plain_recurrence(seed: int, n_blocks: int) -> None:
     """What is ruled out without a look must not have been better."""
