@@ -22,6 +22,7 @@ from torch import nn
 from graphs.calls import nested
 from scheduler_runtime.applying import apply, remove
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure
+from solver.common import counted
 from solver.runtime_hooks import Verification
 from solver.schedule import Solution
 
@@ -42,6 +43,7 @@ def verify(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     device: str,
     autocast: str | None,
+    say: Callable[[str], object] = lambda _what: None,
 ) -> Verification:
     """Run the step of `solution` with and without its plan. See solver.runtime_hooks.run_verifier.
 
@@ -59,12 +61,16 @@ def verify(
         optimizer=optimizer,
         gradients=str(solution.environment.get("gradients", "fresh")),
     )
+    say("results of the baseline")
     plain = bench.bits()
+    say("results with the plan")
     with bench.planned(solution):
         found = differences(plain, bench.bits())
     # what differs without a plan as well says nothing about the plan
     unsteady = tuple(differences(plain, bench.bits())) if found else ()
+    say(f"memory and time of the baseline, {counted(2 + N_TIMED_STEPS, 'step')}")
     baseline = bench.measured()
+    say(f"memory and time with the plan, {counted(2 + N_TIMED_STEPS, 'step')}")
     with bench.planned(solution):
         measured = bench.measured()
     where = torch.device(device)

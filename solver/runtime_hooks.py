@@ -18,7 +18,7 @@ def run_verifier(solution: Solution, **step: Any) -> Verification:
     """`scheduler_runtime.verifying.verify`: run the step with and without the plan.
 
     step: model, batch, optimizer: functions that create them; loss, inputs: functions or None;
-    device, autocast: strings, autocast or None.
+    device, autocast: strings, autocast or None; say: is told what runs next.
 
     Imports torch. Raises ValueError for a plan of another model; RuntimeError and MemoryError for a
     step that cannot be run here.

@@ -30,7 +30,7 @@ from solver.cli.arguments import Arguments, UsageError, parse
 from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import LoadError, SizeError
 from solver.cli.problem import Problem, opened_problem
-from solver.cli.progress import Progress
+from solver.cli.progress import Progress, Say
 from solver.common import (
     BudgetError,
     counted,
@@ -141,8 +141,8 @@ def _run(arguments: Arguments) -> int:
                 report = dataclasses.replace(report, emitted=found)
         report = _saved(arguments, report)
         if arguments.verify and report.best.schedule is not None:
-            with progress.says("verifying: running the step with and without the plan"):
-                report = _verify(problem, report)
+            with progress.says("verifying", always=True) as say:
+                report = _verify(problem, report, say)
         report = _drawn(arguments, problem, report, progress)
     code = _exit_code(report)
     if arguments.json:
@@ -273,11 +273,11 @@ def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
         return explained(solution), interrupt.is_set()
 
 
-def _verify(problem: Problem, report: Report) -> Report:
+def _verify(problem: Problem, report: Report, say: Say) -> Report:
     """Add the result of running the step. Raises LoadError if the model cannot be built."""
     assert problem.verify is not None  # --verify is rejected for a graph file
     try:
-        return dataclasses.replace(report, verification=problem.verify(report.best))
+        return dataclasses.replace(report, verification=problem.verify(report.best, say))
     except VerifyError as error:
         return dataclasses.replace(report, verify_error=str(error))
     except KeyboardInterrupt:  # the plan is there all the same

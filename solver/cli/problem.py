@@ -34,6 +34,7 @@ from solver.cli.model_file import (
     opened,
     parse_source,
 )
+from solver.cli.progress import Say
 from solver.common import format_size, parse_budget
 from solver.device import Target, find_hardware, find_target
 from solver.reporting import describe_costs, step_notes
@@ -82,7 +83,7 @@ class Problem:
 
     name, device, costs, notes: for the report.
     step: its variants to plan.
-    verify: runs the model with and without the plan (None for a graph file).
+    verify: runs the model with and without the plan, and says what runs (None for a graph file).
     resized: the problem at another value of the size that is maximized (None: nothing is).
     planned: the plan by submodules of a model that cannot be traced.
     rewrites: the word that the variants stand for ("none" for a graph file).
@@ -96,7 +97,7 @@ class Problem:
     reserve_bytes: int
     reserve_reason: str = ""
     notes: tuple[str, ...] = ()
-    verify: Callable[[Solution], Verification] | None = None
+    verify: Callable[[Solution, Say], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
     planned: Solution | None = None
     rewrites: str = "none"
@@ -424,12 +425,13 @@ def _note_on_outputs(graph: Graph) -> Iterator[str]:
 
 
 def _verified(
-    file: ModelFile, target: Target, autocast: str | None, solution: Solution
+    file: ModelFile, target: Target, autocast: str | None, solution: Solution, say: Say
 ) -> Verification:
     """Raises LoadError for the model file, VerifyError for the run."""
     device = target.torch_device
     try:
-        return run_verifier(solution, **file.functions, device=device, autocast=autocast)
+        step = {**file.functions, "device": device, "autocast": autocast}
+        return run_verifier(solution, **step, say=say)
     except LoadError:
         raise
     except (ValueError, RuntimeError, MemoryError) as error:

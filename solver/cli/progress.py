@@ -1,4 +1,4 @@
-"""A spinner on stderr; silent if stderr is not a terminal."""
+"""A spinner on stderr; if stderr is not a terminal, lines of what takes long, or nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ class Progress:
 
     def __init__(self, *, quiet: bool, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
+        self._quiet = quiet
         self._shown = self._console.is_terminal and not quiet
 
     @contextlib.contextmanager
-    def says(self, what: str) -> Iterator[Say]:
-        """Show `what` while the block runs; the yielded function appends how far it is."""
+    def says(self, what: str, *, always: bool = False) -> Iterator[Say]:
+        """Show `what` while the block runs; the yielded function appends how far it is.
+
+        always: write it as lines where there is no terminal; for what takes minutes.
+        """
         if not self._shown:
-            yield lambda _how_far: None
+            write = self._console.print if always and not self._quiet else lambda _line: None
+            yield lambda how_far: write(f"{what}: {how_far}")
             return
         with self._console.status(what) as status:
             yield lambda how_far: status.update(f"{what}: {how_far}")

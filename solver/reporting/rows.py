@@ -34,6 +34,8 @@ from solver.schedule import (
 N_SHOWN = 4
 """Tensors at the bottleneck op, or differing values, that are named."""
 SIZE_TITLES = {"batch_size": "Batch sizes", "seq_length": "Sequence lengths"}
+NOTABLE_EXCESS = 0.05
+"""Of a measured peak over the predicted one, as a share."""
 RATE_UNITS = {"batch_size": "samples/s", "seq_length": "positions/s"}
 
 Row = tuple[str, str]
@@ -282,6 +284,26 @@ def verification_table(found: Verification) -> Table:
     return Table(heads, (("peak", *peaks), ("step time", *times)))
 
 
+def _excess_text(found: Verification) -> str:
+    """What to think of a measured peak well above the predicted one ("" where it is not)."""
+    excess, of_baseline = (
+        measured / (predicted or 1) - 1
+        for measured, predicted in (
+            (found.measured_peak_bytes, found.predicted_peak_bytes),
+            (found.baseline_measured_peak_bytes, found.baseline_predicted_peak_bytes),
+        )
+    )
+    if excess <= NOTABLE_EXCESS:
+        return ""
+    text = f"{format_percent(excess)} above the prediction"
+    if of_baseline > NOTABLE_EXCESS:
+        text += f", as is the baseline ({format_percent(of_baseline)})"
+    return (
+        f"{text}; likely workspace of kernels that the costs do not know (--costs measured), or "
+        "tensors that forward allocates at its first call or keeps outside of the step"
+    )
+
+
 def verification_rows(found: Verification) -> Iterator[Row]:
     """The device, the memory, and whether the results are bitwise identical."""
     yield "device", found.device
@@ -297,6 +319,8 @@ def verification_rows(found: Verification) -> Iterator[Row]:
         if found.context_bytes is not None:
             text += f"; {format_size(found.context_bytes)} of the device used outside of it"
         yield "allocator", text
+    if excess := _excess_text(found):
+        yield "measured peak", excess
     if not found.differences:
         gradients = counted(found.n_gradients, "gradient")
         yield "results", f"loss, {gradients} and buffers are bitwise identical to the baseline"

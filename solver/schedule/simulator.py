@@ -103,7 +103,8 @@ _LATE = ("backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A storage on the device from the op that allocates it to the op that frees it.
+    """A storage on the device from the op that allocates or overwrites it to the one that frees or
+    overwrites it.
 
     layer: kept (allocated by a forward op's first run, or by the caller's loss), recomputed (by a
         later run) or gradients (by the backward pass or the optimizer). Fetched again: kept, or
@@ -320,6 +321,9 @@ class _Device:
             root = self.graph.root(node.overwrites)
             self._overwritten.update((root, *self.graph.views[root]))
             self._overwritten.difference_update(node.outputs)
+            if self._stays is not None and root in self._open_stays:  # from here on it is another's
+                self._end_stay(root, len(self.live_bytes))
+                self._start_stay(root, node)
         self._ran.add(node.name)
         self.times_s.append(node.time_s)
         return during

@@ -310,7 +310,8 @@ def test_a_batch_too_large_to_build_is_planned_without_its_values(model_file, ca
 def test_verify_runs_the_step_both_ways(model_file, capsys):
     options = ["--budget", "1MB", "--device", "cpu", "--method", "every_block", "--verify"]
     assert main([*options, model_file()]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "verifying: memory and time with the plan, 5 steps" in err
     assert "Verification  passed" in out
     assert "8 gradients and buffers are bitwise identical" in " ".join(out.split())
 

@@ -47,6 +47,15 @@ def test_nothing_is_said_without_a_terminal_or_when_quiet(terminal, quiet):
     assert text.getvalue() == ""
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_takes_minutes_is_said_without_a_terminal(quiet):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=False, width=80)
+    with Progress(quiet=quiet, console=console).says("verifying", always=True) as say:
+        say("results of the baseline")
+    assert text.getvalue() == ("" if quiet else "verifying: results of the baseline\n")
+
+
 def started(*argv: str, stderr: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "solver.cli", *argv],

@@ -322,9 +322,34 @@ def test_a_verification_is_told_beside_the_prediction(planned):
     ):
         assert words in text
     assert "medians of 3 steps, spread 125 ms" in " ".join(text.split())
+    assert "measured peak" not in text
     many = dataclasses.replace(found, differences=tuple(f"gradient of w{i}" for i in range(9)))
     assert not many.passed
     assert "and 5 more" in shown(report_of(planned, verification=many))
+
+
+def test_a_measured_peak_well_above_the_prediction_has_a_reason(planned):
+    found = dataclasses.replace(verified(), measured_peak_bytes=3_720_000_000)
+    text = " ".join(shown(report_of(planned, verification=found)).split())
+    assert "measured peak 20.00 % above the prediction; likely workspace" in text
+    found = dataclasses.replace(found, baseline_measured_peak_bytes=6_240_000_000)
+    text = " ".join(shown(report_of(planned, verification=found)).split())
+    assert "20.00 % above the prediction, as is the baseline (20.00 %)" in text
+
+
+def test_what_the_bottleneck_requires_adds_up():
+    graph = make(
+        [op("f", "x", "a"), op("back", "a", "g", phase="backward", workspace_bytes=500)],
+        {"x": 10, "a": 200, "g": 40},
+        outputs="g",
+    )
+    report = report_of(solve(graph, budget=600))
+    text = " ".join(shown(report).split())
+    assert "requires a 200 B, g 40 B, workspace 500 B, resident 10 B" in text
+    found = to_json(report)["infeasible"]
+    live_bytes = sum(each["size_bytes"] for each in found["on_device"])
+    assert found["proven_budget_bytes"] == live_bytes + 500 + 10
+    assert found["workspace_bytes"] == 500
 
 
 # The object of --json.

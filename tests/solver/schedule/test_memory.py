@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from graphs.synthetic.nets import chain, residual
@@ -61,6 +63,22 @@ def test_what_each_layer_is():
         "workspace": (0, 0, 7, 0, 0, 3),
     }
     assert tuple(layers.layer_bytes) == LAYERS
+
+
+def test_what_overwrites_an_activation_is_what_it_is_now():
+    graph = make(
+        [
+            op("f", "x", "a", recomputable=False),
+            dataclasses.replace(op("back", "a", "g", phase="backward"), overwrites="a"),
+            op("step", "g", "", phase="optimizer"),
+        ],
+        {"x": 1, "a": 10, "g": 10},
+        aliases={"g": "a"},
+        outputs="g",
+    )
+    layers = occupancy(graph, baseline(graph))
+    assert layers.layer_bytes["kept"] == (10, 0, 0)
+    assert layers.layer_bytes["gradients"] == (0, 10, 10)
 
 
 def test_an_output_that_is_still_live_is_counted_twice_while_it_is_recomputed():
