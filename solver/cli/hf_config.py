@@ -12,6 +12,7 @@ https://huggingface.co/docs/transformers/model_doc/auto.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,10 @@ def load(path: Path) -> Loaded:
 
     module = ModuleType(f"hugging_face_{path.stem}")
     module.get_model = get_model  # type: ignore[attr-defined]
-    module.get_batch = _batch_function(task, configuration, dtype, path)  # type: ignore[attr-defined]
+    takes_mask = "attention_mask" in inspect.signature(model_class.forward).parameters
+    module.get_batch = _batch_function(  # type: ignore[attr-defined]
+        task, configuration, dtype, path, with_mask=takes_mask
+    )
     module.get_optimizer = get_optimizer  # type: ignore[attr-defined]
     for function in (get_model, module.get_batch, get_optimizer):
         function.__module__ = module.__name__
@@ -164,8 +168,11 @@ def _dtype(configuration: Any) -> tuple[Any, str]:
 
 
 def _batch_function(
-    task: str, configuration: Any, dtype: Any, path: Path
+    task: str, configuration: Any, dtype: Any, path: Path, *, with_mask: bool
 ) -> Callable[..., dict[str, Any]]:
+    """with_mask: with the mask that tokenizers return, of ones: nothing is padded."""
+    import torch
+
     longest = getattr(configuration.get_text_config(), "max_position_embeddings", None)
 
     def text(batch_size: int, seq_length: int) -> dict[str, Any]:
@@ -173,7 +180,9 @@ def _batch_function(
             raise ConfigurationError(
                 f"--seq-length {seq_length} exceeds max_position_embeddings={longest} in {path}"
             )
-        return _texts(task, configuration, (batch_size, seq_length), dtype)
+        shape = batch_size, seq_length
+        mask = {"attention_mask": torch.ones(shape, dtype=torch.int64)} if with_mask else {}
+        return {**_texts(task, configuration, shape, dtype), **mask}
 
     def image(batch_size: int) -> dict[str, Any]:
         return _images(configuration, batch_size, dtype)
@@ -226,7 +235,7 @@ def image_size(configuration: Any) -> tuple[int, int]:
 
 
 def _notes(task: str, configuration: Any, dtype_text: str, why: str) -> tuple[str, ...]:
-    batch = "random tokens in sequences of full length without padding"
+    batch = "random tokens in sequences of full length without padding (attention_mask is all ones)"
     if task == ON_IMAGES:
         height, width = image_size(configuration)
         source = "" if getattr(configuration, "image_size", None) else " (default size)"

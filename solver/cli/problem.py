@@ -146,7 +146,7 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
 
 def _graph_problem(arguments: Arguments) -> Problem:
     given = arguments.given(
-        *("costs", "batch_size", "seq_length", "autocast", "accumulate", "fsdp", "rewrites"),
+        *("costs", "batch_size", "seq_length", "autocast", "accumulate", "fsdp"),
         *("verify", "max_batch", "max_seq"),
     )
     if given:
@@ -168,6 +168,13 @@ def _graph_problem(arguments: Arguments) -> Problem:
                 f"hf:{arguments.problem}"
             ) from error
         raise
+    made_with = graph.meta.rewrites
+    if (given := arguments.given("rewrites")) and (made_with or arguments.rewrites != "none"):
+        made = f"made with {', '.join(made_with)}" if made_with else "the plain step"
+        raise UsageError(
+            f"{given} {arguments.rewrites}: not possible with a graph file, which is planned as it "
+            f"is ({made}); write another from the model file with {given} and --graph-out"
+        )
     device = "not specified; sizes and times are those of the graph file"
     return Problem(
         name=arguments.problem,

@@ -276,6 +276,10 @@ def test_the_second_ctrl_c_ends_the_command(capsys, monkeypatch):
             ["--budget", "4GB", "--costs", "measured", GPT2],
             "--costs: not possible",
         ),
+        (
+            ["--budget", "4GB", "--rewrites", "allclose", GPT2],
+            "--rewrites allclose: not possible with a graph file",
+        ),
         (["--budget", "4GB", "--plot", "m.jpg", GPT2], "must end in .png or .svg"),
         (["--budget", "4GB", "--pareto", "m", GPT2], "must end in .png or .svg"),
         (
@@ -292,6 +296,11 @@ def test_wrong_usage(argv, reason, capsys):
     code, line = failed(capsys, *argv)
     assert code == 2
     assert reason in line
+
+
+def test_a_graph_file_of_the_plain_step_is_planned_without_rewrites(capsys):
+    assert main(["--budget", "6GB", "--rewrites", "none", "--quiet", GPT2]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_an_output_that_cannot_be_written_is_found_before_the_search(tmp_path, monkeypatch):

@@ -68,9 +68,9 @@ def written(directory: Path, configuration: Any, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("configuration", "sizes", "batch_bytes", "dtype", "verify"),
     [
-        (LLAMA, TEXT, 2 * 2 * 16 * 8, "bfloat16", []),
-        (GPT2, TEXT, 2 * 2 * 16 * 8, "float32", ["--verify"]),
-        (BERT, TEXT, 2 * 2 * 16 * 8, "float32", []),
+        (LLAMA, TEXT, 3 * 2 * 16 * 8, "bfloat16", []),
+        (GPT2, TEXT, 3 * 2 * 16 * 8, "float32", ["--verify"]),
+        (BERT, TEXT, 3 * 2 * 16 * 8, "float32", []),
         (VIT, ["--batch-size", "4"], 4 * (N_PIXELS * 4 + 8), "float32", []),
     ],
     ids=["llama", "gpt2", "bert", "vit"],
