@@ -38,7 +38,7 @@ from solver.common import (
     parse_size,
 )
 from solver.reporting import part, terminal
-from solver.schedule import CATEGORIES, Solution
+from solver.schedule import CATEGORIES, OPTIMAL_GAP, Solution
 
 FORMAT = "explanation/1"
 N_LARGEST = 6
@@ -205,7 +205,9 @@ def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, st
     over_bytes = found.kept.peak_bytes - solution.request.available_bytes
     more_bytes = found.kept.peak_bytes - solution.simulation.peak_bytes
     saved_s = solution.simulation.time_s - found.kept.time_s
-    fit = f"{format_size(over_bytes)} above the budget" if over_bytes > 0 else "within the budget"
+    fit = f"{format_size(over_bytes)} above the budget"
+    if over_bytes <= 0:
+        fit = f"within the budget (the search ends {format_percent(OPTIMAL_GAP)} above the bound)"
     text = f"peak {format_both(found.kept.peak_bytes)}, {format_size(more_bytes)} more, {fit}"
     yield "if saved", f"{text}; {format_time(saved_s)} less per step"
 

@@ -89,6 +89,8 @@ def auto(
             if search.done or (search.close and stage not in CHEAP_STAGES):
                 break
             stage(search)
+        if search.best is not None:  # the stages end once it is near the bound
+            search.offer(_improved(search, search.best[0]))
     return search.proposal()
 
 

@@ -166,3 +166,14 @@ def test_eviction_stays_within_the_budget_and_improvement_never_harms(name: str)
         assert before.peak_bytes <= budget_bytes
         assert after.peak_bytes <= budget_bytes
         assert after.time_s <= before.time_s
+
+
+def test_the_answer_is_a_local_optimum_even_where_the_search_ends_near_the_bound():
+    graph = NETS["u_shape"]
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = graph.resident_bytes + int(0.75 * (peak_bytes - graph.resident_bytes))
+    found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
+    assert found.schedule is not None
+    folded = FoldedGraph.of(graph)
+    again = drop_recomputation(folded, found.schedule, budget_bytes=budget_bytes)
+    assert again == found.schedule
