@@ -25,8 +25,8 @@ class Progress:
         always: write it as lines where there is no terminal; for what takes minutes.
         """
         if not self._shown:
-            write = self._console.print if always and not self._quiet else lambda _line: None
-            yield lambda how_far: write(f"{what}: {how_far}")
+            written = always and not self._quiet
+            yield lambda far: self._console.print(f"{what}: {far}") if written else None
             return
         with self._console.status(what) as status:
             yield lambda how_far: status.update(f"{what}: {how_far}")
