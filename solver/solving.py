@@ -183,7 +183,10 @@ def _may_be_faster(
     if graph.baseline_time_s >= min(found_s):
         return False
     budget_bytes, left_s = request.available_bytes, deadline.left_s
-    return lower_bound_s(graph, budget_bytes=budget_bytes, time_limit_s=left_s) < min(found_s)
+    bound_s = lower_bound_s(
+        graph, budget_bytes=budget_bytes, time_limit_s=left_s, places=request.places
+    )
+    return bound_s < min(found_s)
 
 
 def _best(answers: Sequence[Solution]) -> Solution:
@@ -219,6 +222,7 @@ def _attempt_one(
         seed=request.seed,
         starts=starts,
         quick=quick,
+        places=request.places,
     )
     bound_s = max(proposal.lower_bound_s, graph.baseline_time_s)
     if not method.proves_bound:
@@ -287,6 +291,7 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
             above_bytes=request.available_bytes + 1,
             seed=request.seed,
             deadline=Deadline.after(deadline.left_s / (len(graphs) - index)),
+            places=request.places,
         )
         for index, graph in enumerate(graphs)
     ]
@@ -299,7 +304,7 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
     )
     if obstacle.schedule is None or obstacle.reached_bytes > request.available_bytes:
         return dataclasses.replace(solution, obstacle=obstacle)
-    simulation = simulate(solution.graph, obstacle.schedule)
+    simulation = simulate(solution.graph, obstacle.schedule, places=request.places)
     found = dataclasses.replace(solution, schedule=obstacle.schedule, simulation=simulation)
     return found.with_bound(solution.lower_bound_s)
 

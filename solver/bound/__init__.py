@@ -5,6 +5,8 @@ from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import (
     Binding,
+    CopyBinding,
+    binding_copies,
     binding_cut,
     least_time_s,
     lower_bound_s,

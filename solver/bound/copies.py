@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -337,6 +337,12 @@ class CopyProgram:
         upper = window + host.capacity_bytes / bytes_per_s / self._baseline_s
         self.program.row(list(row), list(row.values()), upper=upper)
 
+    def forbid(self, units: Iterable[int]) -> None:
+        """Do not fetch these next: proves nothing more."""
+        for u in units:
+            if u in self.away:
+                self.program.most[self.away[u]] = 0.0
+
     def solve(
         self,
         *,
@@ -347,6 +353,25 @@ class CopyProgram:
     ) -> CopyCut:
         answer = self.program.solve(whole=whole, gap=gap, node_limit=node_limit, deadline=deadline)
         return self._read(answer)
+
+    def solve_near_lp(self, *, gap: float, node_limit: int, deadline: Deadline = NEVER) -> CopyCut:
+        """A whole solution that keeps what the LP keeps whole, and fetches only what it fetches.
+
+        Within a tenth of a second about as good as the best one; its bound is the LP's.
+        """
+        relaxed = self.program.solve(whole=False, deadline=deadline)
+        if relaxed.values is None:
+            return self._read(relaxed)
+        least, most = list(self.program.least), list(self.program.most)
+        for column in self.keep.values():
+            if relaxed.values[column] > 1 - TIME_ERROR:
+                least[column] = 1.0
+        for column in self.away.values():
+            if relaxed.values[column] < TIME_ERROR:
+                most[column] = 0.0
+        near = replace(self.program, least=least, most=most)
+        answer = near.solve(whole=True, gap=gap, node_limit=node_limit, deadline=deadline)
+        return self._read(replace(answer, bound=relaxed.bound))
 
     def _read(self, answer: Answer) -> CopyCut:
         lost_share = max(0.0, answer.bound - self.program.constant - TIME_ERROR)

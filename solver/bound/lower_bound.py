@@ -27,9 +27,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.graph import Graph
+from solver.bound.copies import CopyCut, CopyProgram
 from solver.bound.cut import Cuts, solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.common import NEVER, Deadline
+from solver.schedule import Places
 
 GAP = 1e-4
 """A MILP stops when its bound is within this share of the baseline's time of its solution."""
@@ -39,12 +41,19 @@ N_POSITIONS = 12
 """Positions at which the LP is tried."""
 
 
-def lower_bound_s(graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0) -> float:
+def lower_bound_s(
+    graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0, places: Places | None = None
+) -> float:
     """Seconds of the whole step below which no schedule within the budget can come.
 
-    math.inf when nothing fits. The time limit stops the sharpening; what is proven by then counts.
+    places: what a schedule may copy to. math.inf when nothing fits. The time limit stops the
+    sharpening; what is proven by then counts.
     """
     deadline = Deadline.after(time_limit_s)
+    if places is not None and places.host is not None:
+        free = FoldedGraph.of(graph, may_leave=True)
+        copies = binding_copies(free, budget_bytes=budget_bytes, places=places, deadline=deadline)
+        return least_time_s(graph, lost_share=copies.lost_share)
     found = binding_cut(FoldedGraph.of(graph), budget_bytes=budget_bytes, deadline=deadline)
     return least_time_s(graph, lost_share=found.lost_share)
 
@@ -137,6 +146,32 @@ def binding_cut(
         lost_share = max(lost_share, cuts.lost_share)
     timed_out = timed_out or deadline.passed
     return Binding(lost_share, ranked, first, timed_out=timed_out)
+
+
+@dataclass(frozen=True)
+class CopyBinding:
+    """What single cuts with copies prove, as linear programs. lost_share: proven (inf: nothing
+    fits). ranked: the cuts, the strongest first.
+    """
+
+    lost_share: float
+    ranked: tuple[CopyCut, ...]
+
+
+def binding_copies(
+    folded: FoldedGraph, *, budget_bytes: int, places: Places, deadline: Deadline = NEVER
+) -> CopyBinding:
+    """Search the position whose cut with copies loses the most time; folded: with `may_leave`."""
+    if int(np.max(folded.least_bytes)) > budget_bytes:
+        return CopyBinding(math.inf, ())
+    cuts = []
+    for p in _fullest(folded, budget_bytes=budget_bytes):
+        if deadline.passed:
+            break
+        program = CopyProgram(folded, position=p, budget_bytes=budget_bytes, places=places)
+        cuts.append(program.solve(whole=False, deadline=deadline))
+    ranked = tuple(sorted(cuts, key=lambda cut: (-cut.lost_share, cut.position)))
+    return CopyBinding(ranked[0].lost_share if ranked else 0.0, ranked)
 
 
 def _fullest(folded: FoldedGraph, *, budget_bytes: int) -> list[int]:

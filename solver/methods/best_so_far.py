@@ -9,7 +9,7 @@ from typing import Self
 from graphs.graph import Graph
 from solver.common import Deadline, OutOfTimeError
 from solver.methods.proposal import Proposal
-from solver.schedule import IllegalScheduleError, Schedule, Simulation, simulate
+from solver.schedule import IllegalScheduleError, Places, Schedule, Simulation, simulate
 
 
 class BestSoFar:
@@ -19,8 +19,16 @@ class BestSoFar:
     ends the search quietly at the deadline.
     """
 
-    def __init__(self, graph: Graph, *, budget_bytes: int, time_limit_s: float) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        budget_bytes: int,
+        time_limit_s: float,
+        places: Places | None = None,
+    ) -> None:
         self.graph = graph
+        self.places = places
         self.budget_bytes = budget_bytes
         self.deadline = Deadline.after(time_limit_s)
         self.timed_out = False
@@ -36,12 +44,15 @@ class BestSoFar:
     def fits(self, schedule: Schedule) -> bool:
         """Simulate the schedule, and remember it if it is the best; an illegal one does not fit."""
         try:
-            return self.keep(schedule, simulate(self.graph, schedule))
+            return self.keep(schedule, simulate(self.graph, schedule, places=self.places))
         except IllegalScheduleError:
             return False
 
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
         """Whether it fits; remembered if it is the best so far."""
+        host = None if self.places is None else self.places.host
+        if simulation.host_peak_bytes > (0 if host is None else host.capacity_bytes):
+            return False
         if simulation.peak_bytes > self.budget_bytes:
             return False
         if self.best is None or _rank(simulation) < _rank(self.best[1]):

@@ -12,13 +12,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import numpy as np
+
 from graphs.graph import Graph
 from solver.bound import FoldedGraph, proven_least_budget_bytes
 from solver.common import NEVER, Deadline, OutOfTimeError
 from solver.methods.evict import evict
 from solver.methods.proposal import Method
 from solver.methods.revolve import reversals
-from solver.schedule import IllegalScheduleError, Obstacle, Schedule, baseline, simulate
+from solver.schedule import (
+    IllegalScheduleError,
+    Obstacle,
+    Places,
+    Schedule,
+    baseline,
+    simulate,
+)
 
 TOLERANCE = 0.002
 """The search stops when the two ends are within this share of the peak without checkpointing."""
@@ -37,15 +46,23 @@ def find_obstacle(
     above_bytes: int = 0,
     seed: int = 0,
     deadline: Deadline = NEVER,
+    places: Places | None = None,
 ) -> Obstacle:
     """The least budget, proven and reached, with the schedule and the op that asks for it.
 
     method: the one that has to reach it (None: whatever does).
     above_bytes: the reached budget is only of interest above these.
     deadline: the obstacle is what was proven and found by then, and says that it was cut short.
+    places: what schedules may copy to; then only what one op itself needs is proven, and what is
+        reached is reached without copies.
     """
-    folded = FoldedGraph.of(graph)
-    proven_bytes, p = proven_least_budget_bytes(folded, deadline=deadline)
+    folded = needed = FoldedGraph.of(graph)
+    if places is None or places.host is None:
+        proven_bytes, p = proven_least_budget_bytes(folded, deadline=deadline)
+    else:
+        needed = FoldedGraph.of(graph, may_leave=True)
+        p = int(np.argmax(needed.least_bytes))
+        proven_bytes = int(needed.least_bytes[p])
     schedule = None
     if method is None or method.reaches_least_budget:
         schedule, reached_bytes = least_schedule(
@@ -57,7 +74,7 @@ def find_obstacle(
     here = [
         (folded.unit_names[u], folded.unit_bytes[u])
         for u in range(folded.n_units)
-        if folded.must_be_there(u, p) or (p < folded.n_nodes and u in folded.makes[p])
+        if needed.must_be_there(u, p) or (p < folded.n_nodes and u in folded.makes[p])
     ]
     here += [(t.name, t.size_bytes) for t in graph.resident if t.alias_of is None]
     return Obstacle(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from solver.schedule import Schedule
+from solver.schedule import Places, Schedule
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Method:
     quick.
     reaches_least_budget: it finds a schedule for the least budget that `find_obstacle` reaches.
     op_by_op: it decides op by op what is recomputed, not block by block.
+    takes_places: its schedules may copy to the places that are given; no other method is given any.
     """
 
     propose: Callable[..., Proposal]
@@ -40,6 +41,7 @@ class Method:
     takes_starts: bool = False
     reaches_least_budget: bool = False
     op_by_op: bool = False
+    takes_places: bool = False
 
     def __call__(
         self,
@@ -50,13 +52,18 @@ class Method:
         seed: int,
         starts: Sequence[Schedule] = (),
         quick: bool = False,
+        places: Places | None = None,
     ) -> Proposal:
         """A schedule whose peak, by the simulator, is at most `budget_bytes`, or Proposal(None).
 
         Same input and seed, same answer, unless `time_limit_s` ends the search.
 
         quick: with a fraction of the work, for one of many budgets or sizes.
+        places: what the schedule may copy to; its copies fit there.
         """
         common = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
         options = {"starts": starts, "quick": quick} if self.takes_starts else {}
-        return self.propose(graph, **common, **options)
+        if places is not None and not self.takes_places:
+            raise ValueError("places are given to a method that copies nothing")
+        beside = {} if places is None else {"places": places}
+        return self.propose(graph, **common, **options, **beside)

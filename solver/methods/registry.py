@@ -30,7 +30,12 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
 
 METHODS: Mapping[str, Method] = {
     "auto": Method(
-        auto, proves_bound=True, takes_starts=True, reaches_least_budget=True, op_by_op=True
+        auto,
+        proves_bound=True,
+        takes_starts=True,
+        reaches_least_budget=True,
+        op_by_op=True,
+        takes_places=True,
     ),
     "none": Method(none),
     "every_block": Method(every_block),

@@ -1,0 +1,335 @@
+"""Copies in a schedule: which storage leaves when, and when it comes back.
+
+Given are an order of nodes, recomputation written out, and the gaps that are to be spent on the
+host: spans between two uses of a storage in which nothing reads it. The sweep goes through the
+order once, with the clock of every stream:
+
+- A storage is stored right after it is made, in the order of making; where the host is full, as
+  soon as something was dropped there.
+- It leaves the device when the gap has begun and the store is over; sooner, so that the compute
+  stream waits, only where the budget asks for it. What is over first goes first.
+- It is fetched by earliest deadline, as soon as the link is free and its bytes fit at every node up
+  to its use; at the use at the latest.
+
+Whether the budget holds is known for each node: what would leave too late is waited for, and where
+even that does not help the position is reported. Time and peak are for the simulator to say.
+
+Cost: linear in the order and the gaps, but for the check of a fetch's bytes up to its use.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from graphs.graph import Graph
+from solver.bound import FoldedGraph
+from solver.schedule import (
+    Compute,
+    Drop,
+    Fetch,
+    Free,
+    Op,
+    Place,
+    Schedule,
+    Store,
+    free_after_last_use,
+    simulate,
+)
+
+N_LOOKED_AT = 4
+"""Fetches by deadline that are looked at for one that fits."""
+
+
+@dataclass(frozen=True, order=True)
+class Gap:
+    """Between two uses of a unit nothing reads it.
+
+    made, first, last: positions in the order of the run that made it, of the use before the gap (or
+    the making) and of the one after it (the length of the order: the end).
+    """
+
+    made: int
+    first: int
+    last: int
+    unit: int
+
+
+def find_gaps(folded: FoldedGraph, order: Sequence[str]) -> list[Gap]:
+    """All gaps of at least one run in between, of units that can be copied and fetched whole.
+
+    Not of those that a node overwrites: what was there before must not come back.
+    """
+    graph = folded.graph
+    over = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
+    made: dict[int, int] = {}
+    used: dict[int, int] = {}
+    gaps = []
+
+    def use(u: int, i: int) -> None:
+        if i > used[u] + 1 and folded.unit_bytes[u] and folded.unit_names[u] not in over:
+            gaps.append(Gap(made[u], used[u], i, u))
+        used[u] = i
+
+    for i, name in enumerate(order):
+        n = folded.position[name]
+        for u in folded.reads[n]:
+            use(u, i)
+        for u in folded.makes[n]:
+            made[u] = used[u] = i
+    for u, uses in enumerate(folded.uses):
+        if uses and uses[-1] == folded.n_nodes:
+            use(u, len(order))
+    return gaps
+
+
+@dataclass(frozen=True)
+class Placed:
+    """over_bytes: by position in the order, bytes above the budget there.
+    waits_s: by unit, seconds that the compute stream waits for its copies.
+    time_s: when the last stream ends.
+    """
+
+    schedule: Schedule
+    over_bytes: Mapping[int, int]
+    waits_s: Mapping[int, float]
+    time_s: float
+
+
+def place_copies(
+    folded: FoldedGraph,
+    order: Sequence[str],
+    gaps: Iterable[Gap],
+    *,
+    budget_bytes: int,
+    host: Place,
+) -> Placed:
+    """The schedule that spends these gaps on the host; see the module."""
+    sweep = _Sweep(folded, order, gaps, budget_bytes=budget_bytes, host=host)
+    return sweep.run()
+
+
+def live_bytes_by_run(graph: Graph, order: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Bytes on the device while each node of the order runs, without copies."""
+    plain = free_after_last_use(graph, order)
+    held = zip(plain.ops, simulate(graph, plain).live_bytes, strict=True)
+    return np.array([held_bytes for op, held_bytes in held if isinstance(op, Compute)], np.int64)
+
+
+class _Sweep:
+    """live: bytes on the device while each node runs, and at the end, as far as is known by now."""
+
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        order: Sequence[str],
+        gaps: Iterable[Gap],
+        *,
+        budget_bytes: int,
+        host: Place,
+    ) -> None:
+        self.folded, self.order, self.budget_bytes, self.host = folded, order, budget_bytes, host
+        graph = folded.graph
+        plain = free_after_last_use(graph, order)
+        self.frees: list[list[str]] = []
+        for op in plain.ops:
+            if isinstance(op, Compute):
+                self.frees.append([])
+            elif isinstance(op, Free):
+                self.frees[-1].append(op.tensor)
+        end_bytes = graph.resident_bytes + sum(
+            folded.unit_bytes[u]
+            for u, uses in enumerate(folded.uses)
+            if uses and uses[-1] == folded.n_nodes
+        )
+        self.live = np.append(live_bytes_by_run(graph, order), end_bytes)
+        self.time_s = [graph.node_by_name[name].time_s for name in order]
+        self.since_s = list(accumulate(self.time_s, initial=0.0))
+        self.begins: dict[int, list[Gap]] = {}
+        self.stored_at: dict[int, list[int]] = {}
+        self.last_gap: dict[tuple[int, int], int] = {}
+        for gap in sorted(gaps):
+            self.live[gap.first + 1 : gap.last] -= folded.unit_bytes[gap.unit]
+            self.begins.setdefault(gap.first, []).append(gap)
+            if (gap.unit, gap.made) not in self.last_gap:
+                self.stored_at.setdefault(gap.made, []).append(gap.unit)
+            self.last_gap[gap.unit, gap.made] = gap.last
+        self.members: dict[int, list[str]] = {}
+        for name, u in folded.unit_of.items():
+            self.members.setdefault(u, []).append(name)
+        self.ops: list[Op] = []
+        self.on: set[str] = set()  # tensors that a node made and that are on the device
+        self.ran: set[str] = set()
+        self.now_s = self.out_s = self.in_s = 0.0
+        self.host_bytes, self.host_free_s = 0, 0.0
+        self.waiting: deque[int] = deque()  # units to be stored
+        self.whole_s: dict[int, float] = {}  # by unit on the host, the end of its store
+        self.fetched_s: dict[int, float] = {}
+        self.busy_s: dict[int, float] = {}  # by unit on the device, the end of its store
+        self.wanted: dict[Gap, frozenset[str]] = {}  # tensors on the storage with uses after it
+        self.staying: dict[int, tuple[Gap, int]] = {}  # with the position up to which live has it
+        self.away: list[tuple[int, int, Gap]] = []
+        self.due: dict[int, list[Gap]] = {}
+        self.back: set[Gap] = set()
+        self.over_bytes: dict[int, int] = {}
+        self.waits_s: dict[int, float] = {}
+
+    def run(self) -> Placed:
+        for i, name in enumerate(self.order):
+            self._before(i)
+            self._compute(i, name)
+            self._after(i)
+        self._before(len(self.order))
+        schedule = Schedule(tuple(self.ops), self.folded.graph.graph_id)
+        return Placed(
+            schedule, self.over_bytes, self.waits_s, max(self.now_s, self.out_s, self.in_s)
+        )
+
+    def _before(self, i: int) -> None:
+        """What leaves and what is fetched before the run at i."""
+        self._store_waiting()
+        for gap in self.due.get(i, ()):
+            if self.staying.get(gap.unit, (None,))[0] == gap:  # it could not leave in time
+                del self.staying[gap.unit]
+                self.back.add(gap)
+        for u, (gap, until) in list(self.staying.items()):
+            if self.whole_s.get(u, math.inf) <= self.now_s:
+                self._leave(u, i)
+            elif until <= i:
+                self.live[i] += self.folded.unit_bytes[u]
+                self.staying[u] = gap, i + 1
+        self._make_room(i)
+        for gap in self.due.get(i, ()):
+            if gap not in self.back:
+                self._fetch(gap, i)
+        if i < len(self.order):
+            self._prefetch(i)
+
+    def _make_room(self, i: int) -> None:
+        while self.live[i] > self.budget_bytes:
+            stored = [u for u in self.staying if u in self.whole_s]
+            if not stored:
+                self.over_bytes[i] = int(self.live[i]) - self.budget_bytes
+                return
+            u = min(stored, key=lambda u: (self.whole_s[u], u))
+            self._wait(u, self.whole_s[u])
+            self._leave(u, i)
+
+    def _leave(self, u: int, i: int) -> None:
+        gap, until = self.staying.pop(u)
+        self.live[i:until] -= self.folded.unit_bytes[u]
+        self._wait_for_copies(u)
+        for name in self.members[u]:
+            if name in self.on:
+                self.ops.append(Free(name))
+                self.on.discard(name)
+        heapq.heappush(self.away, (gap.last, u, gap))
+
+    def _prefetch(self, i: int) -> None:
+        end_s = self.now_s + self.time_s[i]
+        while self.away and self.in_s < end_s:
+            for last, _, gap in heapq.nsmallest(N_LOOKED_AT, self.away):
+                size_bytes = self.folded.unit_bytes[gap.unit]
+                if gap in self.back or self._fits(i, last, size_bytes):
+                    break
+            else:
+                return
+            self.away.remove((gap.last, gap.unit, gap))
+            heapq.heapify(self.away)
+            if gap not in self.back:
+                self._fetch(gap, i)
+
+    def _fits(self, i: int, last: int, size_bytes: int) -> bool:
+        return last <= i or int(self.live[i:last].max()) + size_bytes <= self.budget_bytes
+
+    def _fetch(self, gap: Gap, i: int) -> None:
+        u = gap.unit
+        size_bytes = self.folded.unit_bytes[u]
+        self.back.add(gap)
+        self.live[i : gap.last] += size_bytes
+        start_s = max(self.in_s, self.now_s, self.whole_s[u])
+        self.in_s = self.fetched_s[u] = start_s + self.host.link.in_s(size_bytes)
+        storage = self.folded.unit_names[u]
+        self.ops.append(Fetch(storage))
+        wanted = self.wanted[gap]
+        for name in self.members[u]:
+            if self.folded.graph.producer[name].name in self.ran:
+                if name in wanted:
+                    self.on.add(name)
+                else:
+                    self.ops.append(Free(name))
+
+    def _compute(self, i: int, name: str) -> None:
+        node = self.folded.graph.node_by_name[name]
+        n = self.folded.position[name]
+        for u in self.folded.reads[n]:
+            self._wait(u, self.fetched_s.get(u, 0.0))
+        self.ops.append(Compute(name))
+        self.ran.add(name)
+        self.now_s += self.time_s[i]
+        self.on.update(node.outputs)
+
+    def _after(self, i: int) -> None:
+        for gap in self.due.pop(i, ()):
+            if self.last_gap[gap.unit, gap.made] == gap.last:
+                self._drop(gap.unit)
+        for name in self.frees[i]:
+            self.ops.append(Free(name))
+            self.on.discard(name)
+            u = self.folded.unit_of.get(name)
+            if u is not None and self.on.isdisjoint(self.members[u]):
+                self._wait_for_copies(u)
+        self.waiting.extend(self.stored_at.get(i, ()))
+        self._store_waiting()
+        for gap in self.begins.get(i, ()):
+            self._begin(gap, i)
+
+    def _wait_for_copies(self, u: int) -> None:
+        self._wait(u, max(self.fetched_s.pop(u, 0.0), self.busy_s.pop(u, 0.0)))
+
+    def _wait(self, u: int, until_s: float) -> None:
+        if until_s > self.now_s:
+            self.waits_s[u] = self.waits_s.get(u, 0.0) + until_s - self.now_s
+            self.now_s = until_s
+
+    def _begin(self, gap: Gap, i: int) -> None:
+        u = gap.unit
+        self.wanted[gap] = frozenset(name for name in self.members[u] if name in self.on)
+        until = i + 1
+        if u in self.whole_s:
+            until = bisect_left(self.since_s, self.whole_s[u] - self.now_s + self.since_s[i + 1])
+            until = max(i + 1, min(until, gap.last))
+        self.live[i + 1 : until] += self.folded.unit_bytes[u]
+        self.staying[u] = gap, until
+        self.due.setdefault(gap.last, []).append(gap)
+
+    def _store_waiting(self) -> None:
+        while self.waiting:
+            size_bytes = self.folded.unit_bytes[self.waiting[0]]
+            if self.host_bytes + size_bytes > self.host.capacity_bytes:
+                return
+            u = self.waiting.popleft()
+            if self.on.isdisjoint(self.members[u]):
+                continue
+            start_s = max(self.out_s, self.now_s, self.host_free_s)
+            self.out_s = self.whole_s[u] = self.busy_s[u] = start_s + self.host.link.out_s(
+                size_bytes
+            )
+            self.host_bytes += size_bytes
+            self.ops.append(Store(self.folded.unit_names[u]))
+
+    def _drop(self, u: int) -> None:
+        if u in self.waiting:
+            self.waiting.remove(u)
+        if u in self.whole_s:
+            self.ops.append(Drop(self.folded.unit_names[u]))
+            self.host_free_s = max(self.host_free_s, self.whole_s.pop(u), self.fetched_s.get(u, 0))
+            self.host_bytes -= self.folded.unit_bytes[u]

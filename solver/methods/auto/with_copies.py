@@ -1,0 +1,269 @@
+"""Keep, recompute or copy to the host: one choice, from the cut with copies.
+
+1. `solver.bound.binding_copies` finds the position at which the most time is lost, and the bound.
+2. **The cut's choice.** Its program, with recomputation counted where it is needed
+   (`just_in_time`), says what is on the device there, what is on the host and what is recomputed.
+   Recomputation is written out as an order (`from_cuts`), the copies are placed on it (`placing`).
+   Where the simulator sees an overflow, the cut gets fewer bytes; where the compute stream waits
+   for a copy, that storage may not be away, and the program is solved again.
+3. **Recomputation alone** is `auto` without places; its schedule is a candidate like the others.
+4. **What overflows is copied.** The schedule that recomputation alone has for more bytes than there
+   are, and the plain step, with what overflows on the host.
+
+The bound is that of the cuts with copies, so it holds for every schedule, whatever it copies. A
+best schedule without copies that meets it proves that the host does not help. Schedules copy to the
+host only; the bound allows the disk, too, where there is one.
+
+Work is limited by counts. Where the copies are few and large the choice is a knapsack with
+deadlines, and a gap is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from graphs.graph import Graph
+from solver.bound import (
+    CopyBinding,
+    CopyCut,
+    CopyProgram,
+    FoldedGraph,
+    binding_copies,
+    least_time_s,
+)
+from solver.methods.auto.from_cuts import schedule_from_cuts
+from solver.methods.auto.placing import Gap, Placed, find_gaps, live_bytes_by_run, place_copies
+from solver.methods.auto.search import DONE_GAP
+from solver.methods.best_so_far import BestSoFar
+from solver.methods.proposal import Proposal
+from solver.schedule import (
+    OPTIMAL_GAP,
+    IllegalScheduleError,
+    Place,
+    Places,
+    Schedule,
+    Simulation,
+    baseline,
+    simulate,
+)
+
+GAP = 1e-4
+"""A program is solved to within this share of the baseline's time."""
+N_POSITIONS = 2
+MAX_ROUNDS = 6
+"""Times that the cut of one position is solved again."""
+ROUND_NODES, PROOF_NODES = 50, 100
+"""Branch-and-bound nodes of one program."""
+COLUMNS = 4_000
+"""Of a program with so many nodes; a larger one gets fewer."""
+MORE_SHARES = (1.0, 0.7, 0.4)
+"""Of the bytes that the cut has on the host: so many more bytes for recomputation alone."""
+
+RecomputeOnly = Callable[[int, float], Proposal]
+"""`auto` without places, for a budget in bytes and a time limit."""
+
+
+class CopySearch(BestSoFar):
+    """The best schedule and the best bound so far.
+
+    folded: of the step on the device alone. free: where storages may leave.
+    """
+
+    def __init__(
+        self, graph: Graph, *, budget_bytes: int, time_limit_s: float, places: Places, host: Place
+    ) -> None:
+        super().__init__(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places)
+        self.to: Places = places
+        self.host = host
+        self.folded = FoldedGraph.of(graph)
+        self.free = FoldedGraph.of(graph, may_leave=True)
+        self.binding = CopyBinding(0.0, ())
+        self.lost_share = 0.0
+
+    def offer(self, schedule: Schedule) -> Simulation | None:
+        """Simulate it, keep it if it is the best; None: it is illegal."""
+        try:
+            simulation = simulate(self.graph, schedule, places=self.to)
+        except IllegalScheduleError:
+            return None
+        self.keep(schedule, simulation)
+        return simulation
+
+    @property
+    def done(self) -> bool:
+        return self.time_is_up() or self.gap <= DONE_GAP
+
+    @property
+    def gap(self) -> float:
+        """Between the best schedule and the bound, as a share of the baseline; inf without one."""
+        if self.best is None:
+            return math.inf
+        baseline_s = self.graph.baseline_time_s or 1.0
+        return self.best[1].time_s / baseline_s - 1 - self.lost_share
+
+    def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyProgram:
+        return CopyProgram(
+            self.free,
+            position=position,
+            budget_bytes=self.budget_bytes,
+            places=self.to,
+            just_in_time=allowance_bytes is not None,
+            allowance_bytes=allowance_bytes or 0,
+        )
+
+
+def with_copies(
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    places: Places,
+    recompute_only: RecomputeOnly,
+    starts: Sequence[Schedule] = (),
+    quick: bool = False,
+) -> Proposal:
+    """The best schedule found with copies to the host or without, and the proven bound.
+
+    quick: the first two steps and recomputation alone.
+    """
+    assert places.host is not None
+    search = CopySearch(
+        graph,
+        budget_bytes=budget_bytes,
+        time_limit_s=time_limit_s,
+        places=places,
+        host=places.host,
+    )
+    with search:
+        for schedule in (baseline(graph), *starts):
+            search.offer(schedule)
+        search.binding = binding_copies(
+            search.free, budget_bytes=budget_bytes, places=places, deadline=search.deadline
+        )
+        search.lost_share = search.binding.lost_share
+        for stage in STAGES[: -1 if quick else None]:
+            if search.done or math.isinf(search.lost_share):
+                break
+            stage(search, recompute_only)
+    return Proposal(
+        schedule=search.best[0] if search.best else None,
+        lower_bound_s=least_time_s(graph, lost_share=search.lost_share),
+        timed_out=search.timed_out,
+    )
+
+
+def _choose(search: CopySearch, _: RecomputeOnly) -> None:
+    """What the cuts of the strongest positions say."""
+    for cut in search.binding.ranked[:N_POSITIONS]:
+        if cut.lost_share < 0.9 * search.lost_share:
+            break
+        _rounds(search, cut.position)
+
+
+def _rounds(search: CopySearch, position: int) -> None:
+    less_bytes, barred = 0, set[int]()
+    for _ in range(MAX_ROUNDS):
+        if search.done:
+            return
+        program = search.program(position, allowance_bytes=less_bytes)
+        program.forbid(barred)
+        cut = program.solve_near_lp(
+            gap=GAP, node_limit=_nodes(program, ROUND_NODES), deadline=search.deadline
+        )
+        placed = _placed(search, cut)
+        found = None if placed is None else search.offer(placed.schedule)
+        if placed is None or found is None:
+            return
+        over_bytes = found.peak_bytes - search.budget_bytes
+        late = max(placed.waits_s, key=lambda u: (placed.waits_s[u], u), default=None)
+        if over_bytes <= 0 and late is None:
+            return
+        less_bytes += max(0, over_bytes)
+        if late is not None:
+            barred.add(late)
+
+
+def _nodes(program: CopyProgram, n_nodes: int) -> int:
+    return max(1, min(n_nodes, n_nodes * COLUMNS // len(program.program.cost)))
+
+
+def _placed(search: CopySearch, cut: CopyCut) -> Placed | None:
+    """The cut's recomputation written out, with its copies."""
+    if cut.kept is None or cut.away is None:
+        return None
+    schedule = schedule_from_cuts(
+        search.folded, {cut.position: cut.kept | cut.away}, deadline=search.deadline
+    )
+    order = schedule.order
+    here = order.index(search.graph.nodes[cut.position].name)
+    gaps = [
+        gap
+        for gap in find_gaps(search.folded, order)
+        if gap.unit in cut.away and gap.first < here < gap.last
+    ]
+    return _place(search, order, gaps)
+
+
+def _place(search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
+    return place_copies(
+        search.folded, order, gaps, budget_bytes=search.budget_bytes, host=search.host
+    )
+
+
+def _prove(search: CopySearch, _: RecomputeOnly) -> None:
+    """The strongest cut as an integer program."""
+    for cut in search.binding.ranked[:1]:
+        program = search.program(cut.position)
+        found = program.solve(
+            whole=True,
+            gap=GAP,
+            node_limit=_nodes(program, PROOF_NODES),
+            deadline=search.deadline,
+        )
+        search.lost_share = max(search.lost_share, found.lost_share)
+
+
+def _without_copies(search: CopySearch, recompute_only: RecomputeOnly) -> None:
+    proposal = recompute_only(search.budget_bytes, search.deadline.left_s)
+    search.timed_out = search.timed_out or proposal.timed_out
+    if proposal.schedule is not None:
+        search.offer(proposal.schedule)
+
+
+def _copy_what_overflows(search: CopySearch, recompute_only: RecomputeOnly) -> None:
+    """Of the plain step, and of plans for more bytes, where the gap is worth it."""
+    if search.gap <= OPTIMAL_GAP:
+        return
+    orders = [baseline(search.graph).order]
+    away_bytes = max((_away_bytes(search, cut) for cut in search.binding.ranked[:1]), default=0)
+    for share in MORE_SHARES:
+        if away_bytes and not search.time_is_up():
+            budget_bytes = search.budget_bytes + int(share * away_bytes)
+            schedule = recompute_only(budget_bytes, search.deadline.left_s).schedule
+            orders += [] if schedule is None else [schedule.order]
+    for order in dict.fromkeys(orders):
+        if search.done:
+            return
+        search.offer(_place(search, order, _overflowing(search, order)).schedule)
+
+
+STAGES = (_choose, _prove, _without_copies, _copy_what_overflows)
+
+
+def _away_bytes(search: CopySearch, cut: CopyCut) -> int:
+    return sum(search.folded.unit_bytes[u] for u in cut.away or ())
+
+
+def _overflowing(search: CopySearch, order: Sequence[str]) -> list[Gap]:
+    """Gaps, the longest first, without whose storages the order would fit; or all that help."""
+    live = live_bytes_by_run(search.graph, order)
+    gaps = find_gaps(search.folded, order)
+    gaps.sort(key=lambda gap: (gap.first - gap.last, gap))
+    chosen = []
+    for gap in gaps:
+        span = live[gap.first + 1 : gap.last]
+        if int(span.max()) > search.budget_bytes:
+            span -= search.folded.unit_bytes[gap.unit]
+            chosen.append(gap)
+    return chosen

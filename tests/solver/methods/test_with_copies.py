@@ -1,0 +1,128 @@
+"""Copies placed on an order, and `auto` with a host beside the device."""
+
+import random
+
+import pytest
+
+from graphs.graph import Graph
+from solver.bound import FoldedGraph
+from solver.methods.auto import auto
+from solver.methods.auto.placing import find_gaps, place_copies
+from solver.methods.proposal import Proposal
+from solver.schedule import Link, Place, Places, baseline, keep, simulate
+from tests.support.aliasing import aliasing_dag
+from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
+from tests.support.nets import chain, random_dag, residual
+from tests.support.overwriting import overwriting_dag
+
+
+def host(bytes_per_s: float, capacity_bytes: int = 10**18, latency_s: float = 0.0) -> Places:
+    return Places(host=Place(capacity_bytes, Link(bytes_per_s, bytes_per_s, latency_s)))
+
+
+def some_graph(seed: int) -> Graph:
+    if seed % 3 == 0:
+        return random_dag(seed=seed, n_forward=seed % 8 + 3, n_later=seed % 7 + 2)
+    return overwriting_dag(seed) if seed % 3 == 1 else aliasing_dag(seed)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 600, 200))
+def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: int) -> None:
+    n_placed = n_fit = 0
+    for seed in range(first_seed, first_seed + 200):
+        graph, rng = some_graph(seed), random.Random(f"placed {seed}")
+        order = keep(graph, [n for n in graph.producer if rng.random() < 0.6]).order
+        folded = FoldedGraph.of(graph)
+        gaps = [gap for gap in find_gaps(folded, order) if rng.random() < 0.7]
+        if not gaps:
+            continue
+        total_bytes = sum(folded.unit_bytes)
+        rate = rng.choice((0.3, 1.0, 5.0)) * total_bytes / (graph.baseline_time_s or 1.0)
+        places = host(rate, max(1, int(rng.choice((0.5, 2)) * total_bytes)), rng.choice((0, 0.1)))
+        least_bytes = int(FoldedGraph.of(graph, may_leave=True).least_bytes.max())
+        budget_bytes = least_bytes + int(rng.random() * total_bytes)
+        assert places.host is not None
+        placed = place_copies(folded, order, gaps, budget_bytes=budget_bytes, host=places.host)
+        simulation = simulate(graph, placed.schedule, places=places)
+        assert simulation.time_s == pytest.approx(placed.time_s, rel=1e-9, abs=1e-12)
+        assert (simulation.peak_bytes <= budget_bytes) == (not placed.over_bytes)
+        assert simulation.host_peak_bytes <= places.host.capacity_bytes
+        n_placed += placed.schedule.has_copies
+        n_fit += not placed.over_bytes
+    assert n_placed > 60
+    assert n_fit > 30
+
+
+def found(graph: Graph, proposal: Proposal, places: Places) -> float:
+    """Seconds of the proposed schedule, which has to be legal."""
+    assert proposal.schedule is not None
+    return simulate(graph, proposal.schedule, places=places).time_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(0, 120, 5))
+def test_bound_truth_and_schedule_are_in_order(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 5):
+        graph = random_dag(seed=seed, n_forward=seed % 3 + 2, n_later=seed % 2 + 2)
+        folded = FoldedGraph.of(graph, may_leave=True)
+        rate = sum(folded.unit_bytes) / (graph.baseline_time_s or 1.0) or 1.0
+        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        budget_bytes = (int(folded.least_bytes.max()) + peak_bytes) // 2
+        options = {"budget_bytes": budget_bytes, "time_limit_s": 60.0, "seed": 0}
+        proposal = auto(graph, places=host(rate), **options)
+        alone = auto(graph, **options)
+        if alone.schedule is not None:
+            assert found(graph, proposal, host(rate)) <= found(graph, alone, host(rate)) + 1e-3
+        try:
+            link = HostLink(10**18, 1 / rate, 1 / rate)
+            truth = fastest(graph, budget_bytes=budget_bytes, host=link, max_labels=3_000)
+        except TooManyStatesError:
+            continue
+        assert proposal.lower_bound_s <= truth.time_s + 1e-9
+        if proposal.schedule is not None:
+            assert found(graph, proposal, host(rate)) >= truth.time_s - 1e-9
+
+
+def test_a_fast_link_makes_recomputation_needless() -> None:
+    graph = residual(n_blocks=8)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    options = {"budget_bytes": int(0.7 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
+    alone, beside = auto(graph, **options), auto(graph, places=host(1e14), **options)
+    assert alone.schedule is not None
+    assert simulate(graph, alone.schedule).n_recomputed > 0
+    assert beside.schedule is not None
+    simulation = simulate(graph, beside.schedule, places=host(1e14))
+    assert simulation.n_recomputed == 0
+    assert simulation.peak_bytes <= options["budget_bytes"]
+    assert simulation.time_s == pytest.approx(graph.baseline_time_s, rel=1e-4)
+
+
+def test_a_slow_link_is_left_alone_and_proven_not_to_help() -> None:
+    graph = chain(n_blocks=50)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    options = {"budget_bytes": peak_bytes - 7000, "time_limit_s": 60.0, "seed": 0}
+    proposal = auto(graph, places=host(1.0), **options)
+    assert proposal.schedule is not None
+    assert not proposal.schedule.has_copies
+    assert found(graph, proposal, host(1.0)) == pytest.approx(107.0)
+    assert proposal.lower_bound_s == pytest.approx(107.0, abs=2e-2)
+
+
+def test_the_host_is_not_overfilled() -> None:
+    graph = residual(n_blocks=8)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    most_bytes = peak_bytes // 10
+    options = {"budget_bytes": int(0.7 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
+    places = host(1e14, capacity_bytes=most_bytes)
+    proposal = auto(graph, places=places, **options)
+    assert proposal.schedule is not None
+    simulation = simulate(graph, proposal.schedule, places=places)
+    assert 0 < simulation.host_peak_bytes <= most_bytes
+    assert simulation.n_recomputed > 0
+
+
+def test_without_a_host_auto_is_as_before() -> None:
+    graph = residual(n_blocks=4)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    options = {"budget_bytes": int(0.8 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
+    assert auto(graph, places=Places(), **options) == auto(graph, **options)
