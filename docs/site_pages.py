@@ -23,7 +23,7 @@ ORDER = (
     ("How to", "report options model_files running_a_plan hugging_face emit export compile gpu"),
     (
         "Understand",
-        "bytes methods copies plan_quality theory bitwise_identical limits architecture",
+        "bytes methods offload copies plan_quality theory bitwise_identical limits architecture",
     ),
 )
 FOLDERS = (("Integrations", "integrations/"), ("Guides", "guides/"), ("Reference", "reference/"))

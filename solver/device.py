@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphs.hardware import DEVICES, Hardware, card_called, named
+from solver.common import BudgetError, parse_rate, parse_size
+from solver.schedule import Link, Place, Places
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +89,45 @@ def find_target(
         "machine with the device."
     )
     return dataclasses.replace(target, notes=(note,))
+
+
+def host_beside(
+    budget: str | int | float | None,
+    link: str | int | float | None = None,
+    *,
+    hardware: Hardware | None,
+) -> Places | None:
+    """Host memory that a plan may copy to; None where no budget of it is given.
+
+    budget: bytes of pinned host memory: "64GB", 64e9.
+    link: bytes per second, "50GB/s", or of the two directions, away from the device and back to it:
+        "50GB/s,40GB/s". None: that of the hardware.
+
+    Raises BudgetError for an invalid size or rate, a link without a budget, and an unknown link.
+    """
+    if budget is None:
+        if link is not None:
+            raise BudgetError(
+                f"a link to the host is given ({link!r}) and no host memory; say how much a plan "
+                "may use (--host 64GB, or in Python host_budget='64GB')"
+            )
+        return None
+    if "%" in str(budget):
+        raise BudgetError(f"invalid host budget {budget!r}: write 64GB or a number of bytes")
+    capacity_bytes = parse_size(budget, what="host budget")
+    if link is None:
+        if hardware is None:
+            raise BudgetError(
+                "how fast the host is reached is unknown; give the link (--host-link 50GB/s, or in "
+                "Python host_link='50GB/s') or name a device (--device h100, device='h100')"
+            )
+        rates = [hardware.host_link_bytes_per_s] * 2
+    else:
+        parts = link.split(",") if isinstance(link, str) else [link]
+        if len(parts) > 2:
+            raise BudgetError(f"invalid host link {link!r}: write 50GB/s, or OUT,IN")
+        rates = [parse_rate(part, what="host link") for part in parts]
+    return Places(host=Place(capacity_bytes, Link(rates[0], rates[-1])))
 
 
 def find_hardware(name: str, *, needs_rates: bool = True) -> Hardware:

@@ -21,6 +21,7 @@ from graphs.graph import Graph
 from graphs.rewrites import Variants, check_word
 from solver.bound import lower_bound_s
 from solver.common import Deadline, check_time_limit, now_s, parse_budget
+from solver.device import host_beside
 from solver.methods import METHODS, find_obstacle
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import (
@@ -59,6 +60,8 @@ def solve(
     seed: int = 0,
     capacity_bytes: int | None = None,
     rewrites: str | None = None,
+    host_budget: int | float | str | None = None,
+    host_link: int | float | str | None = None,
     **trace_options: Any,
 ) -> Solution:
     """Find the schedule that fits the training step into `budget` at the least extra time.
@@ -74,6 +77,11 @@ def solve(
     default for a module), "allclose" (last bits may change; there is no such rewrite yet, so the
     same as "bitwise") or "none". A graph is planned with those that it was made with.
 
+    host_budget: bytes of host memory that the plan may copy to beside recomputing ("64GB"; default:
+        none). Only the method auto does.
+    host_link: bytes per second to the host and back, "50GB/s" or "50GB/s,40GB/s" (default: those
+        of the device that was named).
+
     time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
     reason. What is best by then is the answer; it says that the clock ended the search.
 
@@ -84,6 +92,8 @@ def solve(
     started_s = now_s()
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    if host_budget is not None and not METHODS[method].takes_places:
+        raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
     check_time_limit(time_limit_s)
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
@@ -108,6 +118,7 @@ def solve(
         time_limit_s=time_limit_s,
         seed=seed,
         rewrites=(rewrites or "bitwise") if is_module else "none",
+        places=host_beside(host_budget, host_link, hardware=hardware),
     )
     return answer(step, request, started_s=started_s)
 

@@ -19,7 +19,7 @@ from graphs.rewrites import Variants
 from solver.bound import FoldedGraph, proven_least_budget_bytes
 from solver.common import Deadline, check_time_limit, interrupted
 from solver.methods import METHODS, find_obstacle
-from solver.schedule import Request, Solution, baseline, simulate
+from solver.schedule import Places, Request, Solution, baseline, simulate
 from solver.solving import attempt
 
 N_BUDGETS = 20
@@ -56,6 +56,7 @@ def sweep(
     quick: bool = False,
     known: Sequence[Solution] = (),
     rewrites: str = "none",
+    places: Places | None = None,
     on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
     """Plan for every budget with every method.
@@ -66,6 +67,7 @@ def sweep(
     quick: each search with a fraction of the work, where its method can.
     known: answers for this graph that are there already; their budgets become points as well.
     rewrites: the word that the variants of the step stand for.
+    places: what plans may copy to; the same as in the requests of `known`.
     on_point: called after each search with how many plans there are by now, and of how many.
 
     Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep with the points until then.
@@ -90,6 +92,7 @@ def sweep(
             time_limit_s=time_limit_s,
             seed=seed,
             rewrites=rewrites,
+            places=places,
         )
         for method in methods
         for budget_bytes in sorted(asked)

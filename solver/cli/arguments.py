@@ -144,6 +144,18 @@ class Arguments:
         SEARCH,
         metavar="SIZE",
     )
+    host: str | None = _option(
+        "--host",
+        "host memory that the plan may copy to, beside recomputing (default: none)",
+        SEARCH,
+        metavar="SIZE",
+    )
+    host_link: str | None = _option(
+        "--host-link",
+        "rate of copies to the host and back, such as 50GB/s (default: the device's)",
+        SEARCH,
+        metavar="RATE[,RATE]",
+    )
     time_limit: float = _option(
         "--time-limit",
         "time limit of each method in seconds (default: 60); shared where many plans are made",
@@ -253,6 +265,13 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
     if arguments.fsdp is not None and arguments.verify:
         raise UsageError("--verify runs the step in one process: it cannot be combined with --fsdp")
+    if arguments.host is not None and arguments.methods != ("auto",):
+        raise UsageError(
+            f"--host: only the method auto copies to the host; leave out "
+            f"{arguments.given('method', 'compare')}"
+        )
+    if arguments.host is not None and arguments.emit is not None:
+        raise UsageError("--emit: no setting of another system has these copies; leave out --host")
     if arguments.throughput is not None and not largest:
         raise UsageError("--throughput requires --max-batch or --max-seq")
     _check_outputs(arguments)

@@ -41,6 +41,7 @@ def swept(
                 seed=arguments.seed,
                 quick=True,
                 rewrites=problem.rewrites,
+                places=problem.places,
                 known=[solution for solution in solutions if solution.method in methods],
                 on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
                 **common,

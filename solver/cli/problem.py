@@ -36,7 +36,7 @@ from solver.cli.model_file import (
 )
 from solver.cli.progress import Say
 from solver.common import format_size, parse_budget
-from solver.device import Target, find_hardware, find_target
+from solver.device import Target, find_hardware, find_target, host_beside
 from solver.reporting import describe_costs, step_notes
 from solver.runtime_hooks import (
     NoRowError,
@@ -46,7 +46,7 @@ from solver.runtime_hooks import (
     run_submodule_planner,
     run_verifier,
 )
-from solver.schedule import Request, Solution
+from solver.schedule import Places, Request, Solution
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,6 +96,7 @@ class Problem:
     budget_bytes: int
     reserve_bytes: int
     reserve_reason: str = ""
+    places: Places | None = None
     notes: tuple[str, ...] = ()
     verify: Callable[[Solution, Say], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
@@ -115,6 +116,7 @@ class Problem:
             time_limit_s=arguments.time_limit,
             seed=arguments.seed,
             rewrites=self.rewrites,
+            places=self.places,
         )
 
 
@@ -187,7 +189,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
 
 
 def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
-    """The fields of a Problem for budget and reserve, and for the reason of a default reserve."""
+    """The fields of a Problem for budget, reserve, the reason of a default reserve, and host."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
     if arguments.budget is None and capacity_bytes is None:
         raise UsageError(
@@ -203,7 +205,12 @@ def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
     )
     is_default = on_cuda and arguments.reserve is None
     reason = "CUDA context and allocator rounding; set with --reserve" if is_default else ""
-    return {"budget_bytes": budget_bytes, "reserve_bytes": reserve_bytes, "reserve_reason": reason}
+    return {
+        "budget_bytes": budget_bytes,
+        "reserve_bytes": reserve_bytes,
+        "reserve_reason": reason,
+        "places": host_beside(arguments.host, arguments.host_link, hardware=hardware),
+    }
 
 
 @contextlib.contextmanager
@@ -288,6 +295,7 @@ def _planned_by_submodules(
         "emit",
         "max_batch",
         "max_seq",
+        "host",
     ]
     names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []

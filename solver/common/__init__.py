@@ -17,6 +17,7 @@ from solver.common.sizes import (
     format_size,
     format_size_up,
     parse_budget,
+    parse_rate,
     parse_size,
     reject_missing_unit,
 )

@@ -113,6 +113,23 @@ def parse_size(
     return size_bytes
 
 
+_RATE = re.compile(r"(.*?)(?:/\s*s)?\s*")
+
+
+def parse_rate(text: str | int | float, *, what: str) -> float:
+    """Bytes per second of "50GB/s", "50GB" or 5e10; `what` names the rate in messages.
+
+    Raises BudgetError.
+    """
+    size = text
+    if isinstance(text, str) and (match := _RATE.fullmatch(text)) is not None:
+        size = match.group(1)
+    try:
+        return float(parse_size("" if size == "" or "%" in str(size) else size, what=what))
+    except BudgetError as error:
+        raise BudgetError(f"invalid {what} {text!r}: write 50GB/s or bytes per second") from error
+
+
 SMALLEST_BARE_BYTES = 10**6
 """A number without a unit below this, and too small for the step, was meant in another unit."""
 

@@ -121,7 +121,11 @@ def by_module(
             break
         limit_s = min(RESOLVE_TIME_LIMIT_S, solution.request.time_limit_s)
         request = dataclasses.replace(
-            solution.request, budget_bytes=budget_bytes, reserve_bytes=0, time_limit_s=limit_s
+            solution.request,
+            budget_bytes=budget_bytes,
+            reserve_bytes=0,
+            time_limit_s=limit_s,
+            places=None,
         )
         smaller = attempt(graph, request).schedule
         if smaller is None:

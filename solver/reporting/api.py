@@ -98,8 +98,8 @@ def sweep(
 ) -> Curve:
     """Plan for each budget and method: the overhead of smaller and larger budgets.
 
-    problem: a Graph, the Variants of one step, or a Solution, whose step and reserve are used and
-        which becomes a point.
+    problem: a Graph, the Variants of one step, or a Solution, whose step, reserve and host are used
+        and which becomes a point.
     budgets: sizes as in `solve` (None: 20 from the minimum budget to the baseline's peak).
     time_limit_s: of each search.
     capacity_bytes: the memory that percentages refer to.
@@ -117,6 +117,7 @@ def sweep(
         time_limit_s=time_limit_s,
         seed=seed,
         rewrites=solution.request.rewrites if solution else "none",
+        places=solution.request.places if solution else None,
         known=[solution] if solution and solution.method in methods else [],
     )
 

@@ -63,6 +63,10 @@ def request_rows(report: Report) -> Iterator[Row]:
         reason = f" ({report.reserve_reason})" if report.reserve_reason else ""
         yield "reserve", f"{format_both(request.reserve_bytes)}{reason}"
         yield "available", f"{format_both(request.available_bytes)} after the reserve"
+    if request.places is not None and (host := request.places.host) is not None:
+        link = f"{format_size(host.link.out_bytes_per_s)}/s out"
+        link += f", {format_size(host.link.in_bytes_per_s)}/s in"
+        yield "host", f"{format_both(host.capacity_bytes)}, {link}"
 
 
 def _runs(solution: Solution) -> Iterator[tuple[str, Graph, Schedule, Simulation]]:
@@ -119,7 +123,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield "gap", f"{format_percent(solution.gap)} of the baseline step time"
     if simulation is not None:
         yield "recomputed ops", str(simulation.n_recomputed)
-        yield from _copy_rows(simulation)
+        yield from _copy_rows(solution, simulation)
     ended = "; the search was ended by the time limit" if solution.timed_out else ""
     yield "solve time", format_time(solution.solve_time_s) + ended
     for what, path in report.files:
@@ -128,9 +132,13 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield "schedule", f"not saved; save it with {report.how_to_save}"
 
 
-def _copy_rows(simulation: Simulation) -> Iterator[Row]:
-    """What is copied to the host and the disk."""
+def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
+    """What is copied to the host and the disk, or that nothing is."""
     if not simulation.busy_s:
+        if solution.request.places is not None:
+            proven = solution.status == "optimal"
+            text = "proven: no copies save more" if proven else "no faster plan with copies found"
+            yield "on the host", f"nothing; {text}"
         return
     yield "on the host", format_both(simulation.host_peak_bytes)
     if simulation.disk_peak_bytes:

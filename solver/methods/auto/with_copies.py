@@ -48,12 +48,12 @@ from solver.schedule import (
     simulate,
 )
 
-GAP = 1e-4
+GAP = 3e-4
 """A program is solved to within this share of the baseline's time."""
 N_POSITIONS = 2
 MAX_ROUNDS = 6
 """Times that the cut of one position is solved again."""
-ROUND_NODES, PROOF_NODES = 50, 100
+ROUND_NODES, PROOF_NODES = 20, 50
 """Branch-and-bound nodes of one program."""
 COLUMNS = 4_000
 """Of a program with so many nodes; a larger one gets fewer."""

@@ -1,0 +1,133 @@
+"""A host beside the device, from the front doors: sizes and links, refusals, reports, files."""
+
+import pytest
+
+from graphs.hardware import named
+from solver import solve, sweep
+from solver.cli.command import main
+from solver.common import BudgetError
+from solver.device import host_beside
+from solver.schedule import Link, Place, Places, Solution, baseline, simulate
+from tests.support.builders import make, op
+from tests.support.command import failed
+from tests.support.nets import residual
+
+NET = residual(n_blocks=8)
+BUDGET = int(0.7 * simulate(NET, baseline(NET)).peak_bytes)
+
+
+def test_sizes_and_rates_as_people_write_them() -> None:
+    both = Places(host=Place(64 * 10**9, Link(50e9, 50e9)))
+    for link in ("50GB/s", "50 GB/s", "50GB", 50e9, "50GB/s,50GB/s"):
+        assert host_beside("64GB", link, hardware=None) == both
+    unequal = host_beside("1GiB", "50GB/s, 40GB/s", hardware=None)
+    assert unequal == Places(host=Place(2**30, Link(50e9, 40e9)))
+    assert host_beside("64GB", hardware=named("h100")) == Places(
+        host=Place(64 * 10**9, Link(64e9, 64e9))
+    )
+    assert host_beside(None, hardware=named("h100")) is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "link", "message"),
+    [
+        (None, "50GB/s", "a link to the host is given .* and no host memory"),
+        ("64GB", None, "how fast the host is reached is unknown; give the link"),
+        ("64%", "50GB/s", "invalid host budget '64%': write 64GB"),
+        ("much", "50GB/s", "invalid host budget 'much'"),
+        ("0GB", "50GB/s", "invalid host budget '0GB': must be above zero"),
+        ("64GB", "fast", "invalid host link 'fast': write 50GB/s"),
+        ("64GB", "0GB/s", "invalid host link '0GB/s': write 50GB/s"),
+        ("64GB", "10%", "invalid host link '10%': write 50GB/s"),
+        ("64GB", "/s", "invalid host link '/s': write 50GB/s"),
+        ("64GB", "", "invalid host link '': write 50GB/s"),
+        ("64GB", "1GB/s,2GB/s,3GB/s", "invalid host link .*: write 50GB/s, or OUT,IN"),
+    ],
+)
+def test_what_is_wrong_is_said(budget, link, message) -> None:
+    with pytest.raises(BudgetError, match=message):
+        host_beside(budget, link, hardware=None)
+
+
+def test_only_auto_copies() -> None:
+    with pytest.raises(ValueError, match="method sqrt copies nothing to the host; leave out host"):
+        solve(NET, budget=BUDGET, method="sqrt", host_budget="64GB", host_link="50GB/s")
+
+
+def test_less_is_lost_with_a_host_and_the_file_keeps_it(tmp_path) -> None:
+    alone = solve(NET, budget=BUDGET)
+    beside = solve(NET, budget=BUDGET, host_budget="64TB", host_link="1TB/s")
+    assert alone.overhead is not None
+    assert beside.overhead is not None
+    assert beside.overhead < alone.overhead - 1e-3
+    assert beside.schedule is not None
+    assert beside.schedule.has_copies
+    beside.save(tmp_path / "schedule.json")
+    read = Solution.load(tmp_path / "schedule.json", graph=NET)
+    assert read.simulation == beside.simulation
+    assert read.request == beside.request
+
+
+def test_other_budgets_are_planned_with_the_host() -> None:
+    beside = solve(NET, budget=BUDGET, host_budget="64TB", host_link="1TB/s")
+    curve = sweep(beside, budgets=[BUDGET + 10**6])
+    assert {point.request.places for point in curve.points} == {beside.request.places}
+    for point in curve.points:
+        assert point.simulation is not None
+        assert point.lower_bound_s <= point.simulation.time_s + 1e-9
+
+
+def test_a_budget_that_only_copies_can_meet() -> None:
+    # f1 runs once, so x or y waits for the end beside big: 4 + 9 bytes, unless one is on the host.
+    graph = make(
+        [
+            op("f1", "", "x", recomputable=False),
+            op("f2", "x", "y"),
+            op("b1", "", "big", phase="backward"),
+            op("b2", "y", "z", phase="backward"),
+        ],
+        {"x": 4, "y": 6, "big": 9, "z": 0},
+        outputs="z",
+    )
+    assert solve(graph, budget=12).proven_infeasible
+    beside = solve(graph, budget=12, host_budget=100, host_link=1000)
+    assert beside.schedule is not None
+    assert beside.schedule.has_copies
+    below = solve(graph, budget=9, host_budget=100, host_link=1000)
+    assert below.proven_infeasible
+    assert below.obstacle is not None
+    assert below.obstacle.proven_bytes == 10
+
+
+def test_the_command_reports_host_and_copies(tmp_path, capsys) -> None:
+    path = str(tmp_path / "graph.json")
+    NET.save(path)
+    options = ["--budget", str(BUDGET), "--host", "64TB", "--host-link", "1TB/s,2TB/s"]
+    assert main([*options, path]) == 0
+    printed = capsys.readouterr().out
+    assert "64.00 TB (58.21 TiB), 1.00 TB/s out, 2.00 TB/s in" in printed
+    assert "not hidden" in printed
+    assert main([*options, "--json", path]) == 0
+    assert '"host_peak_bytes":' in capsys.readouterr().out
+
+
+def test_the_command_says_that_copies_do_not_help(tmp_path, capsys) -> None:
+    path = str(tmp_path / "graph.json")
+    NET.save(path)
+    assert main(["--budget", str(BUDGET), "--host", "64GB", "--host-link", "1000", path]) == 0
+    assert "on the host         nothing; " in capsys.readouterr().out
+
+
+def test_the_command_refuses_what_copies_nothing(tmp_path, capsys) -> None:
+    path = str(tmp_path / "graph.json")
+    NET.save(path)
+    options = ["--budget", str(BUDGET), "--host", "64GB", "--host-link", "1GB/s", path]
+    for more, named_option in (("--compare", "--compare"), ("--method=sqrt", "--method")):
+        code, line = failed(capsys, more, *options)
+        assert code == 2
+        assert line == (
+            "solve: --host: only the method auto copies to the host; leave out " + named_option
+        )
+    code, line = failed(capsys, "--emit", "megatron", *options)
+    assert code == 2
+    assert "no setting of another system has these copies" in line
