@@ -133,6 +133,19 @@ def layer_norm(settings: Settings) -> Script:
     return Script(module, beside=beside, gradient="held", retains_graph=True)
 
 
+def group_norm(settings: Settings) -> Script:
+    """nn.GroupNorm with float32 weights; the script builds a second one."""
+    n_channels, dtype = settings["C"], dtype_of(settings)
+    n_groups = n_channels // settings["channels_per_group"]
+    module = Applied(
+        lambda m: m.norm(m.x),
+        x=tensor(settings["M"], n_channels, settings["H"], dtype=dtype),
+        norm=nn.GroupNorm(n_groups, n_channels, eps=settings["eps"], device="meta"),
+    )
+    beside = (tensor(n_channels), tensor(n_channels))
+    return Script(module, beside=beside, gradient="held", retains_graph=True)
+
+
 def rope(settings: Settings) -> Script:
     """Rotary embedding of queries and keys; torch.autograd.grad, so nothing accumulates."""
     dtype, n_heads, n_kv_heads = (
@@ -204,6 +217,38 @@ def head_and_cross_entropy(settings: Settings) -> Script:
     return Script(module, batch=(indices(n_rows),), beside=beside)
 
 
+def kl_div(settings: Settings) -> Script:
+    """Of float32 log-probabilities, made before the call, from their logits."""
+    n_rows, n_classes = settings["B"] * settings["T"], settings["V"]
+    module = Applied(
+        lambda m, target: F.kl_div(m.x.log_softmax(-1), target, reduction="batchmean"),
+        x=tensor(n_rows, n_classes),
+    )
+    return Script(module, batch=(tensor(n_rows, n_classes),), retains_graph=True)
+
+
+def jsd(settings: Settings) -> Script:
+    """Jensen-Shannon divergence of float32 log-probabilities, made before the call."""
+    n_rows, n_classes = settings["B"] * settings["T"], settings["V"]
+
+    def divergence(m: Any, target: torch.Tensor) -> torch.Tensor:
+        return jensen_shannon(m.x.log_softmax(-1), target)
+
+    module = Applied(divergence, x=tensor(n_rows, n_classes))
+    return Script(module, batch=(tensor(n_rows, n_classes),), retains_graph=True)
+
+
+def jensen_shannon(log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5) -> torch.Tensor:
+    """Summed over classes, averaged over rows; of float32 log-probabilities."""
+    mixed = torch.lerp(torch.exp(log_q), torch.exp(log_p), beta)
+
+    def kl(target: torch.Tensor) -> torch.Tensor:
+        return F.kl_div(torch.log(mixed), target, reduction="none", log_target=True)
+
+    loss = beta * kl(log_p).sum(dim=-1) + (1 - beta) * kl(log_q).sum(dim=-1)
+    return (loss / log_q.shape[0]).sum()
+
+
 def head_and_jsd(settings: Settings) -> Script:
     """Jensen-Shannon divergence of two heads' float32 log-probabilities.
 
@@ -211,20 +256,13 @@ def head_and_jsd(settings: Settings) -> Script:
     """
     dtype, n_rows = dtype_of(settings), settings["BT"]
     width, n_classes = settings["H"], settings["V"]
-    beta = 0.5
 
     def divergence(m: Any, teacher_input: torch.Tensor) -> torch.Tensor:
         student, teacher = m.student(m.x), m.teacher(teacher_input)
         of_student = torch.log_softmax(student / 1.0, dim=-1)
         of_teacher = torch.log_softmax(teacher / 1.0, dim=-1)
         log_p, log_q = of_teacher.to(torch.float32), of_student.to(torch.float32)
-        mixed = torch.lerp(torch.exp(log_q), torch.exp(log_p), beta)
-
-        def kl(target: torch.Tensor) -> torch.Tensor:
-            return F.kl_div(torch.log(mixed), target, reduction="none", log_target=True)
-
-        loss = beta * kl(log_p).sum(dim=-1) + (1 - beta) * kl(log_q).sum(dim=-1)
-        return (loss / n_rows).sum().to(dtype)
+        return jensen_shannon(log_q, log_p).to(dtype)
 
     module = Applied(
         divergence,
@@ -321,9 +359,12 @@ SCRIPTS: Mapping[str, Callable[[Settings], Script]] = {
     "tiled_geglu": mlp,
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
+    "group_norm": group_norm,
     "rope": rope,
     "embedding": embedding,
     "cross_entropy": cross_entropy,
+    "kl_div": kl_div,
+    "jsd": jsd,
     "fused_linear_cross_entropy": head_and_cross_entropy,
     "fused_linear_jsd": head_and_jsd,
     "distill_jsd_loss": distillation_jsd,

@@ -79,11 +79,24 @@ def is_met(row: Row) -> bool:
 
 
 def of_times(rows: Sequence[Row]) -> str:
+    """Errors of the peak rates' times, and which share of the rates each card has reached."""
     errors = sorted(abs(row["off"]) for row in rows)
-    return (
-        f"{len(rows)} rows: the median error is {100 * statistics.median(errors):.1f} %, the "
-        f"largest {100 * errors[-1]:.1f} %."
+    lines = [
+        f"{len(rows)} rows: by the cards' peak rates, nothing fitted, the median error is "
+        f"{100 * statistics.median(errors):.1f} %, the largest {100 * errors[-1]:.1f} %. Shares of "
+        "the peak rates that these rows have reached:"
+    ]
+    for card in sorted({_card(row) for row in rows}):
+        shares = sorted(row["off"] + 1.0 for row in rows if _card(row) == card)
+        lines.append(
+            f"{card} {shares[0]:.2f} to {shares[-1]:.2f} (median {statistics.median(shares):.2f}, "
+            f"{len(shares)} rows)."
+        )
+    lines.append(
+        "One share for all operators scales every time and leaves overheads as they are; these "
+        "rows cannot tell shares of single kinds of operators apart."
     )
+    return " ".join(lines)
 
 
 def _table(rows: Sequence[Row], unit: str) -> str:
@@ -93,7 +106,7 @@ def _table(rows: Sequence[Row], unit: str) -> str:
 
 def _cells(row: Row) -> Iterator[str]:
     yield _title(row)
-    yield str(row["gpu"]).removeprefix("NVIDIA ").removeprefix("GeForce ")
+    yield _card(row)
     yield f"{row['measured']:.3f}".rstrip("0").rstrip(".")
     yield f"{row['predicted']:.3f}".rstrip("0").rstrip(".")
     yield f"{100 * row['off']:+.3f} %"
@@ -109,6 +122,10 @@ def _title(row: Row) -> str:
         f"{name} {str(value).removeprefix('torch.')}" for name, value in shown.items()
     )
     return f"{row['op']} ({words})"
+
+
+def _card(row: Row) -> str:
+    return str(row["gpu"]).removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _series(row: Row) -> str:

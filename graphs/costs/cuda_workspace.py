@@ -69,12 +69,28 @@ def _embedding_backward(call: OpCall) -> int:
     return _INDEX_BYTES * (2 * n_indices + 3 * n_different + n_partial) + row_bytes * n_partial
 
 
+def _group_norm(call: OpCall) -> int:
+    """A factor and an offset for each channel of each image (a, b): cuda/group_norm_kernel.cu."""
+    n_images, n_channels = call.args[3:5]
+    return 2 * _FLOAT_BYTES * int(n_images) * int(n_channels)
+
+
+def _group_norm_backward(call: OpCall) -> int:
+    """Two sums for each channel of each image (ds, db), and what the gradient of the input is made
+    of: one number for each channel where there is a weight (c1), two for each group (c2, c3)."""
+    n_images, n_channels, _, n_groups = map(int, call.args[5:9])
+    n_per_channel = 2 if call.args[4] is None else 3
+    return _FLOAT_BYTES * n_images * (n_per_channel * n_channels + 2 * n_groups)
+
+
 def _up(size: int, step: int) -> int:
     return math.ceil(size / step) * step
 
 
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.embedding_dense_backward: _embedding_backward,
+    aten.native_group_norm: _group_norm,
+    aten.native_group_norm_backward: _group_norm_backward,
     **{
         getattr(aten, f"_scaled_dot_product_{kind}"): _attention_backward
         for kind in (

@@ -57,6 +57,24 @@ def test_the_gradient_of_an_embedding_sorts_its_indices(n_indices, n_rows, expec
     assert CARD.cost(call).workspace_bytes == expected
 
 
+def test_group_norm_keeps_figures_of_channels_and_groups():
+    n, c, pixels, groups = 3, 8, 10, 2
+    x, figures, weight = meta(n, c, pixels), meta(n, groups), meta(c)
+    forward = OpCall(
+        aten.native_group_norm.default,
+        (x, weight, weight, n, c, pixels, groups, 1e-5),
+        {},
+        (torch.empty_like(x), figures, figures),
+    )
+    assert CARD.cost(forward).workspace_bytes == 4 * 2 * n * c
+    for given, per_channel in ((weight, 3), (None, 2)):
+        args = (x, x, figures, figures, given, n, c, pixels, groups, [True, True, True])
+        made = (torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight))
+        backward = OpCall(aten.native_group_norm_backward.default, args, {}, made)
+        expected = 4 * n * (per_channel * c + 2 * groups)
+        assert CARD.cost(backward).workspace_bytes == expected
+
+
 def test_the_cpu_has_its_own_estimates():
     query = meta(2, 3, 100, 40)
     call = backward_of_attention(query, query)
