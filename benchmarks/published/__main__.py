@@ -58,6 +58,8 @@ def compared(rows: Iterable[Row]) -> list[Row]:
             series[key].append((result, prediction))
             continue
         _compare(result, prediction.value, prediction.measured)
+        if prediction.rate_share is not None:
+            result["rate_share"] = prediction.rate_share
     for each in series.values():
         _compare_series(each)
     return results

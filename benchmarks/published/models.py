@@ -1,4 +1,4 @@
-"""Whole training set-ups: which can be predicted, and the rest with the reason."""
+"""Whole training set-ups: those that are predicted, and the rest with the reason."""
 
 from __future__ import annotations
 
@@ -6,22 +6,70 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from benchmarks.published.errors import NotPredictedError
+from benchmarks.published.llama import Llama
+from graphs.costs import Roofline
+from graphs.hardware import Hardware, named
+from graphs.trace import trace
+from solver.module_checkpointing import plan_regions
 
 _REASONS = {
-    r"float8|mxfp8|nvfp4": "8-bit and 4-bit products run in kernels that are not traced",
+    r"fp8|float8|nvfp4": "8-bit and 4-bit products run in kernels that are not traced",
     r"8-bit": "the optimizer's state is 8-bit, of another library",
     r"offload": "activations are moved to the host",
     r"compil|chunked ce|optimizer in backward": "torch.compile: Inductor's buffers are its own",
     r"unpacked": "lengths of the batches are those of the data set and not given",
     r"model in the pr": "the model is not described",
+    r"lora": "the adapters and the chunked head of that release are not described here",
+    r"fsdp": "torchtitan's selective checkpointing under FSDP2 is not described here",
 }
+_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.2-1b": {"n_layers": 16, "h": 2048, "a": 32, "n_kv": 8, "i": 8192, "tied": True},
+    "llama-3.2-3b": {"n_layers": 28, "h": 3072, "a": 24, "n_kv": 8, "i": 8192, "tied": True},
+    "llama-3.1-8b": {"n_layers": 32, "h": 4096, "a": 32, "n_kv": 8, "i": 14336, "tied": False},
+}
+"""Meta's configurations; all have 128 256 tokens."""
+_UNITS = {"GiB": 2**30, "GB": 10**9}
 
 
-def model_peak(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Predicted and measured peak. Raises NotPredictedError."""
-    text = " ".join(str(row.get(key, "")) for key in ("technique", "model")).lower()
+def model_step(row: Mapping[str, Any]) -> tuple[float, float, float | None]:
+    """Predicted and measured peak, in the row's unit, and the share of the card's peak rates that
+    the measured speed is (None: not measured).
+
+    Predicted are full fine-tunings of Llama 3 on one card, eager, without checkpointing: bfloat16
+    weights and AdamW, packed sequences, as torchtune's recipe for a single device runs them.
+
+    Raises NotPredictedError.
+    """
+    text = " ".join(str(row.get(key, "")) for key in ("technique", "model", "gpu")).lower()
     for pattern, reason in _REASONS.items():
         if re.search(pattern, text):
             raise NotPredictedError(reason)
-    raise NotPredictedError("this set-up is not described here")
+    if "seq" not in row or "batch_per_gpu" not in row:
+        raise NotPredictedError("batch size and length are not given")
+    shape = next((shape for name, shape in _SHAPES.items() if name in text), None)
+    if shape is None or "full finetune" not in text:
+        raise NotPredictedError("this set-up is not described here")
+    field = next(name for name in row if name.startswith("peak"))
+    tokens = torch.empty(row["batch_per_gpu"], row["seq"], dtype=torch.int64, device="meta")
+    graph = trace(
+        Llama(**shape, n_tokens=128256, length=row["seq"]),
+        (tokens, tokens),
+        optimizer=torch.optim.AdamW,
+        costs=Roofline(_card(row["gpu"])),
+    )
+    unit = _UNITS[field.rpartition("_")[2]]
+    step_s = tokens.numel() / row["tps"] if "tps" in row else None
+    share = None if step_s is None else graph.baseline_time_s / step_s
+    return plan_regions(graph, ()).peak_bytes / unit, row[field], share
+
+
+def _card(gpu: str) -> Hardware:
+    """Of a name such as "1xA100-80GB"."""
+    name = gpu.lower().removeprefix("1x")
+    try:
+        return named(f"rtx{name}" if name.isdigit() else name)
+    except ValueError:
+        raise NotPredictedError(f"no figures of {gpu} are known") from None

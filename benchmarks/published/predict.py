@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.published.eager import dropped_after, held_by_variables, in_place
 from benchmarks.published.errors import NotPredictedError
-from benchmarks.published.models import model_peak
+from benchmarks.published.models import model_step
 from benchmarks.published.scripts import SCRIPTS, Script
 from graphs.calls import Call
 from graphs.costs import Roofline
@@ -32,17 +32,20 @@ PYTORCHS_OWN = ("huggingface", "torch")
 @dataclass(frozen=True)
 class Prediction:
     """value, measured: in the row's unit. is_up_to_a_constant: earlier calls in the process have
-    left bytes on the card that the row does not tell; value is without them."""
+    left bytes on the card that the row does not tell; value is without them. rate_share: of the
+    card's peak rates, what a measured speed is."""
 
     value: float
     measured: float
     is_up_to_a_constant: bool = False
+    rate_share: float | None = None
 
 
 def predicted(row: Mapping[str, Any]) -> Prediction:
     """Raises NotPredictedError."""
     if row["level"] == "model":
-        return Prediction(*model_peak(row))
+        value, measured, rate_share = model_step(row)
+        return Prediction(value, measured, rate_share=rate_share)
     if row["provider"] not in PYTORCHS_OWN:
         raise NotPredictedError(
             f"provider {row['provider']}: its own kernels, whose memory no traced operator shows"
@@ -54,12 +57,21 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
         raise NotPredictedError(f"no figures of {row['gpu']} are known")
     if row["metric"] not in (PEAK, TIME):
         raise NotPredictedError(f"metric {row['metric']!r}; known are {PEAK!r} and {TIME!r}")
-    x = {name: int(value) for name, value in row["x"].items()}
-    script = SCRIPTS[row["op"]]({"date": row["date"], **row["config"], **x})
+    script = _script(row)
     graph = graph_of(script, hardware)
     if row["metric"] == TIME:
         return Prediction(1e3 * graph.baseline_time_s, row["value"])
     return Prediction(peak_mib(script, graph), row["value"], script.compiles)
+
+
+def _script(row: Mapping[str, Any]) -> Script:
+    try:
+        x = {name: int(value) for name, value in row["x"].items()}
+        return SCRIPTS[row["op"]]({"date": row["date"], **row["config"], **x})
+    except (KeyError, ValueError, TypeError) as error:
+        raise NotPredictedError(
+            f"its config is not one of the releases described here ({error!r})"
+        ) from error
 
 
 def _capacity_bytes(gpu: str) -> int:

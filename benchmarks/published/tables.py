@@ -41,7 +41,11 @@ def markdown(report: Row) -> str:
         ran(report),
         *(["## Peaks of modules", of_peaks(peaks), _table(peaks, "MiB")] if peaks else []),
         *(["## Times of modules", of_times(times), _table(times, "ms")] if times else []),
-        *(["## Whole models", _table(models, "GB or GiB, as in the row")] if models else []),
+        *(
+            ["## Whole models", of_models(models), _table(models, "GB or GiB, as in the row")]
+            if models
+            else []
+        ),
         NOTES,
         *_not_predicted([row for row in rows if "reason" in row]),
     ]
@@ -81,11 +85,12 @@ def is_met(row: Row) -> bool:
 def of_times(rows: Sequence[Row]) -> str:
     """Errors of the peak rates' times, and which share of the rates each card has reached."""
     errors = sorted(abs(row["off"]) for row in rows)
-    lines = [
+    lines = []
+    lines.append(
         f"{len(rows)} rows: by the cards' peak rates, nothing fitted, the median error is "
         f"{100 * statistics.median(errors):.1f} %, the largest {100 * errors[-1]:.1f} %. Shares of "
         "the peak rates that these rows have reached:"
-    ]
+    )
     for card in sorted({_card(row) for row in rows}):
         shares = sorted(row["off"] + 1.0 for row in rows if _card(row) == card)
         lines.append(
@@ -97,6 +102,17 @@ def of_times(rows: Sequence[Row]) -> str:
         "rows cannot tell shares of single kinds of operators apart."
     )
     return " ".join(lines)
+
+
+def of_models(rows: Sequence[Row]) -> str:
+    """Errors of peaks, and the shares of the peak rates that the steps have reached."""
+    worst = max(abs(row["off"]) for row in rows)
+    shares = [f"{_card(row)} {row['rate_share']:.2f}" for row in rows if "rate_share" in row]
+    return (
+        f"{len(rows)} set-ups without torch.compile are described well enough; the largest error is "
+        f"{100 * worst:.2f} %. Shares of the peak rates that their steps have reached: "
+        f"{', '.join(shares) or 'not measured'}."
+    )
 
 
 def _table(rows: Sequence[Row], unit: str) -> str:

@@ -46,6 +46,7 @@ def test_a_series_that_does_not_agree_is_not_predicted():
         ({"op": "an_op"}, "the script of an_op"),
         ({"gpu": "Card 9"}, "no figures of Card 9"),
         ({"metric": "watts"}, "metric 'watts'"),
+        ({"config": {}}, "not one of the releases described here"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(changed, reason):
@@ -54,6 +55,27 @@ def test_what_cannot_be_predicted_says_why(changed, reason):
     assert reason in markdown(
         {"circumstances": {"command": "", "date": "", "versions": {}}, "rows": [result]}
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"technique": "+compile"}, "Inductor"),
+        ({"technique": "BF16", "model": "Llama-3.2-3B full finetune"}, "are not given"),
+        ({"technique": "x", "model": "M", "seq": 1, "batch_per_gpu": 1}, "not described here"),
+    ],
+)
+def test_a_whole_model_that_is_not_described_says_why(model, reason):
+    row = {"level": "model", "source": "s", "gpu": "1xA100", "peak_GB": 1.0, "model": "", **model}
+    (result,) = compared([row])
+    assert reason in result["reason"]
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_whole_model_is_predicted():
+    rows = json.loads((DATA / "models.json").read_text())["rows"]
+    (result,) = compared([row for row in rows if row.get("technique") == "+packed"])
+    assert abs(result["off"]) < 0.015
 
 
 @pytest.mark.slow

@@ -8,15 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.published.llama import LlamaLayer, linear
 from graphs.calls import Call
 from graphs.graph import Graph
 from graphs.trace import trace_module
 
 BF16 = torch.bfloat16
-
-
-def linear(n_in: int, n_out: int, *, bias: bool = True) -> nn.Linear:
-    return nn.Linear(n_in, n_out, bias=bias, dtype=BF16, device="meta")
 
 
 class UnfusedLayer(nn.Module):
@@ -44,55 +41,6 @@ class UnfusedLayer(nn.Module):
 def dropped(x: torch.Tensor) -> torch.Tensor:
     """By CUDA's operator, whose mask has one byte; the CPU's keeps its noise in bfloat16."""
     return torch.native_dropout(x, 0.1, True)[0]
-
-
-class Norm(nn.Module):
-    def __init__(self, h: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(h, dtype=BF16, device="meta"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
-
-
-class LlamaLayer(nn.Module):
-    """As the transformers library writes it, with fused attention."""
-
-    def __init__(self, h: int, a: int, n_kv: int, i: int) -> None:
-        super().__init__()
-        self.a, self.n_kv, self.head = a, n_kv, h // a
-        self.before_attention, self.before_mlp = Norm(h), Norm(h)
-        n = n_kv * self.head
-        self.q, self.o = linear(h, h, bias=False), linear(h, h, bias=False)
-        self.k, self.v = linear(h, n, bias=False), linear(h, n, bias=False)
-        self.gate, self.up = linear(h, i, bias=False), linear(h, i, bias=False)
-        self.down = linear(i, h, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        b, s, h = x.shape
-        y = self.before_attention(x)
-        q, k, v = (
-            project(y).view(b, s, -1, self.head).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
-        )
-        q, k = (rotated(each, cos, sin) for each in (q, k))
-        k, v = (self.for_all_heads(each) for each in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).reshape(b, s, h))
-        y = self.before_mlp(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-    def for_all_heads(self, x: torch.Tensor) -> torch.Tensor:
-        b, n_kv, s, head = x.shape
-        shared = x[:, :, None].expand(b, n_kv, self.a // n_kv, s, head)
-        return shared.reshape(b, self.a, s, head)
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def graph_of(layer: nn.Module, *batch: torch.Tensor) -> Graph:
