@@ -109,7 +109,7 @@ def of_models(rows: Sequence[Row]) -> str:
     worst = max(abs(row["off"]) for row in rows)
     shares = [f"{_card(row)} {row['rate_share']:.2f}" for row in rows if "rate_share" in row]
     return (
-        f"{len(rows)} set-ups without torch.compile are described well enough; the largest error is "
+        f"Set-ups that are described well enough: {len(rows)}; the largest error is "
         f"{100 * worst:.2f} %. Shares of the peak rates that their steps have reached: "
         f"{', '.join(shares) or 'not measured'}."
     )
