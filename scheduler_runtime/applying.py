@@ -12,6 +12,7 @@ the error says what differs. In evaluation mode and without gradients the module
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def apply(
     *,
     on_mismatch: str = "error",
     cuda_graph: bool = False,
+    disk_directory: str | Path | None = None,
 ) -> nn.Module:
     """Replace the module's forward by the planned step; returns the same module.
 
@@ -69,6 +71,8 @@ def apply(
         planned anew.
     cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
         addresses are then fixed; see `scheduler_runtime.execute.cuda_graph` for what is refused.
+    disk_directory: on the disk that the plan copies tensors to, if it does. Nothing is left there
+        when the process has ended, however it ends.
 
     Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
     different steps; applied twice), TypeError (not a module and a plan).
@@ -87,6 +91,7 @@ def apply(
         [Plan.of(each) for each in plans],
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
+        disk_directory=disk_directory,
     )
     return model
 
@@ -106,7 +111,13 @@ class AppliedForward(PlannedForward):
     """Runs the plans that it was given; with on_mismatch="replan" also plans for other calls."""
 
     def __init__(
-        self, model: nn.Module, plans: Sequence[Plan], *, on_mismatch: str, cuda_graph: bool
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        *,
+        on_mismatch: str,
+        cuda_graph: bool,
+        disk_directory: str | Path | None,
     ) -> None:
         if not plans:
             raise ValueError("there is no plan to apply: the list is empty")
@@ -118,6 +129,7 @@ class AppliedForward(PlannedForward):
         super().__init__(model)
         self.plans = tuple(plans)
         self.on_mismatch = on_mismatch
+        self.disk_directory = disk_directory
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,7 +176,8 @@ class AppliedForward(PlannedForward):
             # A file may say anything. In the module's part the gradients of its outputs count from
             # the start; without their bytes this is at most what the whole step takes.
             tangent_bytes = sum(t.size_bytes for t in part.resident if t.kind == "tangent")
-            peak_bytes = simulate(part, schedule).peak_bytes - tangent_bytes
+            places = plan.request.places
+            peak_bytes = simulate(part, schedule, places=places).peak_bytes - tangent_bytes
             if peak_bytes > plan.request.available_bytes:
                 raise PlanMismatchError(
                     f"the plan takes at least {peak_bytes} bytes, and its budget leaves "
@@ -181,7 +194,10 @@ class AppliedForward(PlannedForward):
             step, found_schedule = replan(step, plan, str(reason))
             finish_measuring(costs)  # after replan, which may measure operators of other variants
             schedule = module_schedule(found_schedule, step.graph.module_part())
-        program = BoundProgram(step, build_program(step, schedule))
+        places, directory = plan.request.places, self.disk_directory
+        program = BoundProgram(
+            step, build_program(step, schedule, places=places, directory=directory)
+        )
         if self._recordings is None:
             return program
         return cuda_graphs.Recorded(program, model, call, self._recordings)

@@ -84,6 +84,11 @@ class _Writer:
             self._on_storage.setdefault(self._storage(node), []).append(node)
 
     def write(self, schedule: Schedule) -> None:
+        if schedule.has_copies:
+            raise ValueError(
+                "the plan copies tensors to host memory, which a compiled step cannot do; plan "
+                "without a host"
+            )
         joined = self._joined
         for node in joined.module.graph.find_nodes(op="placeholder"):
             self._define(node, self.graph.node_copy(node))
@@ -94,7 +99,7 @@ class _Writer:
                 for old in self._on_storage.get(op.tensor, ()):
                     self._live.pop(old, None)
                 continue
-            assert isinstance(op, Compute)  # module_schedule refuses copies
+            assert isinstance(op, Compute)
             node = joined.layout.calls.get(op.node)
             if node is None:
                 continue  # an update or a gradient's copy: the joined graph has nodes of its own

@@ -12,6 +12,7 @@ in the order of the forward pass runs the whole forward piece.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import fx
 
 from graphs.calls import same_strides
 from scheduler_runtime.execute.again import Again
+from scheduler_runtime.execute.copies import Copies
+from scheduler_runtime.execute.piece import Piece
 from scheduler_runtime.execute.program import Program
 
 
@@ -40,6 +43,11 @@ class Run:
         }
         self.state.update(program.constants)
         self._device = next((t.device for t in tensors.values()), torch.device("cpu"))
+        self._copies: Copies | None = None
+        if program.pools is not None and program.copies is not None:
+            self._copies = self.state[program.copies] = program.pools.open(self._device)
+            # a step without backward pass, too, gives back what it has
+            weakref.finalize(self, self._copies.close).atexit = False
         self.token = torch.empty(0, device=self._device, requires_grad=True)
         self.token_gradient = torch.empty(0, device=self._device)
         self._started = False
@@ -50,7 +58,7 @@ class Run:
         state, program = self.state, self.program
         # without autocast, whose casts are in the program, or autograd, which sees the links
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
-            program.forward.run(state)
+            self._run(program.forward)
         outputs = tuple(state[value] for value in program.made_outputs)
         # Remember the versions of what the backward pass reads and code outside can reach, by
         # storage: views share their base's storage and its version.
@@ -89,6 +97,8 @@ class Run:
         expected = [value is not None for value in tangents]
         if self.again is not None and expected != [each is not None for each in gradients]:
             self.state.clear()
+            if self._copies is not None:
+                self._copies.close()
             self._made = self.again.gradients(gradients)
             return
         for value, gradient in zip(tangents, gradients, strict=True):
@@ -132,14 +142,24 @@ class Run:
                     "pass, an in-place operator)"
                 )
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
-            piece.run(self.state)
+            self._run(piece)
         made = {node: self.state[value] for node, value in piece.gradients}
         for value in piece.handed_out:
             self.state.pop(value, None)
         if position == len(self.program.backward) - 1:
             self.state.clear()
             self.again = None
+            if self._copies is not None:
+                self._copies.close()
         return made
+
+    def _run(self, piece: Piece) -> None:
+        try:
+            piece.run(self.state)
+        except BaseException:
+            if self._copies is not None:
+                self._copies.close()
+            raise
 
 
 class Link(torch.autograd.Function):

@@ -61,7 +61,12 @@ def check_call(call: Call, device: torch.device) -> None:
 
 
 def check_program(bound: BoundProgram) -> None:
-    """Raise CudaGraphError where the program restores a generator's state."""
+    """Raise CudaGraphError where the program does on the host what a graph cannot record."""
+    if bound.program.pools is not None:
+        raise CudaGraphError(
+            "the plan copies tensors to host memory, on streams that a recording does not follow; "
+            "apply it without cuda_graph, or plan without a host"
+        )
     random = {
         str(node.args[0])
         for piece in (bound.program.forward, *bound.program.backward)

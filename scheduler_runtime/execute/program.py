@@ -17,6 +17,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +25,13 @@ from torch import fx
 
 from graphs.capture import Overwrite, is_random
 from graphs.trace import CapturedStep
+from scheduler_runtime.execute.copies import Pools
+from scheduler_runtime.execute.copy_calls import CopyCalls, check_copies
+from scheduler_runtime.execute.copy_layout import CopyLayout, copy_layout
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
-from solver.schedule import Compute, Free, Schedule
+from solver.common import format_both
+from solver.schedule import Compute, Free, Places, Schedule
 
 LEAST_IN_PIECE = 24
 """Minimum of values that a piece of the backward pass defines, unless gradients accumulate."""
@@ -50,6 +55,8 @@ class Program:
     titles: of sources, for messages ("buffer 'norm.running_mean'").
     reachable: tensors that code outside can reach: inputs, constants, outputs.
     read_backward: what the backward pass depends on and does not compute itself.
+    copies: the value that is the step's `Copies` (None: the schedule has none).
+    pools: where they come from.
     """
 
     forward: Piece
@@ -64,13 +71,39 @@ class Program:
     titles: Mapping[Value, str]
     reachable: tuple[Value, ...]
     read_backward: frozenset[Value]
+    copies: Value | None = None
+    pools: Pools | None = None
 
 
-def build_program(step: CapturedStep, schedule: Schedule) -> Program:
-    """Generate the program of a legal schedule of the module's part of `step.graph`."""
-    line = _Line(step, schedule)
+def build_program(
+    step: CapturedStep,
+    schedule: Schedule,
+    *,
+    places: Places | None = None,
+    directory: str | Path | None = None,
+) -> Program:
+    """Generate the program of a legal schedule of the module's part of `step.graph`.
+
+    places: what the schedule copies to (None: as much as it takes).
+    directory: on the disk that it copies to, if it does.
+
+    Raises ValueError for copies that cannot be made.
+    """
+    if not schedule.has_copies:
+        line = _Line(step, schedule, None)
+        line.emit()
+        return line.program(None)
+    part = step.graph.module_part()
+    check_copies(part, schedule)
+    layout = copy_layout(part, schedule, places)
+    if layout.disk_bytes and directory is None:
+        raise ValueError(
+            f"the plan copies {format_both(layout.disk_bytes)} to a disk: name a directory there, "
+            'apply(model, plan, disk_directory="/scratch")'
+        )
+    line = _Line(step, schedule, layout)
     line.emit()
-    return line.program()
+    return line.program(Pools(layout, None if directory is None else Path(directory)))
 
 
 class _Line:
@@ -79,9 +112,12 @@ class _Line:
     "Traced" nodes are those of the captured graph; values are nodes of the line.
     """
 
-    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
+    def __init__(
+        self, step: CapturedStep, schedule: Schedule, copy_layout: CopyLayout | None
+    ) -> None:
         self.step = step
         self.layout = step.layout
+        self.copy_layout = copy_layout
         self.schedule = schedule
         self.graph = fx.Graph()
         self.sources: dict[fx.Node, Value] = {}
@@ -94,6 +130,7 @@ class _Line:
         self._finished: list[list[tuple[fx.Node, Value]]] = []  # gradients of each piece
         self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the current piece
         self._outputs: tuple[Any, ...] = ()
+        self._copying: CopyCalls | None = None
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
 
     def emit(self) -> None:
@@ -103,17 +140,29 @@ class _Line:
         for node in self.step.captured.graph.nodes:
             if node.op == "placeholder":
                 self.sources[node] = self._current[node] = self.graph.placeholder(node.name)
+        if self.copy_layout is not None:
+            self._copying = CopyCalls(
+                graph,
+                self.copy_layout,
+                self.graph,
+                values=self._made_on,
+                define=self._define,
+            )
         n_forward, in_forward = len(graph.forward_nodes), True
         started: set[str] = set()
         for index, op in enumerate(self.schedule.ops):
             if isinstance(op, Free):
-                for node in self._of_storage.pop(op.tensor, ()):
-                    self._current.pop(node, None)
+                self._free(op.tensor)
                 continue
-            assert isinstance(op, Compute)  # module_schedule refuses copies
+            if not isinstance(op, Compute):
+                assert self._copying is not None
+                self._copying.op(index, op)
+                continue
             if in_forward and len(started) == n_forward:
                 self._end_forward()
                 in_forward = False
+            node = graph.node_by_name[op.node]
+            replaced = {} if self._copying is None else self._copying.before(node)
             if op.node in layout.updates:
                 target, new_value = layout.updates[op.node]
                 self.graph.call_function(
@@ -128,12 +177,29 @@ class _Line:
             elif op.node in layout.calls:
                 self._call(op.node, again=op.node in started, repeats=n_runs[op.node] > 1)
             started.add(op.node)
+            if self._copying is not None:
+                self._copying.after(node, replaced)
             if index in due:
                 self._finish(due[index])
         if in_forward:
             self._end_forward()
         self._finish(due.get(len(self.schedule.ops), []))
         self._end_piece()
+
+    def _free(self, tensor: str) -> None:
+        if self._copying is not None:
+            self._copying.free(tensor)
+        for node in self._of_storage.pop(tensor, ()):
+            self._current.pop(node, None)
+
+    def _made_on(self, tensor: str) -> dict[fx.Node, Value]:
+        """The live values of a tensor that operators have made: views of them are derived again."""
+        values = {n: self._current[n] for n in self._of_storage.get(tensor, ())}
+        return {node: value for node, value in values.items() if self._is_made(node)}
+
+    def _is_made(self, node: fx.Node) -> bool:
+        call = node.args[0] if node.target is operator.getitem else node
+        return isinstance(call, fx.Node) and call.name in self.layout.calls
 
     def _gradients_due(self) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
         """Index of an op of the schedule -> the leaves, with gradients, that leave after it.
@@ -150,8 +216,8 @@ class _Line:
         for index, op in enumerate(self.schedule.ops):
             if isinstance(op, Free):
                 freed[op.tensor] = index
+            if not isinstance(op, Compute):
                 continue
-            assert isinstance(op, Compute)
             last_run[op.node] = index
             last_read |= dict.fromkeys(graph.node_by_name[op.node].inputs, index)
         backward = min((last_run[node.name] for node in graph.later_nodes), default=0)
@@ -271,7 +337,7 @@ class _Line:
         self._finished.append(self._leaving)
         self._leaving = []
 
-    def program(self) -> Program:
+    def program(self, pools: Pools | None) -> Program:
         """Cut the line into pieces and generate the code of each."""
         captured = self.step.captured
         line = list(self.graph.nodes)
@@ -280,8 +346,10 @@ class _Line:
         made = tuple(v for v in self._outputs if isinstance(v, fx.Node) and v.graph is self.graph)
         wanted = [{value for _, value in finished} for finished in self._finished]
         wanted[0].update(made)
+        copies = None if self._copying is None else self._copying.copies
         resident = {
             *self.constants,
+            *(() if copies is None else (copies,)),
             *(v for node, v in self.sources.items() if captured.sources[node].kind != "tangent"),
         }
         pieces: list[Piece] = []
@@ -324,4 +392,6 @@ class _Line:
             | {value: captured.sources[node].title for node, value in self.sources.items()},
             reachable=(*self.sources.values(), *self.constants, *made),
             read_backward=frozenset(read_backward - indifferent),
+            copies=copies,
+            pools=pools,
         )

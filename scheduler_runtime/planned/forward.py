@@ -186,15 +186,7 @@ def refuse_second(model: nn.Module) -> None:
 
 
 def module_schedule(schedule: Schedule, part: Graph) -> Schedule:
-    """The schedule without the ops that the caller runs: a loss outside, the optimizer.
-
-    Raises ValueError where it copies to the host.
-    """
-    if schedule.has_copies:
-        raise ValueError(
-            "the schedule copies tensors to host memory, which cannot be run yet; plan without a "
-            "host, or simulate it"
-        )
+    """The schedule without the ops that the caller runs: a loss outside, the optimizer."""
     ops = tuple(
         op
         for op in schedule.ops

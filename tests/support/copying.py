@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from graphs.graph import Graph
@@ -93,17 +93,24 @@ def away(graph: Graph, schedule: Schedule, chosen: Iterable[Gap]) -> Schedule:
     return with_ops_before(schedule, inserted)
 
 
-def random_copies(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedule:
+def leaving(graph: Graph) -> frozenset[str]:
+    """The storages that the step hands out."""
+    return frozenset(map(graph.root, graph.outputs))
+
+
+def random_copies(
+    graph: Graph, schedule: Schedule, rng: random.Random, *, without: Collection[str] = ()
+) -> Schedule:
     """Storages away in random gaps, by way of the disk now and then; mostly legal.
 
-    Illegal where a copy outlives an overwriting of its storage.
+    Illegal where a copy outlives an overwriting of its storage. without: those that stay.
     """
     share = rng.choice((0.2, 0.5, 1.0))
     inserted: dict[int, list[Op]] = defaultdict(list)
     on_host: set[str] = set()
     on_disk: set[str] = set()
     for gap in gaps(graph, schedule):
-        if rng.random() > share:
+        if rng.random() > share or gap.storage in without:
             continue
         s = gap.storage
         ops: list[Op] = [] if s in on_host else [Store(s)]

@@ -1,0 +1,239 @@
+"""The copies of one step: which storage is where, and what has to wait for what.
+
+The generated program calls these methods where its schedule has the ops. The rules of the waits
+are those of `solver.schedule.streams`: there they are times, here events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scheduler_runtime.execute.copy_layout import CopyLayout
+from scheduler_runtime.execute.copy_streams import CopyStreams, Done, streams_for
+from scheduler_runtime.execute.spill_file import CopyError, Job, SpillFile
+from solver.common import format_both
+
+
+class Pools:
+    """The host memory and the file for the steps of one program.
+
+    One block and one file serve step after step. While a step's backward pass is still to come,
+    another forward pass gets a block and a file of its own.
+
+    directory: for files (None: the layout needs none).
+    """
+
+    def __init__(self, layout: CopyLayout, directory: Path | None) -> None:
+        self.layout = layout
+        self._directory = directory
+        self._free: list[Pool] = []
+        self.n_pools = 0
+
+    def open(self, device: torch.device) -> Copies:
+        """For one step. Raises CopyError where there is no room."""
+        if self._free:
+            pool = self._free.pop()
+        else:
+            pool = Pool.of(self.layout, device, self._directory)
+            self.n_pools += 1
+        return Copies(pool, self._free)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """host: a block of bytes, pinned where the device is CUDA. file: None where none is needed."""
+
+    host: torch.Tensor
+    file: SpillFile | None
+    streams: CopyStreams
+
+    @classmethod
+    def of(cls, layout: CopyLayout, device: torch.device, directory: Path | None) -> Pool:
+        pinned = device.type == "cuda"
+        try:
+            host = torch.empty(layout.host_bytes, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise CopyError(
+                f"the step needs {format_both(layout.host_bytes)} of {'pinned ' * pinned}host "
+                f"memory for copies of tensors, and the system refuses them: {error}"
+            ) from error
+        file = None
+        if layout.disk_bytes:
+            assert directory is not None
+            file = SpillFile(directory, layout.disk_bytes)
+        return cls(host, file, streams_for(device))
+
+
+@dataclass
+class Held:
+    """A copy at bytes start to stop of its place. ready: it is whole. busy: copies from and to it.
+
+    aside: on the host, outside of the pool: the storage is larger than planned, as batch norm's
+        statistics under autocast are, and has no room there or in the file.
+    """
+
+    start: int
+    stop: int
+    ready: Done
+    busy: list[Done]
+    aside: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor without its memory."""
+
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        offset, strides = int(tensor.storage_offset()), tensor.stride()
+        return cls(tensor.dtype, tensor.device, offset, tensor.shape, strides)
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.shape, self.strides)
+
+
+class Copies:
+    """What one step has copied where. storage: the name of a root tensor.
+
+    Its pool goes back to `free` when it is closed.
+    """
+
+    def __init__(self, pool: Pool, free: list[Pool]) -> None:
+        self._pool: Pool | None = pool
+        self._free = free
+        self._forms: dict[str, tuple[Form, ...]] = {}
+        self._on_host: dict[str, Held] = {}
+        self._on_disk: dict[str, Held] = {}
+        self._given_up: dict[str, list[Held]] = {"host": [], "disk": []}
+        self._arriving: dict[str, Done] = {}
+        self._on_device: dict[str, list[Done]] = {}  # copies from and to the storage there
+
+    def store(self, storage: str, start: int, stop: int, *tensors: torch.Tensor) -> None:
+        """Copy to these bytes of the host. tensors: on the storage, to be brought back."""
+        source, aside = _bytes_of(tensors[0]), None
+        if source.numel() > stop - start:
+            aside = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+            start = 0
+        stop = start if aside is not None else start + source.numel()
+        target = self._host(start, stop) if aside is None else aside
+        after = self._using("host", start, stop)
+        if storage in self._arriving:
+            after.append(self._arriving[storage])
+        done = self._streams.out(target, source, after)
+        self._forms[storage] = tuple(map(Form.of, tensors))
+        self._on_host[storage] = Held(start, stop, done, [done], aside)
+        self._on_device.setdefault(storage, []).append(done)
+
+    def fetch(self, storage: str) -> list[torch.Tensor]:
+        """The tensors of `store`, in new memory; they may be read after `arrive`."""
+        held, forms = self._on_host[storage], self._forms[storage]
+        source = self._host(held.start, held.stop) if held.aside is None else held.aside
+        target = torch.empty_like(source, device=forms[0].device, pin_memory=False)
+        done = self._streams.back(target, source, [held.ready])
+        held.busy.append(done)
+        self._arriving[storage] = done
+        self._on_device.setdefault(storage, []).append(done)
+        return [form.on(target.untyped_storage()) for form in forms]
+
+    def arrive(self, storage: str) -> None:
+        """What is computed from now on may read it."""
+        self._arriving[storage].hold_compute()
+
+    def leave(self, storage: str, *tensors: torch.Tensor) -> None:
+        """The device's memory of the storage may be used again. tensors: hold it until here."""
+        del tensors
+        self._arriving.pop(storage, None)
+        for done in self._on_device.pop(storage, ()):
+            done.hold_compute()
+
+    def drop(self, storage: str) -> None:
+        self._given_up["host"].append(self._on_host.pop(storage))
+
+    def spill(self, storage: str, start: int) -> None:
+        """Copy to the file's bytes from `start`."""
+        held = self._on_host[storage]
+        if held.aside is not None:
+            self._on_disk[storage] = held
+            return
+        stop = start + held.stop - held.start
+        after = [held.ready, *self._using("disk", start, stop)]
+        done = self._file.write(self._host(held.start, held.stop), start, after)
+        held.busy.append(done)
+        self._on_disk[storage] = Held(start, stop, done, [done])
+
+    def load(self, storage: str, start: int) -> None:
+        """Copy back to the host's bytes from `start`."""
+        held = self._on_disk[storage]
+        if held.aside is not None:
+            self._on_host[storage] = held
+            return
+        stop = start + held.stop - held.start
+        after = [held.ready, *self._using("host", start, stop)]
+        done = self._file.read(self._host(start, stop), held.start, after)
+        held.busy.append(done)
+        self._on_host[storage] = Held(start, stop, done, [done])
+
+    def delete(self, storage: str) -> None:
+        self._given_up["disk"].append(self._on_disk.pop(storage))
+
+    def close(self) -> None:
+        """The step has ended, or will not; its pool may serve the next.
+
+        Where the disk has failed, the pool is left to this step.
+        """
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        pool.streams.settle()
+        places = (self._on_host.values(), self._on_disk.values(), *self._given_up.values())
+        jobs = [
+            done
+            for held in (held for place in places for held in place)
+            for done in held.busy
+            if isinstance(done, Job)
+        ]
+        if all(job.succeeded() for job in jobs):  # waits for each
+            self._free.append(pool)
+
+    def _using(self, place: str, start: int, stop: int) -> list[Done]:
+        """The copies from and to what was given up in these bytes."""
+        return [
+            done
+            for held in self._given_up[place]
+            if held.start < stop and start < held.stop
+            for done in held.busy
+        ]
+
+    def _host(self, start: int, stop: int) -> torch.Tensor:
+        return self._open.host[start:stop]
+
+    @property
+    def _open(self) -> Pool:
+        assert self._pool is not None
+        return self._pool
+
+    @property
+    def _streams(self) -> CopyStreams:
+        return self._open.streams
+
+    @property
+    def _file(self) -> SpillFile:
+        assert self._open.file is not None
+        return self._open.file
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of its storage."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,143 @@
+"""The copies of a schedule as calls in the generated program.
+
+Each op becomes a call of the method of `copies.Copies` with its name. Two calls are added: `arrive`
+before the first computation that reads what is being fetched, and `leave` where the last tensor on
+a storage that was copied is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import fx
+
+from graphs.graph import Graph, Node
+from scheduler_runtime.execute.copy_layout import CopyLayout
+from scheduler_runtime.execute.piece import Value
+from solver.schedule import Copy, Delete, Drop, Fetch, Load, Schedule, Spill, Store, needs
+
+Values = Mapping[fx.Node, Value]
+"""Traced node -> its live value."""
+
+
+class CopyCalls:
+    """Appends the calls to a line, and follows what is on the device meanwhile.
+
+    copies: the value of the step's `Copies`.
+    values: tensor -> the live values that operators have made on it, without views of them.
+    define: gives a traced node a value.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        layout: CopyLayout,
+        line: fx.Graph,
+        *,
+        values: Callable[[str], Values],
+        define: Callable[[fx.Node, Value], None],
+    ) -> None:
+        self.copies = line.placeholder("copies")
+        self._graph = graph
+        self._layout = layout
+        self._line = line
+        self._values = values
+        self._define = define
+        self._live: dict[str, set[str]] = {}  # storage -> live tensors on it
+        self._ran: set[str] = set()
+        self._overwritten: set[str] = set()
+        self._copied: set[str] = set()  # on the device, and copied from or to it since it came
+        self._arriving: set[str] = set()
+        self._stored: dict[str, tuple[fx.Node, ...]] = {}
+
+    def free(self, tensor: str) -> None:
+        """Right before the tensor's values go."""
+        storage = self._graph.root(tensor)
+        if self._live[storage] == {tensor}:
+            self._leave(storage, self._values(tensor).values())
+        self._live[storage].discard(tensor)
+
+    def before(self, node: Node) -> dict[str, tuple[Value, ...]]:
+        """Right before the node is called. Returns the copied storages that it replaces."""
+        for storage in dict.fromkeys(map(self._graph.root, needs(self._graph, node))):
+            if storage in self._arriving:
+                self._call("arrive", storage)
+                self._arriving.discard(storage)
+        replaced = (name for name in node.outputs if name in self._copied)
+        return {
+            name: tuple(self._values(name).values()) for name in replaced if self._is_root(name)
+        }
+
+    def after(self, node: Node, replaced: Mapping[str, tuple[Value, ...]]) -> None:
+        for storage, values in replaced.items():
+            self._leave(storage, values)
+        for name in node.outputs:
+            self._live.setdefault(self._graph.root(name), set()).add(name)
+        self._ran.add(node.name)
+        if node.overwrites is not None:
+            self._overwritten.update(self._on(self._graph.root(node.overwrites)))
+            self._overwritten.difference_update(node.outputs)
+
+    def op(self, position: int, op: Copy | Drop | Delete) -> None:
+        storage, at = op.storage, self._layout.address.get(position, 0)
+        if isinstance(op, Store):
+            self._store(storage, at)
+        elif isinstance(op, Fetch):
+            self._fetch(storage)
+        elif isinstance(op, Spill):
+            self._call("spill", storage, at)
+        elif isinstance(op, Load):
+            self._call("load", storage, at)
+        else:
+            self._call("drop" if isinstance(op, Drop) else "delete", storage)
+
+    def _store(self, storage: str, at: int) -> None:
+        known = [name for name in self._on(storage) if name not in self._overwritten]
+        values = {node: v for name in known for node, v in self._values(name).items()}
+        if not values:
+            raise ValueError(
+                f"the schedule stores {storage!r} while only what was overwritten there is live"
+            )
+        stop = at + self._graph.tensor_by_name[storage].size_bytes
+        self._call("store", storage, at, stop, *values.values())
+        self._stored[storage] = tuple(values)
+        self._copied.add(storage)
+
+    def _fetch(self, storage: str) -> None:
+        fetched = self._call("fetch", storage)
+        for index, node in enumerate(self._stored[storage]):
+            self._define(node, self._line.call_method("__getitem__", (fetched, index)))
+        self._live[storage] = {
+            name
+            for name in self._on(storage)
+            if self._graph.producer[name].name in self._ran and name not in self._overwritten
+        }
+        self._copied.add(storage)
+        self._arriving.add(storage)
+
+    def _leave(self, storage: str, values: Iterable[Value]) -> None:
+        if storage in self._copied:
+            self._call("leave", storage, *values)
+            self._copied.discard(storage)
+            self._arriving.discard(storage)
+
+    def _call(self, method: str, *arguments: Any) -> Value:
+        return self._line.call_method(method, (self.copies, *arguments))
+
+    def _on(self, storage: str) -> tuple[str, ...]:
+        return storage, *self._graph.views.get(storage, ())
+
+    def _is_root(self, name: str) -> bool:
+        return self._graph.root(name) == name
+
+
+def check_copies(graph: Graph, schedule: Schedule) -> None:
+    """Raises ValueError for copies of what leaves the program: whoever received it holds it."""
+    leaving = {graph.root(name) for name in graph.outputs}
+    for op in schedule.ops:
+        if isinstance(op, Store) and op.storage in leaving:
+            raise ValueError(
+                f"the schedule stores {op.storage!r}, which leaves the step (an output of the "
+                "model, or a gradient): its memory is the caller's, and is not freed by a copy"
+            )

@@ -1,0 +1,95 @@
+"""A file on the disk that holds copies of storages during a step.
+
+The file has no name in its directory (`tempfile.TemporaryFile`: O_TMPFILE, or unlinked as soon as
+it is made), so the system takes it back when the process ends, however it ends, and no two
+processes meet. All of its bytes are reserved before the step: a disk without room is an error then,
+and not in the middle of it. Reads and writes run in a thread for each direction, beside the step.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scheduler_runtime.execute.copy_streams import Done
+from solver.common import format_both
+
+
+class CopyError(RuntimeError):
+    """A storage could not be copied to the host or the disk, or back; the step has no result.
+
+    Parameters are as before the step; gradients may have been added up in part.
+    """
+
+
+class Job:
+    """A read or write that runs in a thread."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def hold_compute(self) -> None:
+        self.hold_host()  # the host gives the device its work: what is not given yet waits
+
+    def hold_host(self) -> None:
+        self._future.result()
+
+    def succeeded(self) -> bool:
+        return self._future.exception() is None
+
+
+class SpillFile:
+    """`size_bytes` of a disk. Raises CopyError where the directory has no room for them."""
+
+    def __init__(self, directory: Path, size_bytes: int) -> None:
+        what = f"{format_both(size_bytes)} for copies of tensors in {str(directory)!r}"
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+            os.posix_fallocate(self._file.fileno(), 0, max(1, size_bytes))
+        except OSError as error:
+            raise CopyError(
+                f"the step needs {what}, and the disk refuses them: {error.strerror}; nothing was "
+                "run. Name another directory, make room, or plan with a smaller disk"
+            ) from error
+        self._writer = ThreadPoolExecutor(1, "spill")
+        self._reader = ThreadPoolExecutor(1, "load")
+        self._directory = directory
+
+    def write(self, source: torch.Tensor, at: int, after: Iterable[Done]) -> Done:
+        """source: bytes in host memory, which nothing changes until this has ended."""
+        return Job(self._writer.submit(self._all, os.pwrite, source, at, tuple(after)))
+
+    def read(self, target: torch.Tensor, at: int, after: Iterable[Done]) -> Done:
+        return Job(self._reader.submit(self._all, os.preadv, target, at, tuple(after)))
+
+    def _all(
+        self,
+        call: Callable[..., int],
+        held: torch.Tensor,
+        at: int,
+        after: tuple[Done, ...],
+    ) -> None:
+        for done in after:
+            done.hold_host()
+        left: Any = memoryview(held.numpy())  # type: ignore[arg-type]
+        while left:
+            try:
+                n_bytes = call(self._file.fileno(), left if call is os.pwrite else [left], at)
+            except OSError as error:
+                raise self._failed(call, str(error.strerror)) from error
+            if n_bytes == 0:
+                raise self._failed(call, "the file is shorter than it was")
+            left, at = left[n_bytes:], at + n_bytes
+
+    def _failed(self, call: Callable[..., int], reason: str) -> CopyError:
+        what = "written to" if call is os.pwrite else "read from"
+        return CopyError(
+            f"a copy of a tensor could not be {what} the disk in {str(self._directory)!r}: "
+            f"{reason}. The step has no result; set the gradients to None before the next one"
+        )
