@@ -36,6 +36,7 @@ from graphs.calls import (
 from graphs.capture import (
     Capture,
     Layout,
+    Planned,
     at_each_checkpoint,
     caching_configs,
     capture,
@@ -257,11 +258,15 @@ def trace_module(
     gradients: str,
     costs: CostModel | None,
     rewrites: Iterable[str] = (),
+    opaque: Planned = (),
 ) -> CapturedStep:
-    """Trace the module alone, without outside loss and optimizer. `costs=None`: all zero."""
+    """Trace the module alone, without outside loss and optimizer. `costs=None`: all zero.
+
+    opaque: of the environment of a plan for this step.
+    """
     if device is not None:
         refuse_other(device)
-    captured = capture(model, call, device=device, choose=choose)
+    captured = capture(model, call, device=device, choose=choose, planned=opaque)
 
     def remake(variant: Variant) -> CapturedStep:
         return _extracted(
@@ -321,6 +326,11 @@ def _extracted(
                 "gradients": gradients,
                 "gradient_outputs": list(captured.gradient_outputs),
                 "values_read": _values_read(captured),
+                **(
+                    {"opaque": [each.described() for each in captured.opaque]}
+                    if captured.opaque
+                    else {}
+                ),
             },
         ),
     )

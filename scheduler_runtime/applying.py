@@ -216,6 +216,7 @@ class AppliedForward(PlannedForward):
             gradients=environment.get("gradients", "fresh"),
             costs=costs,
             rewrites=self.plan.rewrites,
+            opaque=environment.get("opaque", ()),
         )
 
 

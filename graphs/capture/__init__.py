@@ -9,6 +9,7 @@ from graphs.capture.extraction import (
 )
 from graphs.capture.generation_cache import caching_configs
 from graphs.capture.joint_graph import Capture, Source, capture, fake_output, one_at_a_time
+from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.refuse import (
     HOOKS,

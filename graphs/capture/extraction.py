@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from graphs.calls import TraceError
 from graphs.capture.as_eager import own_generator
 from graphs.capture.joint_graph import Capture
+from graphs.capture.opaque import OpaqueForward
 from graphs.graph import Kind, Node, Phase, Tensor
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -219,6 +220,8 @@ class _Extraction:
         target = node.target
         if getattr(target, "namespace", "").startswith(("_c10d", "c10d")):
             return False  # a collective must run equally often on every rank
+        if isinstance(target, OpaqueForward) and not target.recomputable:
+            return False
         if is_random(node):
             if _device_of(node) not in ("cpu", "cuda"):
                 return False  # its random numbers cannot be replayed

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -45,6 +45,7 @@ from graphs.calls import HOLE, Call, TraceError, nested
 from graphs.capture.as_eager import Guard, eager_branches, eager_kernels
 from graphs.capture.filled_once import filled_once, put_meanwhile
 from graphs.capture.generation_cache import no_cache
+from graphs.capture.opaque import OpaquePart, Planned, StandIn, bind, with_opaque_parts
 from graphs.capture.refuse import (
     HeldTensor,
     SideEffectError,
@@ -110,6 +111,7 @@ class Capture:
     guards: values that the module read; a call with other values needs another program.
     held: tensors in plain attributes of the module, which are constants of the program.
     filled: those that the module's first call puts there.
+    opaque: modules that cannot be traced; each call is one forward and one backward node.
     """
 
     graph: torch.fx.Graph
@@ -125,6 +127,7 @@ class Capture:
     guards: tuple[Guard, ...]
     held: tuple[HeldTensor, ...]
     filled: tuple[HeldTensor, ...] = ()
+    opaque: tuple[OpaquePart, ...] = ()
 
     def copy(self) -> Capture:
         """The same with a graph of its own, which may be changed; nodes have the same names."""
@@ -156,27 +159,36 @@ def capture(
     *,
     device: torch.device | None,
     choose: Callable[[Any], tuple[int, ...]],
+    planned: Planned = (),
 ) -> Capture:
     """Capture forward and backward of `model` called with `call`.
 
     device: of the fake tensors (None: that of the real ones).
     choose: flat model output -> indices of the outputs that get a gradient.
+    planned: the opaque parts of a plan for this step.
     Raises TraceError with the reason.
     """
-    captured, filled = _with_filled(
-        model, call, device, lambda: _captured(model, call, device=device, choose=choose)
-    )
-    return replace(captured, filled=filled)
+
+    def traced(standing: Sequence[StandIn]) -> Capture:
+        def run() -> Capture:
+            return _captured(model, call, standing, device=device, choose=choose)
+
+        captured, filled = _with_filled(model, call, device, run, standing)
+        return replace(captured, filled=filled)
+
+    captured, opaque = with_opaque_parts(model, call, device, traced, planned=planned)
+    return replace(captured, opaque=opaque)
 
 
 def _captured(
     model: nn.Module,
     call: Call,
+    standing: Sequence[StandIn],
     *,
     device: torch.device | None,
     choose: Callable[[Any], tuple[int, ...]],
 ) -> Capture:
-    shell = Shell(model, call, choose=choose, device=device)
+    shell = Shell(model, call, choose=choose, device=device, standing=standing)
     # The cache of results on fake tensors ignores storage offsets: without this, sizes would depend
     # on what this process has traced before.
     FakeTensorMode.cache_clear()
@@ -185,10 +197,11 @@ def _captured(
         stack.enter_context(_module_paths(model))
         # `backward()` is called after the autocast context has ended.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-        stack.enter_context(_tracing(model))
+        stack.enter_context(_tracing(model, standing))
         refuse_parametrization_cache(model)
         with attributes_unchanged(model):
             joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
+        bind(joint.graph_module.graph, standing)
         shell.mode.read.refuse_hidden(call.rest)
         return _read(joint, shell)
 
@@ -197,33 +210,40 @@ def _captured(
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
     """What the model returns for this call, on fake tensors; nothing is recorded."""
 
-    def run() -> Any:
-        shell = Shell(model, call, choose=lambda _output: (), device=device)
-        with _tracing(model), attributes_unchanged(model), shell.mode:
-            return shell.call(shell.batch)
+    def traced(standing: Sequence[StandIn]) -> Any:
+        def run() -> Any:
+            shell = _shell(model, call, device, standing)
+            with _tracing(model, standing), attributes_unchanged(model), shell.mode:
+                return shell.call(shell.batch)
 
-    output, _ = _with_filled(model, call, device, run)
+        return _with_filled(model, call, device, run, standing)[0]
+
+    output, _ = with_opaque_parts(model, call, device, traced)
     return output
 
 
 def _with_filled(
-    model: nn.Module, call: Call, device: torch.device | None, run: Callable[[], _R]
+    model: nn.Module,
+    call: Call,
+    device: torch.device | None,
+    run: Callable[[], _R],
+    standing: Sequence[StandIn],
 ) -> tuple[_R, tuple[HeldTensor, ...]]:
     """What `run` returns; where it fails, once more with the attributes that a call fills."""
     try:
         return run(), ()
     except TraceError:
-        shell = Shell(model, call, choose=lambda _output: (), device=device)
+        shell = _shell(model, call, device, standing)
         first = Recorded(shell)
         filled: tuple[HeldTensor, ...] = ()
-        with contextlib.suppress(TraceError), _tracing(model):
+        with contextlib.suppress(TraceError), _tracing(model, standing):
             filled = filled_once(model, shell.mode, first.run)
         if not filled:
             raise
     with put_meanwhile(model, filled):
         result = run()
-        later = Recorded(Shell(model, call, choose=lambda _output: (), device=device))
-        with _tracing(model), attributes_unchanged(model), later.shell.mode:
+        later = Recorded(_shell(model, call, device, standing))
+        with _tracing(model, standing), attributes_unchanged(model), later.shell.mode:
             later.run()
     if not same_steps(first.steps, later.steps):
         where, attribute = filled[0].module or type(model).__name__, filled[0].attribute
@@ -236,12 +256,22 @@ def _with_filled(
     return result, filled
 
 
+def _shell(
+    model: nn.Module, call: Call, device: torch.device | None, standing: Sequence[StandIn]
+) -> Shell:
+    """For a forward pass alone."""
+    return Shell(model, call, choose=lambda _output: (), device=device, standing=standing)
+
+
 @contextlib.contextmanager
-def _tracing(model: nn.Module) -> Iterator[None]:
-    """Every error inside becomes a TraceError that says where in the user's code it arose."""
+def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
+    """Every error inside becomes a TraceError that says where in the user's code it arose.
+
+    standing: for modules that are not traced.
+    """
     with eager_branches(), no_cache(model):
         try:
-            refuse_hooks(model)
+            refuse_hooks(model, but=[each.module for each in standing])
             yield
         except TraceError:
             raise

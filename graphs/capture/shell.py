@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.calls import HOLE, Call, TraceError, nested, strided_like
 from graphs.capture.as_eager import KnowingMode, Leaf, casts_once
+from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import buffers_of, random_states_untouched, refuse_replaced_buffers
 
 
@@ -49,8 +50,10 @@ class Shell(nn.Module):
         *,
         choose: Callable[[Any], tuple[int, ...]],
         device: torch.device | None,
+        standing: Sequence[StandIn] = (),
     ) -> None:
         super().__init__()
+        self._standing = tuple(standing)
         self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
         self._paths: dict[str, str] = {}  # by the name here
         self._cache_enabled = torch.is_autocast_cache_enabled()
@@ -101,6 +104,8 @@ class Shell(nn.Module):
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output for the shell's parameters and these tensors."""
         model, call, _ = self._outside
+        for each in self._standing:
+            each.begin()
         own: dict[torch.Tensor, torch.Tensor]
         own = {p: getattr(self, f"p{i}") for i, p in enumerate(model.parameters())}
         own |= {b: getattr(self, f"b{i}") for i, b in enumerate(model.buffers())}

@@ -1,10 +1,12 @@
 """Seconds and workspace bytes of an operator: roofline, measured, cached on disk."""
 
 from graphs.costs.cache import CostCache, circumstances
+from graphs.costs.cuda_peaks import CudaPeaks
 from graphs.costs.defaults import default_costs, finish_measuring, measured
 from graphs.costs.loops import RowLoop
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 from graphs.costs.models import Cost, CostModel, Measured, Roofline, from_description
 from graphs.costs.node_costs import NodeCosts
+from graphs.costs.observed import ObservedRun, OperatorCalls
 from graphs.costs.operators import OpCall, bytes_moved, flops_of
 from graphs.costs.tracker import Tracker

@@ -22,6 +22,7 @@ from graphs.costs.cache import CostCache
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
 from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
+from graphs.costs.observed import observed_run
 from graphs.costs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.workspace import cpu_workspace_bytes
 from graphs.hardware import Hardware, card_called, named
@@ -80,6 +81,8 @@ class Roofline:
             return Cost(time_s=0.0)
         if (loop := row_loop(call)) is not None:
             return Cost(*loop_cost(loop, call, self.cost))
+        if (run := observed_run(call)) is not None:
+            return Cost(sum(self.cost(each).time_s for each in run.calls), run.workspace_bytes)
         compute_s = flops_of(call) / self.hardware.rate(_rate_name(call))
         transfer_s = bytes_moved(call) / self.hardware.bytes_per_s
         workspace_bytes = (
@@ -156,6 +159,8 @@ class Measured:
     def cost(self, call: OpCall) -> Cost:
         if call.is_view():
             return Cost(time_s=0.0)
+        if (run := observed_run(call)) is not None:
+            return Cost(run.time_s, run.workspace_bytes)
         key = call.key()
         if key in self._known:
             return self._known[key]

@@ -23,9 +23,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.calls import device_of, nested
-from graphs.costs import begin_part, cpu_peak_bytes_by_part
+from graphs.costs import CudaPeaks, begin_part, cpu_peak_bytes_by_part
 from scheduler_runtime.by_submodule.eager_step import state_restored
-from scheduler_runtime.measuring import CudaPeaks
 from solver.module_checkpointing import SequentialSteps
 
 N_TIMED_STEPS = 3

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture import Overwrite, is_random
+from graphs.capture import OpaqueForward, Overwrite, is_random
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_calls import CopyCalls, check_copies
@@ -300,12 +300,15 @@ class _Line:
         device = (result if isinstance(result, torch.Tensor) else result[0]).device
         args = fx.map_arg(node.args, self.value)
         kwargs = fx.map_arg(node.kwargs, self.value)
+        first: Callable[..., Any] = run_and_keep_state
+        repeated: Callable[..., Any] = recompute_random
+        what: tuple[Any, ...] = (target, device)
+        if isinstance(target, OpaqueForward):  # it may draw from other generators, too
+            first, repeated, what = target.keep_state, target.run_again, ()
         if again:
             state = self._states[node.name]
-            return self.graph.call_function(
-                recompute_random, (target, device, state, *args), kwargs
-            )
-        both = self.graph.call_function(run_and_keep_state, (target, device, *args), kwargs)
+            return self.graph.call_function(repeated, (*what, state, *args), kwargs)
+        both = self.graph.call_function(first, (*what, *args), kwargs)
         new = self.graph.call_function(operator.getitem, (both, 0))
         self._states[node.name] = self.graph.call_function(operator.getitem, (both, 1))
         return new

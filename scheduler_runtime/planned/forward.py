@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from graphs.calls import Call, TraceError, argument_order, device_of
+from graphs.capture import Planned
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import CapturedStep, refuse_plans, trace_module
@@ -135,6 +136,7 @@ class PlannedForward(ReplacedForward):
         gradients: str,
         costs: CostModel | None,
         rewrites: Iterable[str],
+        opaque: Planned = (),
     ) -> CapturedStep:
         """The module's own forward and backward pass for this call (`graphs.trace`).
 
@@ -155,6 +157,7 @@ class PlannedForward(ReplacedForward):
                 gradients=gradients,
                 costs=costs,
                 rewrites=rewrites,
+                opaque=opaque,
             )
         except TraceError as error:
             if error.runs_in_eager:

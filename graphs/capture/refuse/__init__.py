@@ -2,14 +2,18 @@
 
 from graphs.capture.refuse.aliasing import refuse_overlapping, sharing
 from graphs.capture.refuse.constants import HeldTensor, ReadTensors
+from graphs.capture.refuse.generators import generators_of, put_back
+from graphs.capture.refuse.generators import state_of as state_of_generator
 from graphs.capture.refuse.mixed_dtypes import refuse_mixed_dtypes
 from graphs.capture.refuse.side_effects import (
     HOOKS,
     TORCHS_OWN,
+    HookError,
     SideEffectError,
     attributes_unchanged,
     buffers_of,
     global_hooks,
+    has_refused_hook,
     random_states_untouched,
     refuse_hooks,
     refuse_parametrization_cache,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -34,6 +34,10 @@ class SideEffectError(ValueError):
     """The forward pass has a side effect that a planned step would skip; says what and where."""
 
 
+class HookError(SideEffectError):
+    """A submodule has a hook."""
+
+
 def global_hooks() -> tuple[Any, ...]:
     """Hooks that run for every module of the process, by their code.
 
@@ -47,13 +51,21 @@ def global_hooks() -> tuple[Any, ...]:
     return tuple(getattr(function, "__code__", function) for function in own)
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks of submodules; those of the model itself run around the planned step."""
+def has_refused_hook(module: nn.Module) -> bool:
+    return any(not all(map(is_capturing, getattr(module, of).values())) for of in HOOKS)
+
+
+def refuse_hooks(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> None:
+    """Refuse hooks of submodules; those of the model itself run around the planned step.
+
+    but: modules whose hooks, and whose submodules' hooks, are run.
+    """
+    run = {model, *(inside for module in but for inside in module.modules())}
     for name, module in model.named_modules():
         for attribute, kind in HOOKS.items():
             hooks = getattr(module, attribute).values()
-            if module is not model and not all(map(is_capturing, hooks)):
-                raise SideEffectError(
+            if module not in run and not all(map(is_capturing, hooks)):
+                raise HookError(
                     f"submodule {name!r} has a {kind}, which a planned step would not run; "
                     "remove it, register it on the model itself or on parameters, or compute it in "
                     "forward (torch.nn.utils.parametrizations instead of the older weight_norm and "

@@ -1,0 +1,168 @@
+"""Runs an island on real tensors and measures it: bytes that it keeps, peaks, seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphs.capture.opaque.forms import RandomSources
+from graphs.capture.opaque.island import Island, Ran
+from graphs.costs import CudaPeaks, begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
+
+MARGIN = 1.125
+"""Of the bytes of a call whose sizes depend on values: another batch may need more."""
+N_TIMED = 3
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """saved: stays for backward. forward, backward: beside what comes in, out, and is saved.
+    leaked: stays after that is freed."""
+
+    saved_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    leaked_bytes: int = 0
+
+    def at_least(self, other: Bytes) -> Bytes:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Bytes(*(max(pair) for pair in pairs))
+
+    def with_margin(self) -> Bytes:
+        return Bytes(*(int(MARGIN * n) for n in dataclasses.astuple(self)))
+
+
+@dataclass
+class Bench:
+    """Runs an island several times from the same random state.
+
+    states: of the generators at the start of each run (None: as they are).
+    """
+
+    island: Island
+    tensors: list[torch.Tensor]
+    random: RandomSources
+    states: tuple[Any, ...] | None = None
+
+    def forward(self, tensors: Sequence[torch.Tensor] | None = None) -> Ran:
+        with self.random.as_before():
+            if self.states is not None:
+                self.random.put(self.states)
+            return self.island.forward(self.tensors if tensors is None else tensors)
+
+    def backward(self, ran: Ran) -> list[torch.Tensor | None]:
+        given = self.island.given
+        everything = enumerate([*self.tensors, *ran.outs])
+        known = [t if given is None or i in given else None for i, t in everything]
+        starts: list[None] = [None] * sum(self.island.needs)
+        return self.island.backward(ran.saved, known, tangents_of(ran.outs), starts)
+
+    def shuffled(self) -> Bench:
+        """With other random numbers, and the values of each floating-point input in another order:
+        what another batch might be like."""
+        given = list(self.tensors)
+        with self.random.as_before():
+            if self.states is not None:
+                self.random.put(self.states)
+            self.island.forward(self.tensors)
+            for i, tensor in enumerate(given[: self.island.n_inputs]):
+                if tensor.is_floating_point():
+                    order = torch.randperm(tensor.numel(), device=tensor.device)
+                    given[i] = tensor.reshape(-1)[order].reshape(tensor.shape)
+            return dataclasses.replace(self, tensors=given, states=self.random.states())
+
+    def bytes_taken(self) -> Bytes:
+        saved_bytes, leaked_bytes = self._kept_bytes()
+        made: dict[str, int] = {}
+
+        def step() -> None:
+            begin("forward")
+            ran = self.forward()
+            made["forward"] = saved_bytes + _storage_bytes([*ran.outs, *ran.buffers])
+            begin("backward")
+            made["backward"] = _storage_bytes(self.backward(ran))
+
+        gc.collect()
+        if self.island.device.type == "cpu":
+            begin: Callable[[str], None] = begin_part
+            peaks = cpu_peak_bytes_by_part(step)
+        else:
+            meter = CudaPeaks(self.island.device)
+            begin = meter.begin
+            step()
+            peaks = meter.ended()
+        return Bytes(
+            saved_bytes,
+            max(0, peaks["forward"] - made["forward"]),
+            max(0, peaks["backward"] - made["backward"]),
+            leaked_bytes,
+        )
+
+    def _kept_bytes(self) -> tuple[int, int]:
+        """What the call keeps for backward; and what stays once that is freed."""
+        kept: list[Any] = []
+        alive: list[Any] = []
+        n_inputs = self.island.n_inputs
+
+        def run() -> None:
+            # copies: an input that an autograd function holds on to is counted as well
+            inputs = [t.clone() for t in self.tensors[:n_inputs]]
+            ran = self.forward([*inputs, *self.tensors[n_inputs:]])
+            alive.extend(weakref.ref(t.untyped_storage()) for t in ran.outs)
+            kept.append(ran.saved)
+            del ran, inputs
+            gc.collect()
+
+        def run_and_drop() -> None:
+            run()
+            kept.clear()
+            gc.collect()
+
+        saved_bytes = _staying_bytes(run, self.island.device)
+        kept.clear()
+        leaked_bytes = _staying_bytes(run_and_drop, self.island.device)
+        return saved_bytes, max(leaked_bytes, sum(ref() is not None for ref in alive))
+
+    def seconds(self) -> tuple[float, float]:
+        """Of forward and backward, the median of a few runs."""
+        times: list[tuple[float, float]] = []
+        for _ in range(N_TIMED):
+            started_s = self._now_s()
+            ran = self.forward()
+            middle_s = self._now_s()
+            self.backward(ran)
+            times.append((middle_s - started_s, self._now_s() - middle_s))
+        forward_s, backward_s = map(statistics.median, zip(*times, strict=True))
+        return forward_s, backward_s
+
+    def _now_s(self) -> float:
+        if self.island.device.type == "cuda":
+            torch.cuda.synchronize(self.island.device)
+        return time.perf_counter()
+
+
+def tangents_of(outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Some gradient for each output that may have one."""
+    return [torch.ones_like(t) if t.is_floating_point() or t.is_complex() else None for t in outs]
+
+
+def _storage_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+
+
+def _staying_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """What a run leaves allocated."""
+    gc.collect()
+    if device.type == "cpu":
+        return max(0, cpu_peak_bytes(run).end_bytes)
+    before_bytes = torch.cuda.memory_allocated(device)
+    run()
+    return max(0, torch.cuda.memory_allocated(device) - before_bytes)

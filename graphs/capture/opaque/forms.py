@@ -1,0 +1,141 @@
+"""What the graph knows of an island: forms of its tensors, bytes, costs, random generators."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.calls import nested
+from graphs.capture.opaque.island import Island
+from graphs.capture.refuse import generators_of, put_back, state_of_generator
+from graphs.costs import ObservedRun
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a tensor lies in its storage."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    storage_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.untyped_storage().nbytes(),
+        )
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        n = self.storage_bytes // self.dtype.itemsize
+        storage = torch.empty(n, dtype=self.dtype, device=device)
+        return storage.as_strided(self.shape, self.strides, self.offset)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class RandomSources:
+    """The generators that a module may draw from: torch's, Python's, NumPy's, its own."""
+
+    device: torch.device
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, device: torch.device) -> RandomSources:
+        return cls(device, tuple(generators_of(module).values()))
+
+    def states(self) -> tuple[Any, ...]:
+        on_card = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return torch.get_rng_state(), on_card, *self.of_others()
+
+    def of_others(self) -> tuple[Any, ...]:
+        """The states of those that are not torch's."""
+        return tuple(map(state_of_generator, self.others))
+
+    def put(self, states: Sequence[Any]) -> None:
+        on_host, on_card, *others = states
+        torch.set_rng_state(on_host)
+        if on_card is not None:
+            torch.cuda.set_rng_state(on_card, self.device)
+        for generator, state in zip(self.others, others, strict=True):
+            put_back(generator, state)
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Put back afterwards."""
+        states = self.states()
+        try:
+            yield
+        finally:
+            self.put(states)
+
+
+@dataclass(frozen=True, eq=False)
+class OpaqueCall:
+    """One call of a module as two nodes of the graph.
+
+    inputs: forms of the tensors of the call.
+    outs, differentiable: forms of the tensors that come out, and whether they require a gradient.
+    spec, n_leaves: structure of the output; what is no tensor there is None.
+    positions: of the tensors among the output's leaves.
+    gradients: forms of the gradients that it makes, for the island's tensors that need one.
+    saved_bytes: kept for backward, beside its inputs and outputs; with a margin where it varies.
+    least_bytes: without the margin.
+    recomputable: whether it may run again; hooks may have any effect.
+    """
+
+    path: str
+    island: Island
+    random: RandomSources
+    inputs: tuple[Form, ...]
+    outs: tuple[Form, ...]
+    differentiable: tuple[bool, ...]
+    spec: nested.Spec
+    positions: tuple[int, ...]
+    gradients: tuple[Form, ...]
+    saved_bytes: int
+    least_bytes: int
+    forward: ObservedRun
+    backward: ObservedRun
+    recomputable: bool
+
+    def described(self) -> dict[str, Any]:
+        """As JSON: what the graph has of values, which may be others in another run."""
+        return {
+            "saved_bytes": self.saved_bytes,
+            "reads": sorted(self.island.given or ()),
+            "differentiable": list(self.differentiable),
+        }
+
+    def as_planned(self, planned: Mapping[str, Any]) -> OpaqueCall:
+        """As `described` elsewhere, unless more is saved here, or the module is another."""
+        known = len(self.island.needs) + len(self.outs)
+        reads, flags = frozenset(planned["reads"]), tuple(planned["differentiable"])
+        needed = (f for f, edge in zip(self.differentiable, flags, strict=True) if not edge)
+        if planned["saved_bytes"] < self.least_bytes or any(needed) or not reads <= {*range(known)}:
+            return self
+        island = dataclasses.replace(self.island, given=reads)
+        saved_bytes = planned["saved_bytes"]
+        return dataclasses.replace(
+            self, island=island, saved_bytes=saved_bytes, differentiable=flags
+        )
+
+    def output(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The module's output with these tensors."""
+        flat: list[Any] = [None] * self.spec.num_leaves
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            flat[position] = tensor
+        return nested.unflatten(flat, self.spec)

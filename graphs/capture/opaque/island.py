@@ -1,0 +1,326 @@
+"""A call of a module that runs in eager mode, with an autograd graph of its own: an island.
+
+The graph around it sees four things: the tensors that go in (those of the call, parameters and
+buffers), the tensors that come out, gradients, and what the call has saved for backward.
+
+- What the call saves of its own inputs and outputs is not kept here: it is read again from those
+  that the backward pass is given, which may have been recomputed meanwhile.
+- Gradients that other readers of an input have made before are where its sum begins, so the terms
+  are added in the order of eager mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from graphs.calls import HOLE, Call, nested, same_strides
+from graphs.capture.refuse import SideEffectError, buffers_of, refuse_replaced_buffers
+
+_AUTOGRAD = (
+    torch._C.DispatchKey.AutogradFunctionality,
+    torch._C.DispatchKey.AutogradOther,
+    torch._C.DispatchKey.AutogradNestedTensor,
+)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The state of autocast in which the module is called."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    cache_enabled: bool
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        kind = device.type
+        on = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if on else None
+        return cls(kind, dtype, torch.is_autocast_cache_enabled())
+
+    def context(self) -> Any:
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=self.cache_enabled)
+
+
+@dataclass(eq=False)
+class _Packed:
+    """A saved tensor: itself, or (index among the known tensors, geometry) of a view of one."""
+
+    tensor: torch.Tensor | None
+    view: tuple[int, tuple[int, ...], tuple[int, ...], int] | None = None
+
+
+@dataclass(eq=False)
+class _Box:
+    """What the hooks of saved tensors see. No edge of the graph, which holds the hooks.
+
+    packed: while the call runs. known: inputs and outputs, while the backward pass runs.
+    """
+
+    packed: list[_Packed] = field(default_factory=list)
+    known: list[torch.Tensor | None] = field(default_factory=list)
+
+    def pack(self, tensor: torch.Tensor) -> _Packed:
+        # detached: a tensor holds the node that made it, which may be the one that saves it
+        self.packed.append(_Packed(tensor.detach()))
+        return self.packed[-1]
+
+    def unpack(self, packed: _Packed) -> torch.Tensor:
+        if packed.view is None:
+            assert packed.tensor is not None
+            return packed.tensor
+        index, shape, strides, offset = packed.view
+        base = self.known[index]
+        assert base is not None
+        return base.as_strided(shape, strides, base.storage_offset() + offset)
+
+    def hand_back(self, known: Sequence[torch.Tensor], given: set[int] | None) -> set[int]:
+        """Let go of what was saved of known tensors; returns which of them will be read.
+
+        given: those that the backward pass is given (None: all). Another one is kept as a copy.
+        """
+        places: dict[int | None, int] = {}
+        for position, given_tensor in enumerate(known):
+            places.setdefault(_storage(given_tensor), position)
+        found: set[int] = set()
+        for each in self.packed:
+            tensor = each.tensor
+            index = None if tensor is None else places.get(_storage(tensor))
+            if tensor is None or index is None or tensor.dtype != known[index].dtype:
+                continue
+            if given is not None and index not in given:
+                each.tensor = tensor.clone()
+                continue
+            offset = tensor.storage_offset() - known[index].storage_offset()
+            each.view = index, tuple(tensor.shape), tensor.stride(), int(offset)
+            each.tensor = None
+            found.add(index)
+        self.packed.clear()  # autograd holds them
+        return found
+
+
+@dataclass(eq=False)
+class Saved:
+    """What a call has saved for backward; freeing it frees that.
+
+    outputs, inputs: edges of the autograd graph; None where no gradient passes.
+    """
+
+    box: _Box = field(default_factory=_Box)
+    outputs: list[Any] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    if tensor.layout != torch.strided:
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Entrance(torch.autograd.Function):
+    """Where the island's graph ends: gradients are taken here and go no further."""
+
+    @staticmethod
+    def forward(ctx: Any, _token: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        raise AssertionError("gradients end here")
+
+
+_enter: Callable[..., Any] = _Entrance.apply
+
+
+class _Called(nn.Module):
+    """Calls the module, its hooks too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before = buffers_of(self.inner)
+        output = self.inner(*args, **kwargs)
+        refuse_replaced_buffers(before, self.inner)
+        return output
+
+
+def state_of(module: nn.Module) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Parameters, then buffers, each once; and the position of each attribute of a module."""
+    tensors: dict[int, torch.Tensor] = {}
+    for each in (*module.parameters(), *module.buffers()):
+        tensors.setdefault(id(each), each)
+    positions = {key: index for index, key in enumerate(tensors)}
+    names = {
+        f"inner.{path}.{name}" if path else f"inner.{name}": positions[id(tensor)]
+        for path, each in module.named_modules()
+        for name, tensor in (*each._parameters.items(), *each._buffers.items())
+        if tensor is not None
+    }
+    return list(tensors.values()), names
+
+
+@dataclass(frozen=True, eq=False)
+class Island:
+    """One call of a module on flat lists of tensors: those of the call, parameters, buffers.
+
+    call: its tensors are dropped. names: attribute of the module -> position in its state.
+    needs: for each tensor whether it needs a gradient.
+    n_parameters: of the state.
+    changed: positions (in the whole list) of buffers that the call changes.
+    given: positions of the tensors (outputs counted after the inputs) that the backward pass is
+        given (None: all).
+    """
+
+    module: nn.Module
+    call: Call
+    names: dict[str, int]
+    needs: tuple[bool, ...]
+    n_parameters: int
+    device: torch.device
+    autocast: Autocast
+    changed: tuple[int, ...] = ()
+    given: frozenset[int] | None = None
+
+    @functools.cached_property
+    def n_inputs(self) -> int:
+        return sum(item is HOLE for item in self.call.rest)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Ran:
+        """Call the module. Raises RuntimeError where it changes what it was given."""
+        n = self.n_inputs
+        saved = Saved()
+        with _eager(), torch.enable_grad():
+            inputs = self._inputs(tensors[:n], saved)
+            state, new = self._state(tensors, saved)
+            watched = [t for i, t in enumerate(tensors) if i not in self.changed]
+            versions = [t._version for t in watched]
+            args, kwargs = self.call.arguments(inputs)
+            with self.autocast.context(), saved_tensors_hooks(saved.box.pack, saved.box.unpack):
+                output = torch.func.functional_call(
+                    _Called(self.module), state, args, kwargs, tie_weights=False
+                )
+            if [t._version for t in watched] != versions:
+                raise SideEffectError(
+                    f"{type(self.module).__name__} changes one of its arguments, parameters or "
+                    "buffers in place"
+                )
+            flat, spec = nested.flatten(output)
+            outs = [item for item in flat if isinstance(item, torch.Tensor)]
+            saved.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in outs]
+            outs = [t.detach() for t in outs]
+        read = saved.box.hand_back([*tensors, *outs], None if self.given is None else {*self.given})
+        rest = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
+        return Ran(outs, [new[i] for i in self.changed], saved, spec, rest, frozenset(read))
+
+    def _inputs(self, tensors: Sequence[torch.Tensor], saved: Saved) -> list[torch.Tensor]:
+        found = [tensor.detach() for tensor in tensors]
+        saved.inputs = [None] * len(found)
+        needed = [i for i in range(len(found)) if self.needs[i]]
+        if needed:
+            token = torch.empty(0, requires_grad=True)
+            entered = _enter(token, *(found[i] for i in needed))
+            for i, tensor in zip(needed, entered, strict=True):
+                found[i], saved.inputs[i] = tensor, get_gradient_edge(tensor)
+        return found
+
+    def _state(
+        self, tensors: Sequence[torch.Tensor], saved: Saved
+    ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+        """The module's attributes, and the buffers among them that it may write."""
+        n, new, state = self.n_inputs, {}, []
+        for i in range(n, len(tensors)):
+            if i < n + self.n_parameters:  # leaves, so that autocast caches its copies
+                leaf: torch.Tensor = nn.Parameter(tensors[i].detach(), requires_grad=self.needs[i])
+                state.append(leaf)
+                saved.inputs.append(get_gradient_edge(leaf) if self.needs[i] else None)
+                continue
+            if i in self.changed:
+                new[i] = tensors[i].clone()
+            state.append(new.get(i, tensors[i].detach()))
+            saved.inputs.append(None)
+        return {name: state[at] for name, at in self.names.items()}, new
+
+    def backward(
+        self,
+        saved: Saved,
+        known: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        starts: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """The gradients of the tensors that need one, in order; None where none arrives.
+
+        known: the inputs and outputs, where they are given.
+        starts: for each of these gradients the sum of those that other readers made before.
+        """
+        pairs = zip(saved.outputs, gradients, strict=True)
+        roots = [(edge, g) for edge, g in pairs if edge is not None and g is not None]
+        wanted = [edge for edge in saved.inputs if edge is not None]
+        begun = zip(wanted, starts, strict=True)
+        roots += [(edge, start) for edge, start in begun if start is not None]
+        if not roots:
+            return [None] * len(wanted)
+        saved.box.known = list(known)
+        with _eager():
+            found = torch.autograd.grad(
+                [edge for edge, _ in roots], wanted, [g for _, g in roots], allow_unused=True
+            )
+        saved.box.known = []
+        given = [t for t in (*known, *gradients, *starts) if t is not None]
+        taken = {_storage(tensor) for tensor in given}
+        return [_own(gradient, taken) for gradient in found]
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """A call that has run: tensors that came out, new buffers, what it saved, the output without
+    its tensors, and which inputs and outputs it has saved."""
+
+    outs: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    saved: Saved
+    spec: nested.Spec
+    rest: list[Any]
+    read: frozenset[int]
+
+
+def _own(gradient: torch.Tensor | None, taken: set[int | None]) -> torch.Tensor | None:
+    """The gradient in memory of its own, with the same strides."""
+    if gradient is None:
+        return None
+    if _storage(gradient) in taken:
+        copy = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
+        geometry = gradient.storage_offset(), gradient.shape, gradient.stride()
+        storage: Any = gradient.untyped_storage()
+        gradient = copy.set_(storage.clone(), *geometry)
+    taken.add(_storage(gradient))
+    return gradient
+
+
+def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The tensor with these strides; a copy where they are others."""
+    if same_strides(tensor.shape, tensor.stride(), strides):
+        return tensor
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Autograd as outside of an autograd function, in which a planned step runs."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield

@@ -1,0 +1,277 @@
+"""One real forward pass, in which the calls of some modules are observed.
+
+Gradients are off, but for each observed call by itself, so that one call's saved tensors are held
+at a time. A call is run several times, from the same random state: what it returns, what it keeps
+for backward (the bytes that stay allocated once inputs and outputs are dropped), its peaks and its
+time. Where sizes may depend on values, it also runs with shuffled inputs and other random numbers,
+and its bytes get a margin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.calls import HOLE, Call
+from graphs.capture.generation_cache import no_cache
+from graphs.capture.opaque.bench import Bench, Bytes
+from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
+from graphs.capture.opaque.island import Autocast, Island, Ran, state_of
+from graphs.capture.opaque.nodes import called_instead
+from graphs.capture.refuse import HOOKS, SideEffectError, attributes_unchanged
+from graphs.costs import ObservedRun, OperatorCalls
+
+N_SHUFFLED = 2
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+Needs = Mapping[str, Sequence[tuple[bool, ...]]]
+"""By path: of each call, which of the island's tensors need a gradient."""
+
+
+class NotOpaqueError(ValueError):
+    """This module cannot be one piece: why. path: of the module."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path!r} cannot be planned as one piece: {why}")
+        self.path = path
+
+
+def observe(
+    model: nn.Module, call: Call, paths: Sequence[str], *, device: torch.device, needs: Needs
+) -> dict[str, list[OpaqueCall]]:
+    """Run the model's forward pass on real tensors; the calls of these modules, in their order.
+
+    needs: as an earlier trace found it; without it, all floating-point tensors need a gradient.
+    Buffers and random states are restored. Raises NotOpaqueError; what the model raises.
+    """
+    watches = [
+        _Watch(model, path, model.get_submodule(path), device, needs.get(path, ()))
+        for path in paths
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quick_collection())
+        stack.enter_context(_buffers_restored(model))
+        stack.enter_context(RandomSources.of(model, device).as_before())
+        stack.enter_context(no_cache(model))
+        stack.enter_context(attributes_unchanged(model))
+        stack.enter_context(torch.no_grad())
+        for watch in watches:
+            stack.enter_context(called_instead(watch.module, watch))
+        args, kwargs = call.arguments(call.tensors)
+        model.forward(*args, **kwargs)
+    for watch in watches:
+        if not watch.found:
+            raise NotOpaqueError(watch.path, "it is not called as a module")
+        if len(watch.found) > 1 and watch.found[0].island.autocast.dtype is not None:
+            raise NotOpaqueError(watch.path, "autocast casts its weights once for several calls")
+    return {watch.path: watch.found for watch in watches}
+
+
+@contextlib.contextmanager
+def _quick_collection() -> Iterator[None]:
+    """Garbage is collected often inside; what was there before is not looked at each time."""
+    gc.collect()
+    freeze = gc.get_freeze_count() == 0
+    if freeze:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freeze:
+            gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _buffers_restored(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
+
+
+class _Watch:
+    """Called instead of a module: observes the call and returns the module's output."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str,
+        module: nn.Module,
+        device: torch.device,
+        needs: Sequence[tuple[bool, ...]],
+    ) -> None:
+        self.model, self.path, self.module = model, path, module
+        self.found: list[OpaqueCall] = []
+        self._device, self._needs = device, needs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        del vars(self.module)["_compiled_call_impl"]
+        try:
+            call, outs = self._observed(Call.of(args, kwargs))
+        except SideEffectError as error:
+            raise self._refuse(str(error)) from error
+        finally:
+            vars(self.module)["_compiled_call_impl"] = self
+        self.found.append(call)
+        return call.output(outs)
+
+    def _refuse(self, why: str) -> NotOpaqueError:
+        return NotOpaqueError(self.path, why)
+
+    def _observed(self, call: Call) -> tuple[OpaqueCall, list[torch.Tensor]]:
+        island, tensors = self._island(call)
+        random = RandomSources.of(self.module, self._device)
+        with OperatorCalls() as forward, random.as_before():
+            before = random.of_others()
+            ran = island.forward(tensors)
+            draws = before != random.of_others()
+        self._check(ran, tensors)
+        written = self._write(island, ran, tensors)
+        state = {*range(island.n_inputs, len(tensors))}
+        given = frozenset((state - written) | ran.read)
+        island = dataclasses.replace(island, changed=tuple(sorted(written)), given=given)
+        with OperatorCalls() as backward:
+            gradients = Bench(island, tensors, random).backward(ran)
+        if any(g is not None and g.layout != torch.strided for g in gradients):
+            raise self._refuse("the gradient of a parameter is sparse")
+        varies = draws or forward.reads_values or backward.reads_values
+        bench = Bench(island, tensors, random)
+        benches = [bench]
+        for _ in range(N_SHUFFLED if varies else 0):
+            with contextlib.suppress(RuntimeError, IndexError):  # not all values are allowed
+                benches.append(self._shuffled(benches[-1], ran))
+        island = benches[-1].island
+        takes = Bytes()
+        for each in benches:
+            takes = takes.at_least(dataclasses.replace(each, island=island).bytes_taken())
+        if takes.leaked_bytes:
+            raise self._refuse("tensors that it makes are held elsewhere after its call")
+        least_bytes, takes = takes.saved_bytes, takes.with_margin() if varies else takes
+        forward_s, backward_s = dataclasses.replace(bench, island=island).seconds()
+        wanted = [t for t, needed in zip(tensors, island.needs, strict=True) if needed]
+        edges = zip(ran.outs, ran.saved.outputs, strict=True)
+        return OpaqueCall(
+            path=self.path,
+            island=island,
+            random=random,
+            inputs=tuple(map(Form.of, call.tensors)),
+            outs=tuple(map(Form.of, ran.outs)),
+            differentiable=tuple(
+                edge is not None or (varies and bool(wanted) and tensor.is_floating_point())
+                for tensor, edge in edges
+            ),
+            spec=ran.spec,
+            positions=tuple(i for i, item in enumerate(ran.rest) if item is HOLE),
+            gradients=tuple(
+                Form.of(torch.empty_like(t, device="meta") if g is None else g)
+                for t, g in zip(wanted, gradients, strict=True)
+            ),
+            saved_bytes=takes.saved_bytes,
+            least_bytes=least_bytes,
+            forward=ObservedRun(tuple(forward.calls), forward_s, takes.forward_bytes),
+            backward=ObservedRun(tuple(backward.calls), backward_s, takes.backward_bytes),
+            recomputable=not any(map(_has_hooks, self.module.modules())),
+        ), ran.outs
+
+    def _island(self, call: Call) -> tuple[Island, list[torch.Tensor]]:
+        """The call before anything is known of it, and its tensors."""
+        for item in call.rest:
+            if item is not HOLE and not isinstance(item, _CONSTANTS):
+                raise self._refuse(f"an argument is an object of type {type(item).__name__}")
+        state, names = state_of(self.module)
+        tensors = [t.detach() for t in (*call.tensors, *state)]
+        if any(t.layout != torch.strided or t.device != self._device for t in tensors):
+            raise self._refuse("a tensor that it reads is sparse or on another device")
+        n_inputs, n_parameters = len(call.tensors), len({*map(id, self.module.parameters())})
+        self._refuse_casts(state[:n_parameters])
+        index = len(self.found)
+        if index < len(self._needs):
+            needs = self._needs[index]
+        else:
+            floats = (t.is_floating_point() or t.is_complex() for t in call.tensors)
+            needs = (*floats, *(t.requires_grad for t in state))
+        return Island(
+            module=self.module,
+            call=dataclasses.replace(call, tensors=[]),
+            names=names,
+            needs=needs,
+            n_parameters=n_parameters,
+            device=self._device,
+            autocast=Autocast.now(self._device),
+            changed=tuple(range(n_inputs + n_parameters, len(tensors))),
+        ), tensors
+
+    def _refuse_casts(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Under autocast a weight is cast once for all that use it, which an island cannot."""
+        if not torch.is_autocast_enabled(self._device.type):
+            return
+        inside = {*map(id, self.module.modules())}
+        own = {id(p) for p in parameters if p.requires_grad}
+        for other in self.model.modules():
+            if id(other) not in inside and own & {*map(id, other._parameters.values())}:
+                raise self._refuse("autocast casts a weight once that others use as well")
+
+    def _check(self, ran: Ran, tensors: Sequence[torch.Tensor]) -> None:
+        if any(item is not HOLE and item is not None for item in ran.rest):
+            raise self._refuse("it returns something else than tensors and None")
+        if any(t.layout != torch.strided or t.device != self._device for t in ran.outs):
+            raise self._refuse("it returns a sparse tensor, or one on another device")
+        if not ran.outs:
+            raise self._refuse("it returns no tensor")
+        given = {t.untyped_storage()._cdata for t in tensors}
+        made = {t.untyped_storage()._cdata for t in ran.outs}
+        if given & made or len(made) < len(ran.outs):
+            raise self._refuse("a tensor that it returns shares memory with another, or an input")
+        if _reaches_others(ran):
+            raise self._refuse("a tensor that requires a gradient is no parameter of it")
+
+    def _write(self, island: Island, ran: Ran, tensors: list[torch.Tensor]) -> set[int]:
+        """Which buffers the call changes; their new values are written, as the call does."""
+        state, _ = state_of(self.module)
+        written = set()
+        for i, new in zip(island.changed, ran.buffers, strict=True):
+            # batch norm's kernels write without a new version
+            if new._version or not new.equal(tensors[i]):
+                written.add(i)
+                tensors[i] = tensors[i].clone()  # the old values, for further runs
+                state[i - island.n_inputs].copy_(new)
+        return written
+
+    def _shuffled(self, bench: Bench, ran: Ran) -> Bench:
+        other = bench.shuffled()
+        again = other.forward()
+        if [t.shape for t in again.outs] != [t.shape for t in ran.outs]:
+            raise self._refuse("the size of what it returns depends on values")
+        given = (bench.island.given or frozenset()) | again.read
+        return dataclasses.replace(other, island=dataclasses.replace(bench.island, given=given))
+
+
+def _reaches_others(ran: Ran) -> bool:
+    """Whether gradients would go to a leaf that the island does not know."""
+    ends = {edge.node for edge in ran.saved.inputs if edge is not None}
+    stack = [edge.node for edge in ran.saved.outputs if edge is not None]
+    seen = {*ends, *stack}
+    while stack:
+        node = stack.pop()
+        if node in ends:
+            continue
+        if hasattr(node, "variable"):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, hooks) for hooks in HOOKS)

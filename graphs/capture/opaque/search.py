@@ -1,0 +1,199 @@
+"""Which parts of a model cannot be traced, found by tracing.
+
+A trace that fails names the module call in which it failed. That module becomes one piece, with all
+others of its class, which run the same line, and the model is traced again. A module that cannot be
+one piece (`NotOpaqueError` says why) leaves that to the module that contains it; in the end the
+trace fails as it did at first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphs.calls import Call, TraceError
+from graphs.capture.opaque.forms import OpaqueCall
+from graphs.capture.opaque.nodes import StandIn, stand_ins
+from graphs.capture.opaque.observe import Needs, NotOpaqueError, observe
+from graphs.capture.refuse import HookError, has_refused_hook
+
+MOST_TRACES = 12
+"""Of one model; each adds a module, or replaces one by the module that contains it."""
+
+_R = TypeVar("_R")
+
+Planned = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class OpaquePart:
+    """A module that is planned as one piece.
+
+    path: of the module.
+    why: it cannot be traced.
+    calls: those of one forward pass.
+    """
+
+    path: str
+    why: str
+    calls: tuple[OpaqueCall, ...]
+
+    def described(self) -> dict[str, Any]:
+        """As JSON: what another trace of the step needs to find the same graph."""
+        return {
+            "module": self.path,
+            "why": self.why,
+            "recomputable": all(call.recomputable for call in self.calls),
+            "calls": [call.described() for call in self.calls],
+        }
+
+
+def with_opaque_parts(
+    model: nn.Module,
+    call: Call,
+    device: torch.device | None,
+    trace: Callable[[Sequence[StandIn]], _R],
+    *,
+    planned: Planned = (),
+) -> tuple[_R, tuple[OpaquePart, ...]]:
+    """What `trace` returns, given stand-ins for the modules that cannot be traced; and these.
+
+    planned: `OpaquePart.described` of those of a plan, which are tried first.
+
+    Raises the TraceError of the model as it is where no such modules are found, or where model and
+    batch have no values on the device that is planned for.
+    """
+    if planned and _is_here(model, call, device):
+        whys = {each["module"]: each["why"] for each in planned}
+        where = device or _devices(model, call).pop()
+        with contextlib.suppress(Exception):  # of another model, say: then as without a plan
+            return _attempt(model, call, where, whys, trace, planned)
+    try:
+        return trace(()), ()
+    except TraceError as error:
+        if not _is_here(model, call, device):
+            raise
+        first = error
+    where = device or _devices(model, call).pop()
+    whys = _failing(model, first, {})
+    for _ in range(MOST_TRACES):
+        if not whys:
+            raise first
+        try:
+            return _attempt(model, call, where, whys, trace)
+        except NotOpaqueError as refused:
+            first.add_note(str(refused))
+            whys = _enclosing(model, refused.path, whys)
+        except TraceError as error:
+            first.add_note(error.why)
+            whys = _failing(model, error, whys)
+        except Exception as error:  # the model's code may raise anything
+            raise first from error
+    raise first
+
+
+def _attempt(
+    model: nn.Module,
+    call: Call,
+    device: torch.device,
+    whys: Mapping[str, str],
+    trace: Callable[[Sequence[StandIn]], _R],
+    planned: Planned = (),
+) -> tuple[_R, tuple[OpaquePart, ...]]:
+    needs: Needs = {}
+    while True:
+        observed = observe(model, call, tuple(whys), device=device, needs=needs)
+        for each in planned:
+            pairs = zip(observed[each["module"]], each["calls"], strict=True)
+            observed[each["module"]] = [one.as_planned(other) for one, other in pairs]
+        with stand_ins(model, observed) as standing:
+            result = trace(standing)
+        found = {each.path: tuple(each.needs) for each in standing}
+        if all(
+            tuple(call.island.needs for call in calls) == found[path]
+            for path, calls in observed.items()
+        ):
+            return result, tuple(
+                OpaquePart(path, whys[path], tuple(calls)) for path, calls in observed.items()
+            )
+        if needs:
+            raise TraceError("what needs a gradient differs from trace to trace")
+        needs = found
+
+
+def _failing(model: nn.Module, error: TraceError, whys: Mapping[str, str]) -> dict[str, str]:
+    """The modules that are one piece, after this failure; none: it has no place."""
+    cause = error.__cause__
+    if isinstance(cause, HookError):
+        hooked = [p for p, m in model.named_modules() if p and has_refused_hook(m)]
+        return _outermost({**whys, **dict.fromkeys(hooked, "it has hooks")})
+    path = _place(model, error)
+    if path is None:
+        return {}
+    if path in whys:
+        return _enclosing(model, path, whys)
+    module = model.get_submodule(path)
+    # a class of PyTorch's own does something else in each place
+    alike = (
+        [path]
+        if type(module).__module__.startswith("torch.")
+        else [p for p, m in model.named_modules() if type(m) is type(module)]
+    )
+    return _outermost({**whys, **dict.fromkeys(alike, error.why)})
+
+
+def _enclosing(model: nn.Module, path: str, whys: Mapping[str, str]) -> dict[str, str]:
+    """With the module that contains this one instead; none: that is the model."""
+    why = whys[path]
+    while True:
+        path = path.rpartition(".")[0]
+        if not path:
+            return {}
+        if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+            return _outermost({**whys, path: why})
+
+
+def _outermost(whys: Mapping[str, str]) -> dict[str, str]:
+    return {
+        path: why
+        for path, why in whys.items()
+        if not any(path.startswith(f"{other}.") for other in whys)
+    }
+
+
+def _place(model: nn.Module, error: BaseException) -> str | None:
+    """The path of the innermost module whose call the error comes from."""
+    paths = {module: path for path, module in model.named_modules() if path}
+    found = None
+    chain: BaseException | None = error
+    while chain is not None:
+        frame = chain.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_code.co_name == "_call_impl":
+                found = paths.get(frame.tb_frame.f_locals.get("self"), found)
+            frame = frame.tb_next
+        chain = chain.__cause__
+    return found
+
+
+def _devices(model: nn.Module, call: Call) -> set[torch.device]:
+    return {t.device for t in (*model.parameters(), *model.buffers(), *call.tensors)}
+
+
+def _is_here(model: nn.Module, call: Call, device: torch.device | None) -> bool:
+    """Whether model and batch have values, on the one device that is planned for."""
+    tensors = (*model.parameters(), *model.buffers(), *call.tensors)
+    devices = _devices(model, call)
+    wanted = devices if device is None else {device}
+    return (
+        len(devices) == 1
+        and devices == wanted
+        and all(each.type in ("cpu", "cuda") for each in devices)
+        and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    )

@@ -1,0 +1,81 @@
+"""The cost of a node that stands for many operators: what one real run of it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.costs.operators import OpCall
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """One real run. The target of such a node's call has it as its attribute `observed`.
+
+    calls: its operators, on meta tensors; a roofline adds up their times.
+    time_s: measured seconds.
+    workspace_bytes: allocated beside inputs and outputs while it runs.
+    """
+
+    calls: tuple[OpCall, ...]
+    time_s: float
+    workspace_bytes: int
+
+
+def observed_run(call: OpCall) -> ObservedRun | None:
+    """What was observed of the call; None for an operator."""
+    found = getattr(call.target, "observed", None)
+    return found if isinstance(found, ObservedRun) else None
+
+
+class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operators that run inside, views left out.
+
+    reads_values: whether the size of a result, or a number that Python gets, depends on values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[OpCall] = []
+        self.reads_values = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
+        self.reads_values |= not _VALUES.isdisjoint(func.tags) or _has_mask(call)
+        if (call.outputs() or call.mutated()) and not call.is_view():
+            self.calls.append(_on_meta(call))
+        return value
+
+
+_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
+def _has_mask(call: OpCall) -> bool:
+    return call.packet in _INDEXING and any(t.dtype == torch.bool for t in call.inputs()[1:])
+
+
+def _on_meta(call: OpCall) -> OpCall:
+    """The call with tensors that take no memory; one that is there twice stays one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            shape, dtype = tensor.shape, tensor.dtype
+            made[id(tensor)] = torch.empty(shape, dtype=dtype, device="meta")
+            if tensor.layout == torch.strided:
+                made[id(tensor)] = torch.empty_strided(
+                    shape, tensor.stride(), dtype=dtype, device="meta"
+                )
+        return made[id(tensor)]
+
+    parts = (call.args, dict(call.kwargs), call.value)
+    args, kwargs, value = pytree.tree_map_only(torch.Tensor, meta, parts)
+    return OpCall(target=call.target, args=args, kwargs=kwargs, value=value)
