@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -71,7 +71,8 @@ class GraphMeta:
             (self.refused_rewrites, _REFUSED),
             (self.environment.get("values_read"), _READS_VALUES),
         )
-        return tuple(text for holds, text in texts if holds)
+        found = tuple(text for holds, text in texts if holds)
+        return (*found, *_opaque_notes(self.environment.get("opaque")))
 
     def with_environment(self, **changes: Any) -> GraphMeta:
         return dataclasses.replace(self, environment={**self.environment, **changes})
@@ -88,6 +89,27 @@ class GraphMeta:
         values = {key: getattr(self, key) for key in _TYPES}
         changed = {key: value for key, value in values.items() if value}
         return {key: values.get(key) for key in self.key_order} | dict(self.extra) | changed
+
+
+def _opaque_notes(parts: object) -> Iterator[str]:
+    """On modules that are planned as one piece: one sentence for each reason."""
+    by_reason: dict[tuple[str, bool], list[str]] = {}
+    for part in parts if isinstance(parts, list) else []:
+        if isinstance(part, dict):
+            reason = str(part.get("why")), part.get("recomputable") is not False
+            by_reason.setdefault(reason, []).append(str(part.get("module")))
+    for (why, recomputable), modules in by_reason.items():
+        names = ", ".join(modules[:3])
+        if len(modules) > 3:
+            names += f" and {len(modules) - 3} more"
+        how = (
+            "kept or recomputed whole" if recomputable else "kept, since hooks may have any effect"
+        )
+        verb = "are each" if len(modules) > 1 else "is"
+        yield (
+            f"{names} {verb} planned as one piece, which runs in eager mode and is {how}, with "
+            f"memory as measured on this batch: {why}."
+        )
 
 
 _IN_EVALUATION = (

@@ -91,7 +91,8 @@ def trace(
     fsdp: int | Sharding | None = None,
     rewrites: Iterable[str] = (),
 ) -> Graph:
-    """Trace one training step into a cost/memory Graph; no tensor is allocated or changed.
+    """Trace one training step into a cost/memory Graph; no tensor is allocated or changed, unless
+    a submodule cannot be traced: then it is run and measured (`graphs.capture.opaque`).
 
     model: real, fake or on the meta device. The step uses the ambient autocast and the model's
         train or eval mode.
@@ -194,6 +195,9 @@ def _traced(
             gradients=gradients,
             costs=costs,
         )
+    if step.captured.opaque and fsdp is not None:
+        part = step.captured.opaque[0]
+        raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
     loss_layout = extract(outside.captured, cost=NodeCosts(costs)) if outside else None
     sharding = Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
     groups = None if sharding is None else groups_of(model, sharding)

@@ -45,7 +45,7 @@ from graphs.calls import HOLE, Call, TraceError, nested
 from graphs.capture.as_eager import Guard, eager_branches, eager_kernels
 from graphs.capture.filled_once import filled_once, put_meanwhile
 from graphs.capture.generation_cache import no_cache
-from graphs.capture.opaque import OpaquePart, Planned, StandIn, bind, with_opaque_parts
+from graphs.capture.opaque import OpaquePart, Planned, StandIn, bind, refuse_most, with_opaque_parts
 from graphs.capture.refuse import (
     HeldTensor,
     SideEffectError,
@@ -177,6 +177,7 @@ def capture(
         return replace(captured, filled=filled)
 
     captured, opaque = with_opaque_parts(model, call, device, traced, planned=planned)
+    refuse_most(captured.graph, opaque)
     return replace(captured, opaque=opaque)
 
 

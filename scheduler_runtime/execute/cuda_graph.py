@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from graphs.calls import Call, nested
+from graphs.capture import OpaqueForward
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 
@@ -67,6 +68,14 @@ def check_program(bound: BoundProgram) -> None:
             "the plan copies tensors to host memory, on streams that a recording does not follow; "
             "apply it without cuda_graph, or plan without a host"
         )
+    for piece in (bound.program.forward, *bound.program.backward):
+        for node in piece.module.graph.nodes:
+            run = getattr(node.target, "__self__", node.target)
+            if isinstance(run, OpaqueForward):
+                raise CudaGraphError(
+                    f"{run.call.path!r} is planned as one piece, which runs in eager mode and may "
+                    "wait for values; apply the plan without cuda_graph"
+                )
     random = {
         str(node.args[0])
         for piece in (bound.program.forward, *bound.program.backward)

@@ -66,6 +66,8 @@ def difference(
         return None if found is None else Difference(found)
     if (found := _values_difference(plan, part, call, model)) is not None:
         return Difference(found, of_values=True)
+    if (found := _opaque_difference(plan, part)) is not None:
+        return Difference(found, of_values=True)
     if plan.graph is None:
         return Difference("the traced operators are not those of the plan")
     return Difference(_graph_difference(plan.graph.module_part(), part))
@@ -137,6 +139,17 @@ def _values_difference(plan: Plan, part: Graph, call: Call, model: nn.Module) ->
             of = [names[k] if kind == "input" else f"buffer {k!r}" for kind, k in each["of"]]
             return f"forward reads {each['seen']} from {', '.join(of)}, unlike in the planned step"
     return "forward reads fewer values of the batch than when it was planned"
+
+
+def _opaque_difference(plan: Plan, part: Graph) -> str | None:
+    """The first module that is planned as one piece and takes other memory here."""
+    planned, here = (each.get("opaque") for each in (plan.environment, part.meta.environment))
+    if not isinstance(planned, list) or not isinstance(here, list):
+        return None
+    for new, old in zip(here, planned, strict=False):
+        if new["module"] == old.get("module") and new != old:
+            return f"{new['module']!r}, which is planned as one piece, keeps other memory here"
+    return None
 
 
 def _forms_difference(planned: Graph, call: Call, model: nn.Module) -> str | None:

@@ -331,12 +331,12 @@ def _traced(
     from graphs.training_step import with_optimizer
 
     notes = list(file.notes)
-    model: nn.Module = _on_meta(file.model, "the model", notes)
     batch = _with_values(file, target.torch_device, notes)
-    optimizer = file.optimizer(model) if optimizer_costs is None else None
-    try:
+
+    def variants(model: nn.Module) -> Variants:
+        optimizer = file.optimizer(model) if optimizer_costs is None else None
         with _autocast(arguments.autocast, target.kind), _quiet_logs():
-            step = trace_variants(
+            return trace_variants(
                 model,
                 batch,
                 loss=file.loss,
@@ -348,6 +348,19 @@ def _traced(
                 fsdp=arguments.fsdp,
                 rewrites=arguments.rewrites,
             )
+
+    def with_weights(refused: TraceError) -> Variants:
+        """A part that cannot be traced is run and measured, which takes values."""
+        if refused.runs_in_eager:
+            with contextlib.suppress(Exception):  # then the step is refused as it was
+                return variants(file.model().to(target.torch_device))
+        raise refused
+
+    try:
+        try:
+            step = variants(_on_meta(file.model, "the model", notes))
+        except TraceError as error:
+            step = with_weights(error)
     except ShardingError as error:
         raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
     except TraceError as error:

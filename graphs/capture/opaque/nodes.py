@@ -273,6 +273,27 @@ def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
             node.args = (saved, known, gradients, starts)
 
 
+def saved_bytes(graph: fx.Graph) -> int:
+    """What the forward nodes make and backward nodes read, but for inputs, each storage once."""
+    storages: dict[int, int] = {}
+    inputs = {_storage(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.Tensor) or _is_backward(node):
+            continue
+        if any(map(_is_backward, node.users)):
+            storages[_storage(value)] = value.untyped_storage().nbytes()
+    return sum(n_bytes for storage, n_bytes in storages.items() if storage not in inputs)
+
+
+def _storage(value: object) -> int:
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
 def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -> fx.Node | None:
     """The sum of gradients that this one is added to; the addition is removed.
 

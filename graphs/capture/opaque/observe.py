@@ -59,6 +59,8 @@ def observe(
         stack.enter_context(_buffers_restored(model))
         stack.enter_context(RandomSources.of(model, device).as_before())
         stack.enter_context(no_cache(model))
+        # what a first call fills is emptied again; a part that changes more is refused below
+        stack.enter_context(contextlib.suppress(SideEffectError))
         stack.enter_context(attributes_unchanged(model))
         stack.enter_context(torch.no_grad())
         for watch in watches:
@@ -116,7 +118,11 @@ class _Watch:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         del vars(self.module)["_compiled_call_impl"]
         try:
-            call, outs = self._observed(Call.of(args, kwargs))
+            island, tensors = self._island(Call.of(args, kwargs))
+            random = RandomSources.of(self.module, self._device)
+            Bench(island, tensors, random).forward()  # fills what a first call fills
+            with attributes_unchanged(self.module):
+                call, outs = self._observed(island, tensors, random)
         except SideEffectError as error:
             raise self._refuse(str(error)) from error
         finally:
@@ -127,9 +133,9 @@ class _Watch:
     def _refuse(self, why: str) -> NotOpaqueError:
         return NotOpaqueError(self.path, why)
 
-    def _observed(self, call: Call) -> tuple[OpaqueCall, list[torch.Tensor]]:
-        island, tensors = self._island(call)
-        random = RandomSources.of(self.module, self._device)
+    def _observed(
+        self, island: Island, tensors: list[torch.Tensor], random: RandomSources
+    ) -> tuple[OpaqueCall, list[torch.Tensor]]:
         with OperatorCalls() as forward, random.as_before():
             before = random.of_others()
             ran = island.forward(tensors)
@@ -163,7 +169,7 @@ class _Watch:
             path=self.path,
             island=island,
             random=random,
-            inputs=tuple(map(Form.of, call.tensors)),
+            inputs=tuple(map(Form.of, tensors[: island.n_inputs])),
             outs=tuple(map(Form.of, ran.outs)),
             differentiable=tuple(
                 edge is not None or (varies and bool(wanted) and tensor.is_floating_point())

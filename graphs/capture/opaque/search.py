@@ -14,17 +14,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.calls import Call, TraceError
 from graphs.capture.opaque.forms import OpaqueCall
-from graphs.capture.opaque.nodes import StandIn, stand_ins
+from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
 from graphs.capture.opaque.observe import Needs, NotOpaqueError, observe
 from graphs.capture.refuse import HookError, has_refused_hook
 
 MOST_TRACES = 12
 """Of one model; each adds a module, or replaces one by the module that contains it."""
+
+MOST = 0.75
+"""Of the bytes that a step keeps for backward."""
 
 _R = TypeVar("_R")
 
@@ -125,6 +128,26 @@ def _attempt(
         if needs:
             raise TraceError("what needs a gradient differs from trace to trace")
         needs = found
+
+
+def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
+    """Raise TraceError where one part with a row of submodules keeps most of what the step keeps.
+
+    Such a step is better planned by those submodules.
+    """
+    total = saved_bytes(graph)
+    for part in parts:
+        rows = (
+            m
+            for m in part.calls[0].island.module.modules()
+            if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1
+        )
+        if max(call.saved_bytes for call in part.calls) > MOST * total and any(rows):
+            raise TraceError(
+                f"{part.path!r} keeps most of what the step keeps, and cannot be traced: "
+                f"{part.why}",
+                runs_in_eager=True,
+            )
 
 
 def _failing(model: nn.Module, error: TraceError, whys: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,282 @@
+"""Parts that cannot be traced: one node each, within the budget, with the bits of eager mode."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply, fit
+from scheduler_runtime.measuring import measure
+from solver.schedule import Solution, simulate
+from solver.solving import solve
+from tests.support.opaque_models import PARTS, WIDTH, Experts, Network, SeveralUses, network
+
+ADAMW = torch.optim.AdamW
+
+
+def half_of_activations(model: nn.Module, batch: Tensor, **options: Any) -> Solution:
+    """The plan at a budget in the middle between what is resident and the plain step."""
+    free = solve(model, batch, budget="1GB", optimizer=ADAMW, **options)
+    budget = (free.baseline.peak_bytes + free.graph.resident_bytes) // 2
+    found = solve(model, batch, budget=budget, optimizer=ADAMW, **options)
+    assert found.simulation == simulate(found.graph, found.schedule)
+    return found
+
+
+def opaque_nodes(solution: Solution) -> list[str]:
+    return [node.name for node in solution.graph.nodes if node.op.startswith("opaque_forward")]
+
+
+def train(
+    model: nn.Module,
+    batch: Tensor,
+    *,
+    n_micro: int = 1,
+    around: Callable[[], Any] | None = None,
+    n_steps: int = 3,
+) -> list[Tensor | None]:
+    """Losses, gradients and buffers of a few steps."""
+    torch.manual_seed(1)
+    random.seed(1)
+    optimizer = ADAMW(model.parameters(), lr=1e-2)
+    found: list[Tensor | None] = []
+    for _ in range(n_steps):
+        optimizer.zero_grad(set_to_none=n_micro == 1)
+        for _ in range(n_micro):
+            if around is None:
+                loss = model(batch)
+            else:
+                with around():
+                    loss = model(batch)
+            loss.backward()
+        found.append(loss.detach())
+        found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    return found + [buffer.clone() for buffer in model.buffers()]
+
+
+def same_bits(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return len(one) == len(other) and all(
+        (a is None) == (b is None) and (a is None or torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def peak_bytes(model: nn.Module, batch: Tensor) -> int:
+    model.zero_grad()
+    gc.collect()
+    random.seed(0)
+    return measure(model, batch, optimizer=ADAMW(model.parameters()), n_steps=1).peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
+def test_half_of_the_activations(name: str) -> None:
+    plain, batch = network(name)
+    model = copy.deepcopy(plain)
+    solution = half_of_activations(model, batch)
+    assert len(opaque_nodes(solution)) >= 4
+    assert "planned as one piece" in " ".join(solution.graph.meta.notes)
+    apply(model, solution)
+    assert peak_bytes(copy.deepcopy(model), batch) <= solution.request.available_bytes
+    assert same_bits(train(plain, batch), train(model, batch))
+
+
+@pytest.mark.slow
+def test_a_part_is_recomputed_whole_with_the_same_random_numbers() -> None:
+    plain, batch = network("LayerDrop")
+    model = copy.deepcopy(plain)
+    solution = half_of_activations(model, batch)
+    order = solution.schedule.order
+    assert any(order.count(name) > 1 for name in opaque_nodes(solution))
+    apply(model, solution)
+    assert same_bits(train(plain, batch), train(model, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "several uses", "LSTM"])
+def test_gradients_that_accumulate(name: str) -> None:
+    plain, batch = network(name, n_blocks=2)
+    model = copy.deepcopy(plain)
+    apply(model, half_of_activations(model, batch, gradients="accumulate"))
+    assert same_bits(train(plain, batch, n_micro=2), train(model, batch, n_micro=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "several uses", "branch"])
+def test_under_autocast(name: str) -> None:
+    def autocast() -> Any:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    plain, batch = network(name, n_blocks=2)
+    model = copy.deepcopy(plain)
+    with autocast():
+        solution = half_of_activations(model, batch)
+    assert opaque_nodes(solution)
+    apply(model, solution)
+    assert same_bits(train(plain, batch, around=autocast), train(model, batch, around=autocast))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["several uses", "branch", "experts"])
+def test_a_module_that_is_called_several_times(name: str) -> None:
+    plain, batch = network(name, n_blocks=3, shared=True)
+    model = copy.deepcopy(plain)
+    solution = half_of_activations(model, batch)
+    assert len(opaque_nodes(solution)) == 3
+    apply(model, solution)
+    assert same_bits(train(plain, batch), train(model, batch))
+
+
+@pytest.mark.slow
+def test_fit_and_schedule_files(tmp_path: Any) -> None:
+    plain, batch = network("experts", n_blocks=2)
+    expected = train(plain, batch)
+    fresh, _ = network("experts", n_blocks=2)
+    solution = half_of_activations(fresh, batch)
+    solution.save(tmp_path / "schedule.json")
+    apply(fresh, tmp_path / "schedule.json")
+    assert same_bits(expected, train(fresh, batch))
+    fitted, _ = network("experts", n_blocks=2)
+    fit(fitted, optimizer=ADAMW(fitted.parameters()), budget="1GB")
+    assert same_bits(expected, train(fitted, batch))
+
+
+@pytest.mark.slow
+def test_inputs_without_gradients_and_frozen_parameters() -> None:
+    plain, batch = network("several uses", n_blocks=2)
+    plain.embed.weight.requires_grad_(False)
+    plain.parts[1].a.weight.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    solution = solve(model, batch, budget="1GB")
+    first = solution.graph.node_by_name["opaque_forward"]
+    again = solution.graph.node_by_name["opaque_forward_1"]
+    saved = solution.graph.tensor_by_name
+    assert saved[first.outputs[-1]].size_bytes <= saved[again.outputs[-1]].size_bytes
+    apply(model, solution)
+    assert same_bits(train(plain, batch, n_steps=1), train(model, batch, n_steps=1))
+
+
+@pytest.mark.slow
+def test_what_a_call_has_saved_goes_when_it_is_freed() -> None:
+    """Measured: the plan's own peak, in which each part is there once."""
+    model, batch = network("experts", n_blocks=2)
+    solution = solve(model, batch, budget="1GB", optimizer=ADAMW)
+    apply(model, solution)
+    assert peak_bytes(model, batch) <= solution.simulation.peak_bytes
+
+
+class Refused(nn.Module):
+    """What an opaque part may not do; `how` says which."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH)
+        self.outside: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        if y.sum().item() > 1e9:
+            y = 2 * y
+        if self.how == "attribute":
+            self.last = y
+        if self.how == "leak":
+            LEAKED[:] = [y]
+        if self.how == "view":
+            return x.view(-1, WIDTH)
+        if self.how == "in place":
+            return x.add_(y)
+        if self.how == "number":
+            return y.sum().item()
+        if self.how == "size":
+            return y[y[:, 0] > 0].sum(0, keepdim=True) + y[y[:, 0] > 0][:1] * 0, y[y[:, 0] > 0]
+        return y
+
+
+LEAKED: list[Tensor] = []
+
+
+class Around(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.part = nn.Embedding(50, WIDTH), Refused(how)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        made = self.part(self.embed(tokens))
+        made = made[0] if isinstance(made, tuple) else made
+        return made.mean() if isinstance(made, Tensor) else self.embed(tokens).mean() * made
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("attribute", "changes the attribute 'last'"),
+        ("leak", "held elsewhere after its call"),
+        ("view", "shares memory with another, or an input"),
+        ("in place", "in place"),
+        ("number", "something else than tensors and None"),
+        ("size", "size of what it returns depends on values"),
+    ],
+)
+def test_what_cannot_be_one_piece_is_refused_as_before(how: str, why: str) -> None:
+    model = Around(how)
+    with pytest.raises(TraceError, match="reads values that the step computes") as refused:
+        trace(model, torch.randint(0, 50, (64,)))
+    assert any(
+        "'part' cannot be planned" in note and why in note for note in refused.value.__notes__
+    )
+    assert "last" not in vars(model.part)
+
+
+def test_the_enclosing_module_is_tried() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Refused("size")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)[0].expand(len(x), -1) + x
+
+    torch.manual_seed(0)
+    model = Network(Wrapped, n_blocks=2)
+    graph = trace(model, torch.randint(0, 50, (64,)))
+    assert [part["module"] for part in graph.meta.environment["opaque"]] == ["parts.0", "parts.1"]
+
+
+def test_a_model_without_values_is_refused_as_before() -> None:
+    with torch.device("meta"):
+        model = Network(Experts, n_blocks=1)
+        batch = torch.zeros(64, dtype=torch.long)
+    with pytest.raises(TraceError, match="reads values that the step computes"):
+        trace(model, batch)
+
+
+def test_tracing_leaves_no_trace() -> None:
+    model, batch = network("branch", n_blocks=1)
+    before = copy.deepcopy(model.state_dict())
+    state, others = torch.get_rng_state(), random.getstate()
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    trace(model, batch)
+    assert torch.equal(state, torch.get_rng_state())
+    assert others == random.getstate()
+    assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_part_that_reads_its_input_several_times_adds_gradients_as_eager_does() -> None:
+    """Its input is read outside as well: the sums have more than two terms."""
+    torch.manual_seed(0)
+    plain = Network(SeveralUses, n_blocks=1)
+    batch = torch.randint(0, 50, (64,))
+    model = copy.deepcopy(plain)
+    apply(model, solve(model, batch, budget="1GB"))
+    assert same_bits(train(plain, batch, n_steps=1), train(model, batch, n_steps=1))
