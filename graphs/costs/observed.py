@@ -35,6 +35,7 @@ def observed_run(call: OpCall) -> ObservedRun | None:
 class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that run inside, views left out.
 
+    communicates: whether a collective is among them.
     reads_values: whether the size of a result, or a number that Python gets, depends on values.
     """
 
@@ -42,12 +43,14 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[OpCall] = []
         self.reads_values = False
+        self.communicates = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
+        self.communicates |= func.namespace in ("c10d", "_c10d_functional")
         self.reads_values |= not _VALUES.isdisjoint(func.tags) or _has_mask(call)
         if (call.outputs() or call.mutated()) and not call.is_view():
             self.calls.append(_on_meta(call))

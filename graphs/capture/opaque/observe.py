@@ -149,6 +149,8 @@ class _Watch:
             gradients = Bench(island, tensors, random).backward(ran)
         if any(g is not None and g.layout != torch.strided for g in gradients):
             raise self._refuse("the gradient of a parameter is sparse")
+        if forward.communicates or backward.communicates:
+            raise self._refuse("it communicates with other processes")
         varies = draws or forward.reads_values or backward.reads_values
         bench = Bench(island, tensors, random)
         benches = [bench]

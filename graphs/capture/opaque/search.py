@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.calls import Call, TraceError
 from graphs.capture.opaque.forms import OpaqueCall
@@ -73,9 +72,9 @@ def with_opaque_parts(
     batch have no values on the device that is planned for.
     """
     if planned and _is_here(model, call, device):
-        whys = {each["module"]: each["why"] for each in planned}
-        where = device or _devices(model, call).pop()
+        where = _devices(model, call).pop()
         with contextlib.suppress(Exception):  # of another model, say: then as without a plan
+            whys = {each["module"]: each["why"] for each in planned}
             return _attempt(model, call, where, whys, trace, planned)
     try:
         return trace(()), ()
@@ -83,7 +82,7 @@ def with_opaque_parts(
         if not _is_here(model, call, device):
             raise
         first = error
-    where = device or _devices(model, call).pop()
+    where = _devices(model, call).pop()
     whys = _failing(model, first, {})
     for _ in range(MOST_TRACES):
         if not whys:
@@ -210,13 +209,13 @@ def _devices(model: nn.Module, call: Call) -> set[torch.device]:
 
 
 def _is_here(model: nn.Module, call: Call, device: torch.device | None) -> bool:
-    """Whether model and batch have values, on the one device that is planned for."""
-    tensors = (*model.parameters(), *model.buffers(), *call.tensors)
+    """Whether model and batch are plain tensors with values, on the device that is planned for."""
     devices = _devices(model, call)
-    wanted = devices if device is None else {device}
-    return (
-        len(devices) == 1
-        and devices == wanted
-        and all(each.type in ("cpu", "cuda") for each in devices)
-        and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-    )
+    if len(devices) != 1:
+        return False
+    (here,) = devices
+    if device is not None and (device.type, device.index or 0) != (here.type, here.index or 0):
+        return False
+    tensors = (*model.parameters(), *model.buffers(), *call.tensors)
+    is_plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
+    return here.type in ("cpu", "cuda") and is_plain

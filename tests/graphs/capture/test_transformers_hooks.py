@@ -11,7 +11,6 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from benchmarks.same_bits import keeping_nothing
-from graphs.calls.call import TraceError
 from graphs.trace import trace
 from scheduler_runtime import apply
 
@@ -75,8 +74,9 @@ def test_hidden_states_and_gradients_are_the_same_bits(called_before: bool) -> N
     assert len(model(**batch())["hidden"]) == 3  # collected once, not twice
 
 
-def test_other_hooks_of_submodules_are_still_refused() -> None:
+def test_a_submodule_with_other_hooks_is_one_piece() -> None:
     model = Distilled()
-    model.inner.bert.encoder.register_forward_hook(lambda *_: None)
-    with pytest.raises(TraceError, match=r"'inner\.bert\.encoder' has a forward hook"):
-        trace(model, batch())
+    layer = model.inner.bert.encoder.layer[0]
+    layer.output.register_forward_hook(lambda *_: None)
+    parts = trace(model, batch()).meta.environment["opaque"]
+    assert [part["module"] for part in parts] == ["inner.bert.encoder.layer.0.output"]

@@ -68,8 +68,17 @@ def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
     return Branching(), torch.randint(0, 50, (512,))
 
 
+class BranchingAtTheTop(Branching):
+    """There is no submodule that could be one piece."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(tokens)
+        return loss if loss.item() < 100 else loss / 2
+
+
 def test_what_cannot_be_traced_is_told_the_way_out() -> None:
-    model, batch = model_and_batch()
+    _, batch = model_and_batch()
+    model = BranchingAtTheTop(n_blocks=1)
     with pytest.raises(TraceError, match=r"scheduler_runtime\.fallback\.plan_chain"):
         solve(model, batch, budget="1GB")
 

@@ -15,9 +15,7 @@ from benchmarks.zoo.word_language import (
     RecurrentLanguageModel,
     detached,
 )
-from graphs.trace import TraceError
 from scheduler_runtime import fit
-from scheduler_runtime.fallback import plan_chain
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import absolute_peak_bytes, resident_tensors
 
@@ -48,7 +46,7 @@ def train(model: Any, n_steps: int = 4) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow(sample=1)
-@pytest.mark.parametrize("kind", ["LSTMCell", "GRU", "RNN"])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRU", "RNN", "LSTM"])
 def test_a_hidden_state_that_is_detached_gets_no_gradient(kind: str) -> None:
     plain = language_model(kind)
     fitted = fit(copy.deepcopy(plain), budget="1MB")
@@ -56,22 +54,6 @@ def test_a_hidden_state_that_is_detached_gets_no_gradient(kind: str) -> None:
     n_plans = len(plans_of(fitted))
     train(fitted)
     assert len(plans_of(fitted)) == n_plans
-
-
-def test_an_lstm_layer_is_refused_with_the_reason_and_planned_by_submodules() -> None:
-    model = language_model("LSTM")
-    tokens, hidden = torch.randint(N_TOKENS, (9, N_ROWS)), model.start(N_ROWS)
-    fitted = fit(copy.deepcopy(model), budget="1MB")
-    with pytest.raises(TraceError, match=r"one opaque operator.*write the cells as a loop") as told:
-        fitted(tokens, hidden)
-    assert "plan_chain" in " ".join(told.value.__notes__)
-    found = plan_chain(
-        model,
-        (tokens, hidden),
-        budget="1MB",
-        loss=lambda output, _: F.nll_loss(output[0], tokens.flatten()),
-    )
-    assert found.schedule is not None
 
 
 class Heads(nn.Module):
