@@ -31,7 +31,8 @@ class Experts(nn.Module):
         for index, expert in enumerate(self.experts):
             rows, place = torch.where(chosen == index)
             if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, place, None])
+                made = expert(x[rows]) * weights[rows, place, None]
+                out = out.index_add(0, rows, made.to(out.dtype))
         return out
 
 

@@ -33,23 +33,25 @@ _AUTOGRAD = (
 
 @dataclass(frozen=True)
 class Autocast:
-    """The state of autocast in which the module is called."""
+    """The state of autocast in which the module is called.
+
+    Its cache of casts stays off: it would hold them to the end of the caller's autocast block. It
+    makes no difference to weights that are used once.
+    """
 
     device_type: str
     dtype: torch.dtype | None
-    cache_enabled: bool
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
         kind = device.type
         on = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if on else None
-        return cls(kind, dtype, torch.is_autocast_cache_enabled())
+        return cls(kind, torch.get_autocast_dtype(kind) if on else None)
 
     def context(self) -> Any:
         if self.dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.device_type, self.dtype, cache_enabled=self.cache_enabled)
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=False)
 
 
 @dataclass(eq=False)
@@ -241,7 +243,7 @@ class Island:
         """The module's attributes, and the buffers among them that it may write."""
         n, new, state = self.n_inputs, {}, []
         for i in range(n, len(tensors)):
-            if i < n + self.n_parameters:  # leaves, so that autocast caches its copies
+            if i < n + self.n_parameters:
                 leaf: torch.Tensor = nn.Parameter(tensors[i].detach(), requires_grad=self.needs[i])
                 state.append(leaf)
                 saved.inputs.append(get_gradient_edge(leaf) if self.needs[i] else None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -239,8 +240,11 @@ class _Watch:
         made = {t.untyped_storage()._cdata for t in ran.outs}
         if given & made or len(made) < len(ran.outs):
             raise self._refuse("a tensor that it returns shares memory with another, or an input")
-        if _reaches_others(ran):
+        n_uses, reaches_others = _uses(ran)
+        if reaches_others:
             raise self._refuse("a tensor that requires a gradient is no parameter of it")
+        if torch.is_autocast_enabled(self._device.type) and n_uses > 1:
+            raise self._refuse("autocast casts a weight once that is used several times")
 
     def _write(self, island: Island, ran: Ran, tensors: list[torch.Tensor]) -> set[int]:
         """Which buffers the call changes; their new values are written, as the call does."""
@@ -263,22 +267,21 @@ class _Watch:
         return dataclasses.replace(other, island=dataclasses.replace(bench.island, given=given))
 
 
-def _reaches_others(ran: Ran) -> bool:
-    """Whether gradients would go to a leaf that the island does not know."""
+def _uses(ran: Ran) -> tuple[int, bool]:
+    """The most uses of one parameter, and whether gradients would go to another leaf."""
     ends = {edge.node for edge in ran.saved.inputs if edge is not None}
     stack = [edge.node for edge in ran.saved.outputs if edge is not None]
     seen = {*ends, *stack}
+    n_uses: Counter[Any] = Counter()
     while stack:
         node = stack.pop()
-        if node in ends:
-            continue
-        if hasattr(node, "variable"):
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return False
+        following = () if node in ends else [each for each, _ in node.next_functions if each]
+        n_uses.update(each for each in following if each in ends and hasattr(each, "variable"))
+        if node not in ends and hasattr(node, "variable"):
+            return 0, True
+        stack += {*following} - seen
+        seen.update(following)
+    return max(n_uses.values(), default=0), False
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -96,6 +96,7 @@ def with_opaque_parts(
             first.add_note(error.why)
             whys = _failing(model, error, whys)
         except Exception as error:  # the model's code may raise anything
+            first.add_note(f"{type(error).__name__} when it was run: {error}")
             raise first from error
     raise first
 
