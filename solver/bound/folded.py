@@ -234,9 +234,9 @@ class FoldedGraph:
                 continue
             window = min(self.last_need[n], before) - after - 1
             window = min(window, len(least_gap) - 1)
-            may[n] = window >= 0 and least_gap[window] + self._run_bytes[n] <= budget_bytes
+            may[n] = window >= 0 and least_gap[window] + self.run_bytes[n] <= budget_bytes
             if may[n] and n in self.locks:
-                fits = self.held_bytes[: after + window + 2] + self._run_bytes[n] <= budget_bytes
+                fits = self.held_bytes[: after + window + 2] + self.run_bytes[n] <= budget_bytes
                 for first, last in self.locks[n]:
                     fits[first : last + 1] = False
                 may[n] = fits[after + 1 :].any()
@@ -247,7 +247,7 @@ class FoldedGraph:
         return any(first <= p <= last for first, last in self.locks.get(n, ()))
 
     @cached_property
-    def _run_bytes(self) -> Bytes:
+    def run_bytes(self) -> Bytes:
         """By forward node: what it makes, its workspace, and what it reads and is never pinned."""
         return np.array(
             [

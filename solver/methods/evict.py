@@ -7,7 +7,8 @@ are short, the forward unit with the least score is dropped:
     score(u) = time to recompute it / (bytes * distance to its next use)
 
 where the time counts what is missing above it, so that long runs of missing tensors are not made
-longer. What a guide (the set that a cut keeps) does not hold goes first. Nothing is proven; it
+longer. What a guide (the set that a cut keeps) does not hold goes first. Where that gets stuck it
+begins again, with something made ahead of time (`solver.methods.ahead`). Nothing is proven; it
 finds a schedule where the cuts' replay overflows, down to budgets near the least, and never
 overruns: its count of bytes is at least the simulator's.
 """
@@ -19,12 +20,17 @@ from dataclasses import dataclass, field
 
 from solver.bound import FoldedGraph
 from solver.common import NEVER, Deadline
+from solver.methods.ahead import Ahead, ahead_of
 from solver.schedule import Schedule, free_after_last_use, needs, without_dead_computes
 
 REFRESH = 500
 """Per so many forward nodes one eviction goes by before scores are counted anew."""
 MAX_RUNS = 3
 """Runs per node of the graph after which a search that thrashes is given up."""
+MAX_RUNS_BEFORE = 2
+"""Runs per forward node before one position: beyond, two of its inputs take turns."""
+MAX_RESTARTS = 12
+"""Unless the caller wants fewer."""
 
 
 def evict(
@@ -33,6 +39,7 @@ def evict(
     budget_bytes: int,
     guide: Mapping[int, Collection[int]] | None = None,
     patience: float = 1.0,
+    n_restarts: int = MAX_RESTARTS,
     deadline: Deadline = NEVER,
 ) -> tuple[Schedule | None, int]:
     """Run the step greedily within the budget: the schedule (None: stuck), and the work it took.
@@ -41,13 +48,25 @@ def evict(
 
     guide: by position, units that should be there then: they are dropped last.
     patience: the exponent of the distance to the next use.
+    n_restarts: times that it begins again, with one more unit made ahead of time.
     deadline: the run is given up then.
     """
-    run = _Run(folded, budget_bytes, dict(guide or {}), patience, deadline)
-    if not run.all():
-        return None, run.work
-    order = without_dead_computes(folded.graph, run.order)
-    return free_after_last_use(folded.graph, order), run.work
+    work, ahead = 0, list[Ahead]()
+    for _ in range(1 + n_restarts):
+        run = _Run(folded, budget_bytes, dict(guide or {}), patience, deadline, ahead)
+        fits = run.all()
+        work += run.work
+        if fits:
+            order = without_dead_computes(folded.graph, run.order)
+            return free_after_last_use(folded.graph, order), work
+        if deadline.passed:
+            break
+        gates = ahead_of(folded, run.now, budget_bytes=budget_bytes)
+        gate = next((gate for gate in gates if gate not in ahead), None)
+        if gate is None:
+            break
+        ahead.append(gate)
+    return None, work
 
 
 @dataclass
@@ -57,6 +76,7 @@ class _Run:
     guide: dict[int, Collection[int]]
     patience: float
     deadline: Deadline
+    ahead: Sequence[Ahead]
     order: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,13 +86,22 @@ class _Run:
             self.members[u].append(name)
         self.available = {tensor.name for tensor in graph.resident}
         self.live: set[int] = set()
+        self._dies_at: dict[int, list[int]] = {}
+        for u, n in enumerate(folded.maker):
+            if n < folded.n_forward and not folded.recomputable[n]:
+                self._dies_at.setdefault(folded.last_need[n], []).append(u)
         self.bytes = graph.resident_bytes
         self.now = 0
+        self._above = [  # by forward node, what it reads, with the makers
+            (n, [(u, folded.maker[u]) for u in folded.reads[n] if folded.maker[u] < n])
+            for n in range(folded.n_forward)
+        ]
         self._next = [0] * folded.n_units
         self._positions = sorted(self.guide)
         self._age = 0
         self._costs_then: list[float] = []
         self._ranked: list[int] = []
+        self._held: dict[int, int] = {}  # made ahead of time: by unit, until when
         self.work = 0
 
     def all(self) -> bool:
@@ -80,18 +109,33 @@ class _Run:
         folded = self.folded
         for p in range(folded.n_nodes):
             self.now = p
-            if not self._bring(folded.needed_names(p)) or not self._compute(p, frozenset(), ()):
+            if not self._bring_ahead() or not self._bring(folded.needed_names(p)):
+                return False
+            self._held = {u: until for u, until in self._held.items() if until > p}
+            if not self._compute(p, frozenset(), ()):
                 return False
             self._drop_dead(p)
         self.now = folded.n_nodes
         return self._bring(folded.graph.outputs)
 
+    def _bring_ahead(self) -> bool:
+        begin = [each for each in self.ahead if each.since == self.now]
+        if not self._bring([self.folded.unit_names[each.unit] for each in begin]):
+            return False
+        for each in begin:
+            self._held[each.unit] = max(each.until, self._held.get(each.unit, 0))
+        return True
+
     def _drop_dead(self, p: int) -> None:
-        """What later nodes made goes after its last use; forward units stay while bytes last."""
+        """What a node made that runs once goes when it can serve nothing more; what can be
+        recomputed stays while bytes last.
+        """
         folded = self.folded
         for u in (*folded.reads[p], *folded.makes[p]):
             if folded.maker[u] >= folded.n_forward and not any(q > p for q in folded.uses[u]):
                 self._drop(u)
+        for u in self._dies_at.get(p, ()):
+            self._drop(u)
 
     def _drop(self, u: int) -> None:
         if u in self.live:
@@ -103,14 +147,17 @@ class _Run:
         """Make everything named available at once."""
         unit_of = self.folded.unit_of
         wanted = frozenset(unit_of[name] for name in names if name in unit_of)
+        most = min(
+            MAX_RUNS * self.folded.n_nodes + 1000,
+            len(self.order) + MAX_RUNS_BEFORE * self.folded.n_forward + 100,
+        )
         while True:
             missing = [name for name in names if name not in self.available]
             if not missing:
                 return True
             stack = [missing[0]]
             while stack:
-                too_long = len(self.order) > MAX_RUNS * self.folded.n_nodes + 1000
-                if too_long or self.deadline.passed:
+                if len(self.order) > most or self.deadline.passed:
                     return False
                 name = stack[-1]
                 if name in self.available:
@@ -195,7 +242,7 @@ class _Run:
                 left += self._ranked[i:]
                 break
             pinned = folded.pinned[u] and folded.is_pinned(u, self.now)
-            if u in self.live and u not in locked and not pinned:
+            if u in self.live and u not in locked and u not in self._held and not pinned:
                 self._drop(u)
             else:
                 left.append(u)
@@ -219,9 +266,11 @@ class _Run:
         folded = self.folded
         self.work += folded.n_forward
         costs = list(folded.time_s[: folded.n_forward])
-        for n in range(folded.n_forward):
-            missing = [folded.maker[u] for u in folded.reads[n] if u not in self.live]
-            missing = [m for m in missing if m < n]
-            if missing:
-                costs[n] += max(costs[m] for m in missing)
+        live = self.live
+        for n, above in self._above:
+            missing_s = 0.0
+            for u, maker in above:
+                if u not in live and costs[maker] > missing_s:
+                    missing_s = costs[maker]
+            costs[n] += missing_s
         return costs

@@ -30,13 +30,15 @@ from solver.schedule import (
 )
 
 TOLERANCE = 0.002
-"""The search stops when the two ends are within this share of the peak without checkpointing."""
+"""The search stops when the two ends are within this share of what is proven."""
 RETRIES = (0.0, 0.9, 0.75, 0.5, 0.9, 0.75, 0.5, 0.25)
 """Between what is proven and what is reached, after the bisection."""
 PATIENCE = (1.0, 0.5, 2.0)
 """Exponents of the distance to the next use that the eviction tries."""
-BASE_WORK, WORK_PER_NODE = 5_000_000, 1_000
-"""Of all evictions together, as `evict` counts it: five seconds, and 1.5 ms for a node."""
+LEAST_PATIENCE = (1.0, 0.5, 0.25, 2.0)
+"""Those tried for the least budget."""
+BASE_WORK, WORK_PER_NODE = 15_000_000, 3_000
+"""Of all evictions together, as `evict` counts it: five seconds, and 1 ms for a node."""
 
 
 def find_obstacle(
@@ -98,26 +100,29 @@ def least_schedule(
     """
     graph = folded.graph
     best = baseline(graph)
-    most_bytes = least_bytes = simulate(graph, best).peak_bytes
+    least_bytes = simulate(graph, best).peak_bytes
     with contextlib.suppress(OutOfTimeError):
         for schedule in reversals(graph, deadline=deadline):
             deadline.check()
             found = _with_peak(graph, schedule)
             if found is not None and found[1] < least_bytes:
                 best, least_bytes = found
-    if least_bytes - proven_bytes <= TOLERANCE * most_bytes or deadline.passed:
+    if least_bytes - proven_bytes <= TOLERANCE * proven_bytes or deadline.passed:
         return best, least_bytes
     work, max_work = 0, BASE_WORK + WORK_PER_NODE * folded.n_nodes
+    patiences = list(LEAST_PATIENCE)  # the one that found something last comes first
 
     def attempt(budget_bytes: int) -> Schedule | None:
         nonlocal work
-        for patience in PATIENCE:
+        for patience in tuple(patiences):
             if more():
                 schedule, spent = evict(
                     folded, budget_bytes=budget_bytes, patience=patience, deadline=deadline
                 )
                 work += spent
                 if schedule is not None:
+                    patiences.remove(patience)
+                    patiences.insert(0, patience)
                     return schedule
         return None
 
@@ -153,9 +158,9 @@ def _search_down(
 ) -> tuple[Schedule, int]:
     """The schedule of the smallest peak that attempts at smaller and smaller budgets meet."""
     best = baseline(graph)
-    high = peak_bytes = simulate(graph, best).peak_bytes
+    high = simulate(graph, best).peak_bytes
     low = proven_bytes  # nothing is found below low, `best` reaches high
-    while high - low > TOLERANCE * peak_bytes and more():
+    while high - low > TOLERANCE * proven_bytes and more():
         tried = (low + high) // 2
         found = _with_peak(graph, attempt(tried))
         if found is None:

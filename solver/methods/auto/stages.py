@@ -33,6 +33,7 @@ early, and then the proposal says so.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -47,7 +48,7 @@ from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.auto.with_copies import with_copies
 from solver.methods.dp import dp
-from solver.methods.evict import evict
+from solver.methods.evict import MAX_RESTARTS, evict
 from solver.methods.ilp_stages import Stages, TooLargeError
 from solver.methods.least_budget import PATIENCE, least_schedule
 from solver.methods.proposal import Proposal
@@ -187,15 +188,21 @@ def _improved(search: Search, schedule: Schedule) -> Schedule:
 
 
 def _evict(search: Search) -> None:
-    """Offer the schedule of each patience, taken to its local optimum, while there is work left."""
-    for patience in PATIENCE:
-        if search.close or (search.work >= MAX_WORK and search.best is not None):
+    """Offer the schedule of each patience, taken to its local optimum, while there is work left.
+
+    Restarts only where nothing has been found: what is made ahead of time costs more, and on the
+    menu it is in the way.
+    """
+    for n_restarts, patience in itertools.product((0, MAX_RESTARTS), PATIENCE):
+        enough = n_restarts > 0 or search.work >= MAX_WORK
+        if search.close or (enough and search.best is not None):
             continue
         schedule, work = evict(
             search.folded,
             budget_bytes=search.budget_bytes,
             guide=search.guide,
             patience=patience,
+            n_restarts=n_restarts,
             deadline=search.deadline,
         )
         search.work += work

@@ -1,0 +1,108 @@
+"""What to recompute ahead of time, where just in time is too late.
+
+Right before the first run of a node the device may be fuller than anywhere else, and what the node
+reads may take recomputation that has no room beside that: the MLPs of all blocks below the one
+whose MLP goes backward. Then something on the way must be there already: a *gate*, a unit that all
+paths from the node's inputs to what has no room lead through (a dominator of the graph of reads).
+It is recomputed at the last position where there is room for that, and held.
+
+Room is judged by what every schedule holds (`FoldedGraph.held_bytes`): an answer may still fail,
+and where there is none, recomputing several units ahead of time might do.
+
+Cost: linear in the graph for each gate that is tried, hardly ever more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from solver.bound import FoldedGraph
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Unit recomputed right before the first run of node `since`, held up to that of `until`."""
+
+    unit: int
+    since: int
+    until: int
+
+
+def ahead_of(folded: FoldedGraph, q: int, *, budget_bytes: int) -> Iterator[Ahead]:
+    """Gates for the inputs of node q, the smallest first. Nothing where all has room.
+
+    What has no room even alone comes before what has none beside the other inputs of q.
+    """
+    if q >= folded.n_nodes:
+        return
+    room = budget_bytes - int(folded.held_bytes[q])
+    wanted = [
+        u
+        for u in folded.reads[q]
+        if folded.maker[u] < folded.n_forward and not folded.is_pinned(u, q)
+    ]
+    nodes = _nodes_for(folded, wanted, q)
+    for beside in ([], wanted):
+        large = {n for n in nodes if _bytes_to_run(folded, n, beside) > room}
+        gates = _gates(folded, nodes, wanted, large) if large else ()
+        for u in sorted(gates, key=lambda u: (folded.unit_bytes[u], u)):
+            since = _since(folded, u, q, budget_bytes)
+            if since is not None and large.isdisjoint(_nodes_for(folded, wanted, q, held=u)):
+                yield Ahead(u, since, q)
+
+
+def _gates(
+    folded: FoldedGraph, nodes: Collection[int], wanted: Iterable[int], large: Iterable[int]
+) -> list[int]:
+    """Units made by the nodes that all paths from what is wanted to a large node lead through."""
+    import networkx  # takes 0.1 s, and hardly any search comes here
+
+    start, end = -1, folded.n_nodes
+    reads = networkx.DiGraph((start, folded.maker[u]) for u in wanted)
+    for n in nodes:
+        makers = (folded.maker[u] for u in folded.reads[n])
+        reads.add_edges_from((n, maker) for maker in makers if maker in nodes)
+    reads.add_edges_from((n, end) for n in large)
+    above = networkx.immediate_dominators(reads, start)
+    gates: list[int] = []
+    n = above[end]
+    while n != start:
+        gates += (u for u in folded.makes[n] if folded.uses[u])
+        n = above[n]
+    return gates
+
+
+def _since(folded: FoldedGraph, u: int, q: int, budget_bytes: int) -> int | None:
+    """The last position before q with room to recompute u, however much of it is missing, and to
+    hold it from there on; None: there is none in the backward pass.
+    """
+    run_bytes = max((folded.run_bytes[n] for n in _nodes_for(folded, [u], q)), default=0)
+    for p in range(q - 1, folded.n_forward - 1, -1):
+        held_bytes = 0 if folded.must_be_there(u, p) else folded.unit_bytes[u]
+        if folded.least_bytes[p] + held_bytes > budget_bytes:
+            return None
+        if folded.held_bytes[p] + run_bytes <= budget_bytes:
+            return p
+    return None
+
+
+def _bytes_to_run(folded: FoldedGraph, n: int, beside: Iterable[int]) -> int:
+    """Bytes to recompute node n with these units on the device."""
+    own = {*folded.reads[n], *folded.makes[n]}
+    return int(folded.run_bytes[n]) + sum(folded.unit_bytes[u] for u in beside if u not in own)
+
+
+def _nodes_for(
+    folded: FoldedGraph, units: Iterable[int], q: int, *, held: int | None = None
+) -> set[int]:
+    """Nodes to run for these units right before q if only `held` and what is pinned is there."""
+    found: set[int] = set()
+    missing = list(units)
+    while missing:
+        u = missing.pop()
+        n = folded.maker[u]
+        if u != held and n not in found and not folded.is_pinned(u, q):
+            found.add(n)
+            missing += folded.reads[n]
+    return found
