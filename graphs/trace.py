@@ -11,7 +11,7 @@ accumulation, FSDP2, the optimizer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,7 +47,15 @@ from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
 from graphs.meta import GraphMeta
-from graphs.rewrites import Variant, Variants, offered, program_with, rewritten, variants_of
+from graphs.rewrites import (
+    Variant,
+    Variants,
+    offered,
+    program_with,
+    rewrites_program,
+    rewritten,
+    variants_of,
+)
 from graphs.training_step import (
     MetaOutputs,
     OutsideLoss,
@@ -69,12 +77,25 @@ class CapturedStep:
     captured: Capture
     layout: Layout
     graph: Graph
-    _remake: Callable[[Variant], CapturedStep] = field(repr=False)
+    _original: Capture = field(repr=False)
+    _extracted: Callable[[Capture, Variant], CapturedStep] = field(repr=False)
 
     def with_rewrites(self, rewrites: Iterable[str]) -> CapturedStep:
         """Another variant of the same step, without tracing again."""
         wanted = tuple(rewrites)
-        return self if wanted == tuple(self.graph.meta.rewrites) else self._remake(wanted)
+        if wanted == tuple(self.graph.meta.rewrites):
+            return self
+        return self._extracted(program_with(self._original, wanted), wanted)
+
+    def variants(self, wanted: Iterable[Variant]) -> list[CapturedStep]:
+        """The plain step, and those variants of it whose rewrites of the program find something."""
+        steps = [self.with_rewrites(())]
+        for variant in dict.fromkeys(wanted):
+            program = program_with(self._original, variant)
+            finds = program is not self._original or not rewrites_program(variant)
+            if variant and finds:
+                steps.append(self._extracted(program, variant))
+        return steps
 
 
 @one_at_a_time
@@ -117,7 +138,7 @@ def trace(
     ((graph, _),) = _traced(
         model,
         batch,
-        [tuple(rewrites)],
+        lambda step: [step.with_rewrites(rewrites)],
         loss=loss,
         inputs=inputs,
         optimizer=optimizer,
@@ -140,22 +161,20 @@ def trace_variants(
 ) -> Variants:
     """Trace the step once, as itself and with the rewrites that a plan may choose from.
 
-    rewrites: "bitwise" (they keep every bit of the results), "allclose" (last bits may change;
-        there is no such rewrite yet, so the same as "bitwise") or "none". A sharded step has none.
+    rewrites: a word of `graphs.rewrites.WORDS`. A sharded step has none.
     The rest is as for `trace`.
 
     Raises what `trace` raises; ValueError for another word.
     """
     planned = variants_of(rewrites, sharded=fsdp is not None)
-    wanted = list(dict.fromkeys([(), *planned]))
-    traced = _traced(model, batch, wanted, fsdp=fsdp, **options)
+    traced = _traced(model, batch, lambda step: step.variants(planned), fsdp=fsdp, **options)
     return offered([(graph, step.captured) for graph, step in traced], planned)
 
 
 def _traced(
     model: nn.Module,
     batch: Any,
-    variants: Sequence[Variant],
+    choose: Callable[[CapturedStep], list[CapturedStep]],
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
@@ -165,7 +184,7 @@ def _traced(
     costs: CostModel | None = None,
     fsdp: int | Sharding | None = None,
 ) -> list[tuple[Graph, CapturedStep]]:
-    """The graph of each variant of the step, and its module's part."""
+    """The graph of each chosen variant of the step, and its module's part."""
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
     _refuse_replaced(model)
@@ -217,7 +236,7 @@ def _traced(
         own = checkpoints_itself.is_set()
         return replace(graph, meta=replace(graph.meta, own_checkpoints=True)) if own else graph
 
-    steps = [step.with_rewrites(variant) for variant in variants]
+    steps = choose(step)
     graphs = [whole(each) for each in steps]
     finish_measuring(costs)
     return list(zip(graphs, steps, strict=True))
@@ -272,35 +291,30 @@ def trace_module(
         refuse_other(device)
     captured = capture(model, call, device=device, choose=choose, planned=opaque)
 
-    def remake(variant: Variant) -> CapturedStep:
-        return _extracted(
-            model,
-            call,
-            captured,
-            variant,
-            device=device,
-            gradients=gradients,
-            cost=NodeCosts(costs),
-            remake=remake,
+    def extracted(program: Capture, variant: Variant) -> CapturedStep:
+        cost = NodeCosts(costs)
+        layout = rewritten(extract(program, cost=cost), variant)
+        graph = _graph(
+            model, call, program, layout, variant, device=device, gradients=gradients, cost=cost
         )
+        return CapturedStep(program, layout, graph, captured, extracted)
 
-    return remake(tuple(rewrites))
+    variant = tuple(rewrites)
+    return extracted(program_with(captured, variant), variant)
 
 
-def _extracted(
+def _graph(
     model: nn.Module,
     call: Call,
     captured: Capture,
+    layout: Layout,
     rewrites: Variant,
     *,
     device: torch.device | None,
     gradients: str,
     cost: NodeCosts,
-    remake: Callable[[Variant], CapturedStep],
-) -> CapturedStep:
+) -> Graph:
     """One variant of a captured step."""
-    captured = program_with(captured, rewrites)
-    layout = rewritten(captured, extract(captured, cost=cost), rewrites, cost=cost)
     tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}}
     for placeholder, source in captured.sources.items():
         tensors_of.setdefault(source.kind, {})[source.name] = placeholder.name
@@ -341,8 +355,7 @@ def _extracted(
     if gradients == "accumulate":
         added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
         graph = with_accumulation(graph, added)
-    graph = with_device_bytes(graph, cost.hardware)
-    return CapturedStep(captured=captured, layout=layout, graph=graph, _remake=remake)
+    return with_device_bytes(graph, cost.hardware)
 
 
 def _values_read(captured: Capture) -> list[dict[str, Any]]:

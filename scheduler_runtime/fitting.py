@@ -224,7 +224,7 @@ class FittedForward(PlannedForward):
                 rewrites=(),
             )
         planned = variants_of(self.options.rewrites)
-        steps = [step.with_rewrites(names) for names in dict.fromkeys([(), *planned])]
+        steps = step.variants(planned)
         if not held_bytes:  # the step that runs again is given what the first pass has kept
             held_bytes = kept_bytes(step.captured, device)
         around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)

@@ -4,13 +4,16 @@
 
 First the bits: from the same parameters, buffers and random state, the step is run without the plan
 and with it, and the loss, every gradient and every buffer must be bitwise identical. What already
-differs between two steps without the plan (sums in no fixed order, on CUDA) is reported apart. Then
-peak and time of the step, optimizer included, without and with the plan, beside the prediction.
+differs between two steps without the plan (sums in no fixed order, on CUDA) is reported apart. With
+a plan whose rewrites change last bits, the errors of loss and gradients against the step in float64
+are compared instead (`scheduler_runtime.errors`). Then peak and time of the step, optimizer
+included, without and with the plan, beside the prediction.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +23,9 @@ import torch
 from torch import nn
 
 from graphs.calls import nested
+from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
+from scheduler_runtime.errors import InFloat64, errors, is_reference
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure
 from solver.common import counted
 from solver.runtime_hooks import Verification
@@ -62,12 +67,17 @@ def verify(
         gradients=str(solution.environment.get("gradients", "fresh")),
     )
     say("results of the baseline")
+    results = results_of(solution.graph.meta.rewrites)
     plain = bench.bits()
     say("results with the plan")
     with bench.planned(solution):
-        found = differences(plain, bench.bits())
+        planned = bench.bits()
+    found = differences(plain, planned)
     # what differs without a plan as well says nothing about the plan
     unsteady = tuple(differences(plain, bench.bits())) if found else ()
+    largest = ""
+    if results == "allclose":
+        found, largest = _compared(planned, plain, bench, found)
     say(f"memory and time of the baseline, {counted(2 + N_TIMED_STEPS, 'step')}")
     baseline = bench.measured()
     say(f"memory and time with the plan, {counted(2 + N_TIMED_STEPS, 'step')}")
@@ -91,17 +101,46 @@ def verify(
         n_timed_steps=N_TIMED_STEPS,
         n_gradients=sum(name.startswith("gradient of ") for name in plain),
         differences=tuple(words for name, words in found.items() if name not in unsteady),
-        unsteady=unsteady,
+        unsteady=() if results == "allclose" else unsteady,
+        results=results,
+        largest_error=largest,
         reserved_bytes=measured.reserved_bytes,
         context_bytes=measured.context_bytes,
     )
+
+
+def _compared(
+    planned: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor],
+    bench: _Bench,
+    differing: Mapping[str, str],
+) -> tuple[dict[str, str], str]:
+    """What has too large an error, by name, and the largest error beside that without the plan.
+
+    differing: what is not bitwise identical; a buffer, or what only one of the steps has, must be.
+    """
+    both = {name for name in plain.keys() & planned.keys() if not name.startswith("buffer ")}
+    found = {name: words for name, words in differing.items() if name not in both}
+    try:
+        exact = bench.in_float64().bits()
+    except (RuntimeError, TypeError, ValueError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return {**found, "": f"errors are not known: the step does not run in float64 ({line})"}, ""
+    compared = sorted(errors(planned, plain, exact), key=lambda each: each.share)
+    compared = [each for each in compared if each.name in both]
+    dtypes = {tensor.dtype for tensor in plain.values()} | {bench.step["autocast"]} - {None}
+    if not compared or not is_reference(compared, dtypes):
+        reason = "the step in float64 computes something else (other random numbers?)"
+        return {**found, "": f"errors are not known: {reason}"}, ""
+    found |= {each.name: f"error of {each}" for each in compared if not each.share <= 1}
+    return found, str(compared[-1])
 
 
 @dataclass(frozen=True)
 class _Bench:
     """A model and its step, to be run several times from the same state.
 
-    step: options of `TrainingStep`.
+    step: options of `TrainingStep`. mode: in which it runs.
     start: parameters and buffers at first, on the host, so that they take no device memory.
     """
 
@@ -110,6 +149,7 @@ class _Bench:
     step: dict[str, Any]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     gradients: str
+    mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     start: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,13 +176,28 @@ class _Bench:
         finally:
             remove(self.model)
 
+    def in_float64(self) -> _Bench:
+        """The same step in float64, without autocast."""
+        self._restore()
+        return _Bench(
+            model=copy.deepcopy(self.model).double(),
+            batch=nested.map_tensors(
+                lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, self.batch
+            ),
+            step={**self.step, "autocast": None},
+            optimizer=self.optimizer,
+            gradients=self.gradients,
+            mode=InFloat64,
+        )
+
     def bits(self) -> dict[str, torch.Tensor]:
         """Loss, gradients and buffers after a step; after two where gradients add up."""
         self._restore()
         step = TrainingStep(self.model, self.batch, **self.step)
-        if self.gradients == "accumulate":
-            step.run()
-        found = {"the loss": step.run()}
+        with self.mode():
+            if self.gradients == "accumulate":
+                step.run()
+            found = {"the loss": step.run()}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad

@@ -58,7 +58,10 @@ class Verification:
     """The step measured on `device` with the plan, and without it (baseline).
 
     available_bytes: what the plan may use.
-    differences: results that are not bitwise identical, such as "gradient of head.weight".
+    results: what was compared: "bitwise", or "allclose", errors against the step in float64.
+    largest_error: that of the result which is closest to what is allowed, in words ("": bitwise).
+    differences: results that are not bitwise identical, such as "gradient of head.weight"; or whose
+        errors are too large.
     unsteady: results that also differ between runs of the baseline, and are not compared.
     reserved_bytes: reserved by CUDA's allocator with the plan (None on the CPU).
     context_bytes: used on the device beside that, by contexts, kernels and other processes.
@@ -82,6 +85,8 @@ class Verification:
     spread_s: float = 0.0
     n_timed_steps: int = 1
     unsteady: tuple[str, ...] = ()
+    results: str = "bitwise"
+    largest_error: str = ""
 
     @property
     def fits(self) -> bool:

@@ -66,7 +66,7 @@ def row_loop(call: OpCall) -> RowLoop | None:
 def loop_cost(loop: RowLoop, call: OpCall, cost: CallCost) -> tuple[float, int]:
     """Seconds and workspace bytes of the whole loop. cost: of a single operator."""
     n_rows, chunk_rows = call.args[loop.row_inputs[0]].shape[0], loop.rows_per_chunk
-    few = 2 * chunk_rows + n_rows % chunk_rows
+    few = 3 * chunk_rows + n_rows % chunk_rows  # the first chunk may allocate what others add to
     if n_rows <= few:
         return _on_rows(loop, call, n_rows, cost)
     less, more = (_on_rows(loop, call, n, cost) for n in (few - chunk_rows, few))

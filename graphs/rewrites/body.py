@@ -104,7 +104,7 @@ class Body:
         like: a node whose phase and module it has.
         """
         graph, made = place.graph, tuple(self._made)
-        meta = _place_of(like)
+        meta = place_of(like)
         with graph.inserting_before(place):
             inputs = [self._as_rows(node) for node in self._inputs]
             new = graph.call_function(self._chunks(), tuple(inputs))
@@ -141,11 +141,11 @@ def put_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args)
     value = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
-    node.meta = {**_place_of(place), "val": value}
+    node.meta = {**place_of(place), "val": value}
     return node
 
 
-def _place_of(node: fx.Node) -> dict[str, Any]:
+def place_of(node: fx.Node) -> dict[str, Any]:
     """Phase, module and autograd function, in the words of fx's metadata."""
     kept = ("partitioner_tag", "custom", "seq_nr")
     return {key: node.meta[key] for key in kept if key in node.meta}

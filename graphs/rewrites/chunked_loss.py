@@ -19,13 +19,18 @@ _IGNORED = -100
 """Marks ignored rows of the column, whose only class is 0."""
 
 
-def rewrite_program(captured: Capture) -> None:
-    """Change the captured graph."""
-    for region in list(cross_entropies(captured.graph)):
-        if not region.others_read and region.target < min((region.loss, *region.row_sums)):
-            _pick(region)
-            _gradient(region)
-            erase_unread(region)
+def rewrite(captured: Capture) -> bool:
+    """Change the captured graph; returns whether there was anything to change."""
+    regions = [
+        region
+        for region in cross_entropies(captured.graph)
+        if not region.others_read and region.target < min((region.loss, *region.row_sums))
+    ]
+    for region in regions:
+        _pick(region)
+        _gradient(region)
+        erase_unread(region)
+    return bool(regions)
 
 
 def _pick(region: CrossEntropy) -> None:

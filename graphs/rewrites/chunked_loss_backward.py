@@ -11,13 +11,15 @@ from graphs.rewrites.body import Body
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, erase_unread
 
 
-def rewrite_program(captured: Capture) -> None:
-    """Change the captured graph."""
-    for region in list(cross_entropies(captured.graph)):
+def rewrite(captured: Capture) -> bool:
+    """Change the captured graph; returns whether there was anything to change."""
+    regions = list(cross_entropies(captured.graph))
+    for region in regions:
         _gradient(region)
         if region.before:
             _cast_and_softmax(region)
         erase_unread(region)
+    return bool(regions)
 
 
 def _gradient(region: CrossEntropy) -> None:

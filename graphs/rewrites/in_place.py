@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphs.capture import Capture, Layout, Overwrite
+from graphs.capture import Layout, Overwrite
 from graphs.rewrites.row_chunks import RowChunks
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ IN_PLACE = {
 too, but `mul_(x, 0.3)` rounds the number to 16 bits first, where `mul` does not."""
 
 
-def rewrite(_captured: Capture, layout: Layout, _cost: Callable[[Any], Any]) -> Layout:
+def rewrite(layout: Layout) -> Layout:
     """Let nodes overwrite an input where that is safe."""
     made = {name: node for node in layout.nodes for name in node.outputs}
     last = {name: node.name for node in layout.nodes for name in node.inputs}

@@ -1,36 +1,16 @@
-"""Which rewrites there are, and which are planned for the user's word. Imports no torch."""
+"""The variants of a step, and how they are made. Imports no torch until then."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graphs.graph import Graph
+from graphs.rewrites.names import PROGRAM_REWRITES, REWRITES, Variant
 
 if TYPE_CHECKING:
     from graphs.capture import Capture, Layout
-
-Variant = tuple[str, ...]
-"""Names of rewrites, in the order of REWRITES; () is the plain step."""
-
-Rewrite = Callable[["Capture", "Layout", Callable[[Any], Any]], "Layout"]
-"""A pass: (captured, layout, cost of an fx node) -> the layout with its changes, a new object.
-
-What is captured is shared by all variants and must not be changed.
-"""
-
-PROGRAM_REWRITES = ("chunked_loss", "chunked_loss_backward")
-"""Each is the name of a module in this folder, whose function `rewrite_program` changes a Capture
-before it becomes a layout; a variant has one of them at most."""
-
-REWRITES: tuple[str, ...] = (*PROGRAM_REWRITES, "in_place")
-"""Each of the others is the name of a module whose function `rewrite` is the pass."""
-
-WORDS = ("bitwise", "allclose", "none")
-"""What a plan may do to the results: keep every bit; change last bits (sums in another order); and
-"none": nothing is rewritten."""
 
 
 @dataclass(frozen=True)
@@ -72,29 +52,6 @@ def _not_in_place(graph: Graph) -> Graph:
     )
 
 
-def check_word(word: str) -> str:
-    """The word itself; raises ValueError for any other than WORDS."""
-    if word not in WORDS:
-        raise ValueError(
-            f"rewrites is {word!r}; 'bitwise' (every bit of the results stays), 'allclose' (last "
-            "bits may change) or 'none'"
-        )
-    return word
-
-
-def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
-    """The variants to plan for a word of WORDS.
-
-    There is no rewrite that changes last bits yet: "allclose" is "bitwise".
-    sharded: the step of one rank of FSDP2, which stock checkpointing runs: the plain step alone.
-    """
-    if check_word(word) == "none" or sharded:
-        return ((),)
-    in_place = ("in_place",)
-    chunked = (("chunked_loss_backward", *in_place), ("chunked_loss", *in_place))
-    return ((), in_place, *chunked)
-
-
 def offered(
     traced: Sequence[tuple[Graph, Capture]],
     planned: Sequence[Variant],
@@ -133,24 +90,23 @@ def keeps_bits_here(program: Capture) -> bool:
 
 
 def program_with(captured: Capture, rewrites: Sequence[str]) -> Capture:
-    """The program after those of PROGRAM_REWRITES; the one that is given does not change."""
-    for name in PROGRAM_REWRITES:
+    """The program after those of PROGRAM_REWRITES: a new one, or itself where nothing changes."""
+    from graphs.rewrites.passes import PROGRAM_PASSES  # here: it takes torch
+
+    for name, rewrite in PROGRAM_PASSES.items():
         if name in rewrites:
-            captured = captured.copy()
-            importlib.import_module(f"graphs.rewrites.{name}").rewrite_program(captured)
+            changed = captured.copy()
+            captured = changed if rewrite(changed) else captured
     return captured
 
 
-def rewritten(
-    captured: Capture, layout: Layout, rewrites: Sequence[str], *, cost: Callable[[Any], Any]
-) -> Layout:
+def rewritten(layout: Layout, rewrites: Sequence[str]) -> Layout:
     """The layout after these rewrites. Raises ValueError for one that does not exist."""
+    from graphs.rewrites.passes import LAYOUT_PASSES  # here: it takes torch
+
     unknown = [name for name in rewrites if name not in REWRITES]
     if unknown:
-        known = ", ".join(REWRITES) or "none"
-        raise ValueError(f"there is no rewrite {unknown[0]!r}; there are: {known}")
-    for name in REWRITES:
-        if name in rewrites and name not in PROGRAM_REWRITES:
-            apply: Rewrite = importlib.import_module(f"graphs.rewrites.{name}").rewrite
-            layout = apply(captured, layout, cost)
+        raise ValueError(f"there is no rewrite {unknown[0]!r}; there are: {', '.join(REWRITES)}")
+    for name, rewrite in LAYOUT_PASSES.items():
+        layout = rewrite(layout) if name in rewrites else layout
     return layout

@@ -22,6 +22,10 @@ LEAST_ELEMENTS = 2**20
 
 LEAST_CHUNKS, MOST_CHUNKS = 4, 64
 
+LEAST_ROWS = 512
+"""Of a chunk that is multiplied by a matrix: with fewer, reading the matrix for each chunk takes
+longer than the product."""
+
 
 def is_worthwhile(n_rows: int, width: int) -> bool:
     """Whether there would be LEAST_CHUNKS; fewer save little."""
@@ -32,6 +36,12 @@ def rows_per_chunk(n_rows: int, width: int) -> int:
     """Rows of each chunk but the last. It depends on the shape alone, never on a cost."""
     least = max(LEAST_ELEMENTS / width, n_rows / MOST_CHUNKS)
     return ALIGNED_ROWS * max(1, -int(-least // ALIGNED_ROWS))
+
+
+def rows_in(n_chunks: int, n_rows: int) -> int | None:
+    """Rows of each of so many chunks but the last; None where those are too few."""
+    n = ALIGNED_ROWS * -(-n_rows // (n_chunks * ALIGNED_ROWS))
+    return n if n >= LEAST_ROWS and -(-n_rows // n) == n_chunks else None
 
 
 @dataclass(frozen=True)

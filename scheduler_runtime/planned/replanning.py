@@ -28,8 +28,7 @@ def replan(step: CapturedStep, plan: Plan, reason: str) -> tuple[CapturedStep, S
     schedule.
     """
     planned = _variants(plan)
-    steps = [step.with_rewrites(variant) for variant in dict.fromkeys([(), *planned])]
-    whole = [(_whole(each.graph, plan, reason), each.captured) for each in steps]
+    whole = [(_whole(each.graph, plan, reason), each.captured) for each in step.variants(planned)]
     logger.warning("replanning, because this call differs from the plan: %s", reason)
     solution = answer(offered(whole, planned, runs_here=True), plan.request)
     if solution.schedule is None:

@@ -195,7 +195,7 @@ class Arguments:
     rewrites: str = _option(
         "--rewrites",
         "how the plan may rewrite the step: bitwise (every bit of the results stays; the default), "
-        "allclose (last bits may change; today the same) or none",
+        "allclose (last bits may change) or none",
         STEP,
         default="bitwise",
         choices=WORDS,

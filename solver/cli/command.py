@@ -303,7 +303,12 @@ def _why(code: Exit, report: Report) -> str:
             return f"--verify: {report.verify_error}"
         if not report.verification.fits:
             return "--verify: the measured peak exceeds the budget"
-        return f"--verify: not bitwise identical: {report.verification.differences[0]}"
+        what = (
+            "not bitwise identical"
+            if report.verification.results == "bitwise"
+            else "not as close to float64 as promised"
+        )
+        return f"--verify: {what}: {report.verification.differences[0]}"
     if code is Exit.NOT_FOUND:
         return f"nothing found for {budget} within the time limit; extend it with --time-limit"
     line = f"infeasible: no schedule fits {budget}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from graphs.fsdp import sharding_of, sharding_words
 from graphs.graph import Graph, Node
-from graphs.rewrites import PROGRAM_REWRITES
+from graphs.rewrites import PROGRAM_REWRITES, results_of
 from solver.analysis import Advice, SizeSearch
 from solver.common import counted, format_time
 from solver.emit import Emitted
@@ -164,16 +165,21 @@ def to_json(report: Report) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """How the plan's program differs from the plain step; every bit of the results stays.
+    """How the plan's program differs from the plain step.
 
     names: of the rewrites. n_in_place: outputs that take the place of an input. peak_bytes: of the
     program without recomputation. overhead: of that program, as a share of the plain step.
+    results: "bitwise", or "allclose" where last bits differ.
+    saved_bytes: what each of them takes off the peak without recomputation; empty where the
+    programs with fewer of them are not known.
     """
 
     names: tuple[str, ...]
     n_in_place: int
     peak_bytes: int
     overhead: float
+    results: str
+    saved_bytes: tuple[int, ...]
 
 
 def rewritten(solution: Solution) -> Rewritten | None:
@@ -181,17 +187,27 @@ def rewritten(solution: Solution) -> Rewritten | None:
     graph = solution.graph
     if not graph.meta.rewrites:
         return None
+    names = tuple(graph.meta.rewrites)
+    variants = solution.variants.planned if solution.variants else ()
+    by_names = {tuple(variant.meta.rewrites): variant for variant in variants}
+    steps = [by_names.get(names[at:]) for at in range(len(names))]  # with fewer and fewer
+    peaks = [simulate(each, baseline(each)).peak_bytes for each in steps if each is not None]
+    peaks.append(solution.baseline.peak_bytes)
     return Rewritten(
-        names=tuple(graph.meta.rewrites),
+        names=names,
         n_in_place=sum(node.overwrites is not None for node in graph.nodes),
         peak_bytes=simulate(graph, baseline(graph)).peak_bytes,
         overhead=graph.baseline_time_s / (solution.baseline.time_s or 1.0) - 1.0,
+        results=results_of(names),
+        saved_bytes=tuple(fewer - more for more, fewer in itertools.pairwise(peaks))
+        if None not in steps
+        else (),
     )
 
 
 def _rewrites(solution: Solution) -> dict[str, Any] | None:
     found = rewritten(solution)
-    return None if found is None else {**asdict(found), "results": "bitwise"}
+    return None if found is None else asdict(found)
 
 
 def _answer(solution: Solution) -> dict[str, Any]:

@@ -152,10 +152,17 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
     parts = [name.replace("_", " ") for name in changed.names if name != "in_place"]
     if changed.n_in_place:
         parts.append(f"{counted(changed.n_in_place, 'output')} in place of inputs")
+    if len(parts) == len(changed.saved_bytes) > 1:
+        parts = [
+            f"{part} ({'-' if saved >= 0 else '+'}{format_size(abs(saved))})"
+            for part, saved in zip(parts, changed.saved_bytes, strict=True)
+        ]
+    is_bitwise = changed.results == "bitwise"
+    results = "bitwise identical results" if is_bitwise else "last bits of the results differ"
     return (
         f"{', '.join(parts)}: without recomputation {format_size(changed.peak_bytes)} instead of "
         f"{format_size(solution.baseline.peak_bytes)}, {format_share(changed.overhead)} time; "
-        "bitwise identical results"
+        f"{results}"
     )
 
 
@@ -313,7 +320,7 @@ def _excess_text(found: Verification) -> str:
 
 
 def verification_rows(found: Verification) -> Iterator[Row]:
-    """The device, the memory, and whether the results are bitwise identical."""
+    """The device, the memory, and whether the results are what the plan promises."""
     yield "device", found.device
     steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
     yield "timing", f"medians of {steps}, spread {spread}; other load on the machine affects them"
@@ -331,7 +338,14 @@ def verification_rows(found: Verification) -> Iterator[Row]:
         yield "measured peak", excess
     if not found.differences:
         gradients = counted(found.n_gradients, "gradient")
-        yield "results", f"loss, {gradients} and buffers are bitwise identical to the baseline"
+        if found.results == "bitwise":
+            text = f"loss, {gradients} and buffers are bitwise identical to the baseline"
+        else:
+            text = (
+                f"errors of loss and {gradients} against float64 are at most twice the baseline's; "
+                f"{found.largest_error}"
+            )
+        yield "results", text
         return
     for difference in found.differences[:N_SHOWN]:
         yield "DIFFERS", difference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> 
     assert loaded.baseline.time_s == planned.baseline.time_s
     for name in ("overhead", "lower_bound_overhead", "gap", "status"):
         assert getattr(loaded, name) == getattr(planned, name)
-    assert rewritten(loaded) == rewritten(planned)
+    changed = rewritten(planned)
+    assert changed is not None
+    assert rewritten(loaded) == dataclasses.replace(changed, saved_bytes=())  # one graph is known
 
 
 def test_a_chunked_plan_is_not_exported_as_another_program(tmp_path: Path) -> None:

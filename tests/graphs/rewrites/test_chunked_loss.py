@@ -12,73 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.calls import Call, argument_order
-from graphs.costs import CostModel, Roofline, cpu_peak_bytes
-from graphs.hardware import named
+from graphs.costs import cpu_peak_bytes
 from graphs.rewrites import probe, row_chunks
 from graphs.rewrites.probe import keeps_bits
 from graphs.rewrites.row_chunks import RowChunks
-from graphs.trace import CapturedStep, loss_index, trace, trace_module, trace_variants
+from graphs.trace import trace, trace_variants
 from scheduler_runtime import apply
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.program import build_program
 from solver import solve
 from solver.methods import METHODS, find_obstacle
 from solver.schedule import baseline, simulate
+from tests.support.wide_logits import IGNORED, N_ROWS, Head, batch, captured, results, rows
 
-N_ROWS, IGNORED = 300, -100  # 4 chunks of 64 rows and one of 44
 BOTH = ("chunked_loss", "chunked_loss_backward")
-ROOFLINE = Roofline(named("cpu"))
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
-
-
-class Head(nn.Module):
-    """Logits of 3 x 100 rows, and a loss of them."""
-
-    def __init__(self, loss: Callable[..., Any], n_classes: int = 131) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, n_classes, bias=False)
-        self.loss = loss
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return self.loss(self.head(x), y)
-
-
-def batch(n_classes: int = 131) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    y = torch.randint(0, n_classes, (3, 100))
-    y[0, :9], y[1, 3:6] = IGNORED, 5
-    return torch.randn(3, 100, 8), y
-
-
-def captured(
-    model: nn.Module,
-    x: Any,
-    y: Any,
-    rewrites: tuple[str, ...],
-    costs: CostModel | None = ROOFLINE,
-) -> tuple[CapturedStep, Call]:
-    call = Call.of((x, y), {}, order=argument_order(model.forward))
-    device = torch.device("cpu")
-    options: dict[str, Any] = {"device": device, "costs": costs, "gradients": "fresh"}
-    return trace_module(model, call, choose=loss_index, rewrites=rewrites, **options), call
-
-
-def results(model: nn.Module, run: Callable[[], Any]) -> list[torch.Tensor]:
-    """What the step returns, and all gradients."""
-    model.zero_grad(set_to_none=True)
-    made = run()
-    made = made if isinstance(made, tuple) else (made,)
-    made[0].backward()
-    return [*(item.detach() for item in made), *(p.grad for p in model.parameters())]
-
-
-def rows(logits: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return logits.view(-1, logits.shape[-1]), y.view(-1)
 
 
 def of_hugging_face(logits: torch.Tensor, y: torch.Tensor) -> Any:

@@ -1,0 +1,244 @@
+"""The head's product and its cross-entropy in row chunks: no logits, and other last bits.
+
+The forward pass makes the loss and, chunk by chunk, the gradients of the rows, of the head's weight
+and of its bias, all for a gradient of 1 of the summed loss (`HeadLoop`); the backward pass scales
+them. So the head's product is computed once, as in the plain step, and nothing of N x V elements
+outlives a chunk. (Wijmans et al. 2024, "Cut Your Losses", and Liger Kernel, Hsu et al. 2024, make
+gradients in the forward pass likewise.)
+
+It takes cross-entropies whose logits are an `mm` or `addmm` that nothing else reads, reduced to a
+mean or a sum. Not in float16: its loss scale is chosen so that gradients neither overflow nor
+vanish, and is not known in the forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.capture import Capture
+from graphs.rewrites.body import place_of, put_before
+from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, readers, without_views
+from graphs.rewrites.head_loop import MEAN, PRODUCTS_PER_SUM, SUM, HeadLoop, Step
+from graphs.rewrites.row_chunks import Out, RowChunks, rows_in, rows_per_chunk
+
+aten = torch.ops.aten
+
+_TRANSPOSED = {aten.t.default, aten.numpy_T.default}
+
+
+def rewrite(captured: Capture, *, n_chunks: int) -> bool:
+    """Change the captured graph; returns whether there was anything to change.
+
+    Losses whose rows do not make so many chunks stay as they are.
+    """
+    found = False
+    for region in list(cross_entropies(captured.graph)):
+        chunk_rows, head = rows_in(n_chunks, region.shape[0]), _head_of(region)
+        if chunk_rows is not None and head is not None:
+            _replace(region, head, chunk_rows)
+            found = True
+    return found
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The product that makes the logits, and the operators that make its gradients.
+
+    gradients: name of a gradient, as in `HeadLoop.makes` -> the node that makes it.
+    """
+
+    product: fx.Node
+    rows: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    gradients: dict[str, fx.Node]
+
+
+def _head_of(region: CrossEntropy) -> _Head | None:
+    """None where it is not the simple case."""
+    if len(region.backward) < 2:
+        return None
+    nll, softmax, *_ = region.backward
+    is_simple = (
+        nll.target is aten.nll_loss_backward.default
+        and softmax.target is aten._log_softmax_backward_data.default
+        and region.loss.args[3] in (MEAN, SUM)
+        and not region.others_read
+        and not region.row_sums
+    )
+    product = without_views(region.logits)
+    first = (*region.before, region.softmax)[0]
+    if not is_simple or readers(product) != [first] or product.kwargs:
+        return None
+    if product.meta["val"].dtype == torch.float16:
+        return None
+    arguments: Any = product.args
+    if product.target is aten.mm.default:
+        (rows, weight), bias = arguments, None
+    elif product.target is aten.addmm.default and arguments[0].meta["val"].dim() == 1:
+        bias, rows, weight = arguments
+    else:
+        return None
+    gradients: dict[str, fx.Node] = {}
+    for reader in _through_transposes(region.backward[-1]):
+        name = _gradient_name(reader, region.backward[-1], rows, weight)
+        if name is None or name in gradients:
+            return None
+        gradients[name] = reader
+    if any(not node.meta["val"].is_contiguous() for node in gradients.values()):
+        return None
+    return _Head(product, rows, weight, bias, gradients)
+
+
+def _through_transposes(node: fx.Node) -> list[fx.Node]:
+    """Who reads a node, through views and transposes."""
+    found: list[fx.Node] = []
+    for user in readers(node):
+        found += _through_transposes(user) if user.target in _TRANSPOSED else [user]
+    return found
+
+
+def _gradient_name(
+    reader: fx.Node, d_product: fx.Node, rows: fx.Node, weight: fx.Node
+) -> str | None:
+    """Which gradient an operator makes of that of the product; None: none that is known."""
+    if reader.target is aten.sum.dim_IntList:
+        source = reader.args[0]
+        return (
+            "bias"
+            if reader.args[1:] == ([0], True) and source_of(source) == (d_product, 0)
+            else None
+        )
+    if reader.target is not aten.mm.default:
+        return None
+    one, other = map(source_of, reader.args)
+    transposed_rows = (source_of(rows)[0], 1 - source_of(rows)[1])
+    names = {
+        ((d_product, 0), (source_of(weight)[0], 1 - source_of(weight)[1])): "rows",
+        ((d_product, 1), source_of(rows)): "weight.t",
+        (transposed_rows, (d_product, 0)): "weight",
+    }
+    return names.get((one, other))
+
+
+def source_of(node: Any) -> tuple[fx.Node, int]:
+    """What it is a view of, and whether transposed (1)."""
+    transposed = 0
+    while True:
+        node = without_views(node)
+        if node.target not in _TRANSPOSED:
+            return node, transposed
+        node, transposed = node.args[0], 1 - transposed
+
+
+def _replace(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
+    """The loss's node becomes the loop, and the nodes that made gradients scale those of it."""
+    loss, d_loss = region.loss, region.backward[0].args[0]
+    of_loss, *of_weights = loss.users  # getitems of the loss and of the sum of weights
+    _, _, _, reduction, ignored = loss.args
+    is_short = head.rows.meta["val"].dtype.itemsize < 4
+    loop = HeadLoop(
+        rows_per_product=chunk_rows,
+        rows_per_chunk=chunk_rows * (PRODUCTS_PER_SUM if is_short else 1),
+        row_inputs=(0, 1),
+        title=_title(region, head),
+        reduction=reduction,  # type: ignore[arg-type]
+        ignored=ignored,  # type: ignore[arg-type]
+        dtype=of_loss.meta["val"].dtype,
+        makes=tuple(head.gradients),
+        before=(*map(_step, region.before), _cast(region.softmax)),
+        after=(_cast(region.backward[1]), *map(_step, region.backward[2:])),
+    )
+    bias = [] if head.bias is None else [head.bias]
+    loss.target, loss.args = loop, (head.rows, region.target, head.weight, *bias)
+    _, *made = loop(*(node.meta["val"] for node in loss.args))  # type: ignore[union-attr]
+    loss.meta["val"] = (of_loss.meta["val"], *made)
+    divisor, *gradients = _parts(loss, made, after=of_loss)
+    scale = put_before(min(head.gradients.values()), aten.div.Tensor, d_loss, divisor)
+    for old, new in zip(head.gradients.values(), gradients, strict=True):
+        _scale(_as_float32(old), new, scale)
+    own = {head.product, *region.before, region.softmax, *of_weights, *region.backward}
+    for node in reversed(list(loss.graph.nodes)):
+        if not node.users and source_of(node)[0] in own | set(head.gradients.values()):
+            node.graph.erase_node(node)
+
+
+def _parts(loop: fx.Node, made: list[torch.Tensor], *, after: fx.Node) -> list[fx.Node]:
+    """The outputs of the loop but for the first, which is the loss."""
+    with loop.graph.inserting_after(after):
+        parts = [
+            loop.graph.call_function(operator.getitem, (loop, at))
+            for at in range(len(made), 0, -1)  # each is put right after the loss
+        ][::-1]
+    for part, value in zip(parts, made, strict=True):
+        part.meta = {**place_of(loop), "val": value}
+    return parts
+
+
+def _as_float32(gradient: fx.Node) -> fx.Node:
+    """The cast that alone reads a gradient of 16 bits (autocast), else the gradient itself.
+
+    Sums over chunks are float32 already.
+    """
+    node, n_transposed = gradient, 0
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target is aten._to_copy.default and node.meta["val"].dtype == torch.float32:
+            same = node.meta["val"].stride() == gradient.meta["val"].stride()
+            return node if n_transposed % 2 == 0 and same else gradient
+        if node.target not in _TRANSPOSED:
+            break
+        n_transposed += 1
+    return gradient
+
+
+def _scale(node: fx.Node, made: fx.Node, scale: fx.Node) -> None:
+    """Let a node of the backward pass make the product of a gradient with a number.
+
+    In float32 and by chunks: `mul` would round the number to 16 bits.
+    """
+    n_rows, *row = node.meta["val"].shape
+    dtype = node.meta["val"].dtype
+    is_same = made.meta["val"].dtype == dtype == scale.meta["val"].dtype
+    node.target = RowChunks(
+        rows_per_chunk=n_rows if is_same else rows_per_chunk(n_rows, math.prod(row)),
+        row_inputs=(0,),
+        title="mul",
+        outs=(Out(tuple(row), dtype),),
+        overwritable=(0,) if made.meta["val"].dtype == dtype else (),
+        body=_scaled,
+    )
+    node.args, node.kwargs = (made, scale), {}
+
+
+def _scaled(out: torch.Tensor, made: torch.Tensor, scale: torch.Tensor) -> None:
+    torch.mul(made, scale, out=out)
+
+
+def _title(region: CrossEntropy, head: _Head) -> str:
+    """The operators in it."""
+    nodes = (head.product, *region.before, region.softmax, region.loss, *region.backward)
+    made = ", ".join(head.gradients)
+    names = ", ".join(node.target._schema.name.removeprefix("aten::") for node in nodes)  # type: ignore[union-attr]
+    return f"{names} -> {made}"
+
+
+def _step(node: fx.Node) -> Step:
+    """A cast, or a scaling by a number."""
+    if node.target is aten._to_copy.default:
+        return _cast(node)
+    target: Any = node.target
+    numbers = node.args[1:]
+    return lambda tensor: target(tensor, *numbers)
+
+
+def _cast(node: fx.Node) -> Step:
+    """To the dtype of the node."""
+    dtype = node.meta["val"].dtype
+    return lambda tensor: tensor.to(dtype)

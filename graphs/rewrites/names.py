@@ -1,0 +1,57 @@
+"""The names of rewrites, and which of them are planned for the user's word. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Variant = tuple[str, ...]
+"""Names of rewrites, in the order of REWRITES; () is the plain step."""
+
+N_CHUNKS = (2, 4, 8, 16, 32, 64)
+
+HEAD_AND_LOSS = {f"head_and_loss_in_{n}_chunks": n for n in N_CHUNKS}
+"""Name of a rewrite -> chunks of rows. They change last bits."""
+
+PROGRAM_REWRITES = (*HEAD_AND_LOSS, "chunked_loss", "chunked_loss_backward")
+"""They change a Capture, before it becomes a layout; a variant has one of them at most."""
+
+REWRITES: tuple[str, ...] = (*PROGRAM_REWRITES, "in_place")
+"""The others change the layout. `graphs.rewrites.passes` has the function of each."""
+
+WORDS = ("bitwise", "allclose", "none")
+"""What a plan may do to the results: keep every bit; change last bits as well; and "none": nothing
+is rewritten."""
+
+
+def check_word(word: str) -> str:
+    """The word itself; raises ValueError for any other than WORDS."""
+    if word not in WORDS:
+        raise ValueError(
+            f"rewrites is {word!r}; 'bitwise' (every bit of the results stays), 'allclose' (last "
+            "bits may change) or 'none'"
+        )
+    return word
+
+
+def results_of(rewrites: Iterable[str]) -> str:
+    """What a step with these rewrites keeps of the plain one's results: "bitwise", "allclose"."""
+    return "allclose" if any(name in HEAD_AND_LOSS for name in rewrites) else "bitwise"
+
+
+def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
+    """The variants to plan for a word of WORDS.
+
+    sharded: the step of one rank of FSDP2, which stock checkpointing runs: the plain step alone.
+    """
+    if check_word(word) == "none" or sharded:
+        return ((),)
+    in_place = ("in_place",)
+    chunked = ["chunked_loss_backward", "chunked_loss"]
+    if word == "allclose":
+        chunked += HEAD_AND_LOSS
+    return ((), in_place, *((name, *in_place) for name in chunked))
+
+
+def rewrites_program(rewrites: Iterable[str]) -> bool:
+    """Whether one of them changes the program, rather than the layout alone."""
+    return any(name in PROGRAM_REWRITES for name in rewrites)

@@ -1,0 +1,23 @@
+"""The function of each rewrite, by its name, in the order in which they are applied."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from graphs.capture import Capture, Layout
+from graphs.rewrites import chunked_loss, chunked_loss_backward, head_and_loss, in_place
+from graphs.rewrites.names import HEAD_AND_LOSS
+
+PROGRAM_PASSES: dict[str, Callable[[Capture], bool]] = {
+    **{
+        name: functools.partial(head_and_loss.rewrite, n_chunks=n)
+        for name, n in HEAD_AND_LOSS.items()
+    },
+    "chunked_loss": chunked_loss.rewrite,
+    "chunked_loss_backward": chunked_loss_backward.rewrite,
+}
+"""They change a captured program, and return whether there was anything to change."""
+
+LAYOUT_PASSES: dict[str, Callable[[Layout], Layout]] = {"in_place": in_place.rewrite}
+"""They return a new layout; the one that they are given does not change."""
