@@ -244,7 +244,9 @@ class FittedForward(PlannedForward):
         returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
         return BoundProgram(
             step,
-            build_program(step, module_schedule(solution.schedule, part)),
+            build_program(
+                step, module_schedule(solution.schedule, part), places=solution.request.places
+            ),
             other=functools.partial(self._for_gradients, returned_bytes=returned_bytes),
         )
 

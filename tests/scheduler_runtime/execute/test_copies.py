@@ -179,7 +179,7 @@ def with_copies(model: nn.Module, batch: Any, *, share: float = 0.75) -> Solutio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50", "unet", "vit", "lstm"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50", "unet"])
 def test_examples_keep_their_bits_and_the_planned_bytes(name: str) -> None:
     model, batch = small(name)
     solution = with_copies(model, batch)
@@ -191,11 +191,33 @@ def test_examples_keep_their_bits_and_the_planned_bytes(name: str) -> None:
     measured_bytes = measure(planned, batch).peak_bytes
     predicted_bytes = solution.simulation.peak_bytes
     assert measured_bytes <= predicted_bytes
-    if name in ("resnet50", "unet", "lstm"):  # as exact as without copies
+    if name in ("resnet50", "unet"):  # as exact as without copies
         assert measured_bytes == predicted_bytes
     assert measured_bytes > 0.95 * predicted_bytes
     host_bytes = solution.simulation.host_peak_bytes
     assert host_bytes <= pools_of(planned).layout.host_bytes <= 1.03 * host_bytes
+
+
+def test_a_solved_plan_with_copies_runs() -> None:
+    torch.manual_seed(0)
+    model, batch = Tower(), Tower.batch()
+    plain = solve(model, batch, budget="1GB", time_limit_s=600)
+    budget_bytes = (plain.graph.resident_bytes + plain.baseline.peak_bytes) // 2
+    solution = solve(
+        model,
+        batch,
+        budget=budget_bytes,
+        host_budget="1GB",
+        host_link="100GB/s",
+        time_limit_s=600,
+    )
+    assert solution.schedule is not None
+    assert solution.schedule.has_copies
+    planned = apply(copy.deepcopy(model), solution)
+    assert_same_bits(model, planned, batch)
+    planned.zero_grad()
+    gc.collect()
+    assert measure(planned, batch).peak_bytes <= budget_bytes
 
 
 def test_what_is_away_takes_no_device_memory() -> None:
