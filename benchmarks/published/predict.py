@@ -14,6 +14,7 @@ from benchmarks.published.eager import dropped_after, held_by_variables, in_plac
 from benchmarks.published.errors import NotPredictedError
 from benchmarks.published.models import model_step
 from benchmarks.published.scripts import SCRIPTS, Script
+from benchmarks.published.shares import fitted_share
 from graphs.calls import Call
 from graphs.costs import Roofline
 from graphs.graph import Graph
@@ -33,7 +34,7 @@ PYTORCHS_OWN = ("huggingface", "torch")
 class Prediction:
     """value, measured: in the row's unit. is_up_to_a_constant: earlier calls in the process have
     left bytes on the card that the row does not tell; value is without them. rate_share: of the
-    card's peak rates, what a measured speed is."""
+    card's peak rates, what the measured speed is."""
 
     value: float
     measured: float
@@ -60,7 +61,9 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
     script = _script(row)
     graph = graph_of(script, hardware)
     if row["metric"] == TIME:
-        return Prediction(1e3 * graph.baseline_time_s, row["value"])
+        at_peak_rates = time_ms(graph, hardware)
+        value = at_peak_rates / (fitted_share(hardware.name) or 1.0)
+        return Prediction(value, row["value"], rate_share=at_peak_rates / row["value"])
     return Prediction(peak_mib(script, graph), row["value"], script.compiles)
 
 
@@ -112,6 +115,21 @@ def schedule_of(script: Script, graph: Graph) -> Schedule:
 def peak_mib(script: Script, graph: Graph) -> float:
     """In MiB, as simulated."""
     return simulate(graph, schedule_of(script, graph)).peak_bytes / MIB
+
+
+def time_ms(graph: Graph, hardware: Hardware) -> float:
+    """Of the operators by the card's peak rates, and of what the script runs besides: gradients of
+    weights are added to those of earlier calls (that of x is dropped before), and the gradient of
+    the output is drawn at random."""
+    x_gradient = graph.meta.parameter_layout.get("x", {}).get("gradient")
+    moved_bytes = 0
+    for node in graph.nodes:
+        sizes = [graph.tensor_by_name[name].size_bytes for name in (*node.inputs, *node.outputs)]
+        if node.name.startswith("accumulate_") and x_gradient not in node.inputs:
+            moved_bytes += sum(sizes) + sizes[0]  # it writes the sum
+        if node.phase == "outside":
+            moved_bytes += sum(graph.tensor_by_name[name].size_bytes for name in node.outputs)
+    return 1e3 * (graph.baseline_time_s + moved_bytes / hardware.bytes_per_s)
 
 
 def _every_output(output: Any) -> tuple[int, ...]:

@@ -83,24 +83,16 @@ def is_met(row: Row) -> bool:
 
 
 def of_times(rows: Sequence[Row]) -> str:
-    """Errors of the peak rates' times, and which share of the rates each card has reached."""
+    """Errors of times, and the shares of the peak rates that the rows have reached."""
     errors = sorted(abs(row["off"]) for row in rows)
-    lines = []
-    lines.append(
-        f"{len(rows)} rows: by the cards' peak rates, nothing fitted, the median error is "
-        f"{100 * statistics.median(errors):.1f} %, the largest {100 * errors[-1]:.1f} %. Shares of "
-        "the peak rates that these rows have reached:"
-    )
+    lines = [f"{len(rows)} rows: the median error is {100 * statistics.median(errors):.1f} %,"]
+    lines.append(f"the largest {100 * errors[-1]:.1f} %, by the fitted shares of `shares.py`")
+    lines.append("(a card without one: its peak rates). Shares of the peak rates reached by")
     for card in sorted({_card(row) for row in rows}):
-        shares = sorted(row["off"] + 1.0 for row in rows if _card(row) == card)
+        shares = sorted(row["rate_share"] for row in rows if _card(row) == card)
         lines.append(
-            f"{card} {shares[0]:.2f} to {shares[-1]:.2f} (median {statistics.median(shares):.2f}, "
-            f"{len(shares)} rows)."
+            f"{card}: {shares[0]:.2f} to {shares[-1]:.2f}, median {statistics.median(shares):.2f}."
         )
-    lines.append(
-        "One share for all operators scales every time and leaves overheads as they are; these "
-        "rows cannot tell shares of single kinds of operators apart."
-    )
     return " ".join(lines)
 
 

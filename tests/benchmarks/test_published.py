@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import statistics
 from typing import Any
 
 import pytest
 
 from benchmarks.published.__main__ import DATA, compared
+from benchmarks.published.shares import FITTED
 from benchmarks.published.tables import is_met, markdown
 
 ROWS: list[dict[str, Any]] = json.loads((DATA / "modules.json").read_text())["rows"]
@@ -71,11 +73,21 @@ def test_a_whole_model_that_is_not_described_says_why(model, reason):
     assert reason in result["reason"]
 
 
+def test_times_are_predicted_and_the_fitted_share_is_their_median():
+    results = compared(row for row in ROWS if row["op"].startswith("tiled"))
+    errors = [abs(result["off"]) for result in results]
+    assert len(errors) == 10
+    assert max(errors) < 0.1
+    shares = [result["rate_share"] for result in results]
+    assert statistics.median(shares) == pytest.approx(FITTED["rtx4090"], abs=0.005)
+
+
 @pytest.mark.slow
 def test_the_peak_of_a_whole_model_is_predicted():
     rows = json.loads((DATA / "models.json").read_text())["rows"]
     (result,) = compared([row for row in rows if row.get("technique") == "+packed"])
     assert abs(result["off"]) < 0.015
+    assert result["rate_share"] == pytest.approx(FITTED["a100"], abs=0.01)
 
 
 @pytest.mark.slow
