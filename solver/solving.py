@@ -98,6 +98,11 @@ def solve(
         trace_options["rewrites"] = check_word(rewrites)
     step, hardware = _as_step(problem, batch, trace_options)
     graph = step.plain
+    if host_budget is not None and graph.meta.environment.get("opaque"):
+        raise ValueError(
+            "a part of the model is planned as one piece, which cannot be copied to the host; "
+            "leave out host_budget"
+        )
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
     # A graph file may be planned for another device than it was traced on: no default reserve.

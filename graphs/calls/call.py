@@ -19,12 +19,14 @@ class TraceError(ValueError):
     runs_in_eager: the module may still run in eager mode; only recording it as one graph fails, so
         it can be planned from measured submodules, and the message says so.
     why: the message without that sentence.
+    short: what is in the way and where, without advice.
     """
 
-    def __init__(self, why: str, *, runs_in_eager: bool = False) -> None:
+    def __init__(self, why: str, *, runs_in_eager: bool = False, short: str = "") -> None:
         super().__init__(why + (_BY_SUBMODULES if runs_in_eager else ""))
         self.why = why
         self.runs_in_eager = runs_in_eager
+        self.short = short or why
 
 
 _BY_SUBMODULES = ". A model that runs but cannot be traced can still be planned by its submodules"

@@ -277,7 +277,7 @@ def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
         except TraceError:
             raise
         except Exception as error:
-            raise TraceError(_reason(model, error), runs_in_eager=True) from error
+            raise _refused(model, error) from error
 
 
 def _read(joint: Any, shell: Shell) -> Capture:
@@ -425,22 +425,24 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
             entered.pop().close()
 
 
-_READS_VALUES = (
-    "forward reads values that the step computes (an `if` on a tensor, .item(), int(), indexing "
-    "by a computed mask), so that each step could run other operators; a plan is for one sequence. "
-    "Use torch.where or multiply by a mask, or decide by values of the batch or of buffers, which "
-    "may be read"
+_READS_VALUES = "forward reads values that the step computes"
+_READS_VALUES_ADVICE = (
+    " (an `if` on a tensor, .item(), int(), indexing by a computed mask), so that each step could "
+    "run other operators; a plan is for one sequence. Use torch.where or multiply by a mask, or "
+    "decide by values of the batch or of buffers, which may be read"
 )
 
 
-def _reason(model: nn.Module, error: Exception) -> str:
-    """One line: what failed, and where in the user's code."""
+def _refused(model: nn.Module, error: Exception) -> TraceError:
+    """In one line: what failed, and where in the user's code."""
+    name = type(model).__name__
     if isinstance(error, SideEffectError):
-        return f"{type(model).__name__} cannot be planned: {error}"
+        why = f"{name} cannot be planned: {error}"
+        return TraceError(why, runs_in_eager=True, short=str(error))
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    what = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    what, advice = f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        what = _READS_VALUES
+        what, advice = _READS_VALUES, _READS_VALUES_ADVICE
     place = ""
     frame = error.__traceback__
     while frame is not None:
@@ -449,4 +451,5 @@ def _reason(model: nn.Module, error: Exception) -> str:
         if "/torch/" not in path and not ours and not path.startswith("<"):
             place = f" ({path}, line {frame.tb_lineno})"
         frame = frame.tb_next
-    return f"{type(model).__name__} cannot be traced{place}: {what}"
+    why = f"{name} cannot be traced{place}: {what}{advice}"
+    return TraceError(why, runs_in_eager=True, short=f"{what}{place}")

@@ -368,6 +368,11 @@ def _traced(
         raise NotTracedError(
             f"{file.source}: {error}{called_with}", why=f"{file.source}: {error.why}{called_with}"
         ) from error
+    if arguments.host is not None and step.plain.meta.environment.get("opaque"):
+        raise UsageError(
+            "--host: a part of the model is planned as one piece, which cannot be copied; leave "
+            "out --host"
+        )
     plain, *planned = (with_optimizer(g, optimizer_costs) for g in (step.plain, *step.planned))
     step = Variants(plain, tuple(planned))
     notes.extend(step_notes(step.plain))

@@ -102,6 +102,44 @@ def test_a_part_is_recomputed_whole_with_the_same_random_numbers() -> None:
 
 
 @pytest.mark.slow
+def test_mixtral_with_a_loop_over_its_experts() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixtral = transformers.MixtralForCausalLM(config)
+            self.mixtral.set_experts_implementation("eager")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.mixtral(ids, labels=ids).loss
+
+    plain, batch = Language(), torch.randint(0, 64, (4, 64))
+    model = copy.deepcopy(plain)
+    solution = half_of_activations(model, batch)
+    assert len(opaque_nodes(solution)) == 3
+    apply(model, solution)
+    assert peak_bytes(copy.deepcopy(model), batch) <= solution.request.available_bytes
+    assert same_bits(train(plain, batch), train(model, batch))
+
+
+def test_host_memory_is_refused() -> None:
+    model, batch = network("NumPy", n_blocks=1)
+    with pytest.raises(ValueError, match="one piece, which cannot be copied to the host"):
+        solve(model, batch, budget="1GB", host_budget="1GB", host_link="50GB/s")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts", "several uses", "LSTM"])
 def test_gradients_that_accumulate(name: str) -> None:
     plain, batch = network(name, n_blocks=2)

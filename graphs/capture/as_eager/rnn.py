@@ -123,6 +123,7 @@ def _lstm(x: Tensor, hx: Sequence[Tensor], *arguments: Any) -> Any:
             "nn.LSTM runs as one opaque operator on the CPU, whose workspace exists only inside "
             "autograd; write the cells as a loop (nn.LSTMCell), which can be planned",
             runs_in_eager=True,
+            short="nn.LSTM runs as one opaque operator on the CPU",
         )
     return torch._decomp.decompositions.lstm_impl(x, hx, *arguments)
 

@@ -168,7 +168,7 @@ def _failing(model: nn.Module, error: TraceError, whys: Mapping[str, str]) -> di
         if type(module).__module__.startswith("torch.")
         else [p for p, m in model.named_modules() if type(m) is type(module)]
     )
-    return _outermost({**whys, **dict.fromkeys(alike, error.why)})
+    return _outermost({**whys, **dict.fromkeys(alike, error.short)})
 
 
 def _enclosing(model: nn.Module, path: str, whys: Mapping[str, str]) -> dict[str, str]:
