@@ -154,7 +154,7 @@ def test_under_autocast(name: str) -> None:
     def autocast() -> Any:
         return torch.autocast("cpu", torch.bfloat16)
 
-    plain, batch = network(name, n_blocks=2)
+    plain, batch = network(name, n_blocks=4)
     model = copy.deepcopy(plain)
     with autocast():
         solution = half_of_activations(model, batch)
