@@ -104,7 +104,8 @@ def fit(
     If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), the loss is
     differentiated. Otherwise all floating-point outputs that require a gradient are expected to
     receive one from outside. Where the backward pass brings others, the step runs again with a plan
-    for these, and later calls are planned for them from the start.
+    for these, and later calls are planned for them from the start. Where two losses take turns,
+    each step after a change runs its forward pass twice.
 
     budget: bytes of the device for the whole step, "16GB"; "auto": what is free on the CUDA device
         at the first forward pass, plus what the step itself occupies there.

@@ -57,7 +57,7 @@ def test_traced_operators_are_those_of_eager_mode(device, name, finding):
     finding(", ".join(sorted(compared)) or "none of these")
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_a_planned_step_is_bitwise_identical(device, name, finding):
     row = compare(name, "ours", device, backend="aot_eager")
@@ -122,7 +122,7 @@ def test_the_measured_peak_is_the_predicted_one(device, name, finding):
     assert figures.peak_bytes <= predicted + beside
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -24,7 +24,7 @@ from solver.schedule.simulator import simulate
 from tests.support.nets import dense, pyramid, residual, u_shape
 
 NETS = {
-    "residual": residual(n_blocks=12),
+    "residual": residual(n_blocks=6),
     "u_shape": u_shape(depth=4),
     "pyramid": pyramid(n_blocks=(2, 2, 2, 2)),
     "dense": dense(n_layers=10),

@@ -201,7 +201,7 @@ def padded_llama(n_padded: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         vocab_size=50,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
     )

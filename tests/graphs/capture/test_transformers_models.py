@@ -18,7 +18,7 @@ def language_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
-            n_layer=3,
+            n_layer=1,
             n_embd=32,
             n_head=2,
             n_positions=64,
