@@ -94,7 +94,7 @@ def assert_same_bits(plain: nn.Module, planned: nn.Module, batch: Any, loss: Any
         assert torch.equal(expected, got)
 
 
-@pytest.mark.slow(sample=5)
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("gradients", ["fresh", "accumulate"])
 def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
@@ -105,7 +105,7 @@ def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 
 
-@pytest.mark.slow(sample=6)
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) -> None:

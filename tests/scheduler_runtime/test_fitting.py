@@ -348,6 +348,7 @@ def test_compiled_modules_are_refused() -> None:
         fit(model, budget="1GB")
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_module_that_is_compiled_afterwards_runs_its_plan_uncompiled(in_place: bool) -> None:
     plain = tower()

@@ -118,6 +118,7 @@ def assert_same_bits(
         assert torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("kind", RETURNS)
 def test_what_a_model_returns_keeps_its_form_and_the_gradients_their_bits(kind: str) -> None:
     put_together, parts = RETURNS[kind]

@@ -88,8 +88,9 @@ def test_forward(name: str, shape: tuple[int, ...]) -> None:
         assert_laid_out_alike(FORWARD[name](x), fake)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.slow(sample=15)
 @pytest.mark.parametrize("name", WITH_GRADIENT)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(name: str, shape: tuple[int, ...]) -> None:
     for x, incoming in itertools.product(layouts(shape), list(layouts(shape))[::3]):
         mode = KnowingMode({})

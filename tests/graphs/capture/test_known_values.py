@@ -69,6 +69,7 @@ def batch_of(n_set: int, n_rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n_rows, WIDTH, generator=generator), torch.arange(n_rows) < n_set
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     "middle", [all_or_some, those_that_count, as_long_as_needed, scaled, counted]
 )

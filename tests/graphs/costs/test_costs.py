@@ -279,6 +279,7 @@ def assert_estimated(call: OpCall, *, share: float = 0.0, extra_bytes: float = 0
         assert estimated_bytes <= measured_bytes + within_bytes
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("batch", [2, 5])
 @pytest.mark.parametrize(
     ("n_in", "n_out", "size", "kernel", "stride"),

@@ -68,6 +68,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow(sample=24)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     ("dtype", "autocast"),

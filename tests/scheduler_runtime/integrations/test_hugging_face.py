@@ -158,6 +158,7 @@ def test_the_optimizer_is_the_trainers() -> None:
         FitCallback(budget="1GB", optimizer=None)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("when", "mixed_precision"),
     [("before prepare", "no"), ("before prepare", "bf16"), ("after prepare", "bf16")],

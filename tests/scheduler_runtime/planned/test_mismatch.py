@@ -36,6 +36,7 @@ def shallower(model: Classifier) -> None:
     del model.layers[3]
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -82,6 +82,7 @@ def budget_at(share: float) -> int:
     return least_bytes + int(share * (peak_bytes - least_bytes))
 
 
+@pytest.mark.slow(sample=5)
 @pytest.mark.parametrize("method", ["auto", "dp", "sqrt", "revolve", "every_block"])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_every_loop_ends_at_the_deadline(method: str, share: float, counter: Counter) -> None:

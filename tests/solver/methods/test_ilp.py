@@ -83,6 +83,7 @@ def wrong_order() -> Graph:
     )
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("graph", "share"),
     [(chain(n_blocks=8), 0.7), (residual(n_blocks=1), 0.8)],

@@ -48,6 +48,7 @@ def test_the_methods_and_their_order() -> None:
     assert {"none", "every_block", "sqrt"} <= set(METHODS)
 
 
+@pytest.mark.slow(sample=10)
 @pytest.mark.parametrize("name", ["none", *ON_BLOCKS])
 @pytest.mark.parametrize("block", range(4))
 def test_whatever_the_graph_what_is_proposed_is_legal_and_fits(name: str, block: int) -> None:
@@ -105,8 +106,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.slow(sample=14)
 @pytest.mark.parametrize("name", ON_BLOCKS)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_of_nets(name: str, shape: str) -> None:
     graph = SHAPES[shape]
     found = []

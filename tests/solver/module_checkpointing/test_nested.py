@@ -103,6 +103,7 @@ def test_every_persistent_schedule_is_a_tree_of_checkpoints() -> None:
     assert n_nested > 10
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(("inplace", "share"), [(False, 0.6), (False, 0.45), (True, 0.45)])
 def test_layers_are_recomputed_together_within_the_reported_peak(
     inplace: bool, share: float
