@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from typing import Any
 
 import pytest
 
@@ -227,12 +228,12 @@ def test_an_interrupted_search_hands_on_the_best_so_far(
     graph = nets.residual(n_blocks=6)
     n_simulated = 0
 
-    def simulate_then_ctrl_c(graph: Graph, schedule: Schedule) -> Simulation:
+    def simulate_then_ctrl_c(graph: Graph, schedule: Schedule, **options: Any) -> Simulation:
         nonlocal n_simulated
         n_simulated += 1
         if n_simulated == 2:
             signal.raise_signal(signal.SIGINT)
-        return simulate(graph, schedule)
+        return simulate(graph, schedule, **options)
 
     monkeypatch.setattr("solver.methods.best_so_far.simulate", simulate_then_ctrl_c)
     with ctrl_c_ends_searches() as interrupt:
