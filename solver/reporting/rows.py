@@ -137,8 +137,8 @@ def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
     if not simulation.busy_s:
         if solution.request.places is not None:
             proven = solution.status == "optimal"
-            text = "proven: no copies save more" if proven else "no faster plan with copies found"
-            yield "on the host", f"nothing; {text}"
+            text = "copies would save no time" if proven else "copies were not found to save time"
+            yield "on the host", f"nothing; {text}{' (proven)' if proven else ''}"
         return
     yield "on the host", format_both(simulation.host_peak_bytes)
     if simulation.disk_peak_bytes:

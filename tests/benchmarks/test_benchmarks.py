@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import deep_chains, harness, peers, plan_quality
+from benchmarks import deep_chains, harness, offload, peers, plan_quality
 from benchmarks.zoo.graphs import captured
 from graphs.synthetic.nets import residual
 
@@ -68,3 +68,17 @@ def test_a_deep_chain_is_planned_beside_the_exact_chain_program() -> None:
     assert ours["peak_bytes"] <= row["budget_bytes"]
     assert exact["n_blocks"] >= 60
     assert ours["bound"] - 1e-9 <= ours["overhead"] <= exact["overhead"]
+
+
+def test_offload_measures_and_names_its_misses() -> None:
+    graph = residual(n_blocks=6)
+    found = offload.measure_graph("net", graph, shares=[0.5], time_limit_s=60.0)
+    (row,) = found["rows"]
+    assert 0.0 <= row["both_450"]["bound"] <= row["both_450"]["overhead"] + 1e-9
+    assert row["both_450"]["overhead"] <= row["recompute"]["overhead"] + 1e-3
+    report = {"circumstances": {}, "graphs": {"net": found}}
+    row["both_50"]["gap"], row["both_450"]["gap"] = 0.002, 0.0
+    assert [text for text in offload.misses(report) if "gap" in text] == [
+        "net at 0.5, 50 GB/s: gap 0.20"
+    ]
+    assert "Misses: " in offload.markdown(report)

@@ -50,7 +50,8 @@ from solver.schedule import (
 
 GAP = 3e-4
 """A program is solved to within this share of the baseline's time."""
-N_POSITIONS = 2
+SIMILAR = 0.9
+"""Of the strongest cut's bound: a position with less is not looked at."""
 MAX_ROUNDS = 6
 """Times that the cut of one position is solved again."""
 ROUND_NODES, PROOF_NODES = 20, 50
@@ -154,17 +155,22 @@ def with_copies(
 
 
 def _choose(search: CopySearch, _: RecomputeOnly) -> None:
-    """What the cuts of the strongest positions say."""
-    for cut in search.binding.ranked[:N_POSITIONS]:
-        if cut.lost_share < 0.9 * search.lost_share:
-            break
+    """What the strongest cut says."""
+    for cut in search.binding.ranked[:1]:
         _rounds(search, cut.position)
+
+
+def _choose_elsewhere(search: CopySearch, _: RecomputeOnly) -> None:
+    """What the next cut says, if it is about as strong."""
+    for cut in search.binding.ranked[1:2]:
+        if cut.lost_share >= SIMILAR * search.binding.lost_share and search.gap > OPTIMAL_GAP:
+            _rounds(search, cut.position)
 
 
 def _rounds(search: CopySearch, position: int) -> None:
     less_bytes, barred = 0, set[int]()
-    for _ in range(MAX_ROUNDS):
-        if search.done:
+    for n_before in range(MAX_ROUNDS):
+        if search.done or (n_before and search.gap <= OPTIMAL_GAP):
             return
         program = search.program(position, allowance_bytes=less_bytes)
         program.forbid(barred)
@@ -235,35 +241,47 @@ def _copy_what_overflows(search: CopySearch, recompute_only: RecomputeOnly) -> N
     """Of the plain step, and of plans for more bytes, where the gap is worth it."""
     if search.gap <= OPTIMAL_GAP:
         return
-    orders = [baseline(search.graph).order]
+    orders = []
     away_bytes = max((_away_bytes(search, cut) for cut in search.binding.ranked[:1]), default=0)
     for share in MORE_SHARES:
         if away_bytes and not search.time_is_up():
             budget_bytes = search.budget_bytes + int(share * away_bytes)
             schedule = recompute_only(budget_bytes, search.deadline.left_s).schedule
             orders += [] if schedule is None else [schedule.order]
-    for order in dict.fromkeys(orders):
+    for order in dict.fromkeys([baseline(search.graph).order, *orders]):
         if search.done:
             return
-        search.offer(_place(search, order, _overflowing(search, order)).schedule)
+        search.offer(_overflow_copied(search.folded, order, search.budget_bytes, search.host))
 
 
-STAGES = (_choose, _prove, _without_copies, _copy_what_overflows)
+def offload_only(graph: Graph, *, budget_bytes: int, host: Place) -> Schedule:
+    """The plain step with what overflows on the host; perhaps above the budget all the same."""
+    return _overflow_copied(FoldedGraph.of(graph), baseline(graph).order, budget_bytes, host)
+
+
+def _overflow_copied(
+    folded: FoldedGraph, order: Sequence[str], budget_bytes: int, host: Place
+) -> Schedule:
+    gaps = _overflowing(folded, order, budget_bytes)
+    return place_copies(folded, order, gaps, budget_bytes=budget_bytes, host=host).schedule
+
+
+STAGES = (_choose, _prove, _choose_elsewhere, _without_copies, _copy_what_overflows)
 
 
 def _away_bytes(search: CopySearch, cut: CopyCut) -> int:
     return sum(search.folded.unit_bytes[u] for u in cut.away or ())
 
 
-def _overflowing(search: CopySearch, order: Sequence[str]) -> list[Gap]:
+def _overflowing(folded: FoldedGraph, order: Sequence[str], budget_bytes: int) -> list[Gap]:
     """Gaps, the longest first, without whose storages the order would fit; or all that help."""
-    live = live_bytes_by_run(search.graph, order)
-    gaps = find_gaps(search.folded, order)
+    live = live_bytes_by_run(folded.graph, order)
+    gaps = find_gaps(folded, order)
     gaps.sort(key=lambda gap: (gap.first - gap.last, gap))
     chosen = []
     for gap in gaps:
         span = live[gap.first + 1 : gap.last]
-        if int(span.max()) > search.budget_bytes:
-            span -= search.folded.unit_bytes[gap.unit]
+        if int(span.max()) > budget_bytes:
+            span -= folded.unit_bytes[gap.unit]
             chosen.append(gap)
     return chosen

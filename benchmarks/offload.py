@@ -1,0 +1,171 @@
+"""Recomputation, copies to the host, and both: overhead, proven bound and search time.
+
+    python -m benchmarks.offload --out benchmarks/results/offload.json
+        [--graphs gpt2,unet] [--shares 0.5,0.3] [--time-limit S]
+
+Graphs and shares of budgets are those of `benchmarks.plan_quality` (the step without rewrites, an
+H100's roofline); the host is as large as is needed. "offload" is the plain step with what overflows
+on the host, the longest gaps between two uses first, without any recomputation. Search times are
+processor seconds of one process. The figures are written after each graph.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks import harness
+from benchmarks.harness import Row, percent, table
+from benchmarks.zoo.graphs import GRAPHS
+from graphs.graph import Graph
+from solver.methods import METHODS, find_obstacle
+from solver.methods.auto.with_copies import offload_only
+from solver.schedule import Link, Place, Places, Schedule, baseline, simulate
+
+DEFAULT_GRAPHS = ["gpt2-instance", "gpt2", "llama-4", "resnet50", "unet"]
+SHARES = (0.7, 0.5, 0.3, 0.2, 0.1)
+LINKS_GB_PER_S = (50, 450)
+HOST_BYTES = 10**13
+TARGETS = {"resnet50": (0.005, 0.2), "unet": (0.005, 0.2)}
+"""By graph, the gap as a share of the step, and the least share of the budget to meet it at."""
+TARGET = (0.001, 0.0)
+LEGEND = """\
+Overhead in % of the step, proven bound / found; s: processor seconds of the search. Targets: a gap
+of at most 0.1 points, for resnet50 and unet 0.5 at shares of 0.2 and more; a search of at most
+twice recomputation alone and 2 s.
+"""
+
+
+def main() -> None:
+    parser = harness.parser("offload", __doc__, time_limit_s=600.0)
+    parser.add_argument("--graphs", type=harness.names(GRAPHS), default=DEFAULT_GRAPHS)
+    parser.add_argument("--shares", type=harness.shares, default=SHARES)
+    arguments = parser.parse_args()
+    report = harness.read(arguments.out, "graphs")
+    report["circumstances"] = harness.circumstances(arguments.time_limit)
+    for name in arguments.graphs:
+        source = GRAPHS[name]()
+        graph = source if isinstance(source, Graph) else source.graph
+        report["graphs"][name] = measure_graph(
+            name, graph, shares=arguments.shares, time_limit_s=arguments.time_limit
+        )
+        harness.write(arguments.out, report, markdown)
+    if arguments.out is None:
+        print(markdown(report))
+
+
+def measure_graph(name: str, graph: Graph, *, shares: Sequence[float], time_limit_s: float) -> Row:
+    """All rows of one graph; printed to stderr as they come."""
+    least_bytes = find_obstacle(graph).reached_bytes
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    rows = []
+    for share in shares:
+        budget_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
+        row: Row = {"share": share, "budget_bytes": budget_bytes}
+        row["recompute"] = searched(graph, budget_bytes, None, time_limit_s)
+        for rate in LINKS_GB_PER_S:
+            places = host_of(rate)
+            row[f"both_{rate}"] = searched(graph, budget_bytes, places, time_limit_s)
+            row[f"offload_{rate}"] = offloaded(graph, budget_bytes, places)
+        rows.append(row)
+        print(f"{name} {share}: {row}", file=sys.stderr, flush=True)
+    return {
+        "n_nodes": len(graph.nodes),
+        "least_reached_bytes": least_bytes,
+        "baseline_peak_bytes": peak_bytes,
+        "rows": rows,
+    }
+
+
+def host_of(gb_per_s: float) -> Places:
+    return Places(host=Place(HOST_BYTES, Link(1e9 * gb_per_s, 1e9 * gb_per_s)))
+
+
+def searched(graph: Graph, budget_bytes: int, places: Places | None, time_limit_s: float) -> Row:
+    """auto's overhead, bound and processor seconds, and what it takes of the host."""
+    began_s = time.process_time()
+    proposal = METHODS["auto"](
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=0, places=places
+    )
+    seconds = time.process_time() - began_s
+    overhead, host_bytes = measured(graph, proposal.schedule, budget_bytes, places)
+    bound = max(0.0, proposal.lower_bound_s / graph.baseline_time_s - 1.0)
+    return {
+        "overhead": overhead,
+        "bound": bound,
+        "gap": None if overhead is None else max(0.0, overhead - bound),
+        "host_peak_bytes": host_bytes,
+        "seconds": seconds,
+        "timed_out": proposal.timed_out,
+    }
+
+
+def offloaded(graph: Graph, budget_bytes: int, places: Places) -> Row:
+    assert places.host is not None
+    schedule = offload_only(graph, budget_bytes=budget_bytes, host=places.host)
+    overhead, host_bytes = measured(graph, schedule, budget_bytes, places)
+    return {"overhead": overhead, "host_peak_bytes": host_bytes}
+
+
+def measured(
+    graph: Graph, schedule: Schedule | None, budget_bytes: int, places: Places | None
+) -> tuple[float | None, int]:
+    """Overhead (None: nothing within the budget) and peak on the host, by the simulator."""
+    if schedule is None:
+        return None, 0
+    simulation = simulate(graph, schedule, places=places)
+    fits = simulation.peak_bytes <= budget_bytes
+    overhead = simulation.time_s / graph.baseline_time_s - 1.0
+    return (overhead if fits else None), simulation.host_peak_bytes
+
+
+def misses(report: Row) -> list[str]:
+    """Cells above the targets for the gap or for the search time."""
+    found = []
+    for name, graph in report["graphs"].items():
+        gap, least_share = TARGETS.get(name, TARGET)
+        for row in graph["rows"]:
+            for rate in LINKS_GB_PER_S:
+                cell, where = row[f"both_{rate}"], f"{name} at {row['share']}, {rate} GB/s"
+                if row["share"] >= least_share and (cell["gap"] is None or cell["gap"] > gap):
+                    found.append(f"{where}: gap {percent(cell['gap'])}")
+                if cell["seconds"] > 2 * row["recompute"]["seconds"] + 2:
+                    found.append(
+                        f"{where}: {cell['seconds']:.1f} s, recomputation alone "
+                        f"{row['recompute']['seconds']:.1f} s"
+                    )
+    return found
+
+
+def markdown(report: Row) -> str:
+    """One table for each graph, and what misses the targets."""
+    parts = [
+        "# Recomputation, copies to the host, and both\n",
+        f"`{report['circumstances'].get('command', '')}`\n",
+        LEGEND,
+    ]
+    for name, graph in report["graphs"].items():
+        heads = ["share", "recompute", "s"]
+        for rate in LINKS_GB_PER_S:
+            heads += [f"both, {rate} GB/s", "s", "on the host GB", f"offload only, {rate} GB/s"]
+        rows = []
+        for row in graph["rows"]:
+            cells = [str(row["share"]), *_cells(row["recompute"])]
+            for rate in LINKS_GB_PER_S:
+                both = row[f"both_{rate}"]
+                cells += [*_cells(both), f"{both['host_peak_bytes'] / 1e9:.2f}"]
+                cells.append(percent(row[f"offload_{rate}"]["overhead"]))
+            rows.append(cells)
+        parts += [f"## {name}\n", f"{graph['n_nodes']} ops.\n", table(heads, rows) + "\n"]
+    missed = misses(report)
+    parts.append(f"Misses: {len(missed)}." + "".join(f"\n- {text}" for text in missed) + "\n")
+    return "\n".join(parts)
+
+
+def _cells(row: Row) -> list[str]:
+    return [f"{percent(row['bound'])} / {percent(row['overhead'])}", f"{row['seconds']:.1f}"]
+
+
+if __name__ == "__main__":
+    main()
