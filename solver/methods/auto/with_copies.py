@@ -126,7 +126,7 @@ def with_copies(
 ) -> Proposal:
     """The best schedule found with copies to the host or without, and the proven bound.
 
-    quick: the first two steps and recomputation alone.
+    quick: without the last step, if the others have found a schedule.
     """
     assert places.host is not None
     search = CopySearch(
@@ -143,8 +143,9 @@ def with_copies(
             search.free, budget_bytes=budget_bytes, places=places, deadline=search.deadline
         )
         search.lost_share = search.binding.lost_share
-        for stage in STAGES[: -1 if quick else None]:
-            if search.done or math.isinf(search.lost_share):
+        for stage in STAGES:
+            enough = quick and stage is _copy_what_overflows and search.best is not None
+            if search.done or math.isinf(search.lost_share) or enough:
                 break
             stage(search, recompute_only)
     return Proposal(
