@@ -33,8 +33,7 @@ early, and then the proposal says so.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 
@@ -50,7 +49,7 @@ from solver.methods.auto.with_copies import with_copies
 from solver.methods.dp import dp
 from solver.methods.evict import MAX_RESTARTS, evict
 from solver.methods.ilp_stages import Stages, TooLargeError
-from solver.methods.least_budget import PATIENCE, least_schedule
+from solver.methods.least_budget import LEAST_PATIENCE, PATIENCE, least_schedule
 from solver.methods.proposal import Proposal
 from solver.methods.revolve import revolve
 from solver.schedule import Places, Schedule, baseline
@@ -60,7 +59,9 @@ SMALL_NODES, SMALL_VARIABLES = 40, 500
 ROOM_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 """Of what the cut leaves for its set: smaller sets show what else can be recomputed, and where."""
 MAX_WORK = 2_000_000
-"""Of the evictions of one round: about three seconds."""
+"""Of the evictions of one round: about a second."""
+MAX_LAST_WORK = 15_000_000
+"""Of those with restarts, where nothing has been found: about five seconds."""
 OTHERS = (revolve, dp)
 """`dp` asks `sqrt` and tries what `every_block` does. `none` is tried first of all."""
 
@@ -193,9 +194,17 @@ def _evict(search: Search) -> None:
     Restarts only where nothing has been found: what is made ahead of time costs more, and on the
     menu it is in the way.
     """
-    for n_restarts, patience in itertools.product((0, MAX_RESTARTS), PATIENCE):
-        enough = n_restarts > 0 or search.work >= MAX_WORK
-        if search.close or (enough and search.best is not None):
+    patiences = [(patience, 0) for patience in PATIENCE]
+    _evict_each(search, patiences, max_work=MAX_WORK)
+    if search.best is None:
+        patiences = [(patience, MAX_RESTARTS) for patience in LEAST_PATIENCE]
+        _evict_each(search, patiences, max_work=search.work + MAX_LAST_WORK)
+
+
+def _evict_each(search: Search, patiences: Iterable[tuple[float, int]], *, max_work: int) -> None:
+    """patiences: with the number of restarts that each may take."""
+    for patience, n_restarts in patiences:
+        if search.close or (search.work >= max_work and search.best is not None):
             continue
         schedule, work = evict(
             search.folded,
