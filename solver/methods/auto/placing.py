@@ -54,7 +54,7 @@ class Gap:
     """Between two uses of a unit nothing reads it.
 
     made, first, last: positions in the order of the run that made it, of the use before the gap (or
-    the making) and of the one after it (the length of the order: the end).
+    the making) and of the one after it.
     """
 
     made: int
@@ -66,16 +66,18 @@ class Gap:
 def find_gaps(folded: FoldedGraph, order: Sequence[str]) -> list[Gap]:
     """All gaps of at least one run in between, of units that can be copied and fetched whole.
 
-    Not of those that a node overwrites: what was there before must not come back.
+    Not of those that a node overwrites: what was there before must not come back. Nor of what
+    leaves the step, outputs and gradients: whoever receives it holds its memory.
     """
     graph = folded.graph
-    over = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
+    stays = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
+    stays |= {graph.root(name) for name in graph.outputs}
     made: dict[int, int] = {}
     used: dict[int, int] = {}
     gaps = []
 
     def use(u: int, i: int) -> None:
-        if i > used[u] + 1 and folded.unit_bytes[u] and folded.unit_names[u] not in over:
+        if i > used[u] + 1 and folded.unit_bytes[u] and folded.unit_names[u] not in stays:
             gaps.append(Gap(made[u], used[u], i, u))
         used[u] = i
 
@@ -85,9 +87,6 @@ def find_gaps(folded: FoldedGraph, order: Sequence[str]) -> list[Gap]:
             use(u, i)
         for u in folded.makes[n]:
             made[u] = used[u] = i
-    for u, uses in enumerate(folded.uses):
-        if uses and uses[-1] == folded.n_nodes:
-            use(u, len(order))
     return gaps
 
 

@@ -9,9 +9,10 @@ from solver.bound import FoldedGraph
 from solver.methods.auto import auto
 from solver.methods.auto.placing import find_gaps, place_copies
 from solver.methods.proposal import Proposal
-from solver.schedule import Link, Place, Places, baseline, keep, simulate
+from solver.schedule import Link, Place, Places, Store, baseline, keep, simulate
 from tests.support.aliasing import aliasing_dag
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
+from tests.support.copying import leaving
 from tests.support.nets import chain, random_dag, residual
 from tests.support.overwriting import overwriting_dag
 
@@ -47,6 +48,8 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
         assert simulation.time_s == pytest.approx(placed.time_s, rel=1e-9, abs=1e-12)
         assert (simulation.peak_bytes <= budget_bytes) == (not placed.over_bytes)
         assert simulation.host_peak_bytes <= places.host.capacity_bytes
+        stored = {op.storage for op in placed.schedule.ops if isinstance(op, Store)}
+        assert stored.isdisjoint(leaving(graph))
         n_placed += placed.schedule.has_copies
         n_fit += not placed.over_bytes
     assert n_placed > 60
