@@ -25,6 +25,7 @@ class GraphMeta:
     backward_functions: the nodes of each autograd function that has several.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.
+    device_bytes: resident tensors that no node reads: what a card holds for the step besides.
     costs: the description of the cost model.
     environment: what the traced graph depends on (`environment_of`), and the chosen loss,
         optimizer and sharding.
@@ -49,6 +50,7 @@ class GraphMeta:
     parameter_forms: Mapping[str, str] = field(default_factory=dict)
     buffer_forms: Mapping[str, str] = field(default_factory=dict)
     input_forms: Sequence[str] = ()
+    device_bytes: Sequence[str] = ()
     costs: Mapping[str, Any] | str = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     own_checkpoints: bool = False

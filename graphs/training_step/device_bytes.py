@@ -9,6 +9,7 @@ remains unknown (the context, cuDNN's workspace, fragmentation) is what the rese
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 
@@ -37,9 +38,14 @@ def with_device_bytes(graph: Graph, hardware: Hardware | None) -> Graph:
     """Add what the card holds besides the step's tensors; the same graph for other devices."""
     if hardware is None or hardware.kind != "cuda":
         return graph
-    workspaces = _n_multiplying_threads(graph) * cublas_workspace_bytes(hardware)
-    graph = with_resident(graph, "cublas_workspaces", workspaces)
-    return with_resident(graph, "allocator_rounding", _rounding_bytes(graph))
+    added = {
+        "cublas_workspaces": _n_multiplying_threads(graph) * cublas_workspace_bytes(hardware),
+        "allocator_rounding": _rounding_bytes(graph),
+    }
+    for name, size_bytes in added.items():
+        graph = with_resident(graph, name, size_bytes)
+    names = [name for name, size_bytes in added.items() if size_bytes]
+    return dataclasses.replace(graph, meta=dataclasses.replace(graph.meta, device_bytes=names))
 
 
 def cublas_workspace_bytes(hardware: Hardware) -> int:

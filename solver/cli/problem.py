@@ -204,7 +204,7 @@ def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
         on_cuda=on_cuda,
     )
     is_default = on_cuda and arguments.reserve is None
-    reason = "CUDA context and allocator rounding; set with --reserve" if is_default else ""
+    reason = "CUDA context and fragmentation; set with --reserve" if is_default else ""
     return {
         "budget_bytes": budget_bytes,
         "reserve_bytes": reserve_bytes,

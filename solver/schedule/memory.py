@@ -34,22 +34,25 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
     """Bytes of each of CATEGORIES during the op at `position` of a legal schedule.
 
     position: an index into `schedule.ops`; None: before the first op. The sum is the simulation's
-    `live_bytes` there. Cost: one simulation.
+    `live_bytes` there. What a card holds besides tensors (`meta.device_bytes`) is workspace. Cost:
+    one simulation.
     """
     tensors = [tensor for tensor in graph.resident if tensor.alias_of is None]
     parts = dict.fromkeys(CATEGORIES, 0)
     if position is not None:
         op = schedule.ops[position]
         if isinstance(op, Compute):
-            parts["workspace"] = graph.node_by_name[op.node].workspace_bytes
+            parts["workspace"] += graph.node_by_name[op.node].workspace_bytes
         # an output that is still live from before the op is in this list twice, and counts twice
         tensors += [
             graph.tensor_by_name[stay.storage]
             for stay in stays(graph, schedule)
             if stay.start <= position < stay.stop
         ]
+    beside = set(graph.meta.device_bytes)
     for tensor in tensors:
-        parts[CATEGORY_OF_KIND[tensor.kind]] += tensor.size_bytes
+        category = "workspace" if tensor.name in beside else CATEGORY_OF_KIND[tensor.kind]
+        parts[category] += tensor.size_bytes
     return parts
 
 

@@ -38,7 +38,7 @@ class Request:
     """What was asked. A schedule file carries it so that `apply` can plan again.
 
     budget_bytes: the device's bytes that the step may take.
-    reserve_bytes: the part of them that cannot be planned (CUDA context, allocator rounding).
+    reserve_bytes: the part of them that cannot be planned (CUDA context, fragmentation).
     time_limit_s: for the search, with its proof and, where nothing is found, the reason; tracing is
         not included.
     rewrites: the word for what a plan may rewrite (`graphs.rewrites`). "none" for a graph, which is

@@ -13,6 +13,7 @@ from graphs.graph import Graph
 from graphs.hardware import DEVICES, named
 from graphs.trace import trace
 from graphs.training_step import cublas_workspace_bytes, with_device_bytes
+from solver.schedule import baseline, memory_at
 
 MIB = 2**20
 
@@ -70,6 +71,16 @@ def test_each_tensor_is_rounded_to_512_bytes():
     sizes = [t.size_bytes for t in on_cpu.tensors if t.alias_of is None]
     rounded = sum(512 * -(-size // 512) for size in sizes)
     assert added(on_card)["allocator_rounding"] == rounded - sum(sizes)
+
+
+def test_the_breakdown_shows_it_as_workspace():
+    graph = traced("a100")
+    schedule = baseline(graph)
+    parts = memory_at(graph, schedule, None)
+    assert parts["workspace"] == sum(added(graph).values())
+    assert parts["buffers"] == 0
+    assert sum(parts.values()) == graph.resident_bytes
+    assert Graph.from_json(graph.to_json()).meta.device_bytes == graph.meta.device_bytes
 
 
 def test_the_cpu_and_what_apply_compares_do_not_change():
