@@ -133,6 +133,26 @@ def test_mixtral_with_a_loop_over_its_experts() -> None:
     assert same_bits(train(plain, batch), train(model, batch))
 
 
+@pytest.mark.slow
+def test_a_call_that_keeps_more_than_planned_is_planned_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def masked(sign: float) -> tuple[nn.Module, Tensor]:
+        """Its masks pick few rows, or nearly all."""
+        model, batch = network("boolean mask", n_blocks=1)
+        with torch.no_grad():
+            model.embed.weight.abs_().mul_(sign)
+        return model, batch
+
+    few, batch = masked(-1.0)
+    solution = solve(few, batch, budget="1GB")
+    most, _ = masked(1.0)
+    plain = copy.deepcopy(most)
+    apply(most, solution)
+    assert same_bits(train(plain, batch, n_steps=1), train(most, batch, n_steps=1))
+    assert "'parts.0', which is planned as one piece, keeps other memory here" in caplog.text
+
+
 def test_host_memory_is_refused() -> None:
     model, batch = network("NumPy", n_blocks=1)
     with pytest.raises(ValueError, match="one piece, which cannot be copied to the host"):
