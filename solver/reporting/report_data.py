@@ -95,8 +95,9 @@ def step_notes(graph: Graph) -> Iterator[str]:
             f"All figures are {sharding_words(graph.meta.environment)} (fully_shard on "
             f"{len(sharding.groups or ())} modules, then on the model), for the batch of one rank: "
             "shards of parameters, gradients and optimizer state, and gathered parameters with "
-            "their buffers while they are live. Communication is assumed to take no time. Export "
-            "the plan to run it: to_torch_checkpoint(model, solution)."
+            "their buffers while they are live. Communication is assumed to take no time. The step "
+            "is PyTorch's own, without rewrites. Export the plan to run it: "
+            "to_torch_checkpoint(model, solution)."
         )
     yield from graph.meta.notes
     if made_with := [name for name in graph.meta.rewrites if name in PROGRAM_REWRITES]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.costs import cpu_peak_bytes
-from graphs.rewrites import HEAD_AND_LOSS, results_of, row_chunks, variants_of
+from graphs.rewrites import HEAD_AND_LOSS, Variants, results_of, row_chunks, variants_of
 from graphs.trace import trace, trace_variants
 from scheduler_runtime import apply
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.program import build_program
+from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from solver import solve
+from solver.reporting import step_notes
 from solver.schedule import baseline, simulate
 from tests.support.wide_logits import IGNORED, Head, captured, rows
 
@@ -309,3 +312,25 @@ def test_the_word_plans_them_beside_the_others_and_the_best_runs(tmp_path) -> No
     apply(twin, tmp_path / "schedule.json")
     again = step_results(twin, lambda: twin(x, y))
     assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def test_what_runs_pytorchs_own_step_is_planned_without_them() -> None:
+    """For FSDP2 and for export: within the budget, or refused."""
+    torch.manual_seed(1)
+    x, y = batch(4099)
+    model = Model(mean, n_classes=4099)
+    sharded = solve(model, (x, y), budget="1GB", fsdp=2, rewrites="allclose")
+    assert not sharded.graph.meta.rewrites
+    assert any("without rewrites" in note for note in step_notes(sharded.graph))
+    graph = trace(model, (x, y), rewrites=REWRITE)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    plain = trace(model, (x, y))
+    for budget, fits in ((peak_bytes, False), (simulate(plain, baseline(plain)).peak_bytes, True)):
+        rewritten = solve(graph, budget=budget)
+        solution = dataclasses.replace(rewritten, variants=Variants(plain, (plain, graph)))
+        assert "head_and_loss_in_4_chunks" in solution.graph.meta.rewrites
+        if fits:
+            assert to_torch_checkpoint(model, solution).peak_bytes <= budget
+        else:
+            with pytest.raises(ExportError, match="without rewrites nothing fits"):
+                to_torch_checkpoint(model, solution)
