@@ -110,6 +110,9 @@ class OnCuda:
         compute = torch.cuda.current_stream(self._device)
         compute.wait_stream(self._out)
         compute.wait_stream(self._back)
+        # an abandoned step may be settled in a thread whose compute stream is another
+        self._out.wait_stream(self._back)
+        self._back.wait_stream(self._out)
 
 
 def streams_for(device: torch.device) -> CopyStreams:
