@@ -8,7 +8,6 @@ by chunk, and writes the gradient of the logits. Where something else reads log-
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from graphs.capture import Capture
 from graphs.rewrites.body import Body, put_before
@@ -22,24 +21,23 @@ _IGNORED = -100
 
 def rewrite(captured: Capture) -> bool:
     """Change the captured graph; returns whether there was anything to change."""
-    found = False
-    for region in list(cross_entropies(captured.graph)):
-        loss = region.loss
-        if loss is None or region.others_read:
-            continue
-        place = min((loss, *region.row_sums))
-        if loss.args[1] < place:  # type: ignore[operator]  # the targets are known there
-            _pick(region, loss, place)
-            _gradient(region)
-            erase_unread(region)
-            found = True
-    return found
+    regions = [
+        region
+        for region in cross_entropies(captured.graph)
+        if not region.others_read and region.target < min((region.loss, *region.row_sums))
+    ]
+    for region in regions:
+        _pick(region)
+        _gradient(region)
+        erase_unread(region)
+    return bool(regions)
 
 
-def _pick(region: CrossEntropy, loss: fx.Node, place: fx.Node) -> None:
+def _pick(region: CrossEntropy) -> None:
     """nll_loss reads a column of picked values; what label smoothing reads are sums of rows."""
-    _, target, _, reduction, ignored = loss.args
+    _, target, _, reduction, ignored = region.loss.args
     softmax, n_rows = region.softmax.meta["val"], region.shape[0]
+    place = min((region.loss, *region.row_sums))
     is_ignored = put_before(place, aten.eq.Scalar, target, ignored)
     first = put_before(place, aten.masked_fill.Scalar, target, is_ignored, 0)
     index = put_before(place, aten.unsqueeze.default, first, 1)
@@ -51,8 +49,8 @@ def _pick(region: CrossEntropy, loss: fx.Node, place: fx.Node) -> None:
     body.write(picked, softmax.new_empty(n_rows, 1))
     for node in region.row_sums:
         body.write_for(node)
-    column, *sums = body.nodes_before(place, like=loss)
-    loss.args = (column, marks, None, reduction, _IGNORED)
+    column, *sums = body.nodes_before(place, like=region.loss)
+    region.loss.args = (column, marks, None, reduction, _IGNORED)
     for old, new in zip(region.row_sums, sums, strict=True):
         old.replace_all_uses_with(new)
 

@@ -4,9 +4,6 @@
 the targets (`nll_loss`), and their two backward operators, each with a result of N x V elements
 ("wide"). Casts before and after (to float32 and back) and scaling by numbers belong to the region,
 as does what label smoothing adds.
-
-With class probabilities as targets (soft targets, distillation) there is no `nll_loss`, and the
-loss is one sum over all elements; its backward operators are row-wise all the same.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ class CrossEntropy:
     """One cross-entropy in a step, by its nodes.
 
     before: casts and scalings of `logits` whose only reader is log-softmax, in order.
-    softmax, loss: log-softmax and nll_loss (None: the targets are probabilities).
+    softmax, loss: log-softmax and nll_loss.
     row_sums: sums of log-softmax over the classes (label smoothing).
     backward: wide operators of the backward pass, in order; the last makes the gradient.
     others_read: whether something else reads log-softmax, so that it must be kept whole.
@@ -40,7 +37,7 @@ class CrossEntropy:
     logits: fx.Node
     before: tuple[fx.Node, ...]
     softmax: fx.Node
-    loss: fx.Node | None
+    loss: fx.Node
     row_sums: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     others_read: bool
@@ -50,6 +47,10 @@ class CrossEntropy:
         """Rows and classes."""
         shape: torch.Size = self.softmax.meta["val"].shape
         return shape
+
+    @property
+    def target(self) -> fx.Node:
+        return self.loss.args[1]  # type: ignore[return-value]
 
     def has_form_of_gradient(self, node: fx.Node) -> bool:
         """Whether the gradient has the dtype of this wide node."""
@@ -102,27 +103,25 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
         if user.target is aten._log_softmax_backward_data.default
         and without_views(user.args[1]) is softmax  # type: ignore[arg-type]
     ]
-    if len(losses) > 1 or len(backwards) != 1 or any(loss.args[2] is not None for loss in losses):
+    if len(losses) != 1 or len(backwards) != 1 or losses[0].args[2] is not None:
         return None
     region = _Region(softmax)
     backward = region.backward_of(backwards[0])
     made = [n for n in backward if n.target is aten.nll_loss_backward.default]
-    if len(made) != len(losses) or any(node.args[3] is not None for node in made):
+    if len(made) != 1 or made[0].args[3] is not None:
         return None
-    if not losses and backward[0] is backwards[0]:
-        return None  # what makes its gradient is not known
     logits, before = region.before()
     if not logits.meta["val"].is_contiguous():
         return None
     row_sums = tuple(user for user in users if _is_row_sum(user))
     if any(user.op == "output" for n in (softmax, *row_sums, backward[-1]) for user in n.users):
         return None  # handed out by the step, which knows it by its node
-    others = set(users) - {*losses, *row_sums, *backward}
+    others = set(users) - {losses[0], *row_sums, *backward}
     return CrossEntropy(
         logits=logits,
         before=before,
         softmax=softmax,
-        loss=losses[0] if losses else None,
+        loss=losses[0],
         row_sums=row_sums,
         backward=backward,
         others_read=bool(others),
@@ -170,8 +169,7 @@ class _Region:
                 continue
             is_sum = maker.target is aten.add.Tensor and not maker.kwargs
             is_nll = maker.target is aten.nll_loss_backward.default
-            is_joined = (is_sum or self.is_product(maker)) and self.is_wide(maker)
-            if is_nll or self.is_cast_or_scaled(maker) or is_joined:
+            if is_nll or self.is_cast_or_scaled(maker) or (is_sum and self.is_wide(maker)):
                 members.add(maker)
                 self._add_made_for(maker, members)
 
@@ -185,25 +183,12 @@ class _Region:
             and value.is_contiguous()
         )
 
-    def is_wide_or_expanded(self, node: fx.Node) -> bool:
-        """Whether it is wide, or one number in the shape of that."""
-        value = node.meta.get("val")
-        if node.target is aten.expand.default and isinstance(value, torch.Tensor):
-            return bool(value.shape == self.shape)
-        return self.is_wide(node)
-
-    def is_product(self, node: fx.Node) -> bool:
-        """Whether it multiplies tensors of all elements, such as probabilities by a gradient."""
-        sources = node.all_input_nodes
-        is_product = node.target is aten.mul.Tensor and len(sources) == 2
-        return is_product and all(map(self.is_wide_or_expanded, sources))
-
     def is_cast_or_scaled(self, node: fx.Node) -> bool:
         """Whether it changes the dtype of one wide tensor, or multiplies it by a number."""
         if not self.is_wide(node) or len(node.all_input_nodes) != 1:
             return False
         (source,) = node.all_input_nodes
-        if not self.is_wide_or_expanded(source) or node.args[0] is not source:
+        if not self.is_wide(source) or node.args[0] is not source:
             return False
         if node.target is aten._to_copy.default:
             return bool(source.meta["val"].device == node.meta["val"].device)
