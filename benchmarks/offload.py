@@ -142,7 +142,7 @@ def markdown(report: Row) -> str:
     """One table for each graph, and what misses the targets."""
     parts = [
         "# Recomputation, copies to the host, and both\n",
-        f"`{report['circumstances'].get('command', '')}`\n",
+        f"{harness.ran(report)}\n",
         LEGEND,
     ]
     for name, graph in report["graphs"].items():

@@ -76,7 +76,7 @@ def test_offload_measures_and_names_its_misses() -> None:
     (row,) = found["rows"]
     assert 0.0 <= row["both_450"]["bound"] <= row["both_450"]["overhead"] + 1e-9
     assert row["both_450"]["overhead"] <= row["recompute"]["overhead"] + 1e-3
-    report = {"circumstances": {}, "graphs": {"net": found}}
+    report = {"circumstances": harness.circumstances(60.0), "graphs": {"net": found}}
     row["both_50"]["gap"], row["both_450"]["gap"] = 0.002, 0.0
     assert [text for text in offload.misses(report) if "gap" in text] == [
         "net at 0.5, 50 GB/s: gap 0.20"

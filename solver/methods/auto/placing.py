@@ -63,21 +63,25 @@ class Gap:
     unit: int
 
 
-def find_gaps(folded: FoldedGraph, order: Sequence[str]) -> list[Gap]:
-    """All gaps of at least one run in between, of units that can be copied and fetched whole.
-
-    Not of those that a node overwrites: what was there before must not come back. Nor of what
-    leaves the step, outputs and gradients: whoever receives it holds its memory.
+def never_copied(folded: FoldedGraph) -> frozenset[int]:
+    """Units that a node overwrites: what was there before must not come back. And what leaves the
+    step, outputs and gradients: whoever receives it holds its memory.
     """
     graph = folded.graph
     stays = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
     stays |= {graph.root(name) for name in graph.outputs}
+    return frozenset(u for u, name in enumerate(folded.unit_names) if name in stays)
+
+
+def find_gaps(folded: FoldedGraph, order: Sequence[str]) -> list[Gap]:
+    """All gaps of at least one run in between, of units that may be copied."""
+    stays = never_copied(folded)
     made: dict[int, int] = {}
     used: dict[int, int] = {}
     gaps = []
 
     def use(u: int, i: int) -> None:
-        if i > used[u] + 1 and folded.unit_bytes[u] and folded.unit_names[u] not in stays:
+        if i > used[u] + 1 and folded.unit_bytes[u] and u not in stays:
             gaps.append(Gap(made[u], used[u], i, u))
         used[u] = i
 

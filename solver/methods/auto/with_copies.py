@@ -33,7 +33,14 @@ from solver.bound import (
     least_time_s,
 )
 from solver.methods.auto.from_cuts import schedule_from_cuts
-from solver.methods.auto.placing import Gap, Placed, find_gaps, live_bytes_by_run, place_copies
+from solver.methods.auto.placing import (
+    Gap,
+    Placed,
+    find_gaps,
+    live_bytes_by_run,
+    never_copied,
+    place_copies,
+)
 from solver.methods.auto.search import DONE_GAP
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
@@ -169,7 +176,7 @@ def _choose_elsewhere(search: CopySearch, _: RecomputeOnly) -> None:
 
 
 def _rounds(search: CopySearch, position: int) -> None:
-    less_bytes, barred = 0, set[int]()
+    less_bytes, barred = 0, set(never_copied(search.folded))
     for n_before in range(MAX_ROUNDS):
         if search.done or (n_before and search.gap <= OPTIMAL_GAP):
             return
