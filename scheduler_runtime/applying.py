@@ -46,6 +46,7 @@ from scheduler_runtime.planned import (
     refuse_second,
     replan,
 )
+from solver.reusing import KnownPlan
 from solver.schedule import simulate
 
 
@@ -128,6 +129,7 @@ class AppliedForward(PlannedForward):
                 raise ValueError(f"the plans are for different steps: {field} is {values}")
         super().__init__(model)
         self.plans = tuple(plans)
+        self._known = [plan.known for plan in plans]
         self.on_mismatch = on_mismatch
         self.disk_directory = disk_directory
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
@@ -191,9 +193,12 @@ class AppliedForward(PlannedForward):
                 raise self._mismatch(reason)
             costs = from_description(plan.environment.get("costs", {}), device=device_of(model))
             step = self._trace(call, costs=costs)
-            step, found_schedule = replan(step, plan, str(reason))
+            step, new = replan(step, plan, str(reason), known=self._known)
             finish_measuring(costs)  # after replan, which may measure operators of other variants
-            schedule = module_schedule(found_schedule, step.graph.module_part())
+            assert new.solution.schedule is not None
+            if not new.reused:
+                self._known.append(KnownPlan.of(new.solution))
+            schedule = module_schedule(new.solution.schedule, step.graph.module_part())
         places, directory = plan.request.places, self.disk_directory
         program = BoundProgram(
             step, build_program(step, schedule, places=places, directory=directory)

@@ -23,7 +23,7 @@ from torch import nn
 from graphs.calls import Call, TraceError, device_of, find_loss, nested
 from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.graph import Graph
-from graphs.rewrites import check_word, offered, variants_of
+from graphs.rewrites import check_word, variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import (
     optimizer_costs,
@@ -33,7 +33,7 @@ from graphs.training_step import (
     with_unknown_loss,
 )
 from scheduler_runtime.execute import BoundProgram, build_program, kept_bytes
-from scheduler_runtime.planned import PlannedForward, module_schedule, refuse_second
+from scheduler_runtime.planned import PlannedForward, module_schedule, new_plan, refuse_second
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
@@ -47,8 +47,8 @@ from scheduler_runtime.surroundings import (
 )
 from solver.common import format_both
 from solver.methods import METHODS
+from solver.reusing import KnownPlan
 from solver.schedule import Request, Solution
-from solver.solving import answer
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,15 @@ class FitError(ValueError):
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan that `fit` made. notes: sentences on what it counts and what it does not."""
+    """A plan that `fit` made.
+
+    notes: sentences on what it counts and what it does not.
+    reused: without a search: what an earlier plan recomputes serves this call too.
+    """
 
     solution: Solution
     notes: tuple[str, ...]
+    reused: bool = False
 
     def __str__(self) -> str:
         return "\n".join((repr(self.solution), *(f"note: {note}" for note in self.notes)))
@@ -224,22 +229,27 @@ class FittedForward(PlannedForward):
                 costs=costs,
                 rewrites=(),
             )
-        planned = variants_of(self.options.rewrites)
-        steps = step.variants(planned)
         if not held_bytes:  # the step that runs again is given what the first pass has kept
             held_bytes = kept_bytes(step.captured, device)
         around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
-        finish_measuring(costs)
-        whole = [(around(each.graph), each.captured) for each in steps]
-        solution = answer(offered(whole, planned, runs_here=True), request)
+        found = new_plan(
+            step,
+            around,
+            request,
+            planned=variants_of(self.options.rewrites),
+            known=[KnownPlan.of(each.solution) for each in self.plans if not each.reused],
+        )
+        finish_measuring(costs)  # after planning, which may measure operators of other variants
+        solution = found.solution
         if solution.schedule is None:
             raise FitError(
                 f"no schedule of {type(self._model).__name__}'s step fits "
                 f"{format_both(solution.request.available_bytes)} ({solution.status})"
                 f"{solution.obstacle_text}"
             )
-        self.plans.append(Fitted(solution, notes))
-        logger.info("planned in %.2f s: %s", solution.solve_time_s, self.plans[-1])
+        self.plans.append(Fitted(solution, notes, found.reused))
+        how = "from an earlier plan" if found.reused else "planned"
+        logger.info("%s in %.2f s: %s", how, solution.solve_time_s, self.plans[-1])
         step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
         returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)

@@ -127,10 +127,16 @@ def solve(
     return answer(step, request, started_s=started_s)
 
 
-def answer(step: Graph | Variants, request: Request, *, started_s: float | None = None) -> Solution:
+def answer(
+    step: Graph | Variants,
+    request: Request,
+    *,
+    started_s: float | None = None,
+    starts: Sequence[Schedule] = (),
+) -> Solution:
     """`attempt`, and where nothing was found `explained`."""
     deadline = Deadline.after(request.time_limit_s)
-    found = attempt(step, request, started_s=started_s, deadline=deadline)
+    found = attempt(step, request, started_s=started_s, starts=starts, deadline=deadline)
     return explained(found, deadline=deadline)
 
 

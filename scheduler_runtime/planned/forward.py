@@ -69,7 +69,6 @@ class PlannedForward(ReplacedForward):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._tracing = False
         self._programs = ProgramCache(n_kept=self.n_kept)
         self._argument_order = argument_order(self.own_forward)
 
@@ -98,7 +97,7 @@ class PlannedForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
-        if self._tracing or not torch.is_grad_enabled() or not self.covers() or _is_transformed():
+        if not torch.is_grad_enabled() or not self.covers() or _is_transformed():
             return self.own_forward(*args, **kwargs)
         call = self.call_of(args, kwargs)
         if not any(p.requires_grad for p in model.parameters()) and not any(
@@ -146,8 +145,8 @@ class PlannedForward(ReplacedForward):
         model = self._model
         refuse_plans(model, also_its_own=False)
         around = model.__dict__.get("forward")
-        self._tracing = True
-        model.forward = self
+        # not this object: what is traced is searched for tensors, and here are those of all plans
+        model.forward = self.own_forward
         try:
             step = trace_module(
                 model,
@@ -164,7 +163,6 @@ class PlannedForward(ReplacedForward):
                 error.add_note(PLAN_BY_SUBMODULES)
             raise
         finally:
-            self._tracing = False
             del model.forward
             if around is not None:
                 model.forward = around

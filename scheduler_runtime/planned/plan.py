@@ -13,6 +13,7 @@ from graphs.files import FormatError
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
 from graphs.rewrites import REWRITES
+from solver.reusing import KnownPlan
 from solver.schedule import Request, SavedSchedule, Schedule, Solution
 
 AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
@@ -52,7 +53,7 @@ class Plan:
     module_graph_id: of the part of the step that the module runs.
     loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
-    rewrites: those that the planned graph was made with.
+    known: its schedule and rewrites, for plans of other calls.
     """
 
     schedule: Schedule
@@ -61,7 +62,12 @@ class Plan:
     module_graph_id: str
     loss: Graph | None
     graph: Graph | None
-    rewrites: tuple[str, ...]
+    known: KnownPlan
+
+    @property
+    def rewrites(self) -> tuple[str, ...]:
+        """Those that the planned graph was made with."""
+        return self.known.rewrites
 
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
@@ -75,14 +81,14 @@ class Plan:
         if plan.schedule is None:
             why = plan if isinstance(plan, Solution) else f"its status is {plan.status}"
             raise ValueError(f"the solution has no schedule to apply: {why}")
+        known = KnownPlan.of(plan)
         if isinstance(plan, Solution):
             graph: Graph | None = plan.graph
             environment = plan.environment
-            rewrites = tuple(plan.graph.meta.rewrites)
             module_graph_id = plan.graph.module_part().graph_id
             loss: Graph | None = plan.graph.loss_part()
         else:
-            graph, environment, rewrites = None, plan.environment, plan.rewrites
+            graph, environment = None, plan.environment
             saved = environment.get("loss_graph")
             loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
@@ -104,9 +110,9 @@ class Plan:
                 "the plan was made from a graph file, not from a traced module; apply needs a plan "
                 "from solve(model, batch, ...) or `solve model.py`"
             )
-        if unknown := [name for name in rewrites if name not in REWRITES]:
+        if unknown := [name for name in known.rewrites if name not in REWRITES]:
             raise ValueError(
                 f"the plan was made with the rewrite {unknown[0]!r}, which this version does not "
                 "know; plan again, or use the version that made it"
             )
-        return cls(plan.schedule, plan.request, environment, module_graph_id, loss, graph, rewrites)
+        return cls(plan.schedule, plan.request, environment, module_graph_id, loss, graph, known)

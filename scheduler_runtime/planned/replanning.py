@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 
 from graphs.graph import Graph
-from graphs.rewrites import Variant, offered, variants_of
+from graphs.rewrites import Variant, variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import with_optimizer
+from scheduler_runtime.planned.new_plan import NewPlan, new_plan
 from scheduler_runtime.planned.plan import Plan
-from solver.schedule import Schedule
-from solver.solving import answer
+from solver.reusing import KnownPlan
 
 logger = logging.getLogger(__name__)
 
@@ -21,23 +21,31 @@ class ReplanError(ValueError):
     """No plan could be made for the new call; says why."""
 
 
-def replan(step: CapturedStep, plan: Plan, reason: str) -> tuple[CapturedStep, Schedule]:
+def replan(
+    step: CapturedStep, plan: Plan, reason: str, *, known: Sequence[KnownPlan]
+) -> tuple[CapturedStep, NewPlan]:
     """Plan the module's new step, with the loss and the optimizer of the old plan.
 
-    As in `solve`, all variants are planned that the request allows; returns the best one's step and
-    schedule.
+    As in `solve`, all variants are planned that the request allows, unless one of the known plans
+    serves. Returns the step as it is planned.
     """
-    planned = _variants(plan)
-    whole = [(_whole(each.graph, plan, reason), each.captured) for each in step.variants(planned)]
     logger.warning("replanning, because this call differs from the plan: %s", reason)
-    solution = answer(offered(whole, planned, runs_here=True), plan.request)
+    found = new_plan(
+        step,
+        lambda graph: _whole(graph, plan, reason),
+        plan.request,
+        planned=_variants(plan),
+        known=known,
+    )
+    solution = found.solution
     if solution.schedule is None:
         raise ReplanError(
             f"{reason}, and no schedule for it fits {plan.request.available_bytes} bytes "
             f"({solution.status}){solution.obstacle_text}"
         )
-    logger.warning("replanned in %.2f s: %r", solution.solve_time_s, solution)
-    return step.with_rewrites(solution.graph.meta.rewrites), solution.schedule
+    how = "replanned from a known plan" if found.reused else "replanned"
+    logger.warning("%s in %.2f s: %r", how, solution.solve_time_s, solution)
+    return step.with_rewrites(solution.graph.meta.rewrites), found
 
 
 def _variants(plan: Plan) -> Sequence[Variant]:

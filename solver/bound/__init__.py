@@ -11,4 +11,5 @@ from solver.bound.lower_bound import (
     least_time_s,
     lower_bound_s,
     proven_least_budget_bytes,
+    relaxed_bound,
 )

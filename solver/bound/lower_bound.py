@@ -106,6 +106,19 @@ def _lp_share(folded: FoldedGraph, p: int, budget_bytes: int, deadline: Deadline
     ).lost_share
 
 
+def relaxed_bound(
+    folded: FoldedGraph, *, budget_bytes: int, n_positions: int, deadline: Deadline = NEVER
+) -> float:
+    """The share of the baseline's time that the LPs of the fullest positions prove to be lost.
+
+    What `binding_cut` proves without its MILPs, in milliseconds; inf: nothing fits.
+    """
+    if int(np.max(folded.least_bytes)) > budget_bytes:
+        return math.inf
+    positions = _fullest(folded, budget_bytes=budget_bytes)[:n_positions]
+    return max((_lp_share(folded, p, budget_bytes, deadline) for p in positions), default=0.0)
+
+
 @dataclass(frozen=True)
 class Binding:
     """The strongest single cut found. lost_share: proven (inf: nothing fits). ranked: positions by

@@ -1,5 +1,6 @@
 """The methods by name. Each proposes a schedule; none reports a cost of its own."""
 
+from solver.methods.auto import drop_recomputation
 from solver.methods.ilp_stages import MissingSolverError, TooLargeError
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal

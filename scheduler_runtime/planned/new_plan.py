@@ -1,0 +1,80 @@
+"""A plan for a step that was just traced: from a known plan where that serves, else by a search."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from graphs.rewrites import Variant, Variants, offered
+from graphs.trace import CapturedStep
+from solver.reusing import AS_IT_IS, KnownPlan, reused, transferred
+from solver.schedule import Request, Solution
+from solver.solving import answer
+
+N_TRIED = 4
+"""Of the known plans, the latest."""
+
+
+@dataclass(frozen=True)
+class NewPlan:
+    """reused: without a search, from a known plan."""
+
+    solution: Solution
+    reused: bool
+
+
+def new_plan(
+    step: CapturedStep,
+    whole: Callable[[Graph], Graph],
+    request: Request,
+    *,
+    planned: Sequence[Variant],
+    known: Sequence[KnownPlan],
+) -> NewPlan:
+    """The answer to the request for this step.
+
+    whole: puts loss and optimizer around a variant of the module's graph.
+    planned: the variants to plan. known: plans of the same module for other calls.
+    """
+    if known and (found := _reused(step, whole, request, planned=planned, known=known)):
+        return NewPlan(found, reused=True)
+    steps = [step.with_rewrites(variant) for variant in dict.fromkeys([(), *planned])]
+    graphs = [(whole(each.graph), each.captured) for each in steps]
+    variants = offered(graphs, planned, runs_here=True)
+    starts = [
+        transferred(graph, each.schedule)
+        for graph in variants.planned
+        for each in known[-N_TRIED:]
+    ]
+    return NewPlan(answer(variants, request, starts=starts), reused=False)
+
+
+def _reused(
+    step: CapturedStep,
+    whole: Callable[[Graph], Graph],
+    request: Request,
+    *,
+    planned: Sequence[Variant],
+    known: Sequence[KnownPlan],
+) -> Solution | None:
+    """The step as it is, where that fits; else the fastest of the known plans that serve."""
+    plain = step.with_rewrites(())
+    traced = whole(plain.graph), plain.captured
+
+    @functools.cache
+    def alone(variant: Variant) -> Variants:
+        other = step.with_rewrites(variant)
+        both = [traced, (whole(other.graph), other.captured)] if variant else [traced]
+        return offered(both, [variant], runs_here=True)
+
+    found: list[Solution] = []
+    for each in (AS_IT_IS, *known[-N_TRIED:]):
+        if each.rewrites not in planned or not alone(each.rewrites).planned:
+            continue
+        solution = reused(alone(each.rewrites), each, request)
+        if solution is not None and each is AS_IT_IS:
+            return solution
+        found += [solution] if solution is not None else []
+    return min(found, key=lambda s: s.overhead or 0.0, default=None)
