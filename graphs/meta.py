@@ -134,7 +134,8 @@ _REFUSED = (
 _READS_VALUES = (
     "forward reads values of the batch or of buffers (is the padding mask all ones?) and chooses "
     "its operators by them. The plan is for those of this batch; a call with others is planned "
-    "when it comes, within the same budget."
+    "when it comes, within the same budget. It may need more memory, and if nothing fits, that "
+    "step fails: solve with a padded batch too to see its minimum budget."
 )
 
 _TYPES = {

@@ -27,7 +27,7 @@ from solver.schedule import (
     simulate,
 )
 
-REUSE_LOSS = 0.01
+REUSE_LOSS = 0.02
 """Of the baseline's time: what a reused plan may lose against its bound beyond what the known plan
 loses against its own. It saves a search of seconds to a minute for every new length."""
 N_POSITIONS = 3

@@ -7,6 +7,6 @@ from scheduler_runtime.planned.mismatch import (
     difference,
     difference_of_bits,
 )
-from scheduler_runtime.planned.new_plan import new_plan
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
+from scheduler_runtime.planned.planning import new_plan
 from scheduler_runtime.planned.replanning import ReplanError, replan

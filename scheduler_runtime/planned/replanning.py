@@ -10,8 +10,8 @@ from graphs.graph import Graph
 from graphs.rewrites import Variant, variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import with_optimizer
-from scheduler_runtime.planned.new_plan import NewPlan, new_plan
 from scheduler_runtime.planned.plan import Plan
+from scheduler_runtime.planned.planning import NewPlan, new_plan
 from solver.reusing import KnownPlan
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from graphs.calls.call import Call, as_call, find_loss
+from graphs.trace import trace_module
 from graphs.training_step import with_resident
 from scheduler_runtime import (
     CheckpointedAlreadyError,
@@ -27,8 +28,10 @@ from scheduler_runtime import (
     surroundings,
 )
 from scheduler_runtime.measuring import bytes_of, resident_tensors
+from scheduler_runtime.planned import forward, planning
 from solver import report, solve
 from solver.common.sizes import BudgetError
+from solver.solving import answer
 from tests.support.models import NormAndDropout, TiedLanguageModel
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -400,3 +403,50 @@ def test_a_copy_plans_for_itself() -> None:
         twin(numbers(8)[0]).sum().backward()
     assert len(plans_of(twin)) == 1
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_shorter_calls_are_planned_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits and budget hold; a longer call than planned is searched for, once."""
+    plain = tower()
+    fitted = copy.deepcopy(plain)
+    batches = [numbers(n) for n in (512, 480, 509, 64, 600, 590, 512)]
+    optimizer = adamw(fitted.parameters())
+    budget = budget_for(plain, batches[0], 0.7, **FIRST)
+    fit(fitted, budget=budget, optimizer=optimizer)
+    searched: list[Any] = []
+    monkeypatch.setattr(planning, "answer", lambda *a, **k: searched.append(a) or answer(*a, **k))
+    expected = trained(plain, [adamw(plain.parameters())], batches, **FIRST)
+    got = trained(fitted, [optimizer], batches, **FIRST)
+    assert all(map(torch.equal, expected, got))
+    plans = plans_of(fitted)
+    assert [plan.reused for plan in plans] == [False, True, True, True, False, True]
+    assert len(searched) == 2
+    for plan in plans:
+        assert plan.solution.simulation is not None
+        assert plan.solution.simulation.peak_bytes <= budget
+    assert [plan.solution.simulation.n_recomputed > 0 for plan in plans] == [
+        *(True, True, True, False, True, True)
+    ]
+    for n in (480, 600):
+        measured = measure(fitted, numbers(n), optimizer=optimizer, **FIRST)
+        assert measured.peak_bytes <= budget
+
+
+def test_a_trace_does_not_search_the_programs_of_other_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is traced is searched for tensors, and all plans hang on the replaced forward."""
+    model = tower()
+    seen: list[Any] = []
+
+    def recorded(model: nn.Module, *args: Any, **options: Any) -> Any:
+        seen.append(model.__dict__.get("forward"))
+        return trace_module(model, *args, **options)
+
+    monkeypatch.setattr(forward, "trace_module", recorded)
+    fit(model, budget="1GB", optimizer=adamw(model.parameters()))
+    for n in (8, 4):
+        model(numbers(n)[0])
+    assert len(seen) == 2
+    assert not any(isinstance(each, forward.PlannedForward) for each in seen)

@@ -44,9 +44,7 @@ def new_plan(
     graphs = [(whole(each.graph), each.captured) for each in steps]
     variants = offered(graphs, planned, runs_here=True)
     starts = [
-        transferred(graph, each.schedule)
-        for graph in variants.planned
-        for each in known[-N_TRIED:]
+        transferred(graph, each.schedule) for graph in variants.planned for each in known[-N_TRIED:]
     ]
     return NewPlan(answer(variants, request, starts=starts), reused=False)
 
