@@ -38,10 +38,11 @@ def new_plan(
     whole: puts loss and optimizer around a variant of the module's graph.
     planned: the variants to plan. known: plans of the same module for other calls.
     """
+    if request.places is not None:  # copies are not carried over, and the quick bound knows none
+        known = ()
     if known and (found := _reused(step, whole, request, planned=planned, known=known)):
         return NewPlan(found, reused=True)
-    steps = [step.with_rewrites(variant) for variant in dict.fromkeys([(), *planned])]
-    graphs = [(whole(each.graph), each.captured) for each in steps]
+    graphs = [(whole(each.graph), each.captured) for each in step.variants(planned)]
     variants = offered(graphs, planned, runs_here=True)
     starts = [
         transferred(graph, each.schedule) for graph in variants.planned for each in known[-N_TRIED:]
@@ -58,13 +59,10 @@ def _reused(
     known: Sequence[KnownPlan],
 ) -> Solution | None:
     """The step as it is, where that fits; else the fastest of the known plans that serve."""
-    plain = step.with_rewrites(())
-    traced = whole(plain.graph), plain.captured
 
     @functools.cache
     def alone(variant: Variant) -> Variants:
-        other = step.with_rewrites(variant)
-        both = [traced, (whole(other.graph), other.captured)] if variant else [traced]
+        both = [(whole(each.graph), each.captured) for each in step.variants([variant])]
         return offered(both, [variant], runs_here=True)
 
     found: list[Solution] = []
