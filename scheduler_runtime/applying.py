@@ -46,7 +46,7 @@ from scheduler_runtime.planned import (
     refuse_second,
     replan,
 )
-from solver.reusing import KnownPlan
+from solver.methods import KnownPlan
 from solver.schedule import simulate
 
 

@@ -46,8 +46,7 @@ from scheduler_runtime.surroundings import (
     why_not_planned,
 )
 from solver.common import format_both
-from solver.methods import METHODS
-from solver.reusing import KnownPlan
+from solver.methods import METHODS, KnownPlan
 from solver.schedule import Request, Solution
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from graphs.files import FormatError
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
 from graphs.rewrites import REWRITES
-from solver.reusing import KnownPlan
+from solver.methods import KnownPlan
 from solver.schedule import Request, SavedSchedule, Schedule, Solution
 
 AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path

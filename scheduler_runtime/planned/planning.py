@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from graphs.graph import Graph
 from graphs.rewrites import Variant, Variants, offered
 from graphs.trace import CapturedStep
-from solver.reusing import AS_IT_IS, KnownPlan, reused, transferred
+from solver.methods import AS_IT_IS, KnownPlan, reused, transferred
 from solver.schedule import Request, Solution
 from solver.solving import answer
 

@@ -12,7 +12,7 @@ from graphs.trace import CapturedStep
 from graphs.training_step import with_optimizer
 from scheduler_runtime.planned.plan import Plan
 from scheduler_runtime.planned.planning import NewPlan, new_plan
-from solver.reusing import KnownPlan
+from solver.methods import KnownPlan
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from graphs.graph import Graph
 from graphs.rewrites import Variant, Variants
 from solver.bound import FoldedGraph, least_time_s, relaxed_bound
 from solver.common import Deadline, now_s
-from solver.methods import drop_recomputation
+from solver.methods.auto import drop_recomputation
 from solver.schedule import (
     IllegalScheduleError,
     Request,
