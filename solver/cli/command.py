@@ -82,8 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _own_process() -> None:
     """Settings of the whole process, for when the command is all that it runs."""
     if isinstance(sys.stdout, io.TextIOWrapper):
+        # What C code prints (HiGHS now and then prints a line, whatever it is told) must stay out
+        # of the report and the JSON object: they get a descriptor of their own, and 1 is stderr.
         # A character that the terminal cannot encode must not end the report.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        is_line_buffered = sys.stdout.line_buffering
+        own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace")
+        own.reconfigure(line_buffering=is_line_buffered)
+        sys.stdout = own
+        os.dup2(2, 1)
     # Importing PyTorch makes a million objects that stay. Looking for garbage among them took a
     # third of the time of a small problem, half of it at exit.
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)

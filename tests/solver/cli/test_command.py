@@ -379,6 +379,27 @@ def test_a_real_process(tmp_path):
     assert (tmp_path / "s.json").exists()
 
 
+def test_what_c_code_prints_stays_out_of_the_json_object():
+    noisy = """
+import os, sys
+from solver.cli import command
+search = command.attempt
+command.attempt = lambda *given: (os.write(1, b"noise"), search(*given))[1]
+sys.exit(command.main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", noisy, "--budget", "4GB", "--method", "sqrt", "--json", GPT2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert json.loads(done.stdout)["exit_code"] == 0
+    assert "noise" in done.stderr
+
+
 def test_a_wide_terminal():
     wide = run("--budget", "4GB", "--method", "none", GPT2, COLUMNS="120", NO_COLOR="1")
     assert max(map(len, wide.stdout.splitlines())) > 80
