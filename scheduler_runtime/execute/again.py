@@ -8,7 +8,7 @@ their memory: hooks fire where the gradients leave the first program, and nowher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,11 @@ def kept_bytes(captured: Capture, device: torch.device) -> int:
     return int(copies) + (get_state(device).nbytes if device.type == "cpu" else 0)
 
 
+def step_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where the step of these tensors computes; scalars of a step on a card may be on the CPU."""
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+
 class Again:
     """What a forward pass started from, so that it can run again.
 
@@ -73,7 +78,7 @@ class Again:
         self.leaves = tuple(node for node, each in tensors.items() if each.requires_grad)
         self._versions = [(t, t._version) for node, t in tensors.items() if node not in written]
         self._before = [(tensors[node], tensors[node].detach().clone()) for node in written]
-        self._device = next((t.device for t in tensors.values()), torch.device("cpu"))
+        self._device = step_device(tensors.values())
         self._random_state = get_state(self._device)
         kind = self._device.type
         self._autocast = torch.autocast(

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from graphs.calls import same_strides
-from scheduler_runtime.execute.again import Again
+from scheduler_runtime.execute.again import Again, step_device
 from scheduler_runtime.execute.copies import Copies
 from scheduler_runtime.execute.piece import Piece
 from scheduler_runtime.execute.program import Program
@@ -42,7 +42,7 @@ class Run:
             program.sources[node]: tensor.detach() for node, tensor in tensors.items()
         }
         self.state.update(program.constants)
-        self._device = next((t.device for t in tensors.values()), torch.device("cpu"))
+        self._device = step_device(tensors.values())
         self._copies: Copies | None = None
         if program.pools is not None and program.copies is not None:
             self._copies = self.state[program.copies] = program.pools.open(self._device)

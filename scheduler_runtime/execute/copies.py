@@ -30,15 +30,14 @@ class Pools:
         self.layout = layout
         self._directory = directory
         self._free: list[Pool] = []
-        self.n_pools = 0
 
     def open(self, device: torch.device) -> Copies:
-        """For one step. Raises CopyError where there is no room."""
+        """For one step, whose forward pass begins. Raises CopyError where there is no room."""
         if self._free:
             pool = self._free.pop()
         else:
             pool = Pool.of(self.layout, device, self._directory)
-            self.n_pools += 1
+        pool.streams.begin()
         return Copies(pool, self._free)
 
 

@@ -31,8 +31,14 @@ class CopyStreams(Protocol):
 
     def back(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done: ...
 
+    def begin(self) -> None:
+        """A step begins, on the stream that is current now."""
+
     def settle(self) -> None:
-        """What is computed from now on waits for all copies."""
+        """What is computed from now on waits for all copies: of the step's stream, where its
+        memory goes back, and of the stream that is current now, as an abandoned step may be
+        settled under another one.
+        """
 
 
 class Ended:
@@ -55,6 +61,9 @@ class AtOnce:
         return Ended()
 
     back = out
+
+    def begin(self) -> None:
+        pass
 
     def settle(self) -> None:
         pass
@@ -82,6 +91,7 @@ class OnCuda:
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
+        self.begin()
 
     def out(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
         return self._copy(self._out, target, source, after)
@@ -106,11 +116,14 @@ class OnCuda:
             target.copy_(source, non_blocking=True)
         return CudaEnded(stream)
 
+    def begin(self) -> None:
+        self._compute = torch.cuda.current_stream(self._device)
+
     def settle(self) -> None:
-        compute = torch.cuda.current_stream(self._device)
-        compute.wait_stream(self._out)
-        compute.wait_stream(self._back)
-        # an abandoned step may be settled in a thread whose compute stream is another
+        for compute in (self._compute, torch.cuda.current_stream(self._device)):
+            compute.wait_stream(self._out)
+            compute.wait_stream(self._back)
+        # the next step may compute on yet another stream
         self._out.wait_stream(self._back)
         self._back.wait_stream(self._out)
 

@@ -26,9 +26,10 @@ from graphs.graph import Graph
 from graphs.trace import trace
 from scheduler_runtime import apply
 from scheduler_runtime.execute import copies as copies_module
+from scheduler_runtime.execute.again import step_device
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.copy_layout import copy_layout
-from scheduler_runtime.execute.copy_streams import Done
+from scheduler_runtime.execute.copy_streams import Done, OnCuda
 from scheduler_runtime.execute.cuda_graph import CudaGraphError, check_program
 from scheduler_runtime.execute.spill_file import CopyError
 from scheduler_runtime.measuring import measure
@@ -121,6 +122,20 @@ def by_disk(graph: Graph, schedule: Schedule, seed: int = 0) -> Schedule:
             continue
         if {"spill", "load"} <= words:
             return found
+
+
+@pytest.fixture
+def made_pools(monkeypatch: pytest.MonkeyPatch) -> list[copies_module.Pool]:
+    """Those that programs make during the test."""
+    made: list[copies_module.Pool] = []
+    plain = copies_module.Pool.of
+
+    def of(*args: Any) -> copies_module.Pool:
+        made.append(plain(*args))
+        return made[-1]
+
+    monkeypatch.setattr(copies_module.Pool, "of", of)
+    return made
 
 
 def step(model: nn.Module, batch: Any, seed: int, loss: Any = None) -> list[torch.Tensor | None]:
@@ -220,7 +235,7 @@ def test_a_solved_plan_with_copies_runs() -> None:
     assert measure(planned, batch).peak_bytes <= budget_bytes
 
 
-def test_what_is_away_takes_no_device_memory() -> None:
+def test_what_is_away_takes_no_device_memory(made_pools: list[copies_module.Pool]) -> None:
     torch.manual_seed(0)
     model, batch = Tower(), Tower.batch()
     graph = trace(model, batch)
@@ -233,7 +248,7 @@ def test_what_is_away_takes_no_device_memory() -> None:
     gc.collect()
     share = measure(planned, batch).peak_bytes / solution.simulation.peak_bytes
     assert 0.95 < share <= 1.0
-    assert pools_of(planned).n_pools == 1
+    assert len(made_pools) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -256,7 +271,7 @@ def test_low_precision_gives_the_same_bits(dtype: torch.dtype | None) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_accumulated_gradients_and_several_passes() -> None:
+def test_accumulated_gradients_and_several_passes(made_pools: list[copies_module.Pool]) -> None:
     """Each pass before a backward pass has a pool of its own; they are used again."""
     torch.manual_seed(0)
     model, batch = Tower(), Tower.batch()
@@ -269,10 +284,12 @@ def test_accumulated_gradients_and_several_passes() -> None:
             torch.stack([each(batch + i) for i in range(3)]).sum().backward()
         results.append([*(p.grad for p in each.parameters()), *each.buffers()])
     assert all(map(torch.equal, *results))
-    assert pools_of(planned).n_pools == 3
+    assert len(made_pools) == 3
 
 
-def test_a_pass_without_backward_gives_back_its_memory() -> None:
+def test_a_pass_without_backward_gives_back_its_memory(
+    made_pools: list[copies_module.Pool],
+) -> None:
     torch.manual_seed(0)
     model, batch = Tower(), Tower.batch()
     graph = trace(model, batch)
@@ -282,7 +299,7 @@ def test_a_pass_without_backward_gives_back_its_memory() -> None:
         loss = planned(batch)
         del loss
         gc.collect()
-    assert pools_of(planned).n_pools == 1
+    assert len(made_pools) == 1
     planned.load_state_dict(state)  # the running statistics
     assert_same_bits(model, planned, batch)
 
@@ -303,7 +320,7 @@ class Late:
     """Copies that are made as late as the waits allow: at the first of them, or at the end."""
 
     def __init__(self) -> None:
-        self.n_settled = 0
+        self.n_begun = self.n_settled = 0
         self._open: list[Late.Copy] = []
 
     class Copy:
@@ -331,6 +348,9 @@ class Late:
 
     back = out
 
+    def begin(self) -> None:
+        self.n_begun += 1
+
     def settle(self) -> None:
         self.n_settled += 1
         for done in self._open:
@@ -352,7 +372,7 @@ def test_every_wait_is_there(seed: int, tmp_path: Path, monkeypatch: pytest.Monk
     schedule = by_disk(graph, keep(graph, kept), seed)
     planned = apply(copy.deepcopy(model), solution_of(graph, schedule), disk_directory=tmp_path)
     assert_same_bits(model, planned, batch)
-    assert late[0].n_settled == 2
+    assert late[0].n_begun == late[0].n_settled == 2
 
 
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +385,44 @@ def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = apply(copy.deepcopy(model), solution_of(graph, all_away(graph, baseline(graph))))
     with pytest.raises(AssertionError):
         assert_same_bits(model, planned, batch)
+
+
+class FakeStream:
+    """A CUDA stream that knows only what it waits for."""
+
+    def __init__(self, _device: torch.device | None = None) -> None:
+        self.waits_for: list[FakeStream] = []
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.waits_for.append(stream)
+
+
+def test_the_stream_of_an_abandoned_step_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's memory goes back to the stream that forward ran on, wherever the loss is lost."""
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    current = FakeStream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    cuda = torch.device("cuda")
+    streams = OnCuda(cuda)
+    pool = copies_module.Pool(torch.empty(0, dtype=torch.uint8), None, streams)
+    monkeypatch.setattr(copies_module.Pool, "of", lambda *_: pool)
+    graph = make_graph([op("f", "", "x"), op("b", "x", "g", phase="backward")], {"x": 4, "g": 4})
+    pools = copies_module.Pools(copy_layout(graph, plan(graph, "f b"), None), None)
+    for _ in range(2):  # the second step has the streams of the first
+        forward_stream = current = FakeStream()
+        step_copies = pools.open(cuda)
+        current = FakeStream()
+        step_copies.close()
+        for stream in (forward_stream, current):
+            assert stream.waits_for == [streams._out, streams._back]
+
+
+def test_a_scalar_on_the_cpu_does_not_move_a_step_on_a_card() -> None:
+    """The meta device stands for the card."""
+    scalar, weight = torch.ones(()), torch.ones(2, device="meta")
+    assert step_device([scalar, weight]).type == "meta"
+    assert step_device([scalar]).type == "cpu"
+    assert step_device([]).type == "cpu"
 
 
 def spilling(tmp_path: Path) -> tuple[nn.Module, nn.Module, torch.Tensor, Solution]:
