@@ -33,10 +33,7 @@ class Pools:
 
     def open(self, device: torch.device) -> Copies:
         """For one step, whose forward pass begins. Raises CopyError where there is no room."""
-        if self._free:
-            pool = self._free.pop()
-        else:
-            pool = Pool.of(self.layout, device, self._directory)
+        pool = self._free.pop() if self._free else Pool.of(self.layout, device, self._directory)
         pool.streams.begin()
         return Copies(pool, self._free)
 
