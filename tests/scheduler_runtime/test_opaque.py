@@ -17,7 +17,16 @@ from scheduler_runtime import apply, fit
 from scheduler_runtime.measuring import measure
 from solver.schedule import Solution, simulate
 from solver.solving import solve
-from tests.support.opaque_models import PARTS, WIDTH, Experts, Network, SeveralUses, network
+from tests.support.opaque_models import (
+    PARTS,
+    WIDTH,
+    Experts,
+    Mean,
+    Network,
+    Probabilities,
+    SeveralUses,
+    network,
+)
 
 ADAMW = torch.optim.AdamW
 
@@ -338,3 +347,18 @@ def test_a_part_that_reads_its_input_several_times_adds_gradients_as_eager_does(
     model = copy.deepcopy(plain)
     apply(model, solve(model, batch, budget="1GB"))
     assert same_bits(train(plain, batch, n_steps=1), train(model, batch, n_steps=1))
+
+
+def test_an_output_in_another_layout_than_planned() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Probabilities(), nn.Linear(8, 1), Mean())
+    model, batch = copy.deepcopy(plain), torch.randn(8, WIDTH)
+    apply(model, solve(model, batch, budget="1GB"))
+    for bias in (0.0, 200.0):
+        for each in (plain, model):
+            with torch.no_grad():
+                each[1].linear.bias[0] = bias
+            each.zero_grad()
+            each(batch).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)

@@ -197,3 +197,24 @@ def network(name: str, *, seed: int = 0, **options: Any) -> tuple[nn.Module, Ten
     """A model with this part, and a batch."""
     torch.manual_seed(seed)
     return Network(PARTS[name], **options), torch.randint(0, 50, (ROWS,))
+
+
+class Probabilities(nn.Module):
+    """Returns what its last operator saves, in another memory layout where a value is high."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y[0, 0].item() > 100:
+            return torch.sigmoid(y.t().contiguous())
+        return torch.sigmoid(y).t()
+
+
+class Mean(nn.Module):
+    """A loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()

@@ -173,6 +173,9 @@ def state_of(module: nn.Module) -> tuple[list[torch.Tensor], dict[str, int]]:
     return list(tensors.values()), names
 
 
+AsPlanned = Callable[[nested.Spec, list[torch.Tensor]], list[torch.Tensor]]
+
+
 @dataclass(frozen=True, eq=False)
 class Island:
     """One call of a module on flat lists of tensors: those of the call, parameters, buffers.
@@ -199,8 +202,11 @@ class Island:
     def n_inputs(self) -> int:
         return sum(item is HOLE for item in self.call.rest)
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> Ran:
-        """Call the module. Raises RuntimeError where it changes what it was given."""
+    def forward(self, tensors: Sequence[torch.Tensor], as_planned: AsPlanned | None = None) -> Ran:
+        """Call the module. Raises SideEffectError where it changes what it was given.
+
+        as_planned: gives the outputs the layout that the backward pass will find them in.
+        """
         n = self.n_inputs
         saved = Saved()
         with _eager(), torch.enable_grad():
@@ -222,6 +228,8 @@ class Island:
             outs = [item for item in flat if isinstance(item, torch.Tensor)]
             saved.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in outs]
             outs = [t.detach() for t in outs]
+        if as_planned is not None:  # first: views of outputs are saved as views of the final ones
+            outs = as_planned(spec, outs)
         read = saved.box.hand_back([*tensors, *outs], None if self.given is None else {*self.given})
         rest = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
         return Ran(outs, [new[i] for i in self.changed], saved, spec, rest, frozenset(read))

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import annotate
 
-from graphs.calls import Call, TraceError
+from graphs.calls import Call, TraceError, nested
 from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.island import Saved, laid_out, state_of
 from graphs.costs import ObservedRun
@@ -187,22 +187,28 @@ class OpaqueForward:
             return self(tensors)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        known = {t.untyped_storage()._cdata for t in tensors}
+
+        def as_planned(spec: nested.Spec, outs: list[torch.Tensor]) -> list[torch.Tensor]:
+            self._check(spec, outs)
+            return [
+                laid_out(t.clone() if t.untyped_storage()._cdata in known else t, form.strides)
+                for t, form in zip(outs, self.call.outs, strict=True)
+            ]
+
+        ran = self.call.island.forward(tensors, as_planned)
+        return [*ran.outs, *ran.buffers, ran.saved]
+
+    def _check(self, spec: nested.Spec, outs: Sequence[torch.Tensor]) -> None:
         call = self.call
-        ran = call.island.forward(tensors)
-        here = [(tuple(t.shape), t.dtype) for t in ran.outs]
-        if ran.spec != call.spec or here != [(f.shape, f.dtype) for f in call.outs]:
+        here = [(tuple(t.shape), t.dtype) for t in outs]
+        if spec != call.spec or here != [(f.shape, f.dtype) for f in call.outs]:
             raise RuntimeError(
                 f"{call.path!r}, which is planned as one piece, returns "
-                f"{', '.join(str(Form.of(t)) for t in ran.outs)}, planned: "
+                f"{', '.join(str(Form.of(t)) for t in outs)}, planned: "
                 f"{', '.join(map(str, call.outs))}. Its results' sizes depend on values: plan by "
                 "submodules (scheduler_runtime.fallback.plan_chain)"
             )
-        known = {t.untyped_storage()._cdata for t in tensors}
-        outs = [
-            laid_out(t.clone() if t.untyped_storage()._cdata in known else t, form.strides)
-            for t, form in zip(ran.outs, call.outs, strict=True)
-        ]
-        return [*outs, *ran.buffers, ran.saved]
 
     def __str__(self) -> str:
         return f"opaque_forward({type(self.call.island.module).__name__})"
