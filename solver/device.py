@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphs.hardware import DEVICES, Hardware, card_called, named
-from solver.common import BudgetError, parse_rate, parse_size
+from solver.common import BudgetError, parse_rate, parse_size, reject_missing_unit
 from solver.schedule import Link, Place, Places
 
 if TYPE_CHECKING:
@@ -96,12 +96,14 @@ def host_beside(
     link: str | int | float | None = None,
     *,
     hardware: Hardware | None,
+    resident_bytes: int = 0,
 ) -> Places | None:
     """Host memory that a plan may copy to; None where no budget of it is given.
 
     budget: bytes of pinned host memory: "64GB", 64e9.
     link: bytes per second, "50GB/s", or of the two directions, away from the device and back to it:
         "50GB/s,40GB/s". None: that of the hardware.
+    resident_bytes: of the step, to reject "64" where 64 GB was meant.
 
     Raises BudgetError for an invalid size or rate, a link without a budget, and an unknown link.
     """
@@ -115,6 +117,7 @@ def host_beside(
     if "%" in str(budget):
         raise BudgetError(f"invalid host budget {budget!r}: write 64GB or a number of bytes")
     capacity_bytes = parse_size(budget, what="host budget")
+    reject_missing_unit(budget, resident_bytes=resident_bytes, what="host budget")
     if link is None:
         if hardware is None:
             raise BudgetError(

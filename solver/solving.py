@@ -122,7 +122,9 @@ def solve(
         time_limit_s=time_limit_s,
         seed=seed,
         rewrites=(rewrites or "bitwise") if is_module else "none",
-        places=host_beside(host_budget, host_link, hardware=hardware),
+        places=host_beside(
+            host_budget, host_link, hardware=hardware, resident_bytes=graph.resident_bytes
+        ),
     )
     return answer(step, request, started_s=started_s)
 

@@ -124,7 +124,9 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
     with opened_problem(arguments, progress.says) as problem:
-        reject_missing_unit(arguments.budget, resident_bytes=problem.graph.resident_bytes)
+        resident_bytes = problem.graph.resident_bytes
+        reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
+        reject_missing_unit(arguments.host, resident_bytes=resident_bytes, what="host budget")
         if arguments.emit is not None:
             if made_with := problem.graph.meta.rewrites:
                 raise UsageError(

@@ -119,11 +119,16 @@ _RATE = re.compile(r"(.*?)(?:/\s*s)?\s*")
 def parse_rate(text: str | int | float, *, what: str) -> float:
     """Bytes per second of "50GB/s", "50GB" or 5e10; `what` names the rate in messages.
 
-    Raises BudgetError.
+    Raises BudgetError, for a lower-case b too: "50Gb/s" is 50 gigabits per second.
     """
     size = text
     if isinstance(text, str) and (match := _RATE.fullmatch(text)) is not None:
         size = match.group(1)
+        if size.endswith("b"):
+            raise BudgetError(
+                f"invalid {what} {text!r}: a lower-case b is for bits; write {size[:-1]}B/s for "
+                "bytes per second"
+            )
     try:
         return float(parse_size("" if size == "" or "%" in str(size) else size, what=what))
     except BudgetError as error:
@@ -134,19 +139,19 @@ SMALLEST_BARE_BYTES = 10**6
 """A number without a unit below this, and too small for the step, was meant in another unit."""
 
 
-def reject_missing_unit(text: object, *, resident_bytes: int) -> None:
+def reject_missing_unit(text: object, *, resident_bytes: int, what: str = "budget") -> None:
     """Raise BudgetError for a budget of "16" where the resident tensors alone are larger.
 
-    Only for text without a unit and below SMALLEST_BARE_BYTES; other numbers are taken as bytes.
+    `what` names the budget in the message. Only for text without a unit and below SMALLEST_BARE_BYTES; other numbers are taken as bytes.
     """
     if not isinstance(text, str) or not text.strip().isascii() or not text.strip().isdigit():
         return
     size_bytes = parse_size(text)
     if size_bytes < min(SMALLEST_BARE_BYTES, resident_bytes):
         raise BudgetError(
-            f"invalid budget {text!r}: {counted(size_bytes, 'byte')}, but what stays for the whole "
-            f"step (parameters, optimizer state, batch) takes {format_both(resident_bytes)} or "
-            f"more; write {size_bytes}GB for gigabytes"
+            f"invalid {what} {text!r}: {counted(size_bytes, 'byte')}, for a step whose parameters, "
+            f"optimizer state and batch take {format_both(resident_bytes)} or more; write "
+            f"{size_bytes}GB for gigabytes"
         )
 
 

@@ -36,6 +36,9 @@ def test_sizes_and_rates_as_people_write_them() -> None:
         ("64%", "50GB/s", "invalid host budget '64%': write 64GB"),
         ("much", "50GB/s", "invalid host budget 'much'"),
         ("0GB", "50GB/s", "invalid host budget '0GB': must be above zero"),
+        ("64", "50GB/s", "invalid host budget '64': 64 bytes, .* write 64GB for gigabytes"),
+        ("64GB", "50Gb/s", "invalid host link '50Gb/s': a lower-case b is for bits; write 50GB/s"),
+        ("64GB", "50GB/s,40gb", "invalid host link '40gb': a lower-case b is for bits"),
         ("64GB", "fast", "invalid host link 'fast': write 50GB/s"),
         ("64GB", "0GB/s", "invalid host link '0GB/s': write 50GB/s"),
         ("64GB", "10%", "invalid host link '10%': write 50GB/s"),
@@ -46,7 +49,21 @@ def test_sizes_and_rates_as_people_write_them() -> None:
 )
 def test_what_is_wrong_is_said(budget, link, message) -> None:
     with pytest.raises(BudgetError, match=message):
-        host_beside(budget, link, hardware=None)
+        host_beside(budget, link, hardware=None, resident_bytes=10**9)
+
+
+def test_a_host_of_bytes_where_gigabytes_were_meant(tmp_path, capsys) -> None:
+    graph = make([op("f", "x", "y")], {"x": 10**9, "y": 1}, outputs="y")
+    with pytest.raises(BudgetError, match="invalid host budget '64': 64 bytes"):
+        solve(graph, budget="16GB", host_budget="64", host_link="50GB/s")
+    graph.save(tmp_path / "graph.json")
+    options = ["--budget", "16GB", "--host", "64", "--host-link", "50GB/s"]
+    _, line = failed(capsys, *options, str(tmp_path / "graph.json"))
+    assert "invalid host budget '64': 64 bytes" in line
+    assert host_beside(64, 5e10, hardware=None, resident_bytes=10**9) == host_beside(
+        "64B", 5e10, hardware=None, resident_bytes=10**9
+    )
+
 
 
 def test_only_auto_copies() -> None:
