@@ -142,7 +142,8 @@ SMALLEST_BARE_BYTES = 10**6
 def reject_missing_unit(text: object, *, resident_bytes: int, what: str = "budget") -> None:
     """Raise BudgetError for a budget of "16" where the resident tensors alone are larger.
 
-    `what` names the budget in the message. Only for text without a unit and below SMALLEST_BARE_BYTES; other numbers are taken as bytes.
+    Only for text without a unit and below SMALLEST_BARE_BYTES; other numbers are taken as bytes.
+    `what` names the budget in the message.
     """
     if not isinstance(text, str) or not text.strip().isascii() or not text.strip().isdigit():
         return

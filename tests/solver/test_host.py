@@ -65,7 +65,6 @@ def test_a_host_of_bytes_where_gigabytes_were_meant(tmp_path, capsys) -> None:
     )
 
 
-
 def test_only_auto_copies() -> None:
     with pytest.raises(ValueError, match="method sqrt copies nothing to the host; leave out host"):
         solve(NET, budget=BUDGET, method="sqrt", host_budget="64GB", host_link="50GB/s")
