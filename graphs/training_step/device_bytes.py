@@ -30,8 +30,10 @@ _PRODUCTS = {
     f"aten.{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm")
 }
-_WITH_PRODUCTS = re.compile("linear_cross_entropy|chunked", re.IGNORECASE)
-"""Operators that are loops over chunks of rows, which they multiply."""
+_WITH_PRODUCTS = re.compile(
+    r"linear_cross_entropy|chunked|^head_loop\(|^opaque_(forward|backward)\(", re.IGNORECASE
+)
+"""Loops over chunks of rows, which they multiply; and modules planned as one piece, which may."""
 
 
 def with_device_bytes(graph: Graph, hardware: Hardware | None) -> Graph:

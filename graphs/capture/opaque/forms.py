@@ -89,7 +89,7 @@ class OpaqueCall:
 
     inputs: forms of the tensors of the call.
     outs, differentiable: forms of the tensors that come out, and whether they require a gradient.
-    spec, n_leaves: structure of the output; what is no tensor there is None.
+    spec: structure of the output; what is no tensor there is None.
     positions: of the tensors among the output's leaves.
     gradients: forms of the gradients that it makes, for the island's tensors that need one.
     saved_bytes: kept for backward, beside its inputs and outputs; with a margin where it varies.

@@ -47,6 +47,14 @@ def test_each_thread_has_a_workspace():
     assert "cublas_workspaces" not in added(traced("a100", multiplies=False))
 
 
+@pytest.mark.parametrize("op", ["opaque_forward(Experts)", "head_loop(aten.mm; 64 rows)"])
+def test_products_inside_of_one_node_count(op):
+    graph = traced("cpu", multiplies=False)
+    first, *rest = graph.nodes
+    graph = dataclasses.replace(graph, nodes=(dataclasses.replace(first, op=op), *rest))
+    assert "cublas_workspaces" in added(with_device_bytes(graph, named("a100")))
+
+
 def test_a_step_without_backward_pass_multiplies_in_one_thread():
     graph = traced("cpu")
     forward = dataclasses.replace(graph, nodes=graph.forward_nodes, outputs=())
