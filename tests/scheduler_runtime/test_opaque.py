@@ -20,6 +20,7 @@ from solver.solving import solve
 from tests.support.opaque_models import (
     PARTS,
     WIDTH,
+    Distilled,
     Experts,
     Mean,
     Network,
@@ -362,3 +363,15 @@ def test_an_output_in_another_layout_than_planned() -> None:
             each(batch).backward()
         for one, other in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_part_that_is_called_without_gradients() -> None:
+    torch.manual_seed(0)
+    plain = Distilled()
+    model, batch = copy.deepcopy(plain), torch.randn(8, WIDTH)
+    solution = solve(model, batch, budget="1GB")
+    (node,) = opaque_nodes(solution)
+    *_, saved = solution.graph.node_by_name[node].outputs
+    assert solution.graph.tensor_by_name[saved].size_bytes == 0
+    apply(model, solution)
+    assert same_bits(train(plain, batch, n_steps=2), train(model, batch, n_steps=2))

@@ -218,3 +218,27 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()
+
+
+class Distilled(nn.Module):
+    """A teacher that runs without gradients, as only some of its lines notice."""
+
+    class Teacher(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.linear(x))
+            if y.sum().item() > 1e9:
+                y = y + 1
+            return 2 * y if torch.is_grad_enabled() else y
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.teacher, self.student = self.Teacher(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return (self.student(x) - wanted).square().mean()

@@ -54,6 +54,19 @@ class Autocast:
         return torch.autocast(self.device_type, self.dtype, cache_enabled=False)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Whether gradients are on where the module is called, and which of its tensors need one."""
+
+    grad_enabled: bool
+    needs: tuple[bool, ...]
+
+    @classmethod
+    def now(cls, tensors: Sequence[torch.Tensor]) -> Asked:
+        on = torch.is_grad_enabled()
+        return cls(on, tuple(on and tensor.requires_grad for tensor in tensors))
+
+
 @dataclass(eq=False)
 class _Packed:
     """A saved tensor: itself, or (index among the known tensors, geometry) of a view of one."""
@@ -181,7 +194,7 @@ class Island:
     """One call of a module on flat lists of tensors: those of the call, parameters, buffers.
 
     call: its tensors are dropped. names: attribute of the module -> position in its state.
-    needs: for each tensor whether it needs a gradient.
+    asked: the mode that the module is called in, and for each tensor whether it needs a gradient.
     n_parameters: of the state.
     changed: positions (in the whole list) of buffers that the call changes.
     given: positions of the tensors (outputs counted after the inputs) that the backward pass is
@@ -191,12 +204,16 @@ class Island:
     module: nn.Module
     call: Call
     names: dict[str, int]
-    needs: tuple[bool, ...]
+    asked: Asked
     n_parameters: int
     device: torch.device
     autocast: Autocast
     changed: tuple[int, ...] = ()
     given: frozenset[int] | None = None
+
+    @property
+    def needs(self) -> tuple[bool, ...]:
+        return self.asked.needs
 
     @functools.cached_property
     def n_inputs(self) -> int:
@@ -209,7 +226,7 @@ class Island:
         """
         n = self.n_inputs
         saved = Saved()
-        with _eager(), torch.enable_grad():
+        with _eager(), torch.set_grad_enabled(self.asked.grad_enabled):
             inputs = self._inputs(tensors[:n], saved)
             state, new = self._state(tensors, saved)
             watched = [t for i, t in enumerate(tensors) if i not in self.changed]

@@ -20,7 +20,7 @@ from torch.fx.traceback import annotate
 
 from graphs.calls import Call, TraceError, nested
 from graphs.capture.opaque.forms import Form, OpaqueCall
-from graphs.capture.opaque.island import Saved, laid_out, state_of
+from graphs.capture.opaque.island import Asked, Saved, laid_out, state_of
 from graphs.costs import ObservedRun
 
 _library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -90,21 +90,21 @@ class StandIn:
     """What is called instead of a module while a step is traced.
 
     calls: those that were observed, in order.
-    needs: of each call that was traced, which of its tensors needed a gradient there.
+    asked: of each call that was traced, which gradients it was asked for there.
     """
 
     path: str
     module: nn.Module
     calls: Sequence[OpaqueCall]
     numbers: list[int] = field(default_factory=list)
-    needs: list[tuple[bool, ...]] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
 
     def begin(self) -> None:
         """The model is called from the start."""
-        self.needs.clear()
+        self.asked.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        index = len(self.needs)
+        index = len(self.asked)
         if index == len(self.calls):
             raise TraceError(f"{self.path!r} is called more often than when the model ran")
         call, given = self.calls[index], Call.of(args, kwargs)
@@ -114,7 +114,7 @@ class StandIn:
             raise TraceError(f"{self.path!r} is called with other arguments than when it ran")
         state, _ = state_of(self.module)
         tensors = [*given.tensors, *state]
-        self.needs.append(tuple(tensor.requires_grad for tensor in tensors))
+        self.asked.append(Asked.now(tensors))
         with annotate({"module_path": self.path}):
             for i in call.island.changed:  # its old value, which the call may be run with again
                 tensors[i] = tensors[i].clone()

@@ -23,7 +23,7 @@ from graphs.calls import HOLE, Call
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque.bench import Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
-from graphs.capture.opaque.island import Autocast, Island, Ran, state_of
+from graphs.capture.opaque.island import Asked, Autocast, Island, Ran, state_of
 from graphs.capture.opaque.nodes import called_instead
 from graphs.capture.refuse import HOOKS, SideEffectError, attributes_unchanged
 from graphs.costs import ObservedRun, OperatorCalls
@@ -31,8 +31,8 @@ from graphs.costs import ObservedRun, OperatorCalls
 N_SHUFFLED = 2
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-Needs = Mapping[str, Sequence[tuple[bool, ...]]]
-"""By path: of each call, which of the island's tensors need a gradient."""
+AskedOf = Mapping[str, Sequence[Asked]]
+"""By path: of each call, which gradients it is asked for."""
 
 
 class NotOpaqueError(ValueError):
@@ -44,15 +44,15 @@ class NotOpaqueError(ValueError):
 
 
 def observe(
-    model: nn.Module, call: Call, paths: Sequence[str], *, device: torch.device, needs: Needs
+    model: nn.Module, call: Call, paths: Sequence[str], *, device: torch.device, asked: AskedOf
 ) -> dict[str, list[OpaqueCall]]:
     """Run the model's forward pass on real tensors; the calls of these modules, in their order.
 
-    needs: as an earlier trace found it; without it, all floating-point tensors need a gradient.
+    asked: as an earlier trace found it; without it, all floating-point tensors need a gradient.
     Buffers and random states are restored. Raises NotOpaqueError; what the model raises.
     """
     watches = [
-        _Watch(model, path, model.get_submodule(path), device, needs.get(path, ()))
+        _Watch(model, path, model.get_submodule(path), device, asked.get(path, ()))
         for path in paths
     ]
     with contextlib.ExitStack() as stack:
@@ -110,11 +110,11 @@ class _Watch:
         path: str,
         module: nn.Module,
         device: torch.device,
-        needs: Sequence[tuple[bool, ...]],
+        asked: Sequence[Asked],
     ) -> None:
         self.model, self.path, self.module = model, path, module
         self.found: list[OpaqueCall] = []
-        self._device, self._needs = device, needs
+        self._device, self._asked = device, asked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         del vars(self.module)["_compiled_call_impl"]
@@ -203,16 +203,16 @@ class _Watch:
         n_inputs, n_parameters = len(call.tensors), len({*map(id, self.module.parameters())})
         self._refuse_casts(state[:n_parameters])
         index = len(self.found)
-        if index < len(self._needs):
-            needs = self._needs[index]
+        if index < len(self._asked):
+            asked = self._asked[index]
         else:
             floats = (t.is_floating_point() or t.is_complex() for t in call.tensors)
-            needs = (*floats, *(t.requires_grad for t in state))
+            asked = Asked(True, (*floats, *(t.requires_grad for t in state)))
         return Island(
             module=self.module,
             call=dataclasses.replace(call, tensors=[]),
             names=names,
-            needs=needs,
+            asked=asked,
             n_parameters=n_parameters,
             device=self._device,
             autocast=Autocast.now(self._device),

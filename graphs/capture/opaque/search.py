@@ -19,7 +19,7 @@ from torch import fx, nn
 from graphs.calls import Call, TraceError
 from graphs.capture.opaque.forms import OpaqueCall
 from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
-from graphs.capture.opaque.observe import Needs, NotOpaqueError, observe
+from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, observe
 from graphs.capture.refuse import HookError, has_refused_hook
 
 MOST_TRACES = 12
@@ -109,25 +109,25 @@ def _attempt(
     trace: Callable[[Sequence[StandIn]], _R],
     planned: Planned = (),
 ) -> tuple[_R, tuple[OpaquePart, ...]]:
-    needs: Needs = {}
+    asked: AskedOf = {}
     while True:
-        observed = observe(model, call, tuple(whys), device=device, needs=needs)
+        observed = observe(model, call, tuple(whys), device=device, asked=asked)
         for each in planned:
             pairs = zip(observed[each["module"]], each["calls"], strict=True)
             observed[each["module"]] = [one.as_planned(other) for one, other in pairs]
         with stand_ins(model, observed) as standing:
             result = trace(standing)
-        found = {each.path: tuple(each.needs) for each in standing}
+        found = {each.path: tuple(each.asked) for each in standing}
         if all(
-            tuple(call.island.needs for call in calls) == found[path]
+            tuple(call.island.asked for call in calls) == found[path]
             for path, calls in observed.items()
         ):
             return result, tuple(
                 OpaquePart(path, whys[path], tuple(calls)) for path, calls in observed.items()
             )
-        if needs:
+        if asked:
             raise TraceError("what needs a gradient differs from trace to trace")
-        needs = found
+        asked = found
 
 
 def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
