@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,7 +249,7 @@ class Refused(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.linear = how, nn.Linear(WIDTH, WIDTH)
-        self.n_calls = 0
+        self.n_calls, self.counter = 0, SimpleNamespace(config=Counter())
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x)
@@ -256,6 +257,8 @@ class Refused(nn.Module):
             y = 2 * y
         if self.how == "attribute":
             self.n_calls += 1
+        if self.how == "object":
+            self.counter.config.n_calls += 1
         if self.how == "leak":
             LEAKED[:] = [y]
         if self.how == "view":
@@ -267,6 +270,11 @@ class Refused(nn.Module):
         if self.how == "size":
             return y[y[:, 0] > 0].sum(0, keepdim=True) + y[y[:, 0] > 0][:1] * 0, y[y[:, 0] > 0]
         return y
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.n_calls = 0
 
 
 LEAKED: list[Tensor] = []
@@ -287,6 +295,7 @@ class Around(nn.Module):
     ("how", "why"),
     [
         ("attribute", "changes the attribute 'n_calls'"),
+        ("object", "changes the attribute 'counter'"),
         ("leak", "held elsewhere after its call"),
         ("view", "shares memory with another, or an input"),
         ("in place", "in place"),
@@ -301,7 +310,7 @@ def test_what_cannot_be_one_piece_is_refused_as_before(how: str, why: str) -> No
     assert any(
         "'part' cannot be planned" in note and why in note for note in refused.value.__notes__
     )
-    assert model.part.n_calls == 0
+    assert model.part.n_calls == model.part.counter.config.n_calls == 0
 
 
 def test_the_enclosing_module_is_tried() -> None:

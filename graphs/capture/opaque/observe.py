@@ -25,7 +25,12 @@ from graphs.capture.opaque.bench import Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
 from graphs.capture.opaque.island import Asked, Autocast, Island, Ran, state_of
 from graphs.capture.opaque.nodes import called_instead
-from graphs.capture.refuse import HOOKS, SideEffectError, attributes_unchanged
+from graphs.capture.refuse import (
+    HOOKS,
+    SideEffectError,
+    attributes_unchanged,
+    objects_unchanged,
+)
 from graphs.costs import ObservedRun, OperatorCalls
 
 N_SHUFFLED = 2
@@ -63,6 +68,7 @@ def observe(
         # what a first call fills is emptied again; a part that changes more is refused below
         stack.enter_context(contextlib.suppress(SideEffectError))
         stack.enter_context(attributes_unchanged(model))
+        stack.enter_context(objects_unchanged(model))
         stack.enter_context(torch.no_grad())
         for watch in watches:
             stack.enter_context(called_instead(watch.module, watch))
@@ -122,7 +128,7 @@ class _Watch:
             island, tensors = self._island(Call.of(args, kwargs))
             random = RandomSources.of(self.module, self._device)
             Bench(island, tensors, random).forward()  # fills what a first call fills
-            with attributes_unchanged(self.module):
+            with attributes_unchanged(self.module), objects_unchanged(self.module):
                 call, outs = self._observed(island, tensors, random)
         except SideEffectError as error:
             raise self._refuse(str(error)) from error

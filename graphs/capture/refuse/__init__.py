@@ -14,6 +14,7 @@ from graphs.capture.refuse.side_effects import (
     buffers_of,
     global_hooks,
     has_refused_hook,
+    objects_unchanged,
     random_states_untouched,
     refuse_hooks,
     refuse_parametrization_cache,

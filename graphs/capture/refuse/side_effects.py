@@ -8,7 +8,10 @@ the same in every step. Everything is restored, and the error names the side eff
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import sys
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -112,6 +115,25 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
         for module, attribute in changed
         if attribute not in _RNN_BOOKKEEPING or not isinstance(module, nn.RNNBase)
     ]
+    _refuse(model, changed)
+
+
+@contextlib.contextmanager
+def objects_unchanged(model: nn.Module) -> Iterator[None]:
+    """As `attributes_unchanged`, for the attributes of plain objects that attributes hold.
+
+    A config object, say, in which forward counts its calls.
+    """
+    contents = list(_contents_of(model, in_objects=True))
+    try:
+        yield
+    finally:
+        changed = [(each.module, each.attribute) for each in contents if each.put_back()]
+    _refuse(model, changed)
+
+
+def _refuse(model: nn.Module, changed: list[tuple[nn.Module, str]]) -> None:
+    """Raise SideEffectError for the first of these attributes, if there is one."""
     if changed:
         names = {module: name for name, module in model.named_modules()}
         module, attribute = changed[0]
@@ -124,7 +146,7 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The items of a container in an attribute of a module."""
+    """The items of a container, or of a plain object's dict, in an attribute of a module."""
 
     module: nn.Module
     attribute: str
@@ -144,17 +166,29 @@ class _Contents:
         return True
 
 
-def _contents_of(model: nn.Module) -> Iterator[_Contents]:
+def _contents_of(model: nn.Module, *, in_objects: bool = False) -> Iterator[_Contents]:
     seen: set[int] = set()
     for module in model.modules():
         for attribute, value in vars(module).items():
             stack = [] if attribute in TORCHS_OWN else [value]
             while stack:
                 each = stack.pop()
+                if in_objects and _is_plain_object(each):
+                    each = vars(each)
                 if isinstance(each, list | deque | dict | set) and id(each) not in seen:
                     seen.add(id(each))
                     yield _Contents(module, attribute, each, _items(each))
                     stack += each.values() if isinstance(each, dict) else each
+
+
+def _is_plain_object(value: object) -> bool:
+    """An object of a user's class with attributes; loggers and the like lead to all of Python."""
+    kind = type(value)
+    if issubclass(kind, nn.Module | torch.Tensor | type) or not kind.__dictoffset__:
+        return False
+    package = kind.__module__.partition(".")[0]
+    own = package != "torch" and package not in sys.stdlib_module_names
+    return own or kind in (types.SimpleNamespace, argparse.Namespace)
 
 
 def _items(container: Any) -> tuple[Any, ...]:
