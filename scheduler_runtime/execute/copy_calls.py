@@ -15,7 +15,7 @@ from torch import fx
 from graphs.graph import Graph, Node
 from scheduler_runtime.execute.copy_layout import CopyLayout
 from scheduler_runtime.execute.piece import Value
-from solver.schedule import Copy, Delete, Drop, Fetch, Load, Schedule, Spill, Store, needs
+from solver.schedule import Copy, Delete, Drop, Fetch, Load, Spill, Store, needs
 
 Values = Mapping[fx.Node, Value]
 """Traced node -> its live value."""
@@ -130,14 +130,3 @@ class CopyCalls:
 
     def _is_root(self, name: str) -> bool:
         return self._graph.root(name) == name
-
-
-def check_copies(graph: Graph, schedule: Schedule) -> None:
-    """Raises ValueError for copies of what leaves the program: whoever received it holds it."""
-    leaving = {graph.root(name) for name in graph.outputs}
-    for op in schedule.ops:
-        if isinstance(op, Store) and op.storage in leaving:
-            raise ValueError(
-                f"the schedule stores {op.storage!r}, which leaves the step (an output of the "
-                "model, or a gradient): its memory is the caller's, and is not freed by a copy"
-            )

@@ -26,7 +26,7 @@ from torch import fx
 from graphs.capture import OpaqueForward, Overwrite, is_random
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.copies import Pools
-from scheduler_runtime.execute.copy_calls import CopyCalls, check_copies
+from scheduler_runtime.execute.copy_calls import CopyCalls
 from scheduler_runtime.execute.copy_layout import CopyLayout, copy_layout
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
@@ -94,7 +94,6 @@ def build_program(
         line.emit()
         return line.program(None)
     part = step.graph.module_part()
-    check_copies(part, schedule)
     layout = copy_layout(part, schedule, places)
     if layout.disk_bytes and directory is None:
         raise ValueError(

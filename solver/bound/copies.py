@@ -11,6 +11,7 @@ compute stream loses before p, and after p beside recomputation:
                 x[v] + h[v] + r[maker(v)] >= r[n]    for each unit v that n reads
                 sum of bytes[u] * x[u] <= budget - resident - what p makes and its workspace
                 sum of bytes[u] * h[u] <= bytes of the host (and of the disk)
+                h[u] = 0 where u holds an output of the graph, which is never stored
                 x[u] = 1 where p reads u; no r[n] where n may not run again, or never fits
 
 and the rows of the two directions of the link. T(i, j) is the time of the first runs of the nodes
@@ -128,7 +129,11 @@ class CopyProgram:
         }
         self.away: dict[int, int] = {}
         if places.host is not None:
-            self.away = {u: add() for u in self.keep if folded.unit_bytes[u] and u not in reads}
+            self.away = {
+                u: add()
+                for u in self.keep
+                if folded.unit_bytes[u] and u not in reads and not folded.is_output(u)
+            }
         self.recompute = {n: add(cost=self._time_share[n]) for n in sorted(nodes)}
         self._add_covers()
         self._add_bytes()

@@ -134,6 +134,10 @@ class FoldedGraph:
     def n_units(self) -> int:
         return len(self.unit_bytes)
 
+    def is_output(self, u: int) -> bool:
+        """Whether unit u holds an output of the graph."""
+        return self.n_nodes in self.uses[u][-1:]
+
     @cached_property
     def unit_of(self) -> dict[str, int]:
         """By name of a tensor that a node makes, its unit; views of what is resident have none."""

@@ -17,7 +17,8 @@ file formats and nothing of how a schedule was found. The rules:
 6. At the end every output of the graph is on the device.
 7. A copy needs its storage at its source and not at its target: `Store` on the device and not on
    the host, `Fetch` the reverse, `Spill` on the host and not on the disk, `Load` the reverse.
-   `Drop` needs it on the host, `Delete` on the disk. Resident storages are not copied.
+   `Drop` needs it on the host, `Delete` on the disk. Resident storages are not copied, nor are
+   those of outputs of the graph: whoever receives an output holds its memory.
 8. `Fetch` brings back every tensor on the storage that has been made so far, except what has been
    overwritten. They are live again, and each is freed by itself.
 9. A node overwrites a storage only while the device has the only copy of it. So whatever is on the
@@ -33,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
@@ -46,6 +48,7 @@ from solver.schedule.ops import (
     Free,
     Op,
     Schedule,
+    Store,
     needs,
     word_for,
 )
@@ -350,6 +353,11 @@ class _Device:
                 raise MoveError(f"an alias; name its storage, {tensor.alias_of!r}")
             if storage not in self.graph.producer:
                 raise MoveError("which is resident and stays")
+            if isinstance(op, Store) and storage in self._leaving:
+                raise MoveError(
+                    "which leaves the step (an output of the model, or a gradient): its memory is "
+                    "the caller's"
+                )
             if isinstance(op, Drop | Delete):
                 self.streams.give_up(op, tensor.size_bytes)
             else:
@@ -361,6 +369,11 @@ class _Device:
         if isinstance(op, Fetch):
             self._bring_back(tensor)
         return self.bytes
+
+    @cached_property
+    def _leaving(self) -> frozenset[str]:
+        """The storages of the outputs."""
+        return frozenset(map(self.graph.root, self.graph.outputs))
 
     def _bring_back(self, tensor: Tensor) -> None:
         on_storage = (tensor.name, *self.graph.views.get(tensor.name, ()))

@@ -15,15 +15,14 @@ from benchmarks.zoo import tiny
 from graphs.trace import trace
 from scheduler_runtime.verifying import differences
 from solver.schedule import Link, Place, Places, baseline, keep, simulate
-from tests.support.copying import away, gaps, leaving
+from tests.support.copying import away, gaps
 
 PLACES = Places(host=Place(10**12, Link(2e10, 2e10, 1e-5)))
 
 
 def with_copies(graph, schedule):
     """Whatever lies idle for long is on the host meanwhile."""
-    stays = leaving(graph)
-    chosen = [g for g in gaps(graph, schedule) if g.storage not in stays and g.stop - g.start > 6]
+    chosen = [gap for gap in gaps(graph, schedule) if gap.stop - gap.start > 6]
     copied = away(graph, schedule, chosen)
     plain = solution_of(graph, schedule)
     return dataclasses.replace(

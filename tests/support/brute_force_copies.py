@@ -176,6 +176,7 @@ class _Step:
             self.number[root[node.overwrites]] if node.overwrites else None for node in graph.nodes
         ]
         self.goal = self._mask(graph.outputs)
+        self.leaving = {self.number[root[t]] for t in graph.outputs if root[t] in self.number}
 
     def _mask(self, names: tuple[str, ...]) -> int:
         mask = 0
@@ -245,7 +246,7 @@ class _Step:
     ) -> Iterator[tuple[tuple[str, str], State, Clocks, int]]:
         for u, name in enumerate(self.roots):
             on_device, on_host = state.live & self.members[u], state.host >> u & 1
-            if on_device and not on_host:
+            if on_device and not on_host and u not in self.leaving:
                 start_s = max(clocks.compute, clocks.out, clocks.ready[u], clocks.free)
                 end_s = start_s + self.host.latency_s + self.size[u] * self.host.out_s_per_byte
                 times = clocks._replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from graphs.graph import Graph
@@ -41,7 +41,8 @@ class Gap:
 
 
 def gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
-    """Of all storages that are not resident, by the end of the gap."""
+    """Of all storages that may be copied, by the end of the gap."""
+    stays = leaving(graph)
     live: set[str] = set()
     made: set[str] = set()
     gone: set[str] = set()
@@ -54,7 +55,8 @@ def gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
         overwrites = node.overwrites if node is not None else None
         for root in dict.fromkeys(map(graph.root, names)):
             on_it = [n for n in (root, *graph.views.get(root, ())) if n in graph.producer]
-            if root in on_it and live.intersection(on_it) and touched[root] < position - 1:
+            may_leave = root in on_it and root not in stays
+            if may_leave and live.intersection(on_it) and touched[root] < position - 1:
                 yield Gap(
                     storage=root,
                     start=touched[root],
@@ -98,19 +100,17 @@ def leaving(graph: Graph) -> frozenset[str]:
     return frozenset(map(graph.root, graph.outputs))
 
 
-def random_copies(
-    graph: Graph, schedule: Schedule, rng: random.Random, *, without: Collection[str] = ()
-) -> Schedule:
+def random_copies(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedule:
     """Storages away in random gaps, by way of the disk now and then; mostly legal.
 
-    Illegal where a copy outlives an overwriting of its storage. without: those that stay.
+    Illegal where a copy outlives an overwriting of its storage.
     """
     share = rng.choice((0.2, 0.5, 1.0))
     inserted: dict[int, list[Op]] = defaultdict(list)
     on_host: set[str] = set()
     on_disk: set[str] = set()
     for gap in gaps(graph, schedule):
-        if rng.random() > share or gap.storage in without:
+        if rng.random() > share:
             continue
         s = gap.storage
         ops: list[Op] = [] if s in on_host else [Store(s)]

@@ -88,6 +88,8 @@ def play_with_copies(
                 raise FoulError("7: no storage")
             if op.storage in resident:
                 raise FoulError("7: resident")
+            if type(op).__name__ == "Store" and op.storage in {root[t] for t in graph.outputs}:
+                raise FoulError("7: an output")
             on_device = {(root[t], "device") for t in here}
             steps.append(_move(op, on_device | away, size[op.storage], places))
             away -= steps[-1].gives_up

@@ -64,13 +64,13 @@ class Gap:
 
 
 def never_copied(folded: FoldedGraph) -> frozenset[int]:
-    """Units that a node overwrites: what was there before must not come back. And what leaves the
-    step, outputs and gradients: whoever receives it holds its memory.
+    """Units that a node overwrites: what was there before must not come back. And those of outputs,
+    which the rules keep from being stored.
     """
     graph = folded.graph
-    stays = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
-    stays |= {graph.root(name) for name in graph.outputs}
-    return frozenset(u for u, name in enumerate(folded.unit_names) if name in stays)
+    over = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
+    names = enumerate(folded.unit_names)
+    return frozenset(u for u, name in names if name in over or folded.is_output(u))
 
 
 def find_gaps(folded: FoldedGraph, order: Sequence[str]) -> list[Gap]:

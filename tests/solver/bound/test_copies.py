@@ -180,8 +180,8 @@ def host(bytes_per_s: float, capacity_bytes: int = 100) -> Places:
     return Places(host=Place(capacity_bytes, Link(bytes_per_s, bytes_per_s)))
 
 
-def lost_s(places: Places, position: int) -> float:
-    folded = FoldedGraph.of(CHAIN, may_leave=True)
+def lost_s(places: Places, position: int, graph: Graph = CHAIN) -> float:
+    folded = FoldedGraph.of(graph, may_leave=True)
     program = CopyProgram(folded, position=position, budget_bytes=12, places=places)
     return CHAIN.baseline_time_s * program.solve(whole=True).lost_share
 
@@ -198,6 +198,11 @@ def test_a_slow_link_is_no_better_than_to_recompute() -> None:
 
 def test_what_the_host_cannot_hold_does_not_leave() -> None:
     assert lost_s(host(100.0, capacity_bytes=3), 3) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_output_does_not_leave() -> None:
+    graph = replace(CHAIN, outputs=("a", "g2"))
+    assert lost_s(host(100.0), 3, graph) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_without_places_the_bound_is_that_of_the_cut() -> None:
