@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from solver.schedule import Solution, simulate
 from solver.solving import solve
 from tests.support.opaque_models import (
     PARTS,
+    ROWS,
     WIDTH,
     Distilled,
     Experts,
@@ -27,6 +29,7 @@ from tests.support.opaque_models import (
     Network,
     Probabilities,
     SeveralUses,
+    WithTable,
     network,
 )
 
@@ -384,3 +387,20 @@ def test_a_part_that_is_called_without_gradients() -> None:
     assert solution.graph.tensor_by_name[saved].size_bytes == 0
     apply(model, solution)
     assert same_bits(train(plain, batch, n_steps=2), train(model, batch, n_steps=2))
+
+
+def test_a_warning_where_a_later_batch_keeps_more(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), WithTable(), Mean())
+    batch = torch.randn(ROWS, WIDTH)
+    apply(model, solve(model, batch, budget="1GB"))
+    model(batch).backward()
+    assert "planned as one piece, keeps" not in caplog.text
+    with torch.no_grad():
+        model[0].bias.fill_(10.0)
+    for _ in range(2):
+        model(batch).backward()
+    (text,) = [r.getMessage() for r in caplog.records if "bytes for backward" in r.getMessage()]
+    here, planned = map(int, re.findall(r"(\d+)(?: bytes for|\. What)", text))
+    assert "'1'" in text
+    assert here > planned

@@ -242,3 +242,14 @@ class Distilled(nn.Module):
         with torch.no_grad():
             wanted = self.teacher(x)
         return (self.student(x) - wanted).square().mean()
+
+
+class WithTable(Masked):
+    """Saves a constant too, which is there without it."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.table = torch.rand(100 * ROWS, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.table[: len(x)])

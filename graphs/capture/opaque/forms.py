@@ -94,6 +94,7 @@ class OpaqueCall:
     gradients: forms of the gradients that it makes, for the island's tensors that need one.
     saved_bytes: kept for backward, beside its inputs and outputs; with a margin where it varies.
     least_bytes: without the margin.
+    outside_bytes: of saved tensors that exist without the call (constants), beside saved_bytes.
     recomputable: whether it may run again; hooks may have any effect.
     """
 
@@ -108,6 +109,7 @@ class OpaqueCall:
     gradients: tuple[Form, ...]
     saved_bytes: int
     least_bytes: int
+    outside_bytes: int
     forward: ObservedRun
     backward: ObservedRun
     recomputable: bool

@@ -99,8 +99,12 @@ class _Box:
         assert base is not None
         return base.as_strided(shape, strides, base.storage_offset() + offset)
 
-    def hand_back(self, known: Sequence[torch.Tensor], given: set[int] | None) -> set[int]:
-        """Let go of what was saved of known tensors; returns which of them will be read.
+    def hand_back(
+        self, known: Sequence[torch.Tensor], given: set[int] | None
+    ) -> tuple[set[int], int]:
+        """Let go of what was saved of known tensors.
+
+        Returns which of them will be read, and the bytes of what stays saved.
 
         given: those that the backward pass is given (None: all). Another one is kept as a copy.
         """
@@ -120,8 +124,11 @@ class _Box:
             each.view = index, tuple(tensor.shape), tensor.stride(), int(offset)
             each.tensor = None
             found.add(index)
+        kept = (each.tensor for each in self.packed if each.tensor is not None)
+        storages = {_storage(t): t for t in kept if _storage(t) not in places}
+        n_bytes = sum(t.untyped_storage().nbytes() for key, t in storages.items() if key)
         self.packed.clear()  # autograd holds them
-        return found
+        return found, n_bytes
 
 
 @dataclass(eq=False)
@@ -247,9 +254,11 @@ class Island:
             outs = [t.detach() for t in outs]
         if as_planned is not None:  # first: views of outputs are saved as views of the final ones
             outs = as_planned(spec, outs)
-        read = saved.box.hand_back([*tensors, *outs], None if self.given is None else {*self.given})
+        given = None if self.given is None else {*self.given}
+        read, packed_bytes = saved.box.hand_back([*tensors, *outs], given)
         rest = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
-        return Ran(outs, [new[i] for i in self.changed], saved, spec, rest, frozenset(read))
+        buffers = [new[i] for i in self.changed]
+        return Ran(outs, buffers, saved, spec, rest, frozenset(read), packed_bytes)
 
     def _inputs(self, tensors: Sequence[torch.Tensor], saved: Saved) -> list[torch.Tensor]:
         found = [tensor.detach() for tensor in tensors]
@@ -312,7 +321,7 @@ class Island:
 @dataclass(frozen=True, eq=False)
 class Ran:
     """A call that has run: tensors that came out, new buffers, what it saved, the output without
-    its tensors, and which inputs and outputs it has saved."""
+    its tensors, which inputs and outputs it has saved, and the bytes of other saved tensors."""
 
     outs: list[torch.Tensor]
     buffers: list[torch.Tensor]
@@ -320,6 +329,7 @@ class Ran:
     spec: nested.Spec
     rest: list[Any]
     read: frozenset[int]
+    packed_bytes: int
 
 
 def _own(gradient: torch.Tensor | None, taken: set[int | None]) -> torch.Tensor | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,8 @@ from graphs.calls import Call, TraceError, nested
 from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.island import Asked, Saved, laid_out, state_of
 from graphs.costs import ObservedRun
+
+logger = logging.getLogger(__name__)
 
 _library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -154,6 +158,9 @@ def called_instead(module: nn.Module, function: Any) -> Iterator[None]:
         vars(module).pop("_compiled_call_impl", None)
 
 
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that have kept more than planned."""
+
 # ---- after tracing -----------------------------------------------------------------------------
 
 
@@ -197,6 +204,7 @@ class OpaqueForward:
             ]
 
         ran = self.call.island.forward(tensors, as_planned)
+        self._warn_of_more(ran.packed_bytes - self.call.outside_bytes)
         return [*ran.outs, *ran.buffers, ran.saved]
 
     def _check(self, spec: nested.Spec, outs: Sequence[torch.Tensor]) -> None:
@@ -208,6 +216,20 @@ class OpaqueForward:
                 f"{', '.join(str(Form.of(t)) for t in outs)}, planned: "
                 f"{', '.join(map(str, call.outs))}. Its results' sizes depend on values: plan by "
                 "submodules (scheduler_runtime.fallback.plan_chain)"
+            )
+
+    def _warn_of_more(self, saved_bytes: int) -> None:
+        """Than is planned; once for each module."""
+        call, module = self.call, self.call.island.module
+        if saved_bytes > call.saved_bytes and module not in _WARNED:
+            _WARNED.add(module)
+            logger.warning(
+                "%r, which is planned as one piece, keeps %d bytes for backward in this step, "
+                "planned: %d. What it keeps depends on values, and the step may take more than "
+                "its budget: plan with a batch for which it keeps the most",
+                call.path,
+                saved_bytes,
+                call.saved_bytes,
             )
 
     def __str__(self) -> str:

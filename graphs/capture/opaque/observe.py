@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -165,9 +166,8 @@ class _Watch:
             with contextlib.suppress(RuntimeError, IndexError):  # not all values are allowed
                 benches.append(self._shuffled(benches[-1], ran))
         island = benches[-1].island
-        takes = Bytes()
-        for each in benches:
-            takes = takes.at_least(dataclasses.replace(each, island=island).bytes_taken())
+        taken = [dataclasses.replace(each, island=island).bytes_taken() for each in benches]
+        takes = functools.reduce(Bytes.at_least, taken)
         if takes.leaked_bytes:
             raise self._refuse("tensors that it makes are held elsewhere after its call")
         least_bytes, takes = takes.saved_bytes, takes.with_margin() if varies else takes
@@ -192,6 +192,7 @@ class _Watch:
             ),
             saved_bytes=takes.saved_bytes,
             least_bytes=least_bytes,
+            outside_bytes=max(0, ran.packed_bytes - taken[0].saved_bytes),
             forward=ObservedRun(tuple(forward.calls), forward_s, takes.forward_bytes),
             backward=ObservedRun(tuple(backward.calls), backward_s, takes.backward_bytes),
             recomputable=not any(map(_has_hooks, self.module.modules())),
