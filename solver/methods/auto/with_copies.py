@@ -6,9 +6,11 @@
    Recomputation is written out as an order (`from_cuts`), the copies are placed on it (`placing`).
    Where the simulator sees an overflow, the cut gets fewer bytes; where the compute stream waits
    for a copy, that storage may not be away, and the program is solved again.
-3. **Recomputation alone** is `auto` without places; its schedule is a candidate like the others.
-4. **What overflows is copied.** The schedule that recomputation alone has for more bytes than there
-   are, and the plain step, with what overflows on the host.
+   What overflows at other positions is copied too.
+3. **What overflows is copied.** The plain step, and the schedule that recomputation alone has for
+   more bytes than there are, with what overflows on the host.
+4. **Recomputation alone** is `auto` without places; its schedule is a candidate like the others. It
+   is not searched for where its own bound is no better than what has been found.
 
 The bound is that of the cuts with copies, so it holds for every schedule, whatever it copies. A
 best schedule without copies that meets it proves that the host does not help. Schedules copy to the
@@ -30,6 +32,7 @@ from solver.bound import (
     CopyProgram,
     FoldedGraph,
     binding_copies,
+    binding_cut,
     least_time_s,
 )
 from solver.methods.auto.from_cuts import schedule_from_cuts
@@ -185,11 +188,16 @@ def _rounds(search: CopySearch, position: int) -> None:
         cut = program.solve_near_lp(
             gap=GAP, node_limit=_nodes(program, ROUND_NODES), deadline=search.deadline
         )
-        placed = _placed(search, cut)
-        found = None if placed is None else search.offer(placed.schedule)
-        if placed is None or found is None:
+        if cut.kept is None or cut.away is None:
+            return
+        order, gaps = _written_out(search, cut.position, kept=cut.kept, away=cut.away)
+        placed = _place(search, order, gaps)
+        found = search.offer(placed.schedule)
+        if found is None:
             return
         over_bytes = found.peak_bytes - search.budget_bytes
+        if over_bytes > 0:
+            search.offer(_overflow_copied(search, order, gaps))
         late = max(placed.waits_s, key=lambda u: (placed.waits_s[u], u), default=None)
         if over_bytes <= 0 and late is None:
             return
@@ -202,21 +210,19 @@ def _nodes(program: CopyProgram, n_nodes: int) -> int:
     return max(1, min(n_nodes, n_nodes * COLUMNS // len(program.program.cost)))
 
 
-def _placed(search: CopySearch, cut: CopyCut) -> Placed | None:
-    """The cut's recomputation written out, with its copies."""
-    if cut.kept is None or cut.away is None:
-        return None
-    schedule = schedule_from_cuts(
-        search.folded, {cut.position: cut.kept | cut.away}, deadline=search.deadline
-    )
+def _written_out(
+    search: CopySearch, position: int, *, kept: frozenset[int], away: frozenset[int]
+) -> tuple[Sequence[str], list[Gap]]:
+    """The order with the cut's recomputation, and the gaps around the position that are copied."""
+    schedule = schedule_from_cuts(search.folded, {position: kept | away}, deadline=search.deadline)
     order = schedule.order
-    here = order.index(search.graph.nodes[cut.position].name)
+    here = order.index(search.graph.nodes[position].name)
     gaps = [
         gap
         for gap in find_gaps(search.folded, order)
-        if gap.unit in cut.away and gap.first < here < gap.last
+        if gap.unit in away and gap.first < here < gap.last
     ]
-    return _place(search, order, gaps)
+    return order, gaps
 
 
 def _place(search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
@@ -239,14 +245,24 @@ def _prove(search: CopySearch, _: RecomputeOnly) -> None:
 
 
 def _without_copies(search: CopySearch, recompute_only: RecomputeOnly) -> None:
+    """Unless a bound shows that no schedule without copies is better than what was found."""
+    alone = binding_cut(
+        search.folded, budget_bytes=search.budget_bytes, deadline=search.deadline
+    ).lost_share
+    if alone - search.lost_share >= search.gap:
+        return
     proposal = recompute_only(search.budget_bytes, search.deadline.left_s)
     search.timed_out = search.timed_out or proposal.timed_out
     if proposal.schedule is not None:
         search.offer(proposal.schedule)
 
 
+def _copy_overflow_of_plain_step(search: CopySearch, _: RecomputeOnly) -> None:
+    search.offer(_overflow_copied(search, baseline(search.graph).order))
+
+
 def _copy_what_overflows(search: CopySearch, recompute_only: RecomputeOnly) -> None:
-    """Of the plain step, and of plans for more bytes, where the gap is worth it."""
+    """Of plans for more bytes, where the gap is worth it."""
     if search.gap <= OPTIMAL_GAP:
         return
     orders = []
@@ -256,36 +272,53 @@ def _copy_what_overflows(search: CopySearch, recompute_only: RecomputeOnly) -> N
             budget_bytes = search.budget_bytes + int(share * away_bytes)
             schedule = recompute_only(budget_bytes, search.deadline.left_s).schedule
             orders += [] if schedule is None else [schedule.order]
-    for order in dict.fromkeys([baseline(search.graph).order, *orders]):
+    for order in dict.fromkeys(orders):
         if search.done:
             return
-        search.offer(_overflow_copied(search.folded, order, search.budget_bytes, search.host))
+        search.offer(_overflow_copied(search, order))
 
 
 def offload_only(graph: Graph, *, budget_bytes: int, host: Place) -> Schedule:
     """The plain step with what overflows on the host; perhaps above the budget all the same."""
-    return _overflow_copied(FoldedGraph.of(graph), baseline(graph).order, budget_bytes, host)
-
-
-def _overflow_copied(
-    folded: FoldedGraph, order: Sequence[str], budget_bytes: int, host: Place
-) -> Schedule:
+    folded, order = FoldedGraph.of(graph), baseline(graph).order
     gaps = _overflowing(folded, order, budget_bytes)
     return place_copies(folded, order, gaps, budget_bytes=budget_bytes, host=host).schedule
 
 
-STAGES = (_choose, _prove, _choose_elsewhere, _without_copies, _copy_what_overflows)
+def _overflow_copied(
+    search: CopySearch, order: Sequence[str], gaps: Sequence[Gap] = ()
+) -> Schedule:
+    """The order with these copies, and others of what overflows all the same."""
+    more = _overflowing(search.folded, order, search.budget_bytes, away=gaps)
+    return _place(search, order, [*gaps, *more]).schedule
+
+
+STAGES = (
+    _copy_overflow_of_plain_step,
+    _choose,
+    _prove,
+    _choose_elsewhere,
+    _copy_what_overflows,
+    _without_copies,  # last: it may take all the time
+)
 
 
 def _away_bytes(search: CopySearch, cut: CopyCut) -> int:
     return sum(search.folded.unit_bytes[u] for u in cut.away or ())
 
 
-def _overflowing(folded: FoldedGraph, order: Sequence[str], budget_bytes: int) -> list[Gap]:
-    """Gaps, the longest first, without whose storages the order would fit; or all that help."""
+def _overflowing(
+    folded: FoldedGraph, order: Sequence[str], budget_bytes: int, *, away: Iterable[Gap] = ()
+) -> list[Gap]:
+    """Gaps, the longest first, without whose storages the order would fit; or all that help.
+
+    away: gaps that are spent on the host already.
+    """
     live = live_bytes_by_run(folded.graph, order)
-    gaps = find_gaps(folded, order)
-    gaps.sort(key=lambda gap: (gap.first - gap.last, gap))
+    for gap in away:
+        live[gap.first + 1 : gap.last] -= folded.unit_bytes[gap.unit]
+    gaps = sorted(set(find_gaps(folded, order)).difference(away))
+    gaps.sort(key=lambda gap: gap.first - gap.last)
     chosen = []
     for gap in gaps:
         span = live[gap.first + 1 : gap.last]

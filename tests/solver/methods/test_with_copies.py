@@ -5,7 +5,9 @@ import random
 import pytest
 
 from graphs.graph import Graph
+from graphs.synthetic import nets
 from solver.bound import FoldedGraph
+from solver.methods import find_obstacle
 from solver.methods.auto import auto
 from solver.methods.auto.placing import find_gaps, place_copies
 from solver.methods.proposal import Proposal
@@ -129,3 +131,16 @@ def test_without_a_host_auto_is_as_before() -> None:
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     options = {"budget_bytes": int(0.8 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     assert auto(graph, places=Places(), **options) == auto(graph, **options)
+
+
+def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
+    graph = nets.residual(n_blocks=12)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    least_bytes = find_obstacle(graph).reached_bytes
+    budget_bytes = least_bytes + (peak_bytes - least_bytes) // 20
+    rate = 8 * (peak_bytes - budget_bytes) / graph.baseline_time_s
+    proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, places=host(rate))
+    assert proposal.schedule is not None
+    simulation = simulate(graph, proposal.schedule, places=host(rate))
+    assert simulation.peak_bytes <= budget_bytes
+    assert simulation.time_s < 1.001 * graph.baseline_time_s
