@@ -42,7 +42,7 @@ from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
 from graphs.calls import HOLE, Call, TraceError, nested
-from graphs.capture.as_eager import Guard, eager_branches, eager_kernels
+from graphs.capture.as_eager import Guard, eager_branches, eager_kernels, refuse_fast_path
 from graphs.capture.filled_once import filled_once, put_meanwhile
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque import OpaquePart, Planned, StandIn, bind, refuse_most, with_opaque_parts
@@ -270,7 +270,7 @@ def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
 
     standing: for modules that are not traced.
     """
-    with eager_branches(), no_cache(model):
+    with eager_branches(), refuse_fast_path(), no_cache(model):
         try:
             refuse_hooks(model, but=[each.module for each in standing])
             yield

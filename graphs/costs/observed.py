@@ -71,9 +71,9 @@ def _on_meta(call: OpCall) -> OpCall:
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            shape, dtype = tensor.shape, tensor.dtype
+            shape, dtype = _shape(tensor), tensor.dtype
             made[id(tensor)] = torch.empty(shape, dtype=dtype, device="meta")
-            if tensor.layout == torch.strided:
+            if tensor.layout == torch.strided and not tensor.is_nested:
                 made[id(tensor)] = torch.empty_strided(
                     shape, tensor.stride(), dtype=dtype, device="meta"
                 )
@@ -82,3 +82,11 @@ def _on_meta(call: OpCall) -> OpCall:
     parts = (call.args, dict(call.kwargs), call.value)
     args, kwargs, value = pytree.tree_map_only(torch.Tensor, meta, parts)
     return OpCall(target=call.target, args=args, kwargs=kwargs, value=value)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor: that of the padded one."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    sizes: torch.Tensor = tensor._nested_tensor_size()
+    return len(sizes), *sizes.amax(0).tolist()

@@ -76,6 +76,7 @@ def kind_of(model: nn.Module, call: Call) -> Any:
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         tuple(map(_form, parameters)),
         tuple(map(_form, buffers)),

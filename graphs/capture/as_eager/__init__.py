@@ -1,5 +1,6 @@
 """Adjustments that make a trace record the operators that eager mode runs."""
 
+from graphs.capture.as_eager.attention_fast_path import refuse_fast_path
 from graphs.capture.as_eager.autocast import casts_once
 from graphs.capture.as_eager.kernels import eager_kernels, own_generator
 from graphs.capture.as_eager.known_values import Guard, KnowingMode, Leaf, Recipe, evaluate

@@ -62,9 +62,13 @@ class Asked:
     needs: tuple[bool, ...]
 
     @classmethod
-    def now(cls, tensors: Sequence[torch.Tensor]) -> Asked:
+    def now(cls, tensors: Sequence[torch.Tensor], *, first: Sequence[int]) -> Asked:
+        """first: as in `Island`."""
         on = torch.is_grad_enabled()
-        return cls(on, tuple(on and tensor.requires_grad for tensor in tensors))
+        again = {i for i, at in enumerate(first) if at != i}
+        return cls(
+            on, tuple(on and t.requires_grad and i not in again for i, t in enumerate(tensors))
+        )
 
 
 @dataclass(eq=False)
@@ -196,11 +200,19 @@ def state_of(module: nn.Module) -> tuple[list[torch.Tensor], dict[str, int]]:
 AsPlanned = Callable[[nested.Spec, list[torch.Tensor]], list[torch.Tensor]]
 
 
+def first_places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor the position of the first that is the same object."""
+    places: dict[int, int] = {}
+    return tuple(places.setdefault(id(tensor), i) for i, tensor in enumerate(tensors))
+
+
 @dataclass(frozen=True, eq=False)
 class Island:
     """One call of a module on flat lists of tensors: those of the call, parameters, buffers.
 
-    call: its tensors are dropped. names: attribute of the module -> position in its state.
+    call: its tensors are dropped.
+    first: for each tensor of the call, the position where the same object is given first; its
+        gradient goes there. names: attribute of the module -> position in its state.
     asked: the mode that the module is called in, and for each tensor whether it needs a gradient.
     n_parameters: of the state.
     changed: positions (in the whole list) of buffers that the call changes.
@@ -210,6 +222,7 @@ class Island:
 
     module: nn.Module
     call: Call
+    first: tuple[int, ...]
     names: dict[str, int]
     asked: Asked
     n_parameters: int
@@ -269,7 +282,7 @@ class Island:
             entered = _enter(token, *(found[i] for i in needed))
             for i, tensor in zip(needed, entered, strict=True):
                 found[i], saved.inputs[i] = tensor, get_gradient_edge(tensor)
-        return found
+        return [found[i] for i in self.first]  # the module may ask `query is key`
 
     def _state(
         self, tensors: Sequence[torch.Tensor], saved: Saved

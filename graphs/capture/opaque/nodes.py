@@ -8,6 +8,7 @@ the targets that run the module.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import operator
@@ -118,7 +119,7 @@ class StandIn:
             raise TraceError(f"{self.path!r} is called with other arguments than when it ran")
         state, _ = state_of(self.module)
         tensors = [*given.tensors, *state]
-        self.asked.append(Asked.now(tensors))
+        self.asked.append(Asked.now(tensors, first=call.island.first))
         with annotate({"module_path": self.path}):
             for i in call.island.changed:  # its old value, which the call may be run with again
                 tensors[i] = tensors[i].clone()
@@ -294,6 +295,10 @@ def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
             starts: list[fx.Node | None] = [None] * len(call.gradients)
             for index, gradient in made.items():
                 starts[index] = _begun(gradient, position, before=position[node])
+            forms = {i: Form.of(n.meta["val"]) for i, n in made.items() if starts[i] is not None}
+            call = dataclasses.replace(
+                call, gradients=tuple(forms.get(i, f) for i, f in enumerate(call.gradients))
+            )
             always = tuple(
                 i in made and not _only_returned(made[i]) for i in range(len(call.gradients))
             )
@@ -338,6 +343,7 @@ def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -
     if not add.meta.get("is_gradient_acc") or one.shape != other.shape or one.dtype != other.dtype:
         return None
     add.replace_all_uses_with(gradient)
+    gradient.meta["val"] = add.meta["val"]  # the sum lies in memory as autograd makes it
     add.graph.erase_node(add)
     return others[0]
 

@@ -24,7 +24,7 @@ from graphs.calls import HOLE, Call
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque.bench import Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
-from graphs.capture.opaque.island import Asked, Autocast, Island, Ran, state_of
+from graphs.capture.opaque.island import Asked, Autocast, Island, Ran, first_places, state_of
 from graphs.capture.opaque.nodes import called_instead
 from graphs.capture.refuse import (
     HOOKS,
@@ -205,19 +205,22 @@ class _Watch:
                 raise self._refuse(f"an argument is an object of type {type(item).__name__}")
         state, names = state_of(self.module)
         tensors = [t.detach() for t in (*call.tensors, *state)]
-        if any(t.layout != torch.strided or t.device != self._device for t in tensors):
-            raise self._refuse("a tensor that it reads is sparse or on another device")
+        if any(not _is_plain(t, self._device) for t in tensors):
+            raise self._refuse("a tensor that it reads is sparse, nested or on another device")
         n_inputs, n_parameters = len(call.tensors), len({*map(id, self.module.parameters())})
         self._refuse_casts(state[:n_parameters])
+        first = first_places(call.tensors)
         index = len(self.found)
         if index < len(self._asked):
             asked = self._asked[index]
         else:
-            floats = (t.is_floating_point() or t.is_complex() for t in call.tensors)
-            asked = Asked(True, (*floats, *(t.requires_grad for t in state)))
+            given = enumerate(call.tensors)
+            wanted = (first[i] == i and (t.is_floating_point() or t.is_complex()) for i, t in given)
+            asked = Asked(True, (*wanted, *(t.requires_grad for t in state)))
         return Island(
             module=self.module,
             call=dataclasses.replace(call, tensors=[]),
+            first=first,
             names=names,
             asked=asked,
             n_parameters=n_parameters,
@@ -239,8 +242,8 @@ class _Watch:
     def _check(self, ran: Ran, tensors: Sequence[torch.Tensor]) -> None:
         if any(item is not HOLE and item is not None for item in ran.rest):
             raise self._refuse("it returns something else than tensors and None")
-        if any(t.layout != torch.strided or t.device != self._device for t in ran.outs):
-            raise self._refuse("it returns a sparse tensor, or one on another device")
+        if any(not _is_plain(t, self._device) for t in ran.outs):
+            raise self._refuse("it returns a sparse or nested tensor, or one on another device")
         if not ran.outs:
             raise self._refuse("it returns no tensor")
         given = {t.untyped_storage()._cdata for t in tensors}
@@ -272,6 +275,10 @@ class _Watch:
             raise self._refuse("the size of what it returns depends on values")
         given = (bench.island.given or frozenset()) | again.read
         return dataclasses.replace(other, island=dataclasses.replace(bench.island, given=given))
+
+
+def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and tensor.device == device
 
 
 def _uses(ran: Ran) -> tuple[int, bool]:

@@ -28,6 +28,8 @@ MOST_TRACES = 12
 MOST = 0.75
 """Of the bytes that a step keeps for backward."""
 
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
 _R = TypeVar("_R")
 
 Planned = Sequence[Mapping[str, Any]]
@@ -162,13 +164,20 @@ def _failing(model: nn.Module, error: TraceError, whys: Mapping[str, str]) -> di
     if path in whys:
         return _enclosing(model, path, whys)
     module = model.get_submodule(path)
-    # a class of PyTorch's own does something else in each place
+    # a class of PyTorch's own does something else in each place, but for attention
     alike = (
         [path]
-        if type(module).__module__.startswith("torch.")
-        else [p for p, m in model.named_modules() if type(m) is type(module)]
+        if type(module).__module__.startswith("torch.") and not isinstance(module, _ATTENTION)
+        else [p for p, m in model.named_modules() if _kind(m) == _kind(module)]
     )
     return _outermost({**whys, **dict.fromkeys(alike, error.short)})
+
+
+def _kind(module: nn.Module) -> tuple[object, ...]:
+    """Equal for modules that are expected to run the same line."""
+    if not isinstance(module, _ATTENTION):
+        return (type(module),)
+    return type(module), module.training, any(p.requires_grad for p in module.parameters())
 
 
 def _enclosing(model: nn.Module, path: str, whys: Mapping[str, str]) -> dict[str, str]:
