@@ -79,3 +79,33 @@ def test_input_gradients_that_are_not_contiguous(
         apply(model, solve(model, batch, budget="1GB"))
     pairs = zip(two_steps(plain, batch), two_steps(model, batch, fitted=fitted), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+class Squashing(nn.Module):
+    """Branches on a number; the gradient of its input lies in memory as that of its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        return y if y.mean().item() < 9 else -y
+
+
+class Across(nn.Module):
+    """Two parts, of whose output the gradient is transposed, behind a sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.parts, self.after = nn.Sequential(Squashing(), Squashing()), nn.Linear(33, 33)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.parts(self.before(x) * self.scale)
+        return self.after(y.transpose(1, 2)).square().mean()
+
+
+def test_output_gradients_that_are_not_contiguous() -> None:
+    torch.manual_seed(0)
+    plain, batch = Across(), torch.randn(4, 33, WIDTH)
+    model = copy.deepcopy(plain)
+    apply(model, solve(model, batch, budget="1GB"))
+    pairs = zip(two_steps(plain, batch), two_steps(model, batch), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

@@ -63,7 +63,16 @@ class Bench:
         everything = enumerate([*self.tensors, *ran.outs])
         known = [t if given is None or i in given else None for i, t in everything]
         starts: list[None] = [None] * sum(self.island.needs)
-        return self.island.backward(ran.saved, known, tangents_of(ran.outs), starts)
+        return self.island.backward(ran.saved, known, self.tangents(ran.outs), starts)
+
+    def tangents(self, outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Some gradient for each output that may have one, with the strides of the step's."""
+        return [
+            _ones(t, self.island.asked.tangents.get(i))
+            if t.is_floating_point() or t.is_complex()
+            else None
+            for i, t in enumerate(outs)
+        ]
 
     def shuffled(self) -> Bench:
         """With other random numbers, and the values of each floating-point input in another order:
@@ -149,9 +158,13 @@ class Bench:
         return time.perf_counter()
 
 
-def tangents_of(outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Some gradient for each output that may have one."""
-    return [torch.ones_like(t) if t.is_floating_point() or t.is_complex() else None for t in outs]
+def _ones(like: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
+    """strides: None: contiguous."""
+    if strides is None:
+        return torch.ones_like(like, memory_format=torch.contiguous_format)
+    pairs = zip(like.shape, strides, strict=True)
+    n = 1 + sum((size - 1) * stride for size, stride in pairs)
+    return torch.ones(n, dtype=like.dtype, device=like.device).as_strided(like.shape, strides)
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor | None]) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,10 +56,15 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Asked:
-    """Whether gradients are on where the module is called, and which of its tensors need one."""
+    """Whether gradients are on where the module is called, and which of its tensors need one.
+
+    tangents: strides of the gradients of its outputs, by position, where they are not contiguous:
+        the strides of the gradients that it makes, which other operators read, follow from them.
+    """
 
     grad_enabled: bool
     needs: tuple[bool, ...]
+    tangents: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def now(cls, tensors: Sequence[torch.Tensor], *, first: Sequence[int]) -> Asked:

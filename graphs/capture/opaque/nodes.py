@@ -37,6 +37,9 @@ _library.define(
     "opaque_backward(Tensor saved, Tensor?[] known, Tensor?[] gradients, int call) -> Tensor[]"
 )
 
+_TANGENTS: dict[int, dict[int, tuple[int, ...]]] = {}
+"""Of those whose backward pass has been traced: `Asked.tangents`."""
+
 _CALLS: dict[int, OpaqueCall] = {}
 """Those that are being traced, by the number that their operators are given."""
 _numbers = itertools.count()
@@ -80,10 +83,16 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call = _CALLS[ctx.number]
+        gradients = gradients[: len(call.outs)]
+        _TANGENTS[ctx.number] = {
+            i: tuple(g.stride())
+            for i, g in enumerate(gradients)
+            if g is not None and not g.is_contiguous()
+        }
         *tensors, saved = ctx.saved_tensors
         given = call.island.given
         known = [t if given is None or i in given else None for i, t in enumerate(tensors)]
-        made = iter(_BACKWARD(saved, known, list(gradients[: len(call.outs)]), ctx.number))
+        made = iter(_BACKWARD(saved, known, list(gradients), ctx.number))
         return None, *(next(made) if needs else None for needs in call.island.needs)
 
 
@@ -107,6 +116,11 @@ class StandIn:
     def begin(self) -> None:
         """The model is called from the start."""
         self.asked.clear()
+
+    def found(self) -> tuple[Asked, ...]:
+        """Of each call, with the tangents of the backward pass."""
+        pairs = zip(self.numbers, self.asked, strict=False)
+        return tuple(dataclasses.replace(a, tangents=_TANGENTS.get(n, {})) for n, a in pairs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         index = len(self.asked)
@@ -145,6 +159,7 @@ def stand_ins(
             for number, call in zip(numbers, calls, strict=True):
                 _CALLS[number] = call
                 stack.callback(_CALLS.pop, number)
+                stack.callback(_TANGENTS.pop, number, None)
             stack.enter_context(called_instead(module, found[-1]))
         yield found
 

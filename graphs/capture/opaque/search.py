@@ -25,6 +25,9 @@ from graphs.capture.refuse import HookError, has_refused_hook
 MOST_TRACES = 12
 """Of one model; each adds a module, or replaces one by the module that contains it."""
 
+MOST_RUNS = 4
+"""Of an attempt: the layout of one part's gradients may change that of the next."""
+
 MOST = 0.75
 """Of the bytes that a step keeps for backward."""
 
@@ -112,24 +115,27 @@ def _attempt(
     planned: Planned = (),
 ) -> tuple[_R, tuple[OpaquePart, ...]]:
     asked: AskedOf = {}
-    while True:
+    for n_runs in range(1, MOST_RUNS + 1):
         observed = observe(model, call, tuple(whys), device=device, asked=asked)
         for each in planned:
             pairs = zip(observed[each["module"]], each["calls"], strict=True)
             observed[each["module"]] = [one.as_planned(other) for one, other in pairs]
         with stand_ins(model, observed) as standing:
             result = trace(standing)
-        found = {each.path: tuple(each.asked) for each in standing}
-        if all(
-            tuple(call.island.asked for call in calls) == found[path]
-            for path, calls in observed.items()
-        ):
+            found = {each.path: each.found() for each in standing}
+        given = {path: tuple(c.island.asked for c in calls) for path, calls in observed.items()}
+        if found == given or (n_runs == MOST_RUNS and _needs(found) == _needs(given)):
             return result, tuple(
                 OpaquePart(path, whys[path], tuple(calls)) for path, calls in observed.items()
             )
-        if asked:
-            raise TraceError("what needs a gradient differs from trace to trace")
+        if asked and _needs(found) != _needs(given):
+            break
         asked = found
+    raise TraceError("what needs a gradient differs from trace to trace")
+
+
+def _needs(asked: AskedOf) -> dict[str, list[tuple[bool, ...]]]:
+    return {path: [(each.grad_enabled, *each.needs) for each in asked[path]] for path in asked}
 
 
 def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
