@@ -21,7 +21,7 @@ from graphs.graph import Graph
 from graphs.rewrites import Variants, check_word
 from solver.bound import lower_bound_s
 from solver.common import Deadline, check_time_limit, now_s, parse_budget
-from solver.device import host_beside
+from solver.device import find_hardware, host_beside
 from solver.methods import METHODS, find_obstacle
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import (
@@ -115,6 +115,8 @@ def solve(
         on_cuda=is_module and (on_cuda or (hardware is not None and hardware.kind == "cuda")),
         resident_bytes=graph.resident_bytes,
     )
+    if hardware is None and is_module and host_budget is not None:
+        hardware = find_hardware(str(graph.meta.environment["device"]))  # where it was traced
     request = Request(
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,

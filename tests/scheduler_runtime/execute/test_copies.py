@@ -222,7 +222,6 @@ def test_a_solved_plan_with_copies_runs() -> None:
         batch,
         budget=budget_bytes,
         host_budget="1GB",
-        host_link="100GB/s",
         time_limit_s=600,
     )
     assert solution.schedule is not None
