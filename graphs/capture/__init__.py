@@ -1,5 +1,6 @@
 """From a module and a batch to one traced program of forward and backward, and to graph nodes."""
 
+from graphs.capture.captured import Capture, Source
 from graphs.capture.extraction import (
     CPU_RANDOM_STATE_BYTES,
     Layout,
@@ -8,7 +9,7 @@ from graphs.capture.extraction import (
     is_random,
 )
 from graphs.capture.generation_cache import caching_configs
-from graphs.capture.joint_graph import Capture, Source, capture, fake_output, one_at_a_time
+from graphs.capture.joint_graph import capture, fake_output, one_at_a_time
 from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.refuse import (

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.calls import TraceError
 from graphs.capture.as_eager import own_generator
-from graphs.capture.joint_graph import Capture
+from graphs.capture.captured import Capture
 from graphs.capture.opaque import OpaqueForward
 from graphs.graph import Kind, Node, Phase, Tensor
 

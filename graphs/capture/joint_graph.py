@@ -23,15 +23,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -39,19 +38,18 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.traceback import annotate
-from torch.utils import _pytree as pytree
 
-from graphs.calls import HOLE, Call, TraceError, nested
-from graphs.capture.as_eager import Guard, eager_branches, eager_kernels, refuse_fast_path
+from graphs.calls import Call, TraceError
+from graphs.capture.as_eager import eager_branches, eager_kernels, refuse_fast_path
+from graphs.capture.captured import Capture, read_joint
 from graphs.capture.filled_once import filled_once, put_meanwhile
 from graphs.capture.generation_cache import no_cache
-from graphs.capture.opaque import OpaquePart, Planned, StandIn, bind, refuse_most, with_opaque_parts
+from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
 from graphs.capture.refuse import (
     HeldTensor,
     SideEffectError,
     attributes_unchanged,
     refuse_hooks,
-    refuse_overlapping,
     refuse_parametrization_cache,
 )
 from graphs.capture.same_steps import Recorded, same_steps
@@ -74,82 +72,6 @@ def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return locked
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where an input of the joint graph comes from.
-
-    kind: "parameter", "buffer", "input" or "tangent".
-    name: the parameter's or buffer's path, or "input.3", "tangent.0".
-    index: among its kind.
-    """
-
-    kind: str
-    name: str
-    index: int
-
-    @property
-    def title(self) -> str:
-        """For messages: "buffer 'norm.running_mean'"."""
-        if self.kind in ("parameter", "buffer"):
-            return f"{self.kind} {self.name!r}"
-        return f"tensor {self.index} of the batch" if self.kind == "input" else self.name
-
-
-@dataclass(frozen=True)
-class Capture:
-    """The joint fx graph and the meaning of its inputs and outputs.
-
-    sources: placeholder -> where it comes from.
-    outputs: fx nodes (or constants) of the model's flat outputs, in the order of `output_spec`.
-    gradient_outputs: indices of the outputs that get a gradient.
-    differentiable: indices of the outputs that require one, whether or not they get it.
-    tangents: index of an output -> placeholder of its gradient.
-    gradients: placeholder of a parameter or batch tensor -> fx node of its gradient.
-    mutations: placeholder -> fx node of its new value.
-    guards: values that the module read; a call with other values needs another program.
-    held: tensors in plain attributes of the module, which are constants of the program.
-    filled: those that the module's first call puts there.
-    opaque: modules that cannot be traced; each call is one forward and one backward node.
-    """
-
-    graph: torch.fx.Graph
-    module: torch.fx.GraphModule
-    sources: Mapping[torch.fx.Node, Source]
-    outputs: tuple[Any, ...]
-    output_spec: nested.Spec
-    gradient_outputs: tuple[int, ...]
-    differentiable: tuple[int, ...]
-    tangents: Mapping[int, torch.fx.Node]
-    gradients: Mapping[torch.fx.Node, torch.fx.Node]
-    mutations: Mapping[torch.fx.Node, torch.fx.Node]
-    guards: tuple[Guard, ...]
-    held: tuple[HeldTensor, ...]
-    filled: tuple[HeldTensor, ...] = ()
-    opaque: tuple[OpaquePart, ...] = ()
-
-    def copy(self) -> Capture:
-        """The same with a graph of its own, which may be changed; nodes have the same names."""
-        graph = torch.fx.Graph()
-        new: dict[torch.fx.Node, torch.fx.Node] = {}
-        graph.output(graph.graph_copy(self.graph, new))
-
-        def of(item: Any) -> Any:
-            return new[item] if isinstance(item, torch.fx.Node) else item
-
-        def both(nodes: Mapping[Any, Any]) -> dict[Any, Any]:
-            return {of(key): of(value) for key, value in nodes.items()}
-
-        return replace(
-            self,
-            graph=graph,
-            sources=both(self.sources),
-            outputs=tuple(map(of, self.outputs)),
-            tangents=both(self.tangents),
-            gradients=both(self.gradients),
-            mutations=both(self.mutations),
-        )
 
 
 @one_at_a_time
@@ -204,7 +126,7 @@ def _captured(
             joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
         bind(joint.graph_module.graph, standing)
         shell.mode.read.refuse_hidden(call.rest)
-        return _read(joint, shell)
+        return read_joint(joint, shell)
 
 
 @one_at_a_time
@@ -278,116 +200,6 @@ def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
             raise
         except Exception as error:
             raise _refused(model, error) from error
-
-
-def _read(joint: Any, shell: Shell) -> Capture:
-    """Translate AOTAutograd's descriptors into a `Capture`."""
-    module: torch.fx.GraphModule = joint.graph_module
-    sources: dict[torch.fx.Node, Source] = {}
-    by_desc: dict[Any, torch.fx.Node] = {}
-    for node in module.graph.find_nodes(op="placeholder"):
-        desc = node.meta["desc"]
-        by_desc[desc] = node
-        sources[node] = _source(desc, shell)
-    output_node = module.graph.output_node()
-    values = list(pytree.tree_leaves(output_node.args[0], is_leaf=lambda item: item is None))
-    flat: dict[int, Any] = {}
-    gradients: dict[torch.fx.Node, torch.fx.Node] = {}
-    mutations: dict[torch.fx.Node, torch.fx.Node] = {}
-    for value, desc in zip(values, output_node.meta["desc"], strict=True):
-        if isinstance(desc, descriptors.PlainAOTOutput):
-            flat[desc.idx] = value
-        elif isinstance(desc, descriptors.InputMutationAOTOutput):
-            mutations[by_desc[desc.mutated_input]] = value
-        elif isinstance(desc, descriptors.GradAOTOutput):
-            if value is not None:
-                gradients[by_desc[desc.grad_of]] = value
-        elif value is not None and not isinstance(desc, descriptors.IntermediateBaseAOTOutput):
-            raise TraceError(f"an output of kind {type(desc).__name__} is not supported")
-    positions = [index for index, item in enumerate(shell.flat_outputs) if item is HOLE]
-    outputs = list(shell.flat_outputs)
-    for index, value in flat.items():
-        outputs[positions[index]] = value
-    tangents = {
-        positions[sources[node].index]: node for node in sources if sources[node].kind == "tangent"
-    }
-    _refuse_shared(outputs, shell.chosen)
-    _refuse_overlapping(sources, mutations, shell)
-    if shell.spec is None:
-        raise TraceError("the model was never called while it was traced")
-    return Capture(
-        graph=module.graph,
-        module=module,
-        sources=sources,
-        outputs=tuple(outputs),
-        output_spec=shell.spec,
-        gradient_outputs=shell.chosen,
-        differentiable=shell.differentiable,
-        tangents=tangents,
-        gradients=gradients,
-        mutations=mutations,
-        guards=tuple(shell.mode.guards),
-        held=shell.mode.read.held_by(shell.model),
-    )
-
-
-def _refuse_shared(outputs: list[Any], chosen: tuple[int, ...]) -> None:
-    """Raise TraceError where an output that gets a gradient shares its storage."""
-    storages: dict[Any, int] = {}
-    for index, item in enumerate(outputs):
-        if not isinstance(item, torch.fx.Node):
-            continue
-        storage = item.meta["val"].untyped_storage()._cdata
-        other = storages.setdefault(storage, index)
-        if index in chosen and item.op == "placeholder":
-            raise TraceError(
-                f"output {index} of the model, which gets a gradient, is one of its inputs or "
-                "parameters; return a clone of it"
-            )
-        if other != index and (index in chosen or other in chosen):
-            raise TraceError(
-                f"outputs {other} and {index} of the model share memory, and one of them gets a "
-                "gradient; return a clone of it"
-            )
-
-
-def _refuse_overlapping(
-    sources: Mapping[torch.fx.Node, Source], mutations: Iterable[torch.fx.Node], shell: Shell
-) -> None:
-    """Raise TraceError where a written tensor shares memory with another that the step reads."""
-    state = shell.state
-    tensors: dict[Any, torch.Tensor] = {}
-    titles: dict[Any, str] = {}
-    for node, source in sources.items():
-        if source.kind != "tangent":
-            is_input = source.kind == "input"
-            tensors[node] = shell.batch_given[source.index] if is_input else state[source.name]
-            titles[node] = source.title
-    for index, tensor in enumerate(shell.mode.read.tensors):
-        tensors[index], titles[index] = tensor, "a tensor that forward reads besides its arguments"
-    refuse_overlapping(tensors, mutations, titles)
-
-
-def _source(desc: Any, shell: Shell) -> Source:
-    if isinstance(desc, descriptors.ParamAOTInput):
-        return Source("parameter", shell.path(desc.target), int(desc.target[1:]))
-    if isinstance(desc, descriptors.BufferAOTInput):
-        return Source("buffer", shell.path(desc.target), int(desc.target[1:]))
-    if isinstance(desc, descriptors.PlainAOTInput):
-        return Source("input", f"input.{desc.idx}", desc.idx)
-    if isinstance(desc, descriptors.TangentAOTInput):
-        if not isinstance(desc.output, descriptors.PlainAOTOutput):
-            # a gradient would arrive for something that is not an output of its own
-            written = getattr(desc.output, "mutated_input", None)
-            if isinstance(written, descriptors.ParamAOTInput):
-                raise TraceError(
-                    f"forward changes parameter {shell.path(written.target)!r} in place (clamp_, "
-                    "copy_, .data, max_norm of nn.Embedding); change it outside of forward, before "
-                    "the step"
-                )
-            raise TraceError("outputs of the model share memory; return clones of them")
-        return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
-    raise TraceError(f"an input of kind {type(desc).__name__} is not supported")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ are allocated, and one training step of it is traced.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphs.files import FormatError
-from graphs.fsdp import ShardingError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
 from graphs.rewrites import Variants
@@ -35,7 +33,8 @@ from solver.cli.model_file import (
     parse_source,
 )
 from solver.cli.progress import Say
-from solver.common import format_size, parse_budget
+from solver.cli.traced_step import NotTracedError, traced_step
+from solver.common import parse_budget
 from solver.device import Target, find_hardware, find_target, host_beside
 from solver.reporting import describe_costs, step_notes
 from solver.runtime_hooks import (
@@ -49,32 +48,14 @@ from solver.runtime_hooks import (
 from solver.schedule import Places, Request, Solution
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 Progress = Callable[[str], AbstractContextManager[object]]
 
-NOTABLE_OUTPUT_SHARE = 0.01
-NOTABLE_OUTPUT_BYTES = 10**6
-"""The report notes tensors returned beside the loss that are larger than both."""
-
-
-MOST_BATCH_BYTES = 2**30
-"""Of a batch that is built for its values."""
 NOTE_ON_ALLOCATOR = (
     "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator fragments "
     "memory in ways that no plan can predict and the reserve does not cover."
 )
-
-
-class NotTracedError(LoadError):
-    """The step of the model cannot be captured as one graph.
-
-    why: the message without the alternative that it ends with.
-    """
-
-    def __init__(self, message: str, *, why: str) -> None:
-        super().__init__(message)
-        self.why = why
 
 
 @dataclass(frozen=True)
@@ -238,7 +219,7 @@ def _model_problem(
         )
 
     def traced(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
-        step, notes = _traced(file, target, arguments, optimizer)
+        step, notes = traced_step(file, target, arguments, optimizer)
         optimizer = step.plain.meta.environment.get("optimizer")
         size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
         if largest == "seq_length" and "batch_size" in file.sizes:
@@ -286,17 +267,8 @@ def _planned_by_submodules(
     refused: LoadError,
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
-    names = [
-        "rewrites",
-        "compare",
-        "autocast",
-        "accumulate",
-        "fsdp",
-        "emit",
-        "max_batch",
-        "max_seq",
-        "host",
-    ]
+    names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "emit"]
+    names += ["max_batch", "max_seq", "host"]
     names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []
     names += ["device"] if target.hardware.kind != target.kind else []  # not on this machine
@@ -315,146 +287,6 @@ def _planned_by_submodules(
         raise LoadError(f"{refused}; tried, and failed: {error}") from error
     except (Exception, SystemExit) as error:  # the code of the model may raise anything
         raise refused from error
-
-
-def _traced(
-    file: ModelFile,
-    target: Target,
-    arguments: Arguments,
-    optimizer_costs: Mapping[str, Any] | None,
-) -> tuple[Variants, list[str]]:
-    """Build on the meta device and trace; also returns notes for the report.
-
-    optimizer_costs: as a graph of this model at another size has them (None: not known).
-    """
-    from graphs.trace import TraceError, trace_variants
-    from graphs.training_step import with_optimizer
-
-    notes = list(file.notes)
-    batch = _with_values(file, target.torch_device, notes)
-
-    def variants(model: nn.Module) -> Variants:
-        optimizer = file.optimizer(model) if optimizer_costs is None else None
-        with _autocast(arguments.autocast, target.kind), _quiet_logs():
-            return trace_variants(
-                model,
-                batch,
-                loss=file.loss,
-                inputs=file.inputs,
-                optimizer=optimizer,
-                gradients="accumulate" if arguments.accumulate else "fresh",
-                device=target.torch_device,
-                costs=target.costs,
-                fsdp=arguments.fsdp,
-                rewrites=arguments.rewrites,
-            )
-
-    def with_weights(refused: TraceError) -> Variants:
-        """A part that cannot be traced is run and measured, which takes values."""
-        if refused.runs_in_eager:
-            with contextlib.suppress(Exception):  # then the step is refused as it was
-                return variants(file.model().to(target.torch_device))
-        raise refused
-
-    try:
-        try:
-            step = variants(_on_meta(file.model, "the model", notes))
-        except TraceError as error:
-            step = with_weights(error)
-    except ShardingError as error:
-        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
-    except TraceError as error:
-        called_with = _called_with(error, batch)
-        raise NotTracedError(
-            f"{file.source}: {error}{called_with}", why=f"{file.source}: {error.why}{called_with}"
-        ) from error
-    if arguments.host is not None and step.plain.meta.environment.get("opaque"):
-        raise UsageError(
-            "--host: a part of the model is planned as one piece, which cannot be copied; leave "
-            "out --host"
-        )
-    plain, *planned = (with_optimizer(g, optimizer_costs) for g in (step.plain, *step.planned))
-    step = Variants(plain, tuple(planned))
-    notes.extend(step_notes(step.plain))
-    notes.extend(_note_on_outputs(step.plain))
-    return step, notes
-
-
-def _with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
-    """The batch on the device, for models that read it (is the padding mask all ones?).
-
-    A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device.
-    """
-    from graphs.calls import nested  # here: it takes torch
-
-    on_meta = _on_meta(file.batch, "the batch", notes)
-    size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(on_meta))
-    if size_bytes > MOST_BATCH_BYTES:
-        notes.append(
-            f"The batch of {format_size(size_bytes)} was not allocated, so its values are unknown: "
-            "if forward reads them, apply plans anew at the first step."
-        )
-        return on_meta
-    return nested.map_tensors(lambda tensor: tensor.to(device), file.batch())
-
-
-def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
-    """Build on the meta device; what needs values to be built is built with real memory."""
-    import torch
-
-    try:
-        with torch.device("meta"):
-            return build()
-    except LoadError as error:
-        built = build()  # raises the real reason, if there is one
-        notes.append(f"{what.capitalize()} was built in real memory; on the meta device: {error}.")
-        return built
-
-
-def _autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
-    """torch.autocast to "bf16" or "fp16" on the device; None: no autocast."""
-    import torch
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[name]
-    return torch.autocast(device, dtype=dtype, enabled=name is not None)
-
-
-@contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """Suppress the tracebacks that fake tensors log; the command prints one line instead."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _called_with(error: Exception, batch: Any) -> str:
-    """The shapes of the batch, if the error is one of the model's own code."""
-    if error.__cause__ is None:
-        return ""
-    from graphs.calls import nested  # here: it takes torch
-
-    tensors = nested.tensors(batch)
-    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
-    return f"; get_batch() returned {', '.join(shown) or 'no tensor'}"
-
-
-def _note_on_outputs(graph: Graph) -> Iterator[str]:
-    """What the model returns beside the loss stays live to the end of the step."""
-    returned_bytes = sum(
-        tensor.size_bytes
-        for tensor in graph.tensors
-        if tensor.kind == "output" and tensor.name in graph.outputs
-    )
-    all_bytes = sum(t.size_bytes for t in graph.tensors if t.alias_of is None)
-    if returned_bytes > max(NOTABLE_OUTPUT_BYTES, NOTABLE_OUTPUT_SHARE * all_bytes):
-        yield (
-            f"The model returns {format_size(returned_bytes)} of tensors beside the loss, which "
-            "stay live to the end of the step. Returning only the loss frees them."
-        )
 
 
 def _verified(

@@ -302,7 +302,7 @@ def test_a_model_that_reads_its_batch_is_planned_for_the_values_that_it_has(
 
 
 def test_a_batch_too_large_to_build_is_planned_without_its_values(model_file, capsys, monkeypatch):
-    monkeypatch.setattr("solver.cli.problem.MOST_BATCH_BYTES", 0)
+    monkeypatch.setattr("solver.cli.traced_step.MOST_BATCH_BYTES", 0)
     assert main(["--budget", "1MB", "--device", "cpu", model_file()]) == 0
     assert "was not allocated" in capsys.readouterr().out
 
