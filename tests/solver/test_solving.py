@@ -15,7 +15,7 @@ from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.common.sizes import BudgetError, parse_size
-from solver.methods.auto.stages import auto
+from solver.methods.auto import auto
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS

@@ -1,4 +1,4 @@
 """The default method: cuts, eviction and recombination, with a proven bound."""
 
+from solver.methods.auto.entry import auto
 from solver.methods.auto.local_optimum import drop_recomputation
-from solver.methods.auto.stages import auto

@@ -1,4 +1,4 @@
-"""`auto`: whole models, operator by operator, in seconds, with a proof beside the answer.
+"""`auto` on the device alone: whole models, operator by operator, in seconds, with a proof.
 
 1. **Single cut.** `solver.bound.binding_cut` finds the position whose cut loses the most recompute
    time. Its MILP gives the proven bound and a set S of storages to hold at that position. The
@@ -45,14 +45,13 @@ from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
-from solver.methods.auto.with_copies import with_copies
 from solver.methods.dp import dp
 from solver.methods.evict import MAX_RESTARTS, evict
 from solver.methods.ilp_stages import Stages, TooLargeError
 from solver.methods.least_budget import LEAST_PATIENCE, PATIENCE, least_schedule
 from solver.methods.proposal import Proposal
 from solver.methods.revolve import revolve
-from solver.schedule import Places, Schedule, baseline
+from solver.schedule import Schedule, baseline
 
 SMALL_NODES, SMALL_VARIABLES = 40, 500
 """Of an integer program that takes about a second."""
@@ -66,45 +65,19 @@ OTHERS = (revolve, dp)
 """`dp` asks `sqrt` and tries what `every_block` does. `none` is tried first of all."""
 
 
-def auto(
+def recompute_only(
     graph: Graph,
     *,
     budget_bytes: int,
     time_limit_s: float,
-    seed: int,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
-    places: Places | None = None,
 ) -> Proposal:
-    """The best schedule found and the proven bound; see the module. No randomness.
+    """The best schedule found and the proven bound; see the module.
 
     starts: schedules known for this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
-    places: host memory that schedules may copy to (`solver.methods.auto.with_copies`).
     """
-    if places is not None and places.host is not None:
-        without = [schedule for schedule in starts if not schedule.has_copies]
-
-        def recompute_only(budget_bytes: int, time_limit_s: float) -> Proposal:
-            return auto(
-                graph,
-                budget_bytes=budget_bytes,
-                time_limit_s=time_limit_s,
-                seed=seed,
-                starts=without,
-                quick=quick or budget_bytes != own_bytes,
-            )
-
-        own_bytes = budget_bytes
-        return with_copies(
-            graph,
-            budget_bytes=budget_bytes,
-            time_limit_s=time_limit_s,
-            places=places,
-            recompute_only=recompute_only,
-            starts=starts,
-            quick=quick,
-        )
     search = Search(FoldedGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     with search:
         search.offer(baseline(graph))

@@ -9,7 +9,7 @@
    What overflows at other positions is copied too.
 3. **What overflows is copied.** The plain step, and the schedule that recomputation alone has for
    more bytes than there are, with what overflows on the host.
-4. **Recomputation alone** is `auto` without places; its schedule is a candidate like the others. It
+4. **Recomputation alone** (`stages`): its schedule is a candidate like the others. It
    is not searched for where its own bound is no better than what has been found.
 
 The bound is that of the cuts with copies, so it holds for every schedule, whatever it copies. A
@@ -23,7 +23,7 @@ deadlines, and a gap is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from graphs.graph import Graph
 from solver.bound import (
@@ -45,6 +45,7 @@ from solver.methods.auto.placing import (
     place_copies,
 )
 from solver.methods.auto.search import DONE_GAP
+from solver.methods.auto.stages import recompute_only
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import (
@@ -71,22 +72,30 @@ COLUMNS = 4_000
 MORE_SHARES = (1.0, 0.7, 0.4)
 """Of the bytes that the cut has on the host: so many more bytes for recomputation alone."""
 
-RecomputeOnly = Callable[[int, float], Proposal]
-"""`auto` without places, for a budget in bytes and a time limit."""
-
 
 class CopySearch(BestSoFar):
     """The best schedule and the best bound so far.
 
     folded: of the step on the device alone. free: where storages may leave.
+    starts: schedules known for this graph.
+    quick: without the last two stages, if the others have found a schedule.
     """
 
     def __init__(
-        self, graph: Graph, *, budget_bytes: int, time_limit_s: float, places: Places, host: Place
+        self,
+        graph: Graph,
+        *,
+        budget_bytes: int,
+        time_limit_s: float,
+        places: Places,
+        host: Place,
+        starts: Sequence[Schedule],
+        quick: bool,
     ) -> None:
         super().__init__(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places)
         self.to: Places = places
         self.host = host
+        self.starts, self.quick = starts, quick
         self.folded = FoldedGraph.of(graph)
         self.free = FoldedGraph.of(graph, may_leave=True)
         self.binding = CopyBinding(0.0, ())
@@ -113,6 +122,15 @@ class CopySearch(BestSoFar):
         baseline_s = self.graph.baseline_time_s or 1.0
         return self.best[1].time_s / baseline_s - 1 - self.lost_share
 
+    def recompute_only(self, budget_bytes: int, *, quick: bool) -> Proposal:
+        return recompute_only(
+            self.graph,
+            budget_bytes=budget_bytes,
+            time_limit_s=self.deadline.left_s,
+            starts=[schedule for schedule in self.starts if not schedule.has_copies],
+            quick=quick,
+        )
+
     def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyProgram:
         return CopyProgram(
             self.free,
@@ -130,13 +148,12 @@ def with_copies(
     budget_bytes: int,
     time_limit_s: float,
     places: Places,
-    recompute_only: RecomputeOnly,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
 ) -> Proposal:
     """The best schedule found with copies to the host or without, and the proven bound.
 
-    quick: without the last step, if the others have found a schedule.
+    starts: schedules known for this graph. quick: only what takes seconds.
     """
     assert places.host is not None
     search = CopySearch(
@@ -145,6 +162,8 @@ def with_copies(
         time_limit_s=time_limit_s,
         places=places,
         host=places.host,
+        starts=starts,
+        quick=quick,
     )
     with search:
         for schedule in (baseline(graph), *starts):
@@ -157,7 +176,7 @@ def with_copies(
             enough = quick and stage is _copy_what_overflows and search.best is not None
             if search.done or math.isinf(search.lost_share) or enough:
                 break
-            stage(search, recompute_only)
+            stage(search)
     return Proposal(
         schedule=search.best[0] if search.best else None,
         lower_bound_s=least_time_s(graph, lost_share=search.lost_share),
@@ -165,13 +184,13 @@ def with_copies(
     )
 
 
-def _choose(search: CopySearch, _: RecomputeOnly) -> None:
+def _choose(search: CopySearch) -> None:
     """What the strongest cut says."""
     for cut in search.binding.ranked[:1]:
         _rounds(search, cut.position)
 
 
-def _choose_elsewhere(search: CopySearch, _: RecomputeOnly) -> None:
+def _choose_elsewhere(search: CopySearch) -> None:
     """What the next cut says, if it is about as strong."""
     for cut in search.binding.ranked[1:2]:
         if cut.lost_share >= SIMILAR * search.binding.lost_share and search.gap > OPTIMAL_GAP:
@@ -231,7 +250,7 @@ def _place(search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]) -> Pla
     )
 
 
-def _prove(search: CopySearch, _: RecomputeOnly) -> None:
+def _prove(search: CopySearch) -> None:
     """The strongest cut as an integer program."""
     for cut in search.binding.ranked[:1]:
         program = search.program(cut.position)
@@ -244,24 +263,24 @@ def _prove(search: CopySearch, _: RecomputeOnly) -> None:
         search.lost_share = max(search.lost_share, found.lost_share)
 
 
-def _without_copies(search: CopySearch, recompute_only: RecomputeOnly) -> None:
+def _without_copies(search: CopySearch) -> None:
     """Unless a bound shows that no schedule without copies is better than what was found."""
     alone = binding_cut(
         search.folded, budget_bytes=search.budget_bytes, deadline=search.deadline
     ).lost_share
     if alone - search.lost_share >= search.gap:
         return
-    proposal = recompute_only(search.budget_bytes, search.deadline.left_s)
+    proposal = search.recompute_only(search.budget_bytes, quick=search.quick)
     search.timed_out = search.timed_out or proposal.timed_out
     if proposal.schedule is not None:
         search.offer(proposal.schedule)
 
 
-def _copy_overflow_of_plain_step(search: CopySearch, _: RecomputeOnly) -> None:
+def _copy_overflow_of_plain_step(search: CopySearch) -> None:
     search.offer(_overflow_copied(search, baseline(search.graph).order))
 
 
-def _copy_what_overflows(search: CopySearch, recompute_only: RecomputeOnly) -> None:
+def _copy_what_overflows(search: CopySearch) -> None:
     """Of plans for more bytes, where the gap is worth it."""
     if search.gap <= OPTIMAL_GAP:
         return
@@ -270,7 +289,7 @@ def _copy_what_overflows(search: CopySearch, recompute_only: RecomputeOnly) -> N
     for share in MORE_SHARES:
         if away_bytes and not search.time_is_up():
             budget_bytes = search.budget_bytes + int(share * away_bytes)
-            schedule = recompute_only(budget_bytes, search.deadline.left_s).schedule
+            schedule = search.recompute_only(budget_bytes, quick=True).schedule
             orders += [] if schedule is None else [schedule.order]
     for order in dict.fromkeys(orders):
         if search.done:

@@ -14,10 +14,10 @@ from solver.analysis.pareto import sweep
 from solver.bound.cut import solve_cuts
 from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
+from solver.methods.auto import auto
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.search import Search
-from solver.methods.auto.stages import auto
 from solver.methods.proposal import Method, Proposal
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
