@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphs.training_step import LossOnly
+from checkpoint_solver import LossOnly
 
 try:
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from scheduler_runtime import fit, plans_of
+from checkpoint_solver import fit, plans_of
 
 
 def main():

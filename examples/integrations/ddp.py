@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scheduler_runtime import fit, plans_of
+from checkpoint_solver import fit, plans_of
 
 
 def train():

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for `examples`, which is not installed
 
+from checkpoint_solver import solve
+from checkpoint_solver.export import to_torch_checkpoint
 from examples import gpt2
 from examples.integrations.two_processes import SIZES, compare, run, small_gpt2
-from scheduler_runtime.export import to_torch_checkpoint
-from solver import solve
 
 
 def work(rank: int) -> None:

@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for `examples`, which is not installed
 
+from checkpoint_solver import solve
+from checkpoint_solver.export import to_torch_checkpoint
+from checkpoint_solver.fsdp import shard
 from examples import gpt2
 from examples.integrations.two_processes import (
     N_PROCESSES,
@@ -27,9 +30,6 @@ from examples.integrations.two_processes import (
     run,
     small_gpt2,
 )
-from scheduler_runtime.export import to_torch_checkpoint
-from scheduler_runtime.fsdp import shard
-from solver import solve
 
 BUDGET = "4.5MB"
 

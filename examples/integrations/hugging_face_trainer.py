@@ -8,7 +8,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from scheduler_runtime.integrations.hugging_face import FitCallback
+from checkpoint_solver.integrations.hugging_face import FitCallback
 
 
 def main():

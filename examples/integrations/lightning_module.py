@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scheduler_runtime.integrations.lightning import FitCallback
+from checkpoint_solver.integrations.lightning import FitCallback
 
 
 class Classifier(LightningModule):

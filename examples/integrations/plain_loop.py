@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scheduler_runtime import fit, measure, plans_of
+from checkpoint_solver import fit, measure, plans_of
 
 
 class Tower(nn.Module):

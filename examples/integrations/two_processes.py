@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from checkpoint_solver.costs import cpu_peak_bytes
 from examples import gpt2
-from graphs.costs import cpu_peak_bytes
 
 N_PROCESSES = 2
 N_STEPS = 3

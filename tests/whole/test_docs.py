@@ -22,6 +22,7 @@ from tests.support.paths import ROOT
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = ("graphs", "solver", "scheduler_runtime")
+NAMES = "checkpoint_solver|graphs|solver|scheduler_runtime"
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +160,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("**/*.m
 def test_names_and_paths_in_code_spans_exist(path):
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    for name in re.findall(r"`((?:graphs|solver|scheduler_runtime)(?:\.\w+)+)`", text):
+    for name in re.findall(rf"`((?:{NAMES})(?:\.\w+)+)`", text):
         assert _resolves(name), name
-    tops = "graphs|solver|scheduler_runtime|tests|benchmarks|examples|docs"
+    tops = f"{NAMES}|tests|benchmarks|examples|docs"
     for name in re.findall(rf"\b((?:{tops})/[\w/.]*\w)", text):
         assert (ROOT / name).exists(), name
 

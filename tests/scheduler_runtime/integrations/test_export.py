@@ -23,7 +23,7 @@ from scheduler_runtime.measuring import measure
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from tests.scheduler_runtime.test_applying import one_step
 from tests.scheduler_runtime.test_export import planned, put, small_gpt2, tokens
-from tests.support.paths import ROOT
+from tests.support.paths import INSTALLED, ROOT
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_peft_after_an_export_works_for_whole_checkpoints_and_else_says_so() -> 
 @pytest.mark.distributed
 @pytest.mark.parametrize("example", ["export_ddp", "export_fsdp2"])
 def test_two_processes_train_with_the_same_bits(example: str, tmp_path: Path) -> None:
-    for package in ("graphs", "solver", "scheduler_runtime"):  # as installed: no `examples`
+    for package in INSTALLED:  # as installed: no `examples`
         (tmp_path / package).symlink_to(ROOT / package)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", f"examples/integrations/{example}.py"],

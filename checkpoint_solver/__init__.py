@@ -1,0 +1,100 @@
+"""One name to import everything from: `from checkpoint_solver import solve, apply, fit, report`.
+
+It offers what `graphs`, `solver` and `scheduler_runtime` export, the same objects under the same
+names. The modules beside it (`checkpoint_solver.export`, `.fsdp`, `.costs`, ...) offer what the
+folders of these packages export. Nothing is loaded before it is asked for (PEP 562), so importing
+this package imports neither torch nor Matplotlib.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from checkpoint_solver import chain as chain
+    from checkpoint_solver import costs as costs
+    from checkpoint_solver import emit as emit
+    from checkpoint_solver import export as export
+    from checkpoint_solver import fallback as fallback
+    from checkpoint_solver import fsdp as fsdp
+    from checkpoint_solver import integrations as integrations
+    from checkpoint_solver import plot as plot
+    from checkpoint_solver import schedule as schedule
+    from checkpoint_solver import synthetic as synthetic
+    from graphs import *
+    from graphs.calls import TraceError as TraceError
+    from graphs.trace import trace as trace
+    from graphs.trace import trace_variants as trace_variants
+    from graphs.training_step import LossOnly as LossOnly
+    from scheduler_runtime import *
+    from solver import *
+    from solver.analysis import default_budgets as default_budgets
+    from solver.common import BudgetError as BudgetError
+    from solver.device import DeviceError as DeviceError
+
+_PACKAGES = ("graphs", "solver", "scheduler_runtime")
+"""In the order of what they load: only the last one imports torch."""
+_FROM_FOLDERS = {
+    "BudgetError": "solver.common",
+    "DeviceError": "solver.device",
+    "LossOnly": "graphs.training_step",
+    "TraceError": "graphs.calls",
+    "default_budgets": "solver.analysis",
+    "trace": "graphs.trace",
+    "trace_variants": "graphs.trace",
+}
+_MODULES = {found.name for found in iter_modules(__path__) if found.name != "__main__"}
+
+
+def _refuse_other_packages() -> None:
+    """Raise ImportError where one of the names belongs to a file or package of somebody else."""
+    ours = Path(__file__).resolve().parents[1]
+    for name in _PACKAGES:
+        spec = find_spec(name)
+        place = None if spec is None else spec.origin
+        if place is None or Path(place).resolve().parents[1] != ours:
+            raise ImportError(
+                f"checkpoint_solver needs the package {name!r} in {ours}, but that name "
+                + (f"is taken by {place}: rename it" if place else "is missing: install again")
+            )
+
+
+_refuse_other_packages()
+
+
+def __getattr__(name: str) -> Any:
+    """Called once for each name; the import system keeps modules, the line below the rest."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _FROM_FOLDERS:
+        found = getattr(importlib.import_module(_FROM_FOLDERS[name]), name)
+    elif name == "__all__":
+        found = _names()
+    elif name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    else:
+        found = _from_a_package(name)
+    globals()[name] = found
+    return found
+
+
+def _from_a_package(name: str) -> Any:
+    for package in _PACKAGES:
+        module = importlib.import_module(package)
+        if name in module.__all__:
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _names() -> list[str]:
+    """Every public name. Imports torch."""
+    exported = (importlib.import_module(package).__all__ for package in _PACKAGES)
+    return sorted({*_FROM_FOLDERS, *_MODULES, *(name for names in exported for name in names)})
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_names()})

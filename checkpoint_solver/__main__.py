@@ -1,0 +1,7 @@
+"""`python -m checkpoint_solver`: the command `solve`."""
+
+import sys
+
+from solver.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Callbacks for the trainers of other libraries; each module imports its library."""

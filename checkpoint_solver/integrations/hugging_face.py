@@ -1,0 +1,5 @@
+"""A callback for the Trainer of transformers, of `scheduler_runtime.integrations`."""
+
+from scheduler_runtime.integrations.hugging_face import FitCallback
+
+__all__ = ["FitCallback"]

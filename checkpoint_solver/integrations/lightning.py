@@ -1,0 +1,5 @@
+"""A callback for the Trainer of Lightning, of `scheduler_runtime.integrations`."""
+
+from scheduler_runtime.integrations.lightning import FitCallback
+
+__all__ = ["FitCallback"]
