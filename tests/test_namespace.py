@@ -62,8 +62,9 @@ def test_a_module_offers_the_objects_of_its_home(name):
 
 
 def test_modules_are_attributes_too():
-    done = python("-c", "import checkpoint_solver as c; c.export.to_torch_checkpoint, c.fsdp.shard")
-    assert done.returncode == 0, done.stderr
+    for name in checkpoint_solver._MODULES:
+        found = checkpoint_solver.__getattr__(name)
+        assert found is importlib.import_module(f"checkpoint_solver.{name}")
 
 
 def test_a_star_and_dir_give_every_name():
@@ -71,8 +72,6 @@ def test_a_star_and_dir_give_every_name():
     expected |= {"export", "trace", "TraceError"}
     assert expected <= set(checkpoint_solver.__all__)
     assert expected <= set(dir(checkpoint_solver))
-    done = python("-c", "from checkpoint_solver import *; print(solve, fit, export, trace)")
-    assert done.returncode == 0, done.stderr
 
 
 def test_types_are_declared_for_every_name():
@@ -86,16 +85,16 @@ def test_types_are_declared_for_every_name():
 
 
 def test_importing_it_loads_nothing_slow():
-    assert not imported_by("import checkpoint_solver")
-    assert not imported_by("from checkpoint_solver import Graph, solve, report, sweep, BudgetError")
-    assert not imported_by("from checkpoint_solver import emit, schedule, synthetic")
-    assert not imported_by("import checkpoint_solver; hasattr(checkpoint_solver, '__wrapped__')")
-    assert "torch" in imported_by("from checkpoint_solver import fit")
+    assert not imported_by(
+        "import checkpoint_solver; hasattr(checkpoint_solver, '__wrapped__')\n"
+        "from checkpoint_solver import Graph, solve, report, sweep, BudgetError\n"
+        "from checkpoint_solver import emit, schedule, synthetic"
+    )
 
 
 def test_an_unknown_name_is_an_import_error():
-    done = python("-c", "from checkpoint_solver import solv")
-    assert done.stderr.splitlines()[-1].startswith("ImportError: cannot import name 'solv'")
+    with pytest.raises(ImportError, match="cannot import name 'solv'"):
+        from checkpoint_solver import solv  # noqa: F401
 
 
 @pytest.mark.parametrize("name", HOMES)
@@ -124,7 +123,7 @@ def test_a_strict_type_checker_knows_the_names(tmp_path):
         "reveal_type(Roofline(named('h100')))\n"
         "reveal_type(simulate)\n"
         "def planned(graph: Graph) -> Solution:\n"
-        "    return solve(graph, budgte='1GB')\n"
+        "    return solve(graph, budget='1GB', reserv=0)\n"
     )
     (tmp_path / "user.py").write_text(program)
     options = ("--strict", "--follow-imports=silent", "--config-file=", f"--cache-dir={tmp_path}")
@@ -134,4 +133,4 @@ def test_a_strict_type_checker_knows_the_names(tmp_path):
     assert 'Revealed type is "graphs.costs.models.Roofline"' in done.stdout
     errors = [line for line in done.stdout.splitlines() if "error:" in line]
     assert len(errors) == 1, done.stdout
-    assert 'Unexpected keyword argument "budgte"' in errors[0]
+    assert 'Unexpected keyword argument "reserv"' in errors[0]
