@@ -46,6 +46,7 @@ from scheduler_runtime.planned import (
     refuse_second,
     replan,
 )
+from solver.common import format_time, now_s, tell
 from solver.methods import KnownPlan
 from solver.schedule import simulate
 
@@ -157,6 +158,7 @@ class AppliedForward(PlannedForward):
     def program_for(self, call: Call) -> StepProgram:
         model = self._model
         check_arguments(model, call, forward=self.own_forward)
+        started_s = now_s()
         try:
             step = self._trace(call)
         except TraceError:
@@ -185,6 +187,8 @@ class AppliedForward(PlannedForward):
                     f"the plan takes at least {peak_bytes} bytes, and its budget leaves "
                     f"{plan.request.available_bytes}: the schedule file was edited; plan again"
                 )
+            took = format_time(now_s() - started_s)
+            tell(f"{type(model).__name__}: its step is the planned one, traced in {took}")
         else:
             differences = [each for each in found if each is not None]
             index = next((i for i, each in enumerate(differences) if each.of_values), 0)

@@ -45,7 +45,7 @@ from scheduler_runtime.surroundings import (
     size_on,
     why_not_planned,
 )
-from solver.common import format_both
+from solver.common import counted, format_both, telling
 from solver.methods import METHODS, KnownPlan
 from solver.schedule import Request, Solution
 
@@ -220,25 +220,28 @@ class FittedForward(PlannedForward):
         device, buckets = device_of(self._model), buckets_of(self._model)
         request = self._request(call, device, buckets)
         costs = self.options.costs or default_costs(device)
-        with no_checkpoints():
-            step = self.traced(
-                call,
-                choose=self._gradient_outputs,
-                gradients="accumulate" if self._accumulates(buckets) else "fresh",
-                costs=costs,
-                rewrites=(),
+        name = type(self._model).__name__
+        with telling(f"tracing {name}...") as say:
+            with no_checkpoints():
+                step = self.traced(
+                    call,
+                    choose=self._gradient_outputs,
+                    gradients="accumulate" if self._accumulates(buckets) else "fresh",
+                    costs=costs,
+                    rewrites=(),
+                )
+            if not held_bytes:  # the step that runs again is given what the first pass has kept
+                held_bytes = kept_bytes(step.captured, device)
+            around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
+            say(f"planning {name} ({counted(len(step.graph.nodes), 'op')})...")
+            found = new_plan(
+                step,
+                around,
+                request,
+                planned=variants_of(self.options.rewrites),
+                known=[KnownPlan.of(each.solution) for each in self.plans if not each.reused],
             )
-        if not held_bytes:  # the step that runs again is given what the first pass has kept
-            held_bytes = kept_bytes(step.captured, device)
-        around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
-        found = new_plan(
-            step,
-            around,
-            request,
-            planned=variants_of(self.options.rewrites),
-            known=[KnownPlan.of(each.solution) for each in self.plans if not each.reused],
-        )
-        finish_measuring(costs)  # after planning, which may measure operators of other variants
+            finish_measuring(costs)  # after planning, which may measure ops of other variants
         solution = found.solution
         if solution.schedule is None:
             raise FitError(

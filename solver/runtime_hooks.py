@@ -11,6 +11,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from solver.common import counted, format_size
 from solver.schedule import Solution
 
 
@@ -95,6 +96,17 @@ class Verification:
     @property
     def passed(self) -> bool:
         return self.fits and not self.differences
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line."""
+        results = "bitwise identical" if self.results == "bitwise" else "errors as promised"
+        if self.differences:
+            results = f"{counted(len(self.differences), 'result')} DIFFER"
+        peak = f"peak {format_size(self.measured_peak_bytes)}"
+        peak += f", predicted {format_size(self.predicted_peak_bytes)}"
+        budget = "" if self.fits else ", ABOVE THE BUDGET"
+        return f"{'verified' if self.passed else 'NOT verified'}: {results}; {peak}{budget}"
 
 
 class NoRowError(ValueError):

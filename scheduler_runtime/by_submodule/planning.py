@@ -37,7 +37,7 @@ from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
 from scheduler_runtime.surroundings import budget_for
-from solver.common import counted, format_size
+from solver.common import counted, format_size, now_s, tell, telling
 from solver.module_checkpointing import (
     ModuleTree,
     NoModulesFitError,
@@ -47,7 +47,7 @@ from solver.module_checkpointing import (
     plan_regions,
 )
 from solver.runtime_hooks import NoRowError, Planned
-from solver.schedule import Compute, Obstacle, Solution
+from solver.schedule import Compute, Obstacle, Solution, plan_line
 from solver.solving import solve
 
 N_CORRECTIONS = 4
@@ -85,6 +85,35 @@ def plan_chain(
             f"the model is on {device}; real steps can be measured on cpu and cuda only"
         )
     budget_bytes, reserve_bytes = budget_for(model, budget, reserve)
+    started_s = now_s()
+    with telling(f"measuring steps of {type(model).__name__}..."):
+        found = _observed_and_planned(
+            model,
+            batch,
+            loss=loss,
+            inputs=inputs,
+            optimizer=optimizer,
+            budget_bytes=budget_bytes,
+            reserve_bytes=reserve_bytes,
+            time_limit_s=time_limit_s,
+        )
+    tell(plan_line(found, how="planned by submodules", took_s=now_s() - started_s))
+    return found
+
+
+def _observed_and_planned(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    inputs: Callable[[Any], Any] | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    budget_bytes: int,
+    reserve_bytes: int,
+    time_limit_s: float,
+) -> SubmoduleSolution:
+    """`plan_chain` once the options are checked."""
+    device = device_of(model)
     try:
         step = ObservedStep(model, batch, loss=loss, inputs=inputs)
         blocks = find_sequence(model, step.forward)

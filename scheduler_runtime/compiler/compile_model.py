@@ -12,7 +12,6 @@ until the step fits.
 from __future__ import annotations
 
 import functools
-import logging
 import types
 import warnings
 from collections.abc import Callable
@@ -34,9 +33,7 @@ from scheduler_runtime.compiler.rehearsal import Rehearsal
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import PlannedForward, refuse_second
 from scheduler_runtime.surroundings import budget_for
-from solver.common import BudgetError, counted, format_share, format_size
-
-logger = logging.getLogger(__name__)
+from solver.common import BudgetError, counted, format_share, format_size, format_time, now_s, tell
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,15 @@ class CompileReport:
     chosen: Attempt
     optimizer_peak_bytes: int
 
-    def __str__(self) -> str:
+    @property
+    def line(self) -> str:
+        """What is in use, in one line."""
         within = format_size(self.available_bytes)
         peak = format_peak(self.chosen.measured_bytes)
-        lines = [f"compiled by {self.backend} within {within}: measured peak {peak}"]
+        return f"compiled by {self.backend} within {within}: measured peak {peak}"
+
+    def __str__(self) -> str:
+        lines = [self.line]
         for number, attempt in enumerate(self.attempts):
             plan = attempt.partition
             n_ops = plan.n_recomputed
@@ -206,6 +208,7 @@ class CompiledForward(PlannedForward):
 
     def _compiled(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> _CompiledStep:
         """Compile and measure until the step fits."""
+        started_s = now_s()
         model, optimizer, target = self._model, self._optimizer, self._target
         args, kwargs = call.arguments(call.tensors)
         new_state_bytes, optimizer_workspace_bytes = 0, 0
@@ -241,5 +244,6 @@ class CompiledForward(PlannedForward):
             optimizer_peak_bytes=optimizer_peak_bytes,
         )
         self.reports.append(report)
-        logger.info("%s", report)
+        took = f"{counted(len(loop.attempts), 'attempt')}, {format_time(now_s() - started_s)}"
+        tell(f"{type(model).__name__}: {report.line} ({took})")
         return _CompiledStep(function)

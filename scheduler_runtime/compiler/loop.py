@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +14,7 @@ from graphs.capture import SideEffectError
 from scheduler_runtime.compiler.backends import backend_of
 from scheduler_runtime.compiler.partitioner import BudgetPartitioner, NothingFitsError, Partition
 from scheduler_runtime.compiler.rehearsal import Rehearsal
-from solver.common import BudgetError, format_size
-
-logger = logging.getLogger(__name__)
+from solver.common import BudgetError, format_size, telling
 
 CLOSE = 0.02
 """The search ends at a measured peak that is at most this share below the budget."""
@@ -76,8 +72,8 @@ class CompileLoop:
         least_tried = False
         while len(self.attempts) < self._target.max_attempts:
             try:
-                self._say(planned_bytes)
-                attempt, function = self._attempt(planned_bytes)
+                with telling(self._what(planned_bytes)):
+                    attempt, function = self._attempt(planned_bytes)
             except NothingFitsError as error:
                 if self._best is not None:
                     break
@@ -94,10 +90,10 @@ class CompileLoop:
             raise self._nothing_fits()
         return self._best
 
-    def _say(self, planned_bytes: int | None) -> None:
-        """Tell what is about to take minutes: log it, and show it on a terminal."""
+    def _what(self, planned_bytes: int | None) -> str:
+        """What is about to take minutes."""
         last = self.attempts[-1] if self.attempts else None
-        text = f"compile: {self._title}, attempt {len(self.attempts) + 1} of at most "
+        text = f"compiling {self._title}, attempt {len(self.attempts) + 1} of at most "
         text += f"{self._target.max_attempts}, "
         if planned_bytes is None:
             text += "PyTorch's partition; each attempt is a full compilation and one measured step"
@@ -106,9 +102,7 @@ class CompileLoop:
         if last is not None:
             text += f"; the last one measured {format_peak(last.measured_bytes)}, "
             text += f"{format_size(self._target.available_bytes)} are available"
-        logger.info(text)
-        if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
-            print(text, file=sys.stderr)
+        return text
 
     def _attempt(self, planned_bytes: int | None) -> tuple[Attempt, Callable[..., Any]]:
         partitioner = self._target.partitioner(budget_bytes=planned_bytes)

@@ -22,6 +22,7 @@ from graphs.graph import Graph
 from graphs.trace import CapturedStep, refuse_plans, trace_module
 from scheduler_runtime.execute import ReplacedForward, StepProgram, has_checkpoints
 from scheduler_runtime.planned.guards import kind_of
+from solver.common import telling
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import Compute, Schedule, name_in
 
@@ -148,16 +149,17 @@ class PlannedForward(ReplacedForward):
         # not this object: what is traced is searched for tensors, and here are those of all plans
         model.forward = self.own_forward
         try:
-            step = trace_module(
-                model,
-                call,
-                device=device_of(model),
-                choose=choose,
-                gradients=gradients,
-                costs=costs,
-                rewrites=rewrites,
-                opaque=opaque,
-            )
+            with telling(f"tracing {type(model).__name__}..."):
+                step = trace_module(
+                    model,
+                    call,
+                    device=device_of(model),
+                    choose=choose,
+                    gradients=gradients,
+                    costs=costs,
+                    rewrites=rewrites,
+                    opaque=opaque,
+                )
         except TraceError as error:
             if error.runs_in_eager:
                 error.add_note(PLAN_BY_SUBMODULES)

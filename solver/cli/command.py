@@ -37,6 +37,7 @@ from solver.common import (
     ctrl_c_ends_searches,
     format_both,
     reject_missing_unit,
+    untold,
 )
 from solver.device import DeviceError
 from solver.emit import NoLayersError, layers, nearest
@@ -99,7 +100,8 @@ def _own_process() -> None:
 def _ended(run: Callable[[], int], *, as_json: bool) -> int:
     """Run, and turn user errors into exit codes."""
     try:
-        return run()
+        with untold():  # `Progress` says what runs
+            return run()
     except (UsageError, BudgetError, DeviceError, SizeError) as error:
         return _failed(Exit.USAGE, str(error), as_json=as_json)
     except (LoadError, FormatError, GraphError) as error:

@@ -1,4 +1,4 @@
-"""Sizes, deadlines, number formatting that every other part uses."""
+"""Sizes, deadlines, number formats, and what runs told, for every other part."""
 
 from solver.common.deadline import (
     NEVER,
@@ -21,3 +21,4 @@ from solver.common.sizes import (
     parse_size,
     reject_missing_unit,
 )
+from solver.common.what_runs import Say, tell, telling, untold

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.analysis import Curve, SizeSearch, advise, pareto
-from solver.common import parse_size
+from solver.common import counted, format_time, now_s, parse_size, tell, telling
 from solver.reporting.report_data import Report, describe_costs, step_notes
 from solver.runtime_hooks import Verification, run_verifier
 from solver.schedule import Solution
@@ -109,17 +109,26 @@ def sweep(
     sizes = (
         None if budgets is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in budgets]
     )
-    return pareto.sweep(
-        step,
-        budgets=sizes,
-        methods=methods,
-        reserve_bytes=solution.request.reserve_bytes if solution else 0,
-        time_limit_s=time_limit_s,
-        seed=seed,
-        rewrites=solution.request.rewrites if solution else "none",
-        places=solution.request.places if solution else None,
-        known=[solution] if solution and solution.method in methods else [],
-    )
+    name, started_s = Variants.of(step).plain.meta.model or "graph", now_s()
+    with telling(f"sweeping budgets of {name}...") as say:
+        curve = pareto.sweep(
+            step,
+            budgets=sizes,
+            methods=methods,
+            reserve_bytes=solution.request.reserve_bytes if solution else 0,
+            time_limit_s=time_limit_s,
+            seed=seed,
+            rewrites=solution.request.rewrites if solution else "none",
+            places=solution.request.places if solution else None,
+            known=[solution] if solution and solution.method in methods else [],
+            on_point=lambda n_done, n_all: say(
+                f"sweeping budgets of {name}: {n_done} of {counted(n_all, 'plan')}"
+            ),
+        )
+    plans = counted(sum(point.schedule is not None for point in curve.points), "plan")
+    budgets_tried = counted(len({p.request.budget_bytes for p in curve.points}), "budget")
+    tell(f"{name}: {plans} for {budgets_tried} in {format_time(now_s() - started_s)}")
+    return curve
 
 
 def verify(
@@ -152,16 +161,21 @@ def verify(
                 f"{name} is an object of type {type(value).__name__}; give a function that creates "
                 f"it ({name}=lambda: ...), as both runs start from the same state"
             )
-    return run_verifier(
-        solution,
-        model=model,
-        batch=batch,
-        loss=loss,
-        inputs=inputs,
-        optimizer=_adamw if optimizer is None else optimizer,
-        device=device,
-        autocast=autocast,
-    )
+    name = solution.graph.meta.model or "graph"
+    with telling(f"verifying the plan of {name}...") as say:
+        found = run_verifier(
+            solution,
+            model=model,
+            batch=batch,
+            loss=loss,
+            inputs=inputs,
+            optimizer=_adamw if optimizer is None else optimizer,
+            device=device,
+            autocast=autocast,
+            say=lambda what: say(f"verifying the plan of {name}: {what}"),
+        )
+    tell(f"{name}: {found.line}")
+    return found
 
 
 def _adamw(model: nn.Module) -> optim.Optimizer:

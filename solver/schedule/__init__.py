@@ -1,5 +1,6 @@
 """The schedule, the simulator that says what it costs, and the Solution."""
 
+from solver.schedule.in_a_line import plan_line
 from solver.schedule.memory import (
     CATEGORIES,
     LAYERS,

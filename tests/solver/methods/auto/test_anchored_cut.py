@@ -85,7 +85,7 @@ def test_a_sweep_hands_each_search_the_schedule_before(monkeypatch: pytest.Monke
         handed.append((options["budget_bytes"], tuple(starts), found.schedule))
         return found
 
-    front_door = importlib.import_module("solver.solving")
+    front_door = importlib.import_module("solver.solving.answering")
     monkeypatch.setattr(front_door, "METHODS", {"auto": Method(spy, takes_starts=True)})
     budgets = [budget_at(RECURRENT, share) for share in (0.5, 0.6, 0.7)]
     sweep(RECURRENT, budgets=budgets)

@@ -1,4 +1,4 @@
-"""The front door: a model or a graph and a budget in bytes, and back comes a Solution.
+"""From a request to a judged Solution.
 
 Methods propose a schedule, `solver.simulate` decides what it costs and whether it fits, and
 `solver.bound.lower_bound` proves how far from the best it can be. A new method is a function with
@@ -8,22 +8,19 @@ the signature that `methods.Method` describes and a line in `methods.METHODS`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from graphs.files import FormatError
 from graphs.graph import Graph
-from graphs.rewrites import Variants, check_word
+from graphs.rewrites import Variants
 from solver.bound import lower_bound_s
-from solver.common import Deadline, check_time_limit, now_s, parse_budget
-from solver.device import find_hardware, host_beside
+from solver.common import (
+    Deadline,
+    now_s,
+)
 from solver.methods import METHODS, find_obstacle
-from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import (
     IllegalScheduleError,
     Request,
@@ -36,9 +33,7 @@ from solver.schedule import (
 from solver.schedule import baseline as baseline_schedule
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from graphs.hardware import Hardware
+    pass
 
 
 KEPT_SHARE = 0.1
@@ -47,88 +42,6 @@ KEPT_SHARE = 0.1
 
 class NoPlainStepError(ValueError):
     """Of a step there is only the program that a rewrite made of it; says what to do."""
-
-
-def solve(
-    problem: nn.Module | Graph | str | Path,
-    batch: Any = None,
-    *,
-    budget: int | float | str,
-    reserve: int | float | str | None = None,
-    method: str = "auto",
-    time_limit_s: float = 60.0,
-    seed: int = 0,
-    capacity_bytes: int | None = None,
-    rewrites: str | None = None,
-    host_budget: int | float | str | None = None,
-    host_link: int | float | str | None = None,
-    **trace_options: Any,
-) -> Solution:
-    """Find the schedule that fits the training step into `budget` at the least extra time.
-
-    problem: a module (traced with `batch` and the keyword arguments of `graphs.trace.trace`: loss,
-    optimizer, gradients), a Graph, or the path of a graph file.
-    device, costs: as on the command line: "cpu", "cuda", "cuda:1" or a named card such as "h100";
-    "roofline", "measured" or a cost model (`solver.device`).
-    budget: bytes of the device for the whole step (16e9), "16GB", "60%" of `capacity_bytes`.
-    reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
-    module on CUDA or planned for a named card, else 0).
-    rewrites: how the plan may rewrite the step: "bitwise" (the default for a module), "allclose" or
-    "none" (`graphs.rewrites`). A graph is planned with those that it was made with.
-
-    host_budget: bytes of host memory that the plan may copy to beside recomputing ("64GB"; default:
-        none). Only the method auto does.
-    host_link: bytes per second to the host and back, "50GB/s" or "50GB/s,40GB/s" (default: those
-        of the device that was named).
-
-    time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
-    reason. What is best by then is the answer; it says that the clock ended the search.
-
-    Raises ValueError for an invalid budget, reserve, method, time limit or word of rewrites;
-    TraceError (a module that cannot be traced), FormatError (a file). That nothing fits is no error
-    but the Solution's status.
-    """
-    started_s = now_s()
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
-    if host_budget is not None and not METHODS[method].takes_places:
-        raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
-    check_time_limit(time_limit_s)
-    if rewrites is not None:
-        trace_options["rewrites"] = check_word(rewrites)
-    step, hardware = _as_step(problem, batch, trace_options)
-    graph = step.plain
-    if host_budget is not None and graph.meta.environment.get("opaque"):
-        raise ValueError(
-            "a part of the model is planned as one piece, which cannot be copied to the host; "
-            "leave out host_budget"
-        )
-    if capacity_bytes is None and hardware is not None:
-        capacity_bytes = hardware.capacity_bytes
-    # A graph file may be planned for another device than it was traced on: no default reserve.
-    is_module = not isinstance(problem, Graph | str | Path)
-    on_cuda = graph.meta.environment.get("device") == "cuda"
-    budget_bytes, reserve_bytes = parse_budget(
-        budget,
-        reserve,
-        capacity_bytes=capacity_bytes,
-        on_cuda=is_module and (on_cuda or (hardware is not None and hardware.kind == "cuda")),
-        resident_bytes=graph.resident_bytes,
-    )
-    if hardware is None and is_module and host_budget is not None:
-        hardware = find_hardware(str(graph.meta.environment["device"]))  # where it was traced
-    request = Request(
-        budget_bytes=budget_bytes,
-        reserve_bytes=reserve_bytes,
-        method=method,
-        time_limit_s=time_limit_s,
-        seed=seed,
-        rewrites=(rewrites or "bitwise") if is_module else "none",
-        places=host_beside(
-            host_budget, host_link, hardware=hardware, resident_bytes=graph.resident_bytes
-        ),
-    )
-    return answer(step, request, started_s=started_s)
 
 
 def answer(
@@ -350,65 +263,3 @@ def without_rewrites(solution: Solution) -> Solution:
             'rewrites="none"'
         )
     return answer(solution.plain, solution.request)
-
-
-def _loaded(path: str | Path) -> Graph:
-    """Read a graph file; says what would be right where the path is of something else."""
-    name = str(path)
-    if name.startswith("hf:") or Path(name).suffix == ".py":
-        raise FormatError(
-            f"{name}: solve() in Python takes a module and its batch, a Graph or a graph file "
-            "(.json); a model file or configuration is for the command (solve --budget SIZE "
-            f"{name}); here import it: solve(get_model(), get_batch(), budget=...)"
-        )
-    try:
-        return Graph.load(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{name}: no such file; give a graph file (--graph-out or Graph.save writes one)"
-        ) from error
-
-
-def _as_step(
-    problem: nn.Module | Graph | str | Path, batch: Any, trace_options: Mapping[str, Any]
-) -> tuple[Variants, Hardware | None]:
-    """The variants of the step, and the device that was named (None: none was)."""
-    if isinstance(problem, Graph | str | Path):
-        if batch is not None or trace_options:
-            given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
-            raise TypeError(f"a graph is traced already: {given} would have no effect")
-        graph = problem if isinstance(problem, Graph) else _loaded(problem)
-        return Variants.of(graph), None
-    if isinstance(problem, type):
-        name = problem.__name__
-        raise TypeError(f"{name} is a class; give a module: solve({name}(...), batch, budget=...)")
-    if batch is None:
-        raise TypeError(
-            "a batch is missing: solve(model, batch, budget=...), with what the model is called "
-            "with: a tensor, a tuple or a dict of tensors"
-        )
-    from graphs.trace import TraceError, trace, trace_variants
-    from solver.device import find_target
-
-    known = [*inspect.signature(solve).parameters, *inspect.signature(trace).parameters]
-    for name in trace_options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"solve() takes no argument {name!r}{hint}")
-    options = dict(trace_options)
-    device, costs = options.pop("device", None), options.pop("costs", None)
-    if device is None and isinstance(costs, str):
-        device = next((parameter.device for parameter in problem.parameters()), "cpu")
-    try:
-        if device is None:  # the device of the model, found and checked by trace
-            return trace_variants(problem, batch, **options, costs=costs), None
-        target = find_target(device, costs)
-        step = trace_variants(
-            problem, batch, **options, device=target.torch_device, costs=target.costs
-        )
-    except TraceError as error:
-        if error.runs_in_eager:
-            error.add_note(PLAN_BY_SUBMODULES)
-        raise
-    return step, target.hardware

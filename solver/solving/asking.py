@@ -1,0 +1,135 @@
+"""The front door: a model or a graph and a budget in bytes, and back comes a Solution."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphs.graph import Graph
+from graphs.rewrites import check_word
+from solver.common import check_time_limit, counted, now_s, parse_budget, tell, telling
+from solver.device import find_hardware, host_beside
+from solver.methods import METHODS
+from solver.schedule import Request, Solution, plan_line
+from solver.solving.answering import answer
+from solver.solving.problem import as_step, is_traced, name_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from graphs.hardware import Hardware
+
+
+def solve(
+    problem: nn.Module | Graph | str | Path,
+    batch: Any = None,
+    *,
+    budget: int | float | str,
+    reserve: int | float | str | None = None,
+    method: str = "auto",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    capacity_bytes: int | None = None,
+    rewrites: str | None = None,
+    host_budget: int | float | str | None = None,
+    host_link: int | float | str | None = None,
+    **trace_options: Any,
+) -> Solution:
+    """Find the schedule that fits the training step into `budget` at the least extra time.
+
+    problem: a module (traced with `batch` and the keyword arguments of `graphs.trace.trace`: loss,
+    optimizer, gradients), a Graph, or the path of a graph file.
+    device, costs: as on the command line: "cpu", "cuda", "cuda:1" or a named card such as "h100";
+    "roofline", "measured" or a cost model (`solver.device`).
+    budget: bytes of the device for the whole step (16e9), "16GB", "60%" of `capacity_bytes`.
+    reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
+    module on CUDA or planned for a named card, else 0).
+    rewrites: how the plan may rewrite the step: "bitwise" (the default for a module), "allclose" or
+    "none" (`graphs.rewrites`). A graph is planned with those that it was made with.
+
+    host_budget: bytes of host memory that the plan may copy to beside recomputing ("64GB"; default:
+        none). Only the method auto does.
+    host_link: bytes per second to the host and back, "50GB/s" or "50GB/s,40GB/s" (default: those
+        of the device that was named).
+
+    time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
+    reason. What is best by then is the answer; it says that the clock ended the search.
+
+    Raises ValueError for an invalid budget, reserve, method, time limit or word of rewrites;
+    TraceError (a module that cannot be traced), FormatError (a file). That nothing fits is no error
+    but the Solution's status.
+    """
+    started_s = now_s()
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    if host_budget is not None and not METHODS[method].takes_places:
+        raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
+    check_time_limit(time_limit_s)
+    if rewrites is not None:
+        trace_options["rewrites"] = check_word(rewrites)
+    name = name_of(problem)
+    with telling(f"{'planning' if is_traced(problem) else 'tracing'} {name}...") as say:
+        others = inspect.signature(solve).parameters
+        step, hardware = as_step(problem, batch, trace_options, others=others)
+        request = _request(
+            step.plain,
+            hardware,
+            is_module=not is_traced(problem),
+            budget=budget,
+            reserve=reserve,
+            capacity_bytes=capacity_bytes,
+            host_budget=host_budget,
+            host_link=host_link,
+            rewrites=rewrites,
+            method=method,
+            time_limit_s=time_limit_s,
+            seed=seed,
+        )
+        say(f"planning {name} ({counted(len(step.plain.nodes), 'op')})...")
+        solution = answer(step, request, started_s=started_s)
+    tell(plan_line(solution, name=name))
+    return solution
+
+
+def _request(
+    graph: Graph,
+    hardware: Hardware | None,
+    *,
+    is_module: bool,
+    budget: int | float | str,
+    reserve: int | float | str | None,
+    capacity_bytes: int | None,
+    host_budget: int | float | str | None,
+    host_link: int | float | str | None,
+    rewrites: str | None,
+    **options: Any,
+) -> Request:
+    """What `solve` was asked, in bytes. hardware: the device that was named (None: none was)."""
+    if host_budget is not None and graph.meta.environment.get("opaque"):
+        raise ValueError(
+            "a part of the model is planned as one piece, which cannot be copied to the host; "
+            "leave out host_budget"
+        )
+    if capacity_bytes is None and hardware is not None:
+        capacity_bytes = hardware.capacity_bytes
+    # A graph file may be planned for another device than it was traced on: no default reserve.
+    on_cuda = graph.meta.environment.get("device") == "cuda"
+    budget_bytes, reserve_bytes = parse_budget(
+        budget,
+        reserve,
+        capacity_bytes=capacity_bytes,
+        on_cuda=is_module and (on_cuda or (hardware is not None and hardware.kind == "cuda")),
+        resident_bytes=graph.resident_bytes,
+    )
+    if hardware is None and is_module and host_budget is not None:
+        hardware = find_hardware(str(graph.meta.environment["device"]))  # where it was traced
+    return Request(
+        budget_bytes=budget_bytes,
+        reserve_bytes=reserve_bytes,
+        rewrites=(rewrites or "bitwise") if is_module else "none",
+        places=host_beside(
+            host_budget, host_link, hardware=hardware, resident_bytes=graph.resident_bytes
+        ),
+        **options,
+    )

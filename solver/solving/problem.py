@@ -1,0 +1,100 @@
+"""What `solve` is given, a module, a graph or its file, as the variants of one training step."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphs.files import FormatError
+from graphs.graph import Graph
+from graphs.rewrites import Variants
+from solver.runtime_hooks import PLAN_BY_SUBMODULES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from graphs.hardware import Hardware
+
+
+def is_traced(problem: object) -> bool:
+    """Whether the problem is a graph or its file."""
+    return isinstance(problem, Graph | str | Path)
+
+
+def name_of(problem: nn.Module | Graph | str | Path) -> str:
+    """What the lines that tell what runs call it: the model's class, or the file."""
+    if isinstance(problem, str | Path):
+        return Path(problem).name
+    return problem.meta.model or "graph" if isinstance(problem, Graph) else type(problem).__name__
+
+
+def as_step(
+    problem: nn.Module | Graph | str | Path,
+    batch: Any,
+    trace_options: Mapping[str, Any],
+    *,
+    others: Iterable[str],
+) -> tuple[Variants, Hardware | None]:
+    """The variants of the step, and the device that was named (None: none was).
+
+    others: the options of `solve` that are not for tracing, one of which may have been meant.
+    """
+    if isinstance(problem, Graph | str | Path):
+        if batch is not None or trace_options:
+            given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
+            raise TypeError(f"a graph is traced already: {given} would have no effect")
+        graph = problem if isinstance(problem, Graph) else _loaded(problem)
+        return Variants.of(graph), None
+    if isinstance(problem, type):
+        name = problem.__name__
+        raise TypeError(f"{name} is a class; give a module: solve({name}(...), batch, budget=...)")
+    if batch is None:
+        raise TypeError(
+            "a batch is missing: solve(model, batch, budget=...), with what the model is called "
+            "with: a tensor, a tuple or a dict of tensors"
+        )
+    from graphs.trace import TraceError, trace, trace_variants
+    from solver.device import find_target
+
+    known = [*others, *inspect.signature(trace).parameters]
+    for name in trace_options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"solve() takes no argument {name!r}{hint}")
+    options = dict(trace_options)
+    device, costs = options.pop("device", None), options.pop("costs", None)
+    if device is None and isinstance(costs, str):
+        device = next((parameter.device for parameter in problem.parameters()), "cpu")
+    try:
+        if device is None:  # the device of the model, found and checked by trace
+            return trace_variants(problem, batch, **options, costs=costs), None
+        target = find_target(device, costs)
+        step = trace_variants(
+            problem, batch, **options, device=target.torch_device, costs=target.costs
+        )
+    except TraceError as error:
+        if error.runs_in_eager:
+            error.add_note(PLAN_BY_SUBMODULES)
+        raise
+    return step, target.hardware
+
+
+def _loaded(path: str | Path) -> Graph:
+    """Read a graph file; says what would be right where the path is of something else."""
+    name = str(path)
+    if name.startswith("hf:") or Path(name).suffix == ".py":
+        raise FormatError(
+            f"{name}: solve() in Python takes a module and its batch, a Graph or a graph file "
+            "(.json); a model file or configuration is for the command (solve --budget SIZE "
+            f"{name}); here import it: solve(get_model(), get_batch(), budget=...)"
+        )
+    try:
+        return Graph.load(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name}: no such file; give a graph file (--graph-out or Graph.save writes one)"
+        ) from error

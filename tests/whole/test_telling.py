@@ -1,0 +1,144 @@
+"""Each entry point that takes seconds tells what runs and what came out; the command does not."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from scheduler_runtime import apply, compile, fit
+from scheduler_runtime.fallback import plan_chain
+from solver import Solution, solve, sweep, verify
+from solver.cli.command import main
+from solver.common.what_runs import logger
+from solver.schedule import plan_line
+from tests.support.command import write_model
+
+
+@pytest.fixture(autouse=True)
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program that has not configured logging; pytest has."""
+    monkeypatch.setattr(logger, "hasHandlers", lambda: False)
+    monkeypatch.delenv("RANK", raising=False)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in "1234"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(512, 32)
+
+
+@pytest.fixture
+def solution(capsys) -> Solution:
+    plain = solve(Net(), batch(), budget="1GB")
+    found = solve(Net(), batch(), budget=int(0.8 * plain.baseline.peak_bytes))
+    capsys.readouterr()
+    return found
+
+
+PLANNED = r"Net: peak .* KB -> .* KB, time \+.* % \(bound \+.* %\), planned in .*s"
+
+
+def test_solve(capsys):
+    solve(Net(), batch(), budget="1GB")
+    printed = capsys.readouterr()
+    start, end = printed.err.splitlines()
+    assert start == "tracing Net..."
+    assert re.fullmatch(PLANNED, end)
+    assert printed.out == ""
+
+
+def test_solve_with_a_budget_that_nothing_fits(capsys):
+    found = solve(Net(), batch(), budget=20_000)
+    start, end = capsys.readouterr().err.splitlines()
+    assert start == "tracing Net..."
+    assert end.startswith("Net: nothing fits 20.00 KB (infeasible); minimum budget found: ")
+    assert found.schedule is None
+
+
+def test_solve_with_a_graph_file(solution, tmp_path, capsys):
+    solution.graph.save(tmp_path / "net.json")
+    solve(tmp_path / "net.json", budget="1GB")
+    start, end = capsys.readouterr().err.splitlines()
+    assert start == "planning net.json..."
+    assert end.startswith("net.json: peak ")
+
+
+def test_the_phrase_for_a_plan(solution):
+    line = plan_line(solution, how="planned from an earlier plan", took_s=4.2)
+    assert line.endswith(", planned from an earlier plan in 4.20 s")
+    assert "search ended by the time limit" not in line
+
+
+def test_sweep(solution, capsys):
+    curve = sweep(solution, budgets=["1MB", "2MB"])
+    start, end = capsys.readouterr().err.splitlines()
+    assert start == "sweeping budgets of Net..."
+    assert re.fullmatch(r"Net: 3 plans for 3 budgets in .*s", end)
+    assert len(curve.points) == 3
+
+
+def test_verify(solution, capsys):
+    assert verify(solution, model=Net, batch=batch).differences == ()
+    start, end = capsys.readouterr().err.splitlines()
+    assert start == "verifying the plan of Net..."
+    assert re.match(r"Net: (NOT )?verified: bitwise identical; peak .*, predicted .*", end)
+
+
+def test_the_first_step_with_a_plan(solution, tmp_path, capsys):
+    solution.save(tmp_path / "schedule.json")
+    model = apply(Net(), tmp_path / "schedule.json")
+    assert capsys.readouterr().err == ""
+    model(batch()).backward()
+    start, end = capsys.readouterr().err.splitlines()
+    assert start == "tracing Net..."
+    assert re.fullmatch(r"Net: its step is the planned one, traced in .*s", end)
+    model(batch()).backward()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_step_of_fit(capsys):
+    model = Net()
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters()))
+    assert capsys.readouterr().err == ""
+    model(batch()).backward()
+    assert capsys.readouterr().err.splitlines()[0] == "tracing Net..."
+    model.zero_grad()
+    model(batch()).backward()
+    assert capsys.readouterr().err == ""
+
+
+def test_compile(capsys):
+    compile(Net(), batch(), budget="1GB", backend="aot_eager")
+    start, end = capsys.readouterr().err.splitlines()
+    assert start.startswith("compiling Net, attempt 1 of at most 5, PyTorch's partition")
+    assert re.fullmatch(r"Net: compiled by aot_eager within 1.00 GB: .*\(1 attempt, .*s\)", end)
+
+
+def test_planning_by_submodules(capsys):
+    model = nn.Sequential(*Net().layers)
+    plan_chain(model, batch(), loss=lambda output, _batch: output.mean(), budget="1GB")
+    start, end = capsys.readouterr().err.splitlines()
+    assert start == "measuring steps of Sequential..."
+    assert re.match(r"Sequential: peak .*, planned by submodules in .*s", end)
+
+
+@pytest.mark.parametrize("output", ["--json", "--quiet"])
+def test_the_command_tells_nothing_twice(output, tmp_path, capsys):
+    code = main(["--budget", "1MB", "--device", "cpu", "--verify", output, write_model(tmp_path)])
+    printed = capsys.readouterr()
+    assert "tracing" not in printed.err
+    assert "Net: " not in printed.err
+    if output == "--json":
+        assert json.loads(printed.out)["exit_code"] == code
