@@ -78,9 +78,9 @@ class Fitted:
 class Options:
     """Of `fit`, whose docstring explains each."""
 
-    budget: int | str
-    reserve: int | str | None
-    loss_reserve: int | str | None
+    budget: int | float | str
+    reserve: int | float | str | None
+    loss_reserve: int | float | str | None
     loss_outputs: Callable[[Any], Any] | None
     method: str
     time_limit_s: float
@@ -92,10 +92,10 @@ class Options:
 def fit(
     model: nn.Module,
     *,
-    budget: int | str = "auto",
+    budget: int | float | str = "auto",
     optimizer: Optimizers = None,
-    reserve: int | str | None = None,
-    loss_reserve: int | str | None = None,
+    reserve: int | float | str | None = None,
+    loss_reserve: int | float | str | None = None,
     loss_outputs: Callable[[Any], Any] | None = None,
     method: str = "auto",
     time_limit_s: float = 60.0,
@@ -271,7 +271,7 @@ class FittedForward(PlannedForward):
 
     def _request(self, call: Call, device: torch.device, buckets: Buckets | None) -> Request:
         options = self.options
-        budget: int | str = options.budget
+        budget: int | float | str = options.budget
         if self._budget_bytes is not None:  # later plans share the budget of the first
             budget = self._budget_bytes
         elif budget == "auto":

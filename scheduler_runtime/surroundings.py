@@ -28,7 +28,9 @@ from scheduler_runtime.measuring import bytes_of, resident_tensors
 from solver.common import BudgetError, parse_budget, parse_size
 
 
-def budget_for(model: nn.Module, budget: int | str, reserve: int | str | None) -> tuple[int, int]:
+def budget_for(
+    model: nn.Module, budget: int | float | str, reserve: int | float | str | None
+) -> tuple[int, int]:
     """`solver.common.parse_budget` for a training step of this model where it is."""
     device = device_of(model)
     return parse_budget(
@@ -40,7 +42,7 @@ def budget_for(model: nn.Module, budget: int | str, reserve: int | str | None) -
     )
 
 
-def size_on(device: torch.device, size: int | str, *, what: str) -> int:
+def size_on(device: torch.device, size: int | float | str, *, what: str) -> int:
     """`solver.common.parse_size` for a model that is on this device; may be 0."""
     return parse_size(size, capacity_bytes=_capacity_bytes(device), what=what, least_bytes=0)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.hardware import DEVICES, Hardware, card_called, named
 from solver.common import BudgetError, parse_rate, parse_size, reject_missing_unit
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from graphs.costs import CostModel
+
+Rate: TypeAlias = str | int | float
+HostLink: TypeAlias = Rate | Sequence[Rate]
 
 _CUDA = re.compile(r"cuda(?::([0-9]{1,3}))?")
 
@@ -93,7 +97,7 @@ def find_target(
 
 def host_beside(
     budget: str | int | float | None,
-    link: str | int | float | None = None,
+    link: HostLink | None = None,
     *,
     hardware: Hardware | None,
     resident_bytes: int = 0,
@@ -102,7 +106,7 @@ def host_beside(
 
     budget: bytes of pinned host memory: "64GB", 64e9.
     link: bytes per second, "50GB/s", or of the two directions, away from the device and back to it:
-        "50GB/s,40GB/s". None: that of the hardware.
+        "50GB/s,40GB/s", ("50GB/s", "40GB/s"). None: that of the hardware.
     resident_bytes: of the step, to reject "64" where 64 GB was meant.
 
     Raises BudgetError for an invalid size or rate, a link without a budget, and an unknown link.
@@ -126,9 +130,10 @@ def host_beside(
             )
         rates = [hardware.host_link_bytes_per_s] * 2
     else:
-        parts = link.split(",") if isinstance(link, str) else [link]
-        if len(parts) > 2:
-            raise BudgetError(f"invalid host link {link!r}: write 50GB/s, or OUT,IN")
+        words = link.split(",") if isinstance(link, str) else link
+        parts = words if isinstance(words, Sequence) else [words]
+        if len(parts) not in (1, 2):
+            raise BudgetError(f"invalid host link {link!r}: write 50GB/s, or OUT,IN: 50GB/s,40GB/s")
         rates = [parse_rate(part, what="host link") for part in parts]
     return Places(host=Place(capacity_bytes, Link(rates[0], rates[-1])))
 

@@ -62,11 +62,11 @@ def plan_chain(
     model: nn.Module,
     batch: Any,
     *,
-    budget: int | str,
+    budget: int | float | str,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    reserve: int | str | None = None,
+    reserve: int | float | str | None = None,
     time_limit_s: float = 30.0,
 ) -> SubmoduleSolution:
     """Observe a few real training steps of the model and plan its submodules; changes nothing.

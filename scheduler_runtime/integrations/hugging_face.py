@@ -22,7 +22,7 @@ class FitCallback(TrainerCallback):
     plans: those made so far, or in the last training.
     """
 
-    def __init__(self, *, budget: int | str = "auto", **options: Any) -> None:
+    def __init__(self, *, budget: int | float | str = "auto", **options: Any) -> None:
         self._fitted = FittedModel({"budget": budget, **options})
 
     @property

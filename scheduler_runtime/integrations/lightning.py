@@ -33,7 +33,7 @@ class FitCallback(Callback):
     def __init__(
         self,
         *,
-        budget: int | str = "auto",
+        budget: int | float | str = "auto",
         part: Callable[[Any], nn.Module] | None = None,
         **options: Any,
     ) -> None:

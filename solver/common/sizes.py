@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
+from numbers import Integral, Real
 
 from solver.common.format import counted
 
@@ -67,34 +68,27 @@ def parse_size(
     least_bytes: int = 1,
 ) -> int:
     """Bytes of "16GB" or "16G" (10^9), "15.5GiB" or "15.5Gi" (2^30), "800MB", "123456", 123456 or
-    1e9, rounded down.
+    0.85 * total_memory, rounded down.
 
     "60%" is a share of `capacity_bytes`, the device's memory. `what` names the size in messages.
 
-    Raises BudgetError for an invalid size, for less than `least_bytes`, and for a percentage above
-    100 or of an unknown capacity.
+    Raises BudgetError for an invalid size, for less than `least_bytes`, for a percentage above 100
+    or of an unknown capacity, and for 0.85, which is a share of something.
     """
     shown = repr(text) if len(repr(text)) <= 40 else repr(text)[:37] + "..."
 
     def invalid(reason: str) -> BudgetError:
         return BudgetError(f"invalid {what} {shown}: {reason}")
 
-    if isinstance(text, bool) or not isinstance(text, int | float | str):
-        raise invalid(_VALID)
-    if isinstance(text, str):
-        match = _SIZE.fullmatch(text)
-        unit = match.group(2).upper() if match else ""
-        if text.strip().startswith("-"):
-            raise invalid(f"negative; {_VALID}")
-        if match is None or (unit != "%" and unit not in _UNITS):
-            raise invalid(_VALID)
-        amount = Fraction(match.group(1))
-    elif not math.isfinite(text):
-        raise invalid(_VALID)
-    else:
-        amount, unit = Fraction(text), ""
-    if not unit and amount.denominator != 1:
-        raise invalid(f"not a whole number of bytes; {_VALID}")
+    try:
+        amount, unit = _amount(text)
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    if not unit and 0 < amount < 1:
+        right = f"{float(amount):.6g} * its bytes"
+        if capacity_bytes is not None:
+            right = f"'{float(100 * amount):.6g}%'"
+        raise invalid(f"less than a byte; for a share of the device's memory write {right}")
     if unit != "%":
         size_bytes = int(amount * _UNITS[unit])
     elif capacity_bytes is None:
@@ -113,13 +107,38 @@ def parse_size(
     return size_bytes
 
 
+def _amount(text: object) -> tuple[Fraction, str]:
+    """A number and its unit: a key of _UNITS, or "%". Raises ValueError with the reason."""
+    if isinstance(text, Integral) and not isinstance(text, bool):
+        return Fraction(int(text)), ""
+    if isinstance(text, Real) and not isinstance(text, bool):
+        if not math.isfinite(text):
+            raise ValueError(f"not a finite number; {_VALID}")
+        return Fraction(float(text)), ""
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if isinstance(text, str) and text.strip().startswith("-"):
+        raise ValueError(f"negative; {_VALID}")
+    if match is None:
+        raise ValueError(_VALID)
+    amount, unit = Fraction(match.group(1)), match.group(2).upper()
+    if unit != "%" and unit not in _UNITS:
+        raise ValueError(_VALID)
+    if not unit and amount > 1 and amount.denominator != 1:
+        raise ValueError(f"not a whole number of bytes; {_VALID}")
+    return amount, unit
+
+
+SLOWEST_LINK_BYTES_PER_S = 10**6
+"""A rate below this was meant in another unit: 50 for 50GB/s."""
+
 _RATE = re.compile(r"(.*?)(?:/\s*s)?\s*")
 
 
 def parse_rate(text: str | int | float, *, what: str) -> float:
     """Bytes per second of "50GB/s", "50GB" or 5e10; `what` names the rate in messages.
 
-    Raises BudgetError, for a lower-case b too: "50Gb/s" is 50 gigabits per second.
+    Raises BudgetError, for a lower-case b too ("50Gb/s" is 50 gigabits per second), and for less
+    than SLOWEST_LINK_BYTES_PER_S.
     """
     size = text
     if isinstance(text, str) and (match := _RATE.fullmatch(text)) is not None:
@@ -130,9 +149,15 @@ def parse_rate(text: str | int | float, *, what: str) -> float:
                 "bytes per second"
             )
     try:
-        return float(parse_size("" if size == "" or "%" in str(size) else size, what=what))
+        rate = float(parse_size("" if size == "" or "%" in str(size) else size, what=what))
     except BudgetError as error:
         raise BudgetError(f"invalid {what} {text!r}: write 50GB/s or bytes per second") from error
+    if rate < SLOWEST_LINK_BYTES_PER_S:
+        raise BudgetError(
+            f"invalid {what} {text!r}: {format_size(rate)}/s, and no link is slower than "
+            f"{format_size(SLOWEST_LINK_BYTES_PER_S)}/s; write 50GB/s for gigabytes per second"
+        )
+    return rate
 
 
 SMALLEST_BARE_BYTES = 10**6

@@ -90,7 +90,7 @@ def draw(
 def sweep(
     problem: Solution | Graph | Variants,
     *,
-    budgets: Iterable[int | str] | None = None,
+    budgets: Iterable[int | float | str] | None = None,
     methods: Sequence[str] = ("auto",),
     time_limit_s: float = 10.0,
     seed: int = 0,

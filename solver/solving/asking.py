@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.graph import Graph
 from graphs.rewrites import check_word
 from solver.common import check_time_limit, counted, now_s, parse_budget, tell, telling
-from solver.device import find_hardware, host_beside
+from solver.device import HostLink, find_hardware, host_beside
 from solver.methods import METHODS
 from solver.schedule import Request, Solution, plan_line
 from solver.solving.answering import answer
@@ -33,7 +33,7 @@ def solve(
     capacity_bytes: int | None = None,
     rewrites: str | None = None,
     host_budget: int | float | str | None = None,
-    host_link: int | float | str | None = None,
+    host_link: HostLink | None = None,
     **trace_options: Any,
 ) -> Solution:
     """Find the schedule that fits the training step into `budget` at the least extra time.
@@ -42,7 +42,8 @@ def solve(
     optimizer, gradients), a Graph, or the path of a graph file.
     device, costs: as on the command line: "cpu", "cuda", "cuda:1" or a named card such as "h100";
     "roofline", "measured" or a cost model (`solver.device`).
-    budget: bytes of the device for the whole step (16e9), "16GB", "60%" of `capacity_bytes`.
+    budget: bytes of the device for the whole step (16e9, 0.85 * total_memory; rounded down),
+        "16GB", "60%" of `capacity_bytes`.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
     module on CUDA or planned for a named card, else 0).
     rewrites: how the plan may rewrite the step: "bitwise" (the default for a module), "allclose" or
@@ -50,8 +51,8 @@ def solve(
 
     host_budget: bytes of host memory that the plan may copy to beside recomputing ("64GB"; default:
         none). Only the method auto does.
-    host_link: bytes per second to the host and back, "50GB/s" or "50GB/s,40GB/s" (default: those
-        of the device that was named).
+    host_link: bytes per second to the host and back, "50GB/s", or both directions: "50GB/s,40GB/s",
+        (50e9, 40e9) (default: those of the device that was named).
 
     time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
     reason. What is best by then is the answer; it says that the clock ended the search.
@@ -101,7 +102,7 @@ def _request(
     reserve: int | float | str | None,
     capacity_bytes: int | None,
     host_budget: int | float | str | None,
-    host_link: int | float | str | None,
+    host_link: HostLink | None,
     rewrites: str | None,
     **options: Any,
 ) -> Request:

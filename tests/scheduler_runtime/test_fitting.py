@@ -248,6 +248,16 @@ def test_a_budget_without_its_unit_is_refused() -> None:
         fit(tower(), budget="16")
 
 
+def test_a_share_of_the_memory_is_rounded_down_to_bytes() -> None:
+    batch = numbers(8)
+    model = fit(tower(), budget=0.85 * (10**9 + 1), reserve=0.1 * 25, loss_reserve=1.5)
+    cross_entropy(model(batch[0]), batch).backward()
+    request = plans_of(model)[0].solution.request
+    assert (request.budget_bytes, request.reserve_bytes) == (850_000_000, 2)
+    with pytest.raises(BudgetError, match=r"invalid budget 0\.85: .* write 0\.85 \* its bytes"):
+        fit(tower(), budget=0.85)
+
+
 def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
     fit(model, budget="20KB", optimizer=adamw(model.parameters()))

@@ -18,10 +18,15 @@ BUDGET = int(0.7 * simulate(NET, baseline(NET)).peak_bytes)
 
 def test_sizes_and_rates_as_people_write_them() -> None:
     both = Places(host=Place(64 * 10**9, Link(50e9, 50e9)))
-    for link in ("50GB/s", "50 GB/s", "50GB", 50e9, "50GB/s,50GB/s"):
+    links = "50GB/s", "50 GB/s", "50GB", "50GB/s,50GB/s"
+    for link in (*links, 50e9, (50e9, 50e9), ["50GB/s", 5e10]):
         assert host_beside("64GB", link, hardware=None) == both
-    unequal = host_beside("1GiB", "50GB/s, 40GB/s", hardware=None)
-    assert unequal == Places(host=Place(2**30, Link(50e9, 40e9)))
+    for link in ("50GB/s, 40GB/s", ("50GB/s", 40e9)):
+        unequal = host_beside("1GiB", link, hardware=None)
+        assert unequal == Places(host=Place(2**30, Link(50e9, 40e9)))
+    assert host_beside(0.5 * (2**31 + 1), 50e9, hardware=None) == host_beside(
+        2**30, 50e9, hardware=None
+    )
     assert host_beside("64GB", hardware=named("h100")) == Places(
         host=Place(64 * 10**9, Link(64e9, 64e9))
     )
@@ -44,6 +49,15 @@ def test_sizes_and_rates_as_people_write_them() -> None:
         ("64GB", "10%", "invalid host link '10%': write 50GB/s"),
         ("64GB", "/s", "invalid host link '/s': write 50GB/s"),
         ("64GB", "", "invalid host link '': write 50GB/s"),
+        ("64GB", (1e9, 2e9, 3e9), "invalid host link .*: write 50GB/s, or OUT,IN"),
+        ("64GB", (), r"invalid host link \(\): write 50GB/s, or OUT,IN"),
+        ("64GB", {"out": 1e9}, "invalid host link .*: write 50GB/s"),
+        ("64GB", "50", "invalid host link '50': 50 B/s, and no link is slower .*; write 50GB/s"),
+        ("64GB", (50, 50e9), "invalid host link 50: 50 B/s"),
+        ("64GB", "50GB/s,50KB/s", "invalid host link '50KB/s': 50.00 KB/s"),
+        ("64GB", float("nan"), "invalid host link nan: write 50GB/s"),
+        (float("inf"), "50GB/s", "invalid host budget inf: not a finite number"),
+        (0.5, "50GB/s", r"invalid host budget 0.5: less than a byte; .* write 0.5 \* its bytes"),
         ("64GB", "1GB/s,2GB/s,3GB/s", "invalid host link .*: write 50GB/s, or OUT,IN"),
     ],
 )
@@ -106,10 +120,10 @@ def test_a_budget_that_only_copies_can_meet() -> None:
         outputs="z",
     )
     assert solve(graph, budget=12).proven_infeasible
-    beside = solve(graph, budget=12, host_budget=100, host_link=1000)
+    beside = solve(graph, budget=12, host_budget=100, host_link=1e6)
     assert beside.schedule is not None
     assert beside.schedule.has_copies
-    below = solve(graph, budget=9, host_budget=100, host_link=1000)
+    below = solve(graph, budget=9, host_budget=100, host_link=1e6)
     assert below.proven_infeasible
     assert below.obstacle is not None
     assert below.obstacle.proven_bytes == 10
@@ -130,7 +144,7 @@ def test_the_command_reports_host_and_copies(tmp_path, capsys) -> None:
 def test_the_command_says_that_copies_do_not_help(tmp_path, capsys) -> None:
     path = str(tmp_path / "graph.json")
     NET.save(path)
-    assert main(["--budget", str(BUDGET), "--host", "64GB", "--host-link", "1000", path]) == 0
+    assert main(["--budget", str(BUDGET), "--host", "64GB", "--host-link", "1MB/s", path]) == 0
     assert "on the host         nothing; " in capsys.readouterr().out
 
 

@@ -149,6 +149,12 @@ def test_rehearsing_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_budget_is_rounded_down_to_bytes():
+    model, batch = Perceptrons(n_blocks=1), Perceptrons.batch()
+    compile(model, batch, budget=0.85 * (10**9 + 1), backend="aot_eager")
+    assert compile_reports(model)[0].budget_bytes == 850_000_000
+
+
 def test_each_attempt_is_told_before_it_begins(caplog):
     model, batch = Perceptrons(), Perceptrons.batch()
     with caplog.at_level(logging.INFO, "checkpoint_solver"):
@@ -269,6 +275,8 @@ def test_another_compilation_than_the_measured_one_is_warned_of(caplog):
     [
         ({"budget": "1GB", "backend": "fast"}, "inductor, aot_eager"),
         ({"budget": "1GB", "max_attempts": 0}, "at least 1"),
+        ({"budget": 0.85}, "less than a byte"),
+        ({"budget": float("nan")}, "not a finite number"),
         ({"budget": "1GB", "reserve": "1GB"}, "leaves nothing of the budget"),
         ({"budget": "1GB", "loss": lambda o, b: o}, "with a batch"),
     ],

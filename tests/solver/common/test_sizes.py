@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from solver.common.sizes import BudgetError, format_both, format_size, format_size_up, parse_size
@@ -28,6 +29,12 @@ from solver.common.sizes import BudgetError, format_both, format_size, format_si
         ("1T", 10**12),
         ("123456", 123456),
         (123456, 123456),
+        (123456.9, 123456),  # rounded down, as every budget
+        (0.85 * 16_910_188_544, 14_373_660_262),
+        (np.float64(1e9), 10**9),
+        (np.float32(2.5e6), 2_500_000),
+        (np.int64(7), 7),
+        (1.5, 1),
         ("512B", 512),
         ("0.3333333333GB", 333_333_333),  # rounded down
         ("1.9B", 1),
@@ -54,7 +61,16 @@ def test_what_people_write(text, size_bytes):
         ("٣GB", "invalid budget"),  # a digit to Python, not to a person reading the report
         ("9" * 5000, "invalid budget"),
         (True, "invalid budget"),
-        (1.5, "not a whole number of bytes"),
+        ("1.5", "not a whole number of bytes"),
+        (np.True_, "invalid budget"),
+        (complex(1e9), "invalid budget"),
+        (float("nan"), "nan: not a finite number; write 16GB"),
+        (float("inf"), "inf: not a finite number"),
+        (-float("inf"), "-inf: not a finite number"),
+        (-0.5e9, "must be above zero"),
+        (0.0, "must be above zero"),
+        (0.85, r"less than a byte; for a share of the device's memory write 0.85 \* its bytes"),
+        ("0.85", r"less than a byte; for a share of the device's memory write 0.85 \* its bytes"),
         (None, "invalid budget"),
         ("-5GB", ": negative"),
         (-5, "must be above zero"),
@@ -87,9 +103,16 @@ def test_a_share_of_the_devices_memory():
         parse_size("0%", capacity_bytes=80 * 10**9)
 
 
+def test_a_share_written_as_a_number_is_told_what_is_right():
+    with pytest.raises(BudgetError, match=r"invalid reserve 0\.05: .* write '5%'$"):
+        parse_size(0.05, capacity_bytes=80 * 10**9, what="reserve", least_bytes=0)
+    assert parse_size("5%", capacity_bytes=80 * 10**9) == 4 * 10**9
+
+
 def test_a_reserve_may_be_zero():
     assert parse_size("0", least_bytes=0) == 0
     assert parse_size("0GB", least_bytes=0) == 0
+    assert parse_size(0.0, least_bytes=0) == 0
 
 
 @pytest.mark.parametrize(

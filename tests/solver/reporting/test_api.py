@@ -148,7 +148,15 @@ def test_a_billion_bytes_however_it_is_written(graph, budget):
     assert solve(graph, budget=budget).request.budget_bytes == 10**9
 
 
-@pytest.mark.parametrize("budget", [1.5, float("nan"), float("inf"), "1e9GB", "1e", None, True])
+def test_a_share_of_the_memory_is_a_number_of_bytes(graph):
+    budget = 0.85 * (10**9 + 1)
+    assert solve(graph, budget=budget, reserve=0.05 * 10**6).request.reserve_bytes == 50_000
+    assert solve(graph, budget=budget).request.budget_bytes == 850_000_000
+    curve = sweep(graph, budgets=[budget])
+    assert [point.request.budget_bytes for point in curve.points] == [850_000_000]
+
+
+@pytest.mark.parametrize("budget", ["1.5", float("nan"), float("inf"), "1e9GB", "1e", None, True])
 def test_what_is_no_size_is_refused(graph, budget):
     with pytest.raises(BudgetError, match="write 16GB"):
         solve(graph, budget=budget)
