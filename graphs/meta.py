@@ -19,6 +19,7 @@ class GraphMeta:
     refused_rewrites: those that were tried on the device and changed bits there.
     gradients: "fresh", or "accumulate" where new gradients are added to existing ones.
     parameters, buffers: path in the module -> tensor of the graph.
+    inputs: argument of forward ("x", "batch['labels']") -> tensor of the graph.
     parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).
     in_place: forward nodes that overwrite an input in eager mode.
     gradient_sums: nodes that sum the gradients of one tensor.
@@ -42,6 +43,7 @@ class GraphMeta:
     gradients: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     buffers: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
     parameter_layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     in_place: Sequence[str] = ()
     gradient_sums: Sequence[str] = ()

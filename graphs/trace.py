@@ -32,6 +32,7 @@ from graphs.calls import (
     input_forms,
     nested,
     parameter_forms,
+    tensor_names,
 )
 from graphs.capture import (
     Capture,
@@ -315,9 +316,11 @@ def _graph(
     cost: NodeCosts,
 ) -> Graph:
     """One variant of a captured step."""
-    tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}}
+    arguments = tensor_names(call, model)
+    tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
     for placeholder, source in captured.sources.items():
-        tensors_of.setdefault(source.kind, {})[source.name] = placeholder.name
+        name = arguments[source.index] if source.kind == "input" else source.name
+        tensors_of.setdefault(source.kind, {})[name] = placeholder.name
     graph = Graph(
         nodes=tuple(layout.nodes),
         tensors=tuple(layout.tensors),
@@ -328,6 +331,7 @@ def _graph(
             gradients=gradients,
             parameters=tensors_of["parameter"],
             buffers=tensors_of["buffer"],
+            inputs=tensors_of["input"],
             parameter_layout=_parameter_layout(model, captured, layout),
             in_place=list(layout.in_place),
             gradient_sums=list(layout.sums),

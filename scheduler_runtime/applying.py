@@ -5,8 +5,9 @@
 
 At the first forward pass in training mode the module is traced with the real batch. If the graph is
 the planned one, its schedule becomes code. Where only values that forward reads differ (a padding
-mask), or with `on_mismatch="replan"`, the request in the plan is solved for this call; otherwise
-the error says what differs. In evaluation mode and without gradients the module's own forward runs.
+mask), where the batch is the same but smaller (the last one of an epoch), or with
+`on_mismatch="replan"`, the request in the plan is solved for this call; otherwise the error says
+what differs. In evaluation mode and without gradients the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from solver.common import format_time, now_s, tell
 from solver.methods import KnownPlan
 from solver.schedule import simulate
 
+ON_MISMATCH = ("smaller", "replan", "error")
+
 
 class PlanMismatchError(ValueError):
     """The module, its batch or its environment is not what was planned; says what differs."""
@@ -59,7 +62,7 @@ def apply(
     model: nn.Module,
     plan: AnyPlan | Sequence[AnyPlan],
     *,
-    on_mismatch: str = "error",
+    on_mismatch: str = "smaller",
     cuda_graph: bool = False,
     disk_directory: str | Path | None = None,
 ) -> nn.Module:
@@ -67,10 +70,12 @@ def apply(
 
     plan: a Solution, or a schedule file made in another process; or several, for batches of
         several shapes. One of `fallback.plan_chain` puts stock checkpointing into its submodules.
-    on_mismatch: "error": PlanMismatchError at the forward pass that no plan fits; "replan": plan
-        for it within the budget of the first plan, and keep that plan beside the others. A call
-        that differs only in values that forward reads (is the padding mask all ones?) is always
-        planned anew.
+    on_mismatch: what to do at a forward pass that no plan fits. "smaller": where it differs in
+        nothing but sizes of its tensors and none of them is larger (a short last batch), plan for
+        it within the budget of the given plan, keep that plan beside the others and warn; else
+        raise PlanMismatchError. "replan": plan for every such call. "error": always raise. A call
+        that differs only in values that forward reads (is the padding mask all ones?) is planned
+        anew with any of them.
     cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
         addresses are then fixed; see `scheduler_runtime.execute.cuda_graph` for what is refused.
     disk_directory: on the disk that the plan copies tensors to, if it does. Nothing is left there
@@ -79,8 +84,8 @@ def apply(
     Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
     different steps; applied twice), TypeError (not a module and a plan).
     """
-    if on_mismatch not in ("error", "replan"):
-        raise ValueError(f"on_mismatch is {on_mismatch!r}; 'error' or 'replan'")
+    if on_mismatch not in ON_MISMATCH:
+        raise ValueError(f"on_mismatch is {on_mismatch!r}; one of {', '.join(ON_MISMATCH)}")
     check_order(model, plan)
     refuse_second(model)
     if isinstance(plan, SubmoduleSolution):
@@ -110,7 +115,7 @@ def remove(model: nn.Module) -> nn.Module:
 
 
 class AppliedForward(PlannedForward):
-    """Runs the plans that it was given; with on_mismatch="replan" also plans for other calls."""
+    """Runs the plans that it was given; on_mismatch says which other calls are planned."""
 
     def __init__(
         self,
@@ -191,9 +196,9 @@ class AppliedForward(PlannedForward):
             tell(f"{type(model).__name__}: its step is the planned one, traced in {took}")
         else:
             differences = [each for each in found if each is not None]
-            index = next((i for i, each in enumerate(differences) if each.of_values), 0)
-            plan, reason = self.plans[index], differences[index]
-            if self.on_mismatch == "error" and not reason.of_values:
+            reason = max(differences, key=lambda each: (each.of_values, each.is_smaller))
+            plan = self.plans[differences.index(reason)]
+            if not self._replans(reason):
                 raise self._mismatch(reason)
             costs = from_description(plan.environment.get("costs", {}), device=device_of(model))
             step = self._trace(call, costs=costs)
@@ -210,6 +215,12 @@ class AppliedForward(PlannedForward):
         if self._recordings is None:
             return program
         return cuda_graphs.Recorded(program, model, call, self._recordings)
+
+    def _replans(self, reason: Difference) -> bool:
+        """Whether this call is planned for, and not refused."""
+        if reason.of_values or self.on_mismatch == "replan":
+            return True
+        return self.on_mismatch == "smaller" and reason.is_smaller
 
     def _mismatch(self, reason: Difference) -> PlanMismatchError:
         return PlanMismatchError(

@@ -8,10 +8,11 @@ from graphs.calls.call import (
     as_call,
     check_call,
     device_of,
-    environment_of,
     find_loss,
     same_strides,
     signature_of,
     strided_like,
 )
+from graphs.calls.environment import environment_of
 from graphs.calls.forms import buffer_forms, bytes_by_dtype, input_forms, parameter_forms
+from graphs.calls.names import tensor_names

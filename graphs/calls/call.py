@@ -1,4 +1,4 @@
-"""How a model is called: its batch as a call, the loss in its output, and its environment."""
+"""How a model is called: its batch as a call, and the loss in its output."""
 
 from __future__ import annotations
 
@@ -159,28 +159,6 @@ def _described(value: object) -> str:
 def device_of(model: nn.Module) -> torch.device:
     """The device of the module's parameters; the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def environment_of(
-    call: Call, model: nn.Module, *, device: torch.device | None = None
-) -> dict[str, Any]:
-    """What the traced graph depends on: with another value of any of these the graph may differ.
-
-    device: of the step (None: that of the model).
-    """
-    kind = (device_of(model) if device is None else device).type
-    autocast = (
-        str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        if kind != "meta" and torch.is_autocast_enabled(kind)
-        else None
-    )
-    return {
-        "torch": torch.__version__.split("+")[0],
-        "train": model.training,
-        "autocast": autocast,
-        "shapes": [list(t.shape) for t in call.tensors],
-        "dtypes": [str(t.dtype).removeprefix("torch.") for t in call.tensors],
-    }
 
 
 def strided_like(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:

@@ -6,33 +6,56 @@ traced graph come last, where nothing else differs.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphs.calls import (
-    HOLE,
     Call,
     buffer_forms,
     device_of,
     environment_of,
     input_forms,
-    nested,
     parameter_forms,
     signature_of,
 )
 from graphs.graph import Graph
+from graphs.parts import Node
 from graphs.rewrites import PROGRAM_REWRITES, keeps_bits_here
 from graphs.trace import CapturedStep
 from scheduler_runtime.planned.plan import Plan
 from solver.common import counted
 
-FIELDS = ("device", "shapes", "dtypes", "train", "autocast", "torch")
+FIELDS = ("device", "arguments", "shapes", "dtypes", "train", "autocast", "torch")
 """Of the environment, in the order in which they are compared."""
+
+
+@dataclass(frozen=True)
+class Resized:
+    """How the shapes of a call's tensors differ from the planned ones, of the same numbers of
+    dimensions.
+
+    dimensions: those in which sizes differ.
+    is_larger: whether any size is.
+    """
+
+    dimensions: frozenset[int]
+    is_larger: bool
+
+    @classmethod
+    def of(cls, planned: Sequence[Sequence[int]], here: Sequence[Sequence[int]]) -> Resized | None:
+        """None: a tensor has another number of dimensions."""
+        if [len(shape) for shape in planned] != [len(shape) for shape in here]:
+            return None
+        changes = [
+            (dimension, new > old)
+            for shapes in zip(planned, here, strict=True)
+            for dimension, (old, new) in enumerate(zip(*shapes, strict=True))
+            if new != old
+        ]
+        return cls(frozenset(each for each, _ in changes), any(larger for _, larger in changes))
 
 
 @dataclass(frozen=True)
@@ -40,10 +63,17 @@ class Difference:
     """The first thing in which a call differs from the plan.
 
     of_values: nothing but values that the module reads: the same step with another batch.
+    resized: how the sizes of arguments differ, where nothing else does.
     """
 
     words: str
     of_values: bool = False
+    resized: Resized | None = None
+
+    @property
+    def is_smaller(self) -> bool:
+        """Nothing differs but sizes, and none is larger: it takes no more memory than planned."""
+        return self.resized is not None and not self.resized.is_larger
 
     def __str__(self) -> str:
         return self.words
@@ -59,15 +89,26 @@ def difference(
     """
     if part is not None and part.graph_id == plan.module_graph_id:
         return None
-    found = _environment_difference(plan, call, model)
-    if found is None and plan.graph is not None:
-        found = _forms_difference(plan.graph, call, model)
-    if found is not None or part is None:
-        return None if found is None else Difference(found)
-    if (found := _values_difference(plan, part, call, model)) is not None:
-        return Difference(found, of_values=True)
-    if (found := _opaque_difference(plan, part)) is not None:
-        return Difference(found, of_values=True)
+    here = {**environment_of(call, model), "device": device_of(model).type}
+    differing = [f for f in FIELDS if f in plan.environment and plan.environment[f] != here[f]]
+    of_state = None if plan.graph is None else _state_difference(plan.graph, model)
+    if differing:
+        words = _field_difference(differing[0], plan.environment, here)
+        resized = None
+        if differing == ["shapes"] and of_state is None:
+            resized = Resized.of(plan.environment["shapes"], here["shapes"])
+        return Difference(words, resized=resized)
+    found = of_state or (None if plan.graph is None else _form_difference(plan.graph, call, here))
+    if found is not None:
+        return Difference(found)
+    if part is not None:
+        found = _values_difference(plan, part, here["arguments"]) or _opaque_difference(plan, part)
+        if found is not None:
+            return Difference(found, of_values=True)
+    if (found := _options_difference(plan.environment, here)) is not None:
+        return Difference(found)
+    if part is None:
+        return None
     if plan.graph is None:
         return Difference("the traced operators are not those of the plan")
     return Difference(_graph_difference(plan.graph.module_part(), part))
@@ -87,58 +128,54 @@ def difference_of_bits(step: CapturedStep) -> Difference | None:
     )
 
 
-def _environment_difference(plan: Plan, call: Call, model: nn.Module) -> str | None:
-    planned = plan.environment
-    here = {**environment_of(call, model), "device": device_of(model).type}
-    for field in FIELDS:
-        if field not in planned or planned[field] == here[field]:
-            continue
-        found = f"{field}: {here[field]}, planned for {planned[field]}"
-        if field not in ("shapes", "dtypes"):
-            return found
-        names = _argument_names(call, model)
-        if len(planned[field]) != len(here[field]):
-            given = ", ".join(names) or "none"
-            return f"{found} (this call has the tensors {given}; planned for {len(planned[field])})"
-        pairs = zip(names, planned[field], here[field], strict=True)
-        differ = [name for name, old, new in pairs if old != new]
-        return f"{found} (argument{'s' if len(differ) > 1 else ''} {', '.join(differ)})"
-    return None
+def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """In words, with the names of the arguments."""
+    if field == "arguments" or len(planned["shapes"]) != len(here["shapes"]):
+        return _other_tensors(here["arguments"], planned.get("arguments"))
+    if field not in ("shapes", "dtypes"):
+        return f"{field}: {here[field]}, planned for {planned[field]}"
+    each = list(zip(here["arguments"], here[field], planned[field], strict=True))
+    differing = [(name, new, old) for name, new, old in each if new != old]
+    name, new, old = differing[0]
+    others = "" if len(differing) == 1 else f" (and {len(differing) - 1} more)"
+    what = "shape" if field == "shapes" else "dtype"
+    return f"argument {name}{others} has {what} {new}, planned for {old}"
 
 
-def _argument_names(call: Call, model: nn.Module) -> list[str]:
-    """What forward calls each tensor of the call: "x", "batch['labels']"."""
-    signature = signature_of(model.forward)
-    parameters = [] if signature is None else signature.parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [each.name for each in parameters if each.kind in kinds]
-    names = []
-    for item, path in zip(call.rest, nested.paths(call.spec), strict=True):
-        if item is not HOLE:
-            continue
-        kind, first, *inner = path
-        if kind.idx == 1:  # among the keyword arguments
-            name = str(getattr(first, "key", ""))
-        elif first.idx < len(positional):
-            name = positional[first.idx]
-        else:
-            name = f"number {first.idx + 1}"
-        names.append(name + pytree.keystr(tuple(inner)))
-    return names
+def _other_tensors(here: Sequence[str], planned: Sequence[str] | None) -> str:
+    """The call passes other tensors. planned: None: an older file does not say which."""
+    given = ", ".join(here) or "none"
+    if planned is None:
+        return f"this call passes the tensors {given}, and the planned one passed other ones"
+    named = [f"argument {name} is a tensor in this call only" for name in here]
+    named = [text for text, name in zip(named, here, strict=True) if name not in planned]
+    named += [f"argument {name} was a tensor when planned" for name in planned if name not in here]
+    first = named[0] if named else "the tensors come in another order"
+    return f"{first}: this call passes {given}, planned for {', '.join(planned) or 'none'}"
 
 
-def _values_difference(plan: Plan, part: Graph, call: Call, model: nn.Module) -> str | None:
-    """The first value that forward read and that was another one, or unknown, when planning."""
+def _values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> str | None:
+    """The first value that forward read and that was another one, or unknown, when planning.
+
+    names: of the call's tensors.
+    """
     planned = plan.environment.get("values_read")
     here = part.meta.environment["values_read"]
     if planned is None or planned == here:
         return None
-    names = _argument_names(call, model)
+
+    def holders(read: Mapping[str, Any]) -> str:
+        titles = {"input": lambda k: f"argument {names[k]}", "buffer": lambda k: f"buffer {k!r}"}
+        of = [titles[kind](key) for kind, key in read["of"]]
+        return ", ".join(of) or "a tensor that the module holds"
+
     for each in here:
         if each not in planned:
-            of = [names[k] if kind == "input" else f"buffer {k!r}" for kind, k in each["of"]]
-            return f"forward reads {each['seen']} from {', '.join(of)}, unlike in the planned step"
-    return "forward reads fewer values of the batch than when it was planned"
+            return (
+                f"{holders(each)} has other values than when planned: forward reads {each['seen']}"
+            )
+    left_out = next(each for each in planned if each not in here)
+    return f"forward reads {holders(left_out)} when planned, and not here"
 
 
 def _opaque_difference(plan: Plan, part: Graph) -> str | None:
@@ -152,8 +189,20 @@ def _opaque_difference(plan: Plan, part: Graph) -> str | None:
     return None
 
 
-def _forms_difference(planned: Graph, call: Call, model: nn.Module) -> str | None:
-    """The first parameter, buffer or argument whose form is not as planned."""
+def _options_difference(planned: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """The first argument that is no tensor and has another value."""
+    old, new = planned.get("options"), here["options"]
+    if not isinstance(old, dict):
+        return None
+    for name in dict.fromkeys([*new, *old]):
+        if new.get(name) != old.get(name):
+            now, before = new.get(name, "left out"), old.get(name, "its default")
+            return f"argument {name} is {now}, planned for {before}"
+    return None
+
+
+def _state_difference(planned: Graph, model: nn.Module) -> str | None:
+    """The first parameter or buffer whose form is not as planned."""
     parameters = planned.meta.parameter_forms
     if parameters and (found := _other_parameters(parameters, parameter_forms(model))):
         return found
@@ -161,9 +210,14 @@ def _forms_difference(planned: Graph, call: Call, model: nn.Module) -> str | Non
     for name, form in buffer_forms(model).items():
         if name in buffers and buffers[name] != form:
             return f"buffer {name!r} is {form}, planned for {buffers[name]}"
-    inputs, here = planned.meta.input_forms, input_forms(call.tensors)
-    if len(inputs) == len(here):
-        for name, old, new in zip(_argument_names(call, model), inputs, here, strict=True):
+    return None
+
+
+def _form_difference(planned: Graph, call: Call, here: Mapping[str, Any]) -> str | None:
+    """The first argument of the same shape and dtype whose form is not as planned."""
+    inputs, forms = planned.meta.input_forms, input_forms(call.tensors)
+    if len(inputs) == len(forms):
+        for name, old, new in zip(here["arguments"], inputs, forms, strict=True):
             if old != new:
                 remedy = "; call .contiguous() on it" if "expanded" in new else ""
                 return f"argument {name} is {new}, planned for {old}{remedy}"
@@ -190,9 +244,11 @@ def _graph_difference(planned: Graph, here: Graph) -> str:
     """The first operator or tensor of the traced steps that differs."""
     for new, old in zip(here.nodes, planned.nodes, strict=False):
         if (new.name, new.op) != (old.name, old.op):
-            return f"operator {new.name} ({new.op}) instead of {old.name} ({old.op})"
+            found = f"operator {new.name} ({new.op}) instead of {old.name} ({old.op})"
+            return found + _computed_from(here, new)
         if new.inputs != old.inputs:
-            return f"operator {new.name} ({new.op}) reads other tensors than in the plan"
+            found = f"operator {new.name} ({new.op}) reads other tensors than in the plan"
+            return found + _computed_from(here, new)
     titles = {
         tensor: f"{kind} {path!r}"
         for kind, paths in (("parameter", here.meta.parameters), ("buffer", here.meta.buffers))
@@ -205,6 +261,19 @@ def _graph_difference(planned: Graph, here: Graph) -> str:
             name = titles.get(tensor.name, f"tensor {tensor.name}")
             return f"{name} has {tensor.size_bytes} bytes, planned: {before}"
     return f"{counted(len(here.nodes), 'operator')}, planned for {len(planned.nodes)}"
+
+
+def _computed_from(graph: Graph, node: Node) -> str:
+    """Which arguments of forward reach the operator."""
+    waiting, behind = list(node.inputs), set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name not in behind:
+            behind.add(name)
+            maker = graph.producer.get(name)
+            waiting += [graph.root(name), *(maker.inputs if maker else ())]
+    names = [argument for argument, tensor in graph.meta.inputs.items() if tensor in behind]
+    return f", computed from {', '.join(names)}" if names else ""
 
 
 def check_arguments(model: nn.Module, call: Call, *, forward: Callable[..., Any]) -> None:

@@ -298,8 +298,8 @@ def test_copies_of_a_planned_module_run_by_themselves() -> None:
 
 def test_another_shape_is_refused_by_name() -> None:
     model, batch, _ = planned_language_model()
-    with pytest.raises(PlanMismatchError, match=r"shapes: \[\[2, 10\]\], planned for \[\[3, 10"):
-        model(batch[:2])
+    with pytest.raises(PlanMismatchError, match=r"has shape \[6, 10\], planned for \[3, 10\]"):
+        model(batch.repeat(2, 1))
 
 
 def test_another_model_is_refused() -> None:
@@ -394,8 +394,8 @@ def test_several_plans_for_batches_of_several_shapes() -> None:
     planned = apply(copy.deepcopy(model), [first, second])
     for batch in ((x, label), larger, (x, label)):
         assert_same_bits(model, planned, batch, Classifier.loss)
-    with pytest.raises(PlanMismatchError, match="shapes:"):
-        planned(x[:2], label[:2])
+    with pytest.raises(PlanMismatchError, match="has shape"):
+        planned(*(torch.cat([each, each]) for each in larger))
 
 
 def test_plans_of_different_steps_are_refused() -> None:

@@ -134,7 +134,7 @@ def test_planning_anew_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     apply(model, solution, on_mismatch="replan")
     with caplog.at_level(logging.WARNING):
         model(torch.randn(4, 16)).backward()
-    assert "shapes: [[4, 16]], planned for [[8, 16]]" in caplog.text
+    assert "has shape [4, 16], planned for [8, 16]" in caplog.text
 
 
 @pytest.mark.slow

@@ -63,7 +63,9 @@ def test_another_model_is_told_by_its_parameters(
 def test_another_dtype_of_a_parameter_is_told() -> None:
     model, batch = planned()
     model.double()
-    with pytest.raises(PlanMismatchError, match=r"dtypes: \['float64', 'int64'\], planned for"):
+    with pytest.raises(
+        PlanMismatchError, match="argument x has dtype float64, planned for float32"
+    ):
         model(batch[0].double(), batch[1])
     language, tokens = planned(TiedLanguageModel)
     language.double()
@@ -140,9 +142,15 @@ class Scaled(torch.nn.Module):
         self.register_buffer("scale", torch.ones(8))
 
     def forward(
-        self, rows: torch.Tensor, targets: dict[str, torch.Tensor], *, weight: Any = None
+        self,
+        rows: torch.Tensor,
+        targets: dict[str, torch.Tensor],
+        *,
+        weight: Any = None,
+        rounded: bool = False,
     ) -> torch.Tensor:
-        hidden = torch.tanh(self.layer(rows)) * self.scale
+        hidden = torch.tanh(self.layer(rows)) * (self.scale if weight is None else weight)
+        hidden = hidden.round() if rounded else hidden
         return (hidden - targets["values"]).square().mean()
 
 
@@ -157,15 +165,30 @@ def as_doubles(model: Scaled) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda m, x, y: m(x[:, :4], y), r"shapes: .* \(argument rows\)"),
-        (lambda m, x, y: m(x, {"values": y["values"][:1]}), r"\(argument targets\['values'\]\)"),
+        (
+            lambda m, x, y: m(x[:, :4], y),
+            r"argument rows has shape \[4, 4\], planned for \[4, 8\]",
+        ),
+        (
+            lambda m, x, y: m(torch.cat([x, x]), {"values": y["values"].repeat(2, 1)}),
+            r"argument rows \(and 1 more\) has shape \[8, 8\], planned for \[4, 8\]",
+        ),
         (
             lambda m, x, y: m(x, targets={"values": y["values"].double()}),
-            r"dtypes: .*\['values'\]\)",
+            r"argument targets\['values'\] has dtype float64, planned for float32",
         ),
         (
             lambda m, x, y: m("x", y),
-            r"the tensors targets\['values'\]; planned for 2",
+            r"argument rows was a tensor when planned: this call passes targets\['values'\], "
+            r"planned for rows, targets\['values'\]",
+        ),
+        (
+            lambda m, x, y: m(x, y, weight=x),
+            "argument weight is a tensor in this call only",
+        ),
+        (
+            lambda m, x, y: m(x, y, rounded=True),
+            "argument rounded is True, planned for its default",
         ),
         (
             lambda m, x, y: m(x[:1].expand(4, 8), y),

@@ -1,0 +1,55 @@
+"""The arguments of a call by their names in forward's signature: "x", "batch['labels']"."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs.calls import nested
+from graphs.calls.call import HOLE, Call, signature_of
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def tensor_names(call: Call, model: nn.Module) -> list[str]:
+    """What forward calls each tensor of the call."""
+    return [name for name, item in _named(call, model) if item is HOLE]
+
+
+def plain_arguments(call: Call, model: nn.Module) -> dict[str, str]:
+    """The arguments that are no tensors, written out; without those that have their default."""
+    signature = signature_of(model.forward)
+    defaults: dict[str, Any] = {}
+    if signature is not None:
+        defaults = {name: each.default for name, each in signature.parameters.items()}
+    return {
+        name: repr(item)[:80] if isinstance(item, _PLAIN) else f"a {type(item).__name__}"
+        for name, item in _named(call, model)
+        if item is not HOLE and not _is_default(item, defaults.get(name, inspect.Parameter.empty))
+    }
+
+
+def _named(call: Call, model: nn.Module) -> Iterator[tuple[str, Any]]:
+    signature = signature_of(model.forward)
+    parameters = [] if signature is None else signature.parameters.values()
+    positional = [each.name for each in parameters if each.kind in _POSITIONAL]
+    for item, path in zip(call.rest, nested.paths(call.spec), strict=True):
+        kind, first, *inner = path
+        if kind.idx == 1:  # among the keyword arguments
+            name = str(getattr(first, "key", ""))
+        elif first.idx < len(positional):
+            name = positional[first.idx]
+        else:
+            name = f"number {first.idx + 1}"
+        yield name + pytree.keystr(tuple(inner)), item
+
+
+def _is_default(item: Any, default: Any) -> bool:
+    same_type = type(item) is type(default) and isinstance(item, _PLAIN)
+    return item is default or (same_type and bool(item == default))
