@@ -225,7 +225,7 @@ def test_another_operator_is_told_with_the_arguments_that_it_is_computed_from() 
     model, batch = Switched(), (torch.ones(4, 8), torch.ones(4, 8))
     apply(model, solve(model, batch, budget="1MB"))
     model.squares = False
-    with pytest.raises(PlanMismatchError, match="operator abs.* computed from mask"):
+    with pytest.raises(PlanMismatchError, match=r"operator abs.* computed from mask"):
         model(*batch)
 
 
