@@ -41,6 +41,10 @@ MAX_TOTAL_BYTES = 2**61
 class Graph:
     """A training step: nodes in the framework's order, tensors, and what is live at its end.
 
+    n_in_flight: micro-batches of a pipeline whose forward pass has begun and whose backward pass
+        has not ended, at most. This step is that of one of them; each of the others holds what its
+        forward pass left for backward.
+
     Validated on construction; raises GraphError.
     """
 
@@ -48,6 +52,7 @@ class Graph:
     tensors: tuple[Tensor, ...]
     outputs: tuple[str, ...] = ()
     meta: GraphMeta = field(default_factory=GraphMeta, compare=False)
+    n_in_flight: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.meta, dict):  # a graph written by hand
@@ -147,7 +152,8 @@ class Graph:
         """What `apply` runs: forward and backward nodes, and the tensors that they use.
 
         Gradients that the caller's loss hands to the backward pass become resident. Tracing the
-        module alone and tracing it with its loss and optimizer give the same module part.
+        module alone and tracing it with its loss and optimizer give the same module part, that of
+        one micro-batch.
         """
         return self._part(("forward", "backward"))
 
@@ -190,6 +196,7 @@ class Graph:
         return {
             "format": FORMAT,
             "meta": self.meta.to_json(),
+            **({} if self.n_in_flight == 1 else {"n_in_flight": self.n_in_flight}),
             "outputs": list(self.outputs),
             # the fields of Tensor and Node are those of the format, in its order
             "tensors": [dict(vars(tensor)) for tensor in self.tensors],
@@ -237,6 +244,7 @@ class Graph:
                 tensors=tensors,
                 outputs=record.strings("outputs"),
                 meta=GraphMeta.from_json(record.mapping("meta", default={})),
+                n_in_flight=record.integer("n_in_flight", default=1),
             )
         except GraphError as error:
             raise FormatError(f"{source}: {error}") from error
@@ -251,6 +259,8 @@ def _validate(graph: Graph) -> None:
     """Raise GraphError unless names, sizes, aliases, wiring and order are legal."""
     check_names(graph.tensors, what="tensor")
     check_names(graph.nodes, what="node")
+    if graph.n_in_flight < 1:
+        raise GraphError(f"n_in_flight is {graph.n_in_flight}; it must be at least 1")
     tensors = graph.tensor_by_name
     for tensor in graph.tensors:
         check_tensor(tensor, tensors)

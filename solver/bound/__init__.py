@@ -3,6 +3,15 @@
 from solver.bound.copies import CopyCut, CopyProgram
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
 from solver.bound.folded import FoldedGraph
+from solver.bound.in_flight import (
+    Span,
+    bounded,
+    halves,
+    least_in_flight_bytes,
+    of_step,
+    span_graph,
+    whole_span,
+)
 from solver.bound.lower_bound import (
     Binding,
     CopyBinding,

@@ -38,7 +38,7 @@ from solver.common import (
     parse_size,
 )
 from solver.reporting import part, terminal
-from solver.schedule import CATEGORIES, OPTIMAL_GAP, Solution
+from solver.schedule import OPTIMAL_GAP, Solution
 
 FORMAT = "explanation/1"
 N_LARGEST = 6
@@ -155,8 +155,8 @@ def _plan_rows(solution: Solution) -> Iterator[tuple[str, str]]:
 def _peak_rows(found: Peak) -> Iterator[tuple[str, str]]:
     yield "peak op", describe_op(found.node)
     yield "position", f"op {found.position} of {found.n_ops}"
-    for name in CATEGORIES:
-        if found.memory_bytes[name]:
+    for name, size_bytes in found.memory_bytes.items():
+        if size_bytes:
             yield name, ", ".join(part(name, found.memory_bytes))
     for index, (root, size_bytes) in enumerate(found.largest[:N_LARGEST]):
         module = f" in {found.modules[root]}" if found.modules.get(root) else ""

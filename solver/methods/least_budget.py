@@ -5,6 +5,8 @@ chains. Elsewhere greedy eviction goes further down, by bisection; a schedule th
 the upper end to its own peak, often far below the budget that was tried. A method need not find a
 schedule for every budget above the least one for which it does, so this is what was found, not a
 proof.
+
+With several micro-batches in flight the eviction is tried with caps on what the step saves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from collections.abc import Callable
 import numpy as np
 
 from graphs.graph import Graph
-from solver.bound import FoldedGraph, proven_least_budget_bytes
+from solver.bound import (
+    FoldedGraph,
+    Span,
+    least_in_flight_bytes,
+    of_step,
+    proven_least_budget_bytes,
+    span_graph,
+    whole_span,
+)
 from solver.common import NEVER, Deadline, OutOfTimeError
 from solver.methods.evict import evict
 from solver.methods.proposal import Method
@@ -37,6 +47,8 @@ PATIENCE = (1.0, 0.5, 2.0)
 """Exponents of the distance to the next use that the eviction tries."""
 LEAST_PATIENCE = (1.0, 0.5, 0.25, 2.0)
 """Those tried for the least budget."""
+SAVED_SHARES = (0.25, 0.0, 0.5, 0.1, 0.75)
+"""Of what a step can save within a budget: the caps that are tried."""
 BASE_WORK, WORK_PER_NODE = 15_000_000, 3_000
 """Of all evictions together, as `evict` counts it: five seconds, and 1 ms for a node."""
 
@@ -59,14 +71,20 @@ def find_obstacle(
         reached is reached without copies.
     """
     folded = needed = FoldedGraph.of(graph)
-    if places is None or places.host is None:
+    if graph.n_in_flight > 1:
+        least_bytes = least_in_flight_bytes(folded)
+        p = int(np.argmax(least_bytes))
+        proven_bytes = int(least_bytes[p])
+    elif places is None or places.host is None:
         proven_bytes, p = proven_least_budget_bytes(folded, deadline=deadline)
     else:
         needed = FoldedGraph.of(graph, may_leave=True)
         p = int(np.argmax(needed.least_bytes))
         proven_bytes = int(needed.least_bytes[p])
     schedule = None
-    if method is None or method.reaches_least_budget:
+    if graph.n_in_flight > 1:
+        schedule, reached_bytes = _least_in_flight(graph, proven_bytes, deadline=deadline)
+    elif method is None or method.reaches_least_budget:
         schedule, reached_bytes = least_schedule(
             folded, proven_bytes=proven_bytes, deadline=deadline
         )
@@ -132,6 +150,34 @@ def least_schedule(
     return _search_down(
         graph, attempt, proven_bytes=proven_bytes, more=more, known=(best, least_bytes)
     )
+
+
+def _least_in_flight(
+    graph: Graph, proven_bytes: int, *, deadline: Deadline
+) -> tuple[Schedule, int]:
+    """`least_schedule` of a step with several micro-batches in flight, by eviction alone."""
+    work, max_work = 0, BASE_WORK + WORK_PER_NODE * len(graph.nodes)
+
+    def more() -> bool:
+        return work < max_work and not deadline.passed
+
+    def attempt(budget_bytes: int) -> Schedule | None:
+        nonlocal work
+        whole = whole_span(graph, budget_bytes=budget_bytes)
+        for share in SAVED_SHARES if whole.width_bytes >= 0 else ():
+            cap_bytes = whole.least_bytes + int(share * whole.width_bytes)
+            span = Span(0.0, cap_bytes, cap_bytes)
+            alone = FoldedGraph.of(span_graph(graph, span, budget_bytes=budget_bytes))
+            if not more():
+                break
+            schedule, spent = evict(alone, budget_bytes=budget_bytes, deadline=deadline)
+            work += spent
+            found = _with_peak(graph, None if schedule is None else of_step(graph, schedule))
+            if found is not None and found[1] <= budget_bytes:
+                return found[0]
+        return None
+
+    return _search_down(graph, attempt, proven_bytes=proven_bytes, more=more)
 
 
 def _least_by_method(

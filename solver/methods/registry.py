@@ -8,6 +8,7 @@ from graphs.graph import Graph
 from solver.methods.auto import auto
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
+from solver.methods.in_flight import in_flight
 from solver.methods.proposal import Method, Proposal
 from solver.methods.revolve import revolve
 from solver.methods.sqrt import sqrt
@@ -30,17 +31,17 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
 
 METHODS: Mapping[str, Method] = {
     "auto": Method(
-        auto,
+        in_flight(auto),
         proves_bound=True,
         takes_starts=True,
         reaches_least_budget=True,
         op_by_op=True,
         takes_places=True,
     ),
-    "none": Method(none),
-    "every_block": Method(every_block),
-    "sqrt": Method(sqrt),
-    "revolve": Method(revolve),
-    "dp": Method(dp),
-    "ilp": Method(ilp, proves_bound=True, op_by_op=True),
+    "none": Method(in_flight(none)),
+    "every_block": Method(in_flight(every_block)),
+    "sqrt": Method(in_flight(sqrt)),
+    "revolve": Method(in_flight(revolve)),
+    "dp": Method(in_flight(dp)),
+    "ilp": Method(in_flight(ilp), proves_bound=True, op_by_op=True),
 }

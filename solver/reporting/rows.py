@@ -22,7 +22,6 @@ from solver.emit import Emitted
 from solver.reporting.report_data import Report, Rewritten, rewritten
 from solver.runtime_hooks import Verification
 from solver.schedule import (
-    CATEGORIES,
     Schedule,
     Simulation,
     Solution,
@@ -83,7 +82,7 @@ def memory_table(solution: Solution) -> Table:
     """The memory at the peak by category: of the baseline, and of a plan that differs from it."""
     runs = list(_runs(solution))
     columns = [memory_at(graph, schedule, run.peak_op) for _, graph, schedule, run in runs]
-    rows = [(name, *(cell for c in columns for cell in part(name, c))) for name in CATEGORIES]
+    rows = [(name, *(cell for c in columns for cell in part(name, c))) for name in columns[0]]
     totals = (cell for c in columns for cell in (format_size(sum(c.values())), ""))
     heads = (head for name, *_ in runs for head in (name, ""))
     return Table(("", *heads), (*rows, ("peak", *totals)), bold=len(rows))

@@ -4,6 +4,7 @@ from solver.schedule.in_a_line import plan_line
 from solver.schedule.memory import (
     CATEGORIES,
     LAYERS,
+    OTHERS,
     Occupancy,
     away_for_backward,
     held_during,

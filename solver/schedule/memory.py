@@ -27,11 +27,14 @@ CATEGORY_OF_KIND: Mapping[str, str] = {
     "tangent": "activations",
     "output": "activations",
 }
+OTHERS = "other micro-batches"
+"""What those in flight hold beside this one."""
 CATEGORIES = (*dict.fromkeys(CATEGORY_OF_KIND.values()), "workspace")
 
 
 def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[str, int]:
-    """Bytes of each of CATEGORIES during the op at `position` of a legal schedule.
+    """Bytes of each of CATEGORIES, and of OTHERS if there are any, during the op at `position` of a
+    legal schedule.
 
     position: an index into `schedule.ops`; None: before the first op. The sum is the simulation's
     `live_bytes` there. What a card holds besides tensors (`meta.device_bytes`) is workspace. Cost:
@@ -53,7 +56,19 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
     for tensor in tensors:
         category = "workspace" if tensor.name in beside else CATEGORY_OF_KIND[tensor.kind]
         parts[category] += tensor.size_bytes
+    if graph.n_in_flight > 1:
+        parts[OTHERS] = _others_bytes(graph, schedule, position)
     return parts
+
+
+def _others_bytes(graph: Graph, schedule: Schedule, position: int | None) -> int:
+    """What the other micro-batches hold during the op at `position`."""
+    optimizer = {node.name for node in graph.nodes if node.phase == "optimizer"}
+    before = () if position is None else schedule.ops[: position + 1]
+    if position is None or any(isinstance(op, Compute) and op.node in optimizer for op in before):
+        return 0
+    sizes = (graph.tensor_by_name[name].size_bytes for name in saved_for_backward(graph, schedule))
+    return (graph.n_in_flight - 1) * sum(sizes)
 
 
 def held_during(graph: Graph, schedule: Schedule, position: int | None) -> frozenset[str]:
@@ -68,7 +83,9 @@ def held_during(graph: Graph, schedule: Schedule, position: int | None) -> froze
 
 
 def saved_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
-    """The storages on the device when the forward pass has ended: before the first later op."""
+    """The storages on the device when the forward pass has ended: all forward nodes have run, and
+    nothing else has been computed.
+    """
     n_ops = _n_forward_ops(graph, schedule)
     return held_during(graph, schedule, n_ops - 1 if n_ops else None)
 
@@ -87,11 +104,13 @@ def away_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
 
 
 def _n_forward_ops(graph: Graph, schedule: Schedule) -> int:
-    """The ops before the first compute of a later phase."""
-    later = {node.name for node in graph.later_nodes}
+    """The ops up to the first compute after all forward nodes have run."""
+    missing = {node.name for node in graph.forward_nodes}
     for position, op in enumerate(schedule.ops):
-        if isinstance(op, Compute) and op.node in later:
-            return position
+        if isinstance(op, Compute):
+            if not missing:
+                return position
+            missing.discard(op.node)
     return len(schedule.ops)
 
 
@@ -103,9 +122,9 @@ def node_at(graph: Graph, schedule: Schedule, simulation: Simulation) -> Node | 
     return graph.node_by_name[op.node] if isinstance(op, Compute) else graph.producer[name_in(op)]
 
 
-LAYERS = ("resident", "kept", "recomputed", "gradients", "workspace")
-"""resident: live for the whole step (accumulated gradients too). kept, recomputed, gradients: see
-`Stay`. workspace: inside the op that runs."""
+LAYERS = ("resident", OTHERS, "kept", "recomputed", "gradients", "workspace")
+"""resident: live for the whole step (accumulated gradients too). OTHERS: of a pipeline. kept,
+recomputed, gradients: see `Stay`. workspace: inside the op that runs."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +151,11 @@ def occupancy(graph: Graph, schedule: Schedule, *, places: Places | None = None)
     layers = dict.fromkeys(LAYERS, (0,) * len(nodes))
     layers |= live_bytes_by(graph, schedule, lambda stay: str(stay.layer))
     layers["resident"] = (graph.resident_bytes,) * len(nodes)
+    if graph.n_in_flight > 1:
+        n_before = next((i for i, n in enumerate(nodes) if n.phase == "optimizer"), len(nodes))
+        first = next((i for i, op in enumerate(schedule.ops) if isinstance(op, Compute)), None)
+        others_bytes = _others_bytes(graph, schedule, first)
+        layers[OTHERS] = tuple(others_bytes * (i < n_before) for i in range(len(nodes)))
     layers["workspace"] = tuple(node.workspace_bytes for node in nodes)
     return Occupancy(nodes, starts_s(graph, schedule, places=places), layers)
 

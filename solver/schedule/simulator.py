@@ -23,6 +23,9 @@ file formats and nothing of how a schedule was found. The rules:
    overwritten. They are live again, and each is freed by itself.
 9. A node overwrites a storage only while the device has the only copy of it. So whatever is on the
    host or the disk is what the storage holds now: recomputing it gives the same bits.
+10. Of several micro-batches in flight (`Graph.n_in_flight`), each other one holds what the schedule
+   has on the device, beside what is resident, when the forward pass has ended: all forward nodes
+   have run, and nothing else was computed. It counts at every op before the optimizer's first.
 
 Bytes go by program order. A copy's target is occupied from the op that starts it; bytes are given
 back where `Free`, `Drop` and `Delete` stand, or where a compute replaces an output. So whether a
@@ -79,11 +82,13 @@ class Simulation:
     """What a legal schedule costs.
 
     time_s: seconds until computes and copies have ended.
-    peak_bytes: the most on the device at once, resident tensors included.
+    peak_bytes: the most on the device at once, resident tensors and other micro-batches in flight
+        included.
     peak_op: position of the first op that reaches the peak (None: no ops, only resident tensors).
     live_bytes: bytes on the device during each op (outputs and workspace included for a compute,
         after the drop for a free).
     n_recomputed: computes beyond each node's first.
+    saved_bytes: on the device when the forward pass has ended, beside what is resident.
     host_peak_bytes, disk_peak_bytes: the most that copies take there at once.
     stall_s: the part of `time_s` in which nothing is computed.
     busy_s: seconds of all copies by direction: store, fetch, spill, load ({}: no copies).
@@ -94,6 +99,7 @@ class Simulation:
     peak_op: int | None
     live_bytes: tuple[int, ...] = field(repr=False)
     n_recomputed: int
+    saved_bytes: int = 0
     host_peak_bytes: int = 0
     disk_peak_bytes: int = 0
     stall_s: float = 0.0
@@ -128,7 +134,7 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
         compare `host_peak_bytes` and `disk_peak_bytes`.
     """
     device = _run(graph, schedule, places=places)
-    live_bytes = device.live_bytes
+    live_bytes = device.live_bytes_in_flight()
     peak_bytes = max(live_bytes, default=graph.resident_bytes)
     streams, compute_s = device.streams, math.fsum(device.times_s)
     time_s = compute_s if streams is None else streams.end_s(compute_s)
@@ -138,6 +144,7 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
         peak_op=live_bytes.index(peak_bytes) if live_bytes else None,
         live_bytes=tuple(live_bytes),
         n_recomputed=device.n_recomputed,
+        saved_bytes=device.saved_bytes,
         host_peak_bytes=0 if streams is None else streams.host.peak_bytes,
         disk_peak_bytes=0 if streams is None else streams.disk.peak_bytes,
         stall_s=time_s - compute_s,
@@ -148,7 +155,8 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
 def stays(graph: Graph, schedule: Schedule) -> tuple[Stay, ...]:
     """Which storages the step allocates, and when each is on the device; resident ones left out.
 
-    With the resident tensors and the workspace of the op that runs, they add up to `live_bytes`.
+    With the resident tensors, the workspace of the op that runs and other micro-batches in flight
+    they add up to `live_bytes`.
     Raises IllegalScheduleError.
     """
     found: list[Stay] = []
@@ -215,7 +223,9 @@ class _Device:
         self.graph = graph
         self.streams = streams
         self.bytes = graph.resident_bytes
-        self.live_bytes: list[int] = []  # during each op so far
+        self.live_bytes: list[int] = []  # during each op so far, for this micro-batch
+        self._saved_bytes: int | None = None  # once the forward pass has ended
+        self._n_before_optimizer: int | None = None  # ops
         self.times_s: list[float] = []
         self.n_recomputed = 0
         self._live = {tensor.name for tensor in graph.resident}
@@ -236,7 +246,27 @@ class _Device:
             raise self._illegal(f"compute names {op.node!r}, which is no node of the graph")
         self._check_turn(node)
         self._check_tensors(node)
+        if self._saved_bytes is None and len(self._ran) >= len(self.graph.forward_nodes):
+            self._saved_bytes = self.bytes - self.graph.resident_bytes
+        if self._n_before_optimizer is None and node.phase == "optimizer":
+            self._n_before_optimizer = len(self.live_bytes)
         return self._compute(node)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Held when the forward pass has ended, beside what is resident."""
+        if self._saved_bytes is None:
+            return self.bytes - self.graph.resident_bytes
+        return self._saved_bytes
+
+    def live_bytes_in_flight(self) -> list[int]:
+        """`live_bytes` with what the other micro-batches hold."""
+        others_bytes = (self.graph.n_in_flight - 1) * self.saved_bytes
+        before = len(self.live_bytes)
+        if self._n_before_optimizer is not None:
+            before = self._n_before_optimizer
+        held = (live_bytes + others_bytes for live_bytes in self.live_bytes[:before])
+        return [*held, *self.live_bytes[before:]] if others_bytes else self.live_bytes
 
     def _illegal(self, reason: str) -> IllegalScheduleError:
         return IllegalScheduleError(len(self.live_bytes), reason)

@@ -19,6 +19,7 @@ from solver.common import format_share, format_size
 from solver.reporting.plot import style
 from solver.schedule import (
     LAYERS,
+    OTHERS,
     Occupancy,
     Solution,
     baseline,
@@ -28,6 +29,7 @@ from solver.schedule import (
 
 COLOUR_OF_LAYER: Mapping[str, str] = {
     "resident": style.STONE,
+    OTHERS: style.SKY,
     "kept": style.BLUE,
     "recomputed": style.ORANGE,
     "gradients": style.GREEN,

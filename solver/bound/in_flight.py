@@ -1,0 +1,135 @@
+"""Steps of a pipeline, of which several are in flight: bounds by spans of what a schedule saves.
+
+With m micro-batches in flight, each of the other m - 1 holds what the schedule has saved when its
+forward pass has ended, so what fits depends on what the schedule itself chooses. Take only the
+schedules that save `least_bytes` at least and `most_bytes` at most. Each of them is legal, and
+within the same budget, in the *span graph*, a step with one micro-batch in flight:
+
+- the others hold (m - 1) * least_bytes, up to the optimizer: a resident tensor, or where there is
+  an optimizer one that a node before all others makes and one after all backward nodes reads;
+- a node between forward and backward pass takes as workspace what leaves most_bytes beside that.
+
+So a bound on the span graph bounds these schedules, and the least bound over spans that cover all
+that can be saved bounds all. A schedule of a span graph with least_bytes = most_bytes fits the
+step itself. `docs/theory.md` has the proof.
+
+At the end of the forward pass the step holds its own saved bytes and m - 1 times as many, so
+nothing saves more than the m-th part of what the budget leaves beside resident tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphs.graph import Graph, Node, Tensor
+from solver.bound.folded import Bytes, FoldedGraph
+from solver.bound.lower_bound import relaxed_bound
+from solver.common import NEVER, Deadline
+from solver.schedule import Compute, Free, Op, Schedule
+
+OTHERS, BEGIN, TURN, END = (f"in_flight.{name}" for name in ("others", "begin", "turn", "end"))
+N_POSITIONS = 4
+"""Of a span graph: positions whose linear programs bound it."""
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """Schedules that save between these bytes, both included.
+
+    lost_share: what they lose at least of the baseline's time (inf: none fits). It comes first: of
+    several spans the least is the one that bounds all.
+    """
+
+    lost_share: float
+    least_bytes: int
+    most_bytes: int
+
+    @property
+    def width_bytes(self) -> int:
+        return self.most_bytes - self.least_bytes
+
+
+def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
+    """All that a schedule within the budget can save, not yet bounded; inf: none fits."""
+    folded = FoldedGraph.of(graph)
+    least_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
+    made_bytes = sum(folded.unit_bytes[u] for n in range(folded.n_forward) for u in folded.makes[n])
+    most_bytes = min((budget_bytes - graph.resident_bytes) // graph.n_in_flight, made_bytes)
+    lost_share = 0.0 if least_bytes <= most_bytes else math.inf
+    return Span(lost_share, least_bytes, most_bytes)
+
+
+def least_in_flight_bytes(folded: FoldedGraph) -> Bytes:
+    """By position: bytes that any schedule has on the device while p runs, others included."""
+    graph = folded.graph
+    least_saved_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
+    optimizer = [node.phase == "optimizer" for node in graph.nodes]
+    others_bytes = np.full(folded.n_nodes + 1, (graph.n_in_flight - 1) * least_saved_bytes)
+    others_bytes[folded.n_nodes if not any(optimizer) else optimizer.index(True) :] = 0
+    least: Bytes = folded.least_bytes + others_bytes
+    return least
+
+
+def bounded(graph: Graph, span: Span, *, budget_bytes: int, deadline: Deadline = NEVER) -> Span:
+    """The span with what linear programs prove of it, in milliseconds."""
+    lost_share = relaxed_bound(
+        FoldedGraph.of(span_graph(graph, span, budget_bytes=budget_bytes)),
+        budget_bytes=budget_bytes,
+        n_positions=N_POSITIONS,
+        deadline=deadline,
+    )
+    return dataclasses.replace(span, lost_share=max(span.lost_share, lost_share))
+
+
+def halves(span: Span) -> tuple[Span, Span]:
+    """Two spans that cover this one, which is wider than a byte."""
+    middle = (span.least_bytes + span.most_bytes) // 2
+    return (
+        dataclasses.replace(span, most_bytes=middle),
+        dataclasses.replace(span, least_bytes=middle + 1),
+    )
+
+
+def span_graph(graph: Graph, span: Span, *, budget_bytes: int) -> Graph:
+    """The step with one micro-batch in flight that is described above."""
+    others_bytes = (graph.n_in_flight - 1) * span.least_bytes
+    spare_bytes = budget_bytes - graph.resident_bytes - others_bytes - span.most_bytes
+    outside = any(node.phase == "outside" for node in graph.nodes)
+    turn = Node(
+        name=TURN,
+        op=TURN,
+        inputs=(),
+        outputs=(),
+        time_s=0.0,
+        workspace_bytes=max(0, spare_bytes),
+        phase="outside" if outside else "backward",
+        recomputable=False,
+    )
+    later = [node for node in graph.later_nodes if node.phase != "optimizer"]
+    optimizer = [node for node in graph.later_nodes if node.phase == "optimizer"]
+    before, after = [], []
+    if optimizer:
+        before.append(Node(BEGIN, BEGIN, (), (OTHERS,), 0.0, recomputable=False))
+        after.append(Node(END, END, (OTHERS,), (), 0.0, phase="backward", recomputable=False))
+    return dataclasses.replace(
+        graph,
+        nodes=(*before, *graph.forward_nodes, turn, *later, *after, *optimizer),
+        tensors=(*graph.tensors, Tensor(OTHERS, others_bytes)),
+        n_in_flight=1,
+    )
+
+
+def of_step(graph: Graph, schedule: Schedule) -> Schedule:
+    """A schedule of a span graph as one of the step itself."""
+    ops = tuple(op for op in schedule.ops if not _is_added(op))
+    return Schedule(ops, graph_id=graph.graph_id)
+
+
+def _is_added(op: Op) -> bool:
+    if isinstance(op, Compute):
+        return op.node in (BEGIN, TURN, END)
+    return isinstance(op, Free) and op.tensor == OTHERS

@@ -1,0 +1,146 @@
+"""Several micro-batches in flight: the judge by hand, bounds and plans by exhaustive search."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from graphs.graph import Graph, GraphError
+from solver.bound import bounded, halves, of_step, span_graph, whole_span
+from solver.methods import METHODS, find_obstacle
+from solver.schedule import Compute, Free, Schedule, baseline, simulate
+from tests.support.brute_force import Truth
+from tests.support.brute_force_in_flight import fastest_in_flight
+from tests.support.builders import make, op, plan
+from tests.support.nets import random_dag
+
+N_RANDOM = 320
+
+
+def small(seed: int) -> Graph:
+    """A random step with two to four micro-batches in flight, half of them with an optimizer."""
+    rng = random.Random(seed)
+    graph = random_dag(seed=seed, n_forward=rng.randint(2, 5), n_later=rng.randint(1, 4))
+    nodes = list(graph.nodes)
+    if rng.random() < 0.5 and len(graph.later_nodes) > 1:
+        nodes[-1] = dataclasses.replace(nodes[-1], phase="optimizer")
+    return dataclasses.replace(graph, nodes=tuple(nodes), n_in_flight=rng.randint(2, 4))
+
+
+def budgets(graph: Graph) -> list[int]:
+    """Between what is resident and the peak of the baseline."""
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    above_bytes = peak_bytes - graph.resident_bytes
+    return sorted({graph.resident_bytes + above_bytes * share // 8 for share in (4, 6, 7)})
+
+
+def judged(graph: Graph, truth: Truth) -> Schedule:
+    assert truth.ops is not None
+    ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
+    return Schedule(ops, graph.graph_id)
+
+
+def test_the_others_hold_what_the_schedule_saves_until_the_optimizer() -> None:
+    graph = make(
+        [
+            op("f", "x", "a"),
+            op("h", "a", "b"),
+            op("back", "b a", "g", phase="backward", workspace_bytes=5),
+            op("step", "g", "", phase="optimizer", workspace_bytes=3),
+        ],
+        {"x": 1, "a": 10, "b": 100, "g": 1000},
+        outputs="g",
+    )
+    alone = simulate(graph, plan(graph, "f h -a f back -a -b step"))
+    assert alone.live_bytes == (11, 111, 101, 111, 1116, 1101, 1001, 1004)
+    assert alone.saved_bytes == 100
+    graph = dataclasses.replace(graph, n_in_flight=3)
+    found = simulate(graph, plan(graph, "f h -a f back -a -b step"))
+    assert found.saved_bytes == 100  # when h has run and a is freed
+    assert found.live_bytes == tuple(n + 200 * (i < 7) for i, n in enumerate(alone.live_bytes))
+    assert found.peak_bytes == 1116 + 200
+    kept = simulate(graph, plan(graph, "f h back -a -b step"))
+    assert kept.saved_bytes == 110
+    assert kept.peak_bytes == 1116 + 220
+
+
+def test_a_graph_keeps_the_number_in_its_file(tmp_path) -> None:
+    graph = dataclasses.replace(small(1), n_in_flight=5)
+    graph.save(tmp_path / "graph.json")
+    assert Graph.load(tmp_path / "graph.json").n_in_flight == 5
+    assert graph.module_part().n_in_flight == 1
+    assert graph.graph_id == dataclasses.replace(graph, n_in_flight=1).graph_id
+    with pytest.raises(GraphError, match="n_in_flight is 0"):
+        dataclasses.replace(graph, n_in_flight=0)
+
+
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize("seed", range(0, N_RANDOM, 10))
+def test_every_cover_by_spans_is_below_the_truth(seed: int) -> None:
+    for graph in map(small, range(seed, seed + 10)):
+        for budget_bytes in budgets(graph):
+            truth = fastest_in_flight(graph, budget_bytes=budget_bytes)
+            spans = [whole_span(graph, budget_bytes=budget_bytes)]
+            if math.isinf(spans[0].lost_share):
+                assert truth.ops is None
+                continue
+            if truth.ops is not None:  # the exhaustive search obeys the judge
+                found = simulate(graph, judged(graph, truth))
+                assert found.peak_bytes <= budget_bytes
+                assert found.time_s == pytest.approx(truth.time_s)
+                assert spans[0].least_bytes <= found.saved_bytes <= spans[0].most_bytes
+            base_s = graph.baseline_time_s
+            for _ in range(4):
+                spans = [bounded(graph, span, budget_bytes=budget_bytes) for span in spans]
+                least = min(span.lost_share for span in spans)
+                assert least * base_s + base_s <= truth.time_s + 1e-9 or truth.ops is None
+                if truth.ops is not None:
+                    assert not math.isinf(least)
+                wide = [span for span in spans if span.width_bytes]
+                spans = [span for span in spans if not span.width_bytes]
+                spans += [half for span in wide for half in halves(span)]
+
+
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize("method", ["ilp", "auto"])
+@pytest.mark.parametrize("seed", range(0, N_RANDOM, 10))
+def test_plans_and_their_bounds_are_true(seed: int, method: str) -> None:
+    for graph in map(small, range(seed, seed + 10)):
+        for budget_bytes in budgets(graph):
+            truth = fastest_in_flight(graph, budget_bytes=budget_bytes)
+            proposal = METHODS[method](graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0)
+            assert proposal.lower_bound_s <= truth.time_s + 1e-9
+            if proposal.schedule is None:
+                assert truth.ops is None
+                continue
+            found = simulate(graph, proposal.schedule)
+            assert found.peak_bytes <= budget_bytes
+            assert found.time_s >= truth.time_s - 1e-9
+            if method == "ilp":
+                assert found.time_s == pytest.approx(truth.time_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(400, 430, 10))
+def test_the_least_budget_is_between_what_is_proven_and_the_truth(seed: int) -> None:
+    for graph in map(small, range(seed, seed + 10)):
+        obstacle = find_obstacle(graph)
+        assert obstacle.schedule is not None
+        assert simulate(graph, obstacle.schedule).peak_bytes == obstacle.reached_bytes
+        below_bytes = obstacle.proven_bytes - 1
+        assert fastest_in_flight(graph, budget_bytes=below_bytes).ops is None
+
+
+def test_a_span_graph_is_the_step_of_one_micro_batch() -> None:
+    for graph in map(small, range(100, 130)):
+        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        saved_bytes = simulate(graph, baseline(graph)).saved_bytes
+        whole = whole_span(graph, budget_bytes=peak_bytes)
+        point = dataclasses.replace(whole, least_bytes=saved_bytes, most_bytes=saved_bytes)
+        alone = span_graph(graph, point, budget_bytes=peak_bytes)
+        assert alone.n_in_flight == 1
+        schedule = baseline(alone)
+        assert simulate(alone, schedule).peak_bytes <= peak_bytes
+        assert simulate(graph, of_step(graph, schedule)).peak_bytes <= peak_bytes

@@ -1,0 +1,66 @@
+"""The truth for tiny graphs with several micro-batches in flight.
+
+What the others hold is what the schedule itself saves, which is known only when its forward pass
+has ended. So each possible number of saved bytes is tried: a Dijkstra over the states of
+`tests.support.brute_force`, in which the forward pass must end with at most these, and every op
+before the optimizer's first has that much less room for each of the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Any
+
+from graphs.graph import Graph
+from tests.support.brute_force import Truth, _ops, _States
+
+
+def fastest_in_flight(graph: Graph, *, budget_bytes: int) -> Truth:
+    """The least time over all legal schedules whose peak is within the budget."""
+    most_bytes = (budget_bytes - graph.resident_bytes) // graph.n_in_flight
+    made_bytes = sum(
+        graph.tensor_by_name[name].size_bytes
+        for node in graph.forward_nodes
+        for name in node.outputs
+        if graph.tensor_by_name[name].alias_of is None
+    )
+    savings = range(min(most_bytes, made_bytes) + 1)
+    found = [_fastest(graph, budget_bytes, saved_bytes) for saved_bytes in savings]
+    return min(found, key=lambda truth: truth.time_s, default=Truth(math.inf, None))
+
+
+def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
+    """Of the schedules that save at most these bytes, with each of the others holding as much.
+
+    A state is that of the device, and whether anything was computed after the forward pass.
+    """
+    states, n_forward = _States(graph), len(graph.forward_nodes)
+    others_bytes = (graph.n_in_flight - 1) * most_saved_bytes
+    phases = [node.phase for node in graph.nodes]
+    best: dict[Any, float] = {(states.start, False): 0.0}
+    came: dict[Any, Any] = {}
+    queue = [(0.0, (states.start, False))]
+    while queue:
+        time_s, here = heapq.heappop(queue)
+        (done, live), has_turned = state, _ = here
+        if time_s > best[here]:
+            continue
+        saves_too_much = states.live_bytes(live) - states.resident_bytes > most_saved_bytes
+        if states.is_end(state) and (has_turned or not saves_too_much):
+            return Truth(time_s, _ops(came, here))
+        for op, after, peak_bytes, cost_s in states.moves(state):
+            turned = has_turned
+            if op[0] == "compute":
+                turned = done >= n_forward
+                if turned and not has_turned and saves_too_much:
+                    continue
+                steps = "optimizer" in phases[: after[0]]
+                if peak_bytes + (0 if steps else others_bytes) > budget_bytes:
+                    continue
+            total_s = time_s + cost_s
+            if total_s < best.get((after, turned), math.inf):
+                best[after, turned] = total_s
+                came[after, turned] = (here, op)
+                heapq.heappush(queue, (total_s, (after, turned)))
+    return Truth(math.inf, None)
