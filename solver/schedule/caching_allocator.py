@@ -1,0 +1,300 @@
+"""PyTorch's caching allocator for CUDA, without a card: how many bytes it takes from the device.
+
+A model of `c10/cuda/CUDACachingAllocator.cpp` for one device and one stream:
+
+- Sizes are rounded up to 512 bytes. Up to 1 MiB comes from the small pool, more from the large one.
+- A request takes the smallest free block of its pool that is large enough. What is left of the
+  block is split off: from 512 bytes in the small pool, above 1 MiB in the large one.
+- Where there is none, a segment is taken from the device: 2 MiB for small requests, 20 MiB for
+  those up to 10 MiB, else the size rounded up to 2 MiB.
+- A block that is given back joins free neighbours of its segment. Segments stay with the allocator.
+- Where the device is full, all segments that are free as a whole go back to it first.
+- **Expandable segments**: each pool is one range of addresses, to which pages (2 MiB, 20 MiB) are
+  mapped where a request needs them. Any rest from 512 bytes is split off, and a block that may
+  still grow is taken last. A full device gets back the free pages.
+
+Left out: several streams, `max_split_size_mb`, garbage collection, the pools of CUDA graphs, and
+addresses as CUDA chooses them: segments lie in the order in which they were made, which decides
+between free blocks of the same size.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+MIB = 2**20
+ALLOCATION_BYTES = 512  # kMinBlockSize
+SMALL_BYTES = MIB  # kSmallSize
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer
+OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
+SEGMENT_STEP_BYTES = 2 * MIB  # kRoundLarge
+ADDRESSES_BYTES = 2**62
+"""Of an expandable segment: more than any device has."""
+
+
+class DeviceFullError(MemoryError):
+    """The device has no room for a request, though all that was free was given back to it."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A stretch of a segment. before, after: its neighbours there. mapped: the device backs it."""
+
+    pool: Pool
+    address: int
+    size_bytes: int
+    is_free: bool = True
+    mapped: bool = True
+    before: Block | None = None
+    after: Block | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.address + self.size_bytes
+
+    def split(self, size_bytes: int) -> Block:
+        """Shorten this block to `size_bytes`; return the rest, which is free."""
+        rest = Block(
+            self.pool,
+            self.address + size_bytes,
+            self.size_bytes - size_bytes,
+            mapped=self.mapped,
+            before=self,
+            after=self.after,
+        )
+        if self.after is not None:
+            self.after.before = rest
+        self.after, self.size_bytes = rest, size_bytes
+        return rest
+
+    def join_neighbours(self) -> None:
+        """Take in the free blocks beside this one which is free itself."""
+        pool = self.pool
+        for other in (self.before, self.after):
+            if other is None or not other.is_free or other.mapped != self.mapped:
+                continue
+            pool.remove(other)
+            if other is self.before:
+                self.before, self.address = other.before, other.address
+                if self.before is not None:
+                    self.before.after = self
+            else:
+                self.after = other.after
+                if self.after is not None:
+                    self.after.before = self
+            self.size_bytes += other.size_bytes
+
+
+@dataclass(eq=False, slots=True)
+class Pool:
+    """Free blocks by size and address; those without memory by address."""
+
+    page_bytes: int
+    least_rest_bytes: int
+    _free: list[tuple[int, int]] = field(default_factory=list)
+    _unmapped: list[int] = field(default_factory=list)
+    _at: dict[int, Block] = field(default_factory=dict)
+
+    def add(self, block: Block) -> None:
+        self._at[block.address] = block
+        if block.mapped:
+            insort(self._free, (block.size_bytes, block.address))
+        else:
+            insort(self._unmapped, block.address)
+
+    def remove(self, block: Block) -> None:
+        del self._at[block.address]
+        if block.mapped:
+            self._free.pop(bisect_left(self._free, (block.size_bytes, block.address)))
+        else:
+            self._unmapped.pop(bisect_left(self._unmapped, block.address))
+
+    def fitting(self, size_bytes: int) -> Iterator[Block]:
+        """Free blocks that are large enough, the smallest first."""
+        for index in range(bisect_left(self._free, (size_bytes, 0)), len(self._free)):
+            yield self._at[self._free[index][1]]
+
+    @property
+    def free(self) -> list[Block]:
+        return [self._at[address] for _, address in self._free]
+
+    @property
+    def unmapped(self) -> list[Block]:
+        return [self._at[address] for address in self._unmapped]
+
+
+class CachingAllocator:
+    """With the default settings.
+
+    capacity_bytes: of the device (inf: as many as asked for).
+    allocated_bytes, reserved_bytes: what blocks in use hold, and what was taken from the device:
+        `torch.cuda.memory_allocated()` and `memory_reserved()`; `max_…`: the most so far.
+    """
+
+    def __init__(self, *, capacity_bytes: float = math.inf) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = self.max_allocated_bytes = 0
+        self.reserved_bytes = self.max_reserved_bytes = 0
+        self._end = 0
+        self._small = Pool(SMALL_SEGMENT_BYTES, ALLOCATION_BYTES)
+        self._large = Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + ALLOCATION_BYTES)
+
+    def allocate(self, size_bytes: int) -> Block:
+        """A block of at least `size_bytes` > 0. Raises DeviceFullError."""
+        size_bytes = _round_up(size_bytes, ALLOCATION_BYTES)
+        pool = self._small if size_bytes <= SMALL_BYTES else self._large
+        block = self._cached(pool, size_bytes) or self._taken(pool, size_bytes)
+        if block is None:
+            self._give_back()
+            block = self._taken(pool, size_bytes)
+        if block is None:
+            raise DeviceFullError(
+                f"{size_bytes} bytes asked for; {self.reserved_bytes} of {self.capacity_bytes:.0f} "
+                f"are reserved, {self.allocated_bytes} in use"
+            )
+        pool.remove(block)
+        if block.size_bytes - size_bytes >= pool.least_rest_bytes:
+            pool.add(block.split(size_bytes))
+        block.is_free = False
+        self.allocated_bytes += block.size_bytes
+        self.max_allocated_bytes = max(self.max_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back."""
+        self.allocated_bytes -= block.size_bytes
+        block.is_free = True
+        block.join_neighbours()
+        block.pool.add(block)
+
+    def _cached(self, pool: Pool, size_bytes: int) -> Block | None:
+        return next(pool.fitting(size_bytes), None)
+
+    def _taken(self, pool: Pool, size_bytes: int) -> Block | None:
+        """A free block of a new segment; None: the device is full."""
+        segment_bytes = pool.page_bytes
+        if size_bytes >= OWN_SEGMENT_BYTES:
+            segment_bytes = _round_up(size_bytes, SEGMENT_STEP_BYTES)
+        if not self._reserve(segment_bytes):
+            return None
+        block = Block(pool, self._end, segment_bytes)
+        self._end += segment_bytes
+        pool.add(block)
+        return block
+
+    def _give_back(self) -> None:
+        """Segments that are free as a whole."""
+        for pool in (self._small, self._large):
+            for block in pool.free:
+                if block.before is None and block.after is None:
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size_bytes
+
+    def _reserve(self, size_bytes: int) -> bool:
+        if self.reserved_bytes + size_bytes > self.capacity_bytes:
+            return False
+        self.reserved_bytes += size_bytes
+        self.max_reserved_bytes = max(self.max_reserved_bytes, self.reserved_bytes)
+        return True
+
+
+class ExpandableAllocator(CachingAllocator):
+    """With `expandable_segments:True`."""
+
+    def __init__(self, *, capacity_bytes: float = math.inf) -> None:
+        super().__init__(capacity_bytes=capacity_bytes)
+        self._large.least_rest_bytes = ALLOCATION_BYTES
+        for pool in (self._small, self._large):
+            pool.add(Block(pool, 0, ADDRESSES_BYTES, mapped=False))
+
+    def _cached(self, pool: Pool, size_bytes: int) -> Block | None:
+        """The one with the least room to grow: that of the others is their size."""
+        chosen: Block | None = None
+        for block in pool.fitting(size_bytes):
+            if chosen is not None and _room_bytes(block) >= _room_bytes(chosen):
+                break
+            chosen = block
+        return chosen
+
+    def _taken(self, pool: Pool, size_bytes: int) -> Block | None:
+        """At the lowest addresses with room for it, after the free block that stands before."""
+        block = next(
+            start
+            for start in map(_from_free_before, pool.unmapped)
+            if _free_stretch_bytes(start) >= size_bytes
+        )
+        if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
+            return None
+        while block.size_bytes < size_bytes:
+            more = block.after
+            assert more is not None
+            if not self._map(more, min(size_bytes - block.size_bytes, more.size_bytes)):
+                return None
+            block = more
+        return block
+
+    def _map(self, block: Block, size_bytes: int) -> bool:
+        """Back the first pages of a block; it joins its free neighbours."""
+        pool = block.pool
+        size_bytes = _round_up(size_bytes, pool.page_bytes)
+        if not self._reserve(size_bytes):
+            return False
+        pool.remove(block)
+        if size_bytes < block.size_bytes:
+            pool.add(block.split(size_bytes))
+        block.mapped = True
+        block.join_neighbours()
+        pool.add(block)
+        return True
+
+    def _give_back(self) -> None:
+        """The whole pages inside free blocks."""
+        for pool in (self._small, self._large):
+            for block in pool.free:
+                start = _round_up(block.address, pool.page_bytes)
+                stop = block.stop // pool.page_bytes * pool.page_bytes
+                if stop > start:
+                    self._unmap(block, start, stop)
+
+    def _unmap(self, block: Block, start: int, stop: int) -> None:
+        pool = block.pool
+        pool.remove(block)
+        if stop < block.stop:
+            pool.add(block.split(stop - block.address))
+        if start > block.address:
+            pages = block.split(start - block.address)
+            pool.add(block)
+            block = pages
+        block.mapped = False
+        block.join_neighbours()
+        pool.add(block)
+        self.reserved_bytes -= stop - start
+
+
+def _round_up(size_bytes: int, step_bytes: int) -> int:
+    return -(-size_bytes // step_bytes) * step_bytes
+
+
+def _room_bytes(block: Block) -> int:
+    """What it could grow to."""
+    after = block.after
+    grows = after is not None and not after.mapped
+    return block.size_bytes + (after.size_bytes if grows and after is not None else 0)
+
+
+def _from_free_before(block: Block) -> Block:
+    before = block.before
+    return before if before is not None and before.is_free else block
+
+
+def _free_stretch_bytes(block: Block | None) -> int:
+    """Of free blocks side by side from this one on, with memory or without."""
+    found_bytes = 0
+    while block is not None and block.is_free:
+        found_bytes += block.size_bytes
+        block = block.after
+    return found_bytes

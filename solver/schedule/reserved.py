@@ -1,0 +1,120 @@
+"""What PyTorch's allocator takes from a card for a schedule: reserved beside allocated.
+
+The storages of the schedule are played through `caching_allocator` in the order in which the
+program allocates and frees them: first what is resident, then the step several times, as the first
+one leaves another cache behind than it found. Gradients and outputs are given back when a step has
+ended, as `zero_grad(set_to_none=True)` does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from solver.schedule.caching_allocator import (
+    Block,
+    CachingAllocator,
+    DeviceFullError,
+    ExpandableAllocator,
+)
+from solver.schedule.ops import Compute, Schedule
+from solver.schedule.simulator import stays
+
+N_STEPS = 3
+"""The third takes nothing new on the graphs tried (`tests/solver/schedule/test_reserved.py`)."""
+ROUNDING = "allocator_rounding"
+"""The resident tensor of a graph that stands for the rounding, which is played here."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """The most that is in use and that is taken from the device, in bytes.
+
+    allocated_bytes: with every size rounded, as `torch.cuda.max_memory_allocated()` counts.
+    reserved_bytes: `torch.cuda.max_memory_reserved()`.
+    fits: whether the device has room for it, after giving back what is free where it must.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    fits: bool = True
+
+    @property
+    def lost_bytes(self) -> int:
+        """To fragmentation and whole segments."""
+        return self.reserved_bytes - self.allocated_bytes
+
+
+def reserved(
+    graph: Graph,
+    schedule: Schedule,
+    *,
+    expandable: bool | None = None,
+    capacity_bytes: float = math.inf,
+    n_steps: int = N_STEPS,
+) -> Reserved:
+    """What the allocator takes for steps of a legal schedule.
+
+    expandable: with `expandable_segments:True` (None: as the environment says).
+    capacity_bytes: of the device.
+    """
+    if expandable is None:
+        expandable = expandable_segments()
+    kind = ExpandableAllocator if expandable else CachingAllocator
+    allocator = kind(capacity_bytes=capacity_bytes)
+    fits = True
+    try:
+        for tensor in graph.resident:
+            if tensor.alias_of is None and tensor.size_bytes and tensor.name != ROUNDING:
+                allocator.allocate(tensor.size_bytes)
+        steps = _Steps(graph, schedule)
+        for _ in range(n_steps):
+            steps.play(allocator)
+    except DeviceFullError:
+        fits = False
+    return Reserved(allocator.max_allocated_bytes, allocator.max_reserved_bytes, fits)
+
+
+def expandable_segments() -> bool:
+    """Whether PYTORCH_ALLOC_CONF (or its former name) asks for them."""
+    words = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable_segments:true" in words.lower().replace(" ", "")
+
+
+class _Steps:
+    """By position in the schedule: the storages given back before the op, and those it takes.
+
+    A storage that is overwritten, and one whose bytes are none, is neither. A storage that is made
+    anew while it is live is taken before its old bytes are given back.
+    """
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.size_bytes = {tensor.name: tensor.size_bytes for tensor in graph.tensors}
+        self.n_ops = len(schedule.ops)
+        self.workspace_bytes = [
+            graph.node_by_name[op.node].workspace_bytes if isinstance(op, Compute) else 0
+            for op in schedule.ops
+        ]
+        order = {tensor.name: index for index, tensor in enumerate(graph.tensors)}
+        starts: dict[int, set[str]] = defaultdict(set)
+        stops: dict[int, set[str]] = defaultdict(set)
+        for stay in stays(graph, schedule):
+            if self.size_bytes[stay.storage]:
+                starts[stay.start].add(stay.storage)
+                stops[stay.stop].add(stay.storage)
+        self.taken = {p: sorted(starts[p] - stops[p], key=order.__getitem__) for p in [*starts]}
+        self.given = {p: sorted(stops[p] - starts[p], key=order.__getitem__) for p in [*stops]}
+
+    def play(self, allocator: CachingAllocator) -> None:
+        """One step."""
+        held: dict[str, list[Block]] = defaultdict(list)  # the older first
+        for position in range(self.n_ops + 1):
+            for name in self.given.get(position, ()):
+                allocator.free(held[name].pop(0))
+            for name in self.taken.get(position, ()):
+                held[name].append(allocator.allocate(self.size_bytes[name]))
+            if position < self.n_ops and self.workspace_bytes[position]:
+                allocator.free(allocator.allocate(self.workspace_bytes[position]))

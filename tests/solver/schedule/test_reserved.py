@@ -1,0 +1,119 @@
+"""What the allocator takes for a schedule, beside what the simulator counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from graphs.graph import Graph
+from solver.methods import METHODS
+from solver.schedule import Compute, Schedule, baseline, simulate
+from solver.schedule.reserved import Reserved, expandable_segments, reserved
+from solver.schedule.simulator import stays
+from tests.support.builders import make, op, plan
+from tests.support.copying import random_copies
+from tests.support.nets import random_dag
+from tests.support.paths import GPT2
+
+MIB = 2**20
+
+
+def rounded_peak_bytes(graph: Graph, schedule: Schedule) -> int:
+    """The largest sum of sizes in steps of 512, position by position."""
+
+    def rounded(size_bytes: int) -> int:
+        return -(-size_bytes // 512) * 512
+
+    size_bytes = {t.name: rounded(t.size_bytes) for t in graph.tensors}
+    resident = sum(size_bytes[t.name] for t in graph.resident if t.alias_of is None)
+    found = list(stays(graph, schedule))
+    peak = resident
+    for position, each in enumerate(schedule.ops):
+        live = sum(size_bytes[s.storage] for s in found if s.start <= position < s.stop)
+        if isinstance(each, Compute):
+            live += rounded(graph.node_by_name[each.node].workspace_bytes)
+        peak = max(peak, resident + live)
+    return peak
+
+
+def random_schedule(seed: int) -> tuple[Graph, Schedule]:
+    graph = random_dag(seed=seed, n_forward=6, n_later=6)
+    larger = {t.name: t.size_bytes * (1 + seed % 7) * 300_001 for t in graph.tensors}
+    graph = Graph.from_json(
+        {
+            **graph.to_json(),
+            "tensors": [{**t, "size_bytes": larger[t["name"]]} for t in graph.to_json()["tensors"]],
+        }
+    )
+    schedule = baseline(graph)
+    if seed % 3 == 1:
+        budget_bytes = int(0.9 * simulate(graph, schedule).peak_bytes)
+        proposal = METHODS["auto"](graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
+        schedule = proposal.schedule or schedule
+    elif seed % 3 == 2:
+        schedule = random_copies(graph, schedule, random.Random(seed))
+    return graph, schedule
+
+
+def test_with_expandable_segments_what_is_allocated_is_the_simulated_peak_with_rounded_sizes():
+    for seed in range(60):
+        graph, schedule = random_schedule(seed)
+        found = reserved(graph, schedule, expandable=True)
+        assert found.allocated_bytes == rounded_peak_bytes(graph, schedule), seed
+        assert found.reserved_bytes >= found.allocated_bytes
+        default = reserved(graph, schedule, expandable=False)
+        assert default.allocated_bytes >= found.allocated_bytes
+        assert default.reserved_bytes >= default.allocated_bytes
+
+
+def test_gpt2():
+    graph = Graph.load(GPT2)
+    schedule = baseline(graph)
+    peak_bytes = simulate(graph, schedule).peak_bytes
+    default = reserved(graph, schedule, expandable=False)
+    expandable = reserved(graph, schedule, expandable=True)
+    assert peak_bytes <= expandable.allocated_bytes <= default.allocated_bytes
+    assert expandable.reserved_bytes < default.reserved_bytes < 1.01 * peak_bytes
+    for each, kind in ((default, False), (expandable, True)):  # what N_STEPS says
+        assert reserved(graph, schedule, expandable=kind, n_steps=6) == each
+
+
+def test_whether_it_fits_a_device():
+    graph = Graph.load(GPT2)
+    schedule = baseline(graph)
+    free = reserved(graph, schedule, expandable=True)
+    full = reserved(graph, schedule, expandable=True, capacity_bytes=free.reserved_bytes)
+    assert full == free
+    less = reserved(graph, schedule, expandable=True, capacity_bytes=free.allocated_bytes - 1)
+    assert not less.fits
+    assert less.reserved_bytes < free.allocated_bytes
+
+
+def test_memory_between_what_stays_is_lost():
+    """a and c are given back around b: 58 MiB find no place there."""
+    nodes = [op("f", "p", "a"), op("g", "a", "b"), op("h", "b", "c"), op("k", "b", "d")]
+    sizes = {"p": 512, "a": 30 * MIB, "b": 30 * MIB, "c": 30 * MIB, "d": 58 * MIB}
+    graph = make(nodes, sizes, outputs="d")
+    schedule = plan(graph, "f g -a h -c k -b")
+    found = reserved(graph, schedule, expandable=False, n_steps=1)
+    assert found == Reserved(88 * MIB + 512, 118 * MIB + 2 * MIB)  # c takes the place of a
+    assert found.lost_bytes == 32 * MIB - 512
+
+
+@pytest.mark.parametrize(
+    ("value", "asked"),
+    [
+        ("", False),
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:40, expandable_segments: true", True),
+        ("expandable_segments:False", False),
+    ],
+)
+def test_the_environment_says_which(monkeypatch: pytest.MonkeyPatch, value: str, asked: bool):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
+    assert expandable_segments() is asked
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+    assert expandable_segments() is asked
