@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from solver.common import counted, format_size
+from solver.common import counted, format_share, format_size
 from solver.schedule import Solution
 
 
@@ -54,7 +54,11 @@ class VerifyError(ValueError):
     """The step cannot be run with and without the plan here; says why."""
 
 
-@dataclass(frozen=True)
+N_SHOWN = 4
+"""Differing results that are named."""
+
+
+@dataclass(frozen=True, repr=False)
 class Verification:
     """The step measured on `device` with the plan, and without it (baseline).
 
@@ -98,15 +102,50 @@ class Verification:
         return self.fits and not self.differences
 
     @property
-    def line(self) -> str:
-        """The verdict in one line."""
-        results = "bitwise identical" if self.results == "bitwise" else "errors as promised"
+    def overhead(self) -> float:
+        """Measured, as a share of the baseline's time."""
+        return self.measured_time_s / (self.baseline_measured_time_s or 1.0) - 1.0
+
+    @property
+    def predicted_overhead(self) -> float:
+        return self.predicted_time_s / (self.baseline_predicted_time_s or 1.0) - 1.0
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a few words."""
         if self.differences:
-            results = f"{counted(len(self.differences), 'result')} DIFFER"
-        peak = f"peak {format_size(self.measured_peak_bytes)}"
-        peak += f", predicted {format_size(self.predicted_peak_bytes)}"
-        budget = "" if self.fits else ", ABOVE THE BUDGET"
-        return f"{'verified' if self.passed else 'NOT verified'}: {results}; {peak}{budget}"
+            return f"FAILED: {counted(len(self.differences), 'result')} not as promised"
+        results = "bitwise identical" if self.results == "bitwise" else "errors as promised"
+        return f"passed: {results}" if self.fits else f"FAILED: above the budget, {results}"
+
+    @property
+    def line(self) -> str:
+        """One line: the verdict, and the peak with the plan."""
+        measured, predicted = self.measured_peak_bytes, self.predicted_peak_bytes
+        peak = f"peak {format_size(measured)} (predicted {format_size(predicted)})"
+        return f"verification {self.verdict}; {peak}"
+
+    def __repr__(self) -> str:
+        """Several lines, as a report has them: `verify(...)` at the end of a notebook's cell."""
+        lines = [f"Verification {self.verdict}"]
+        lines += [f"  differs      {words}" for words in self.differences[:N_SHOWN]]
+        if (n_more := len(self.differences) - N_SHOWN) > 0:
+            lines += [f"               and {n_more} more"]
+        peaks = (
+            ("plan", self.measured_peak_bytes, self.predicted_peak_bytes),
+            ("baseline", self.baseline_measured_peak_bytes, self.baseline_predicted_peak_bytes),
+        )
+        lines += [
+            f"  {name:<11}  peak {format_size(here)} measured, {format_size(planned)} predicted"
+            for name, here, planned in peaks
+        ]
+        measured, predicted = format_share(self.overhead), format_share(self.predicted_overhead)
+        lines += [
+            f"  budget       {format_size(self.available_bytes)} available",
+            f"  overhead     {measured} measured, {predicted} predicted",
+            f"  device       {self.device}",
+        ]
+        return "\n".join(lines)
 
 
 class NoRowError(ValueError):

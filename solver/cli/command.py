@@ -125,6 +125,7 @@ def _failed(code: Exit, message: str, *, as_json: bool) -> int:
 
 def _run(arguments: Arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
+    printed = _Printed(is_off=arguments.json or arguments.quiet)
     with opened_problem(arguments, progress.says) as problem:
         resident_bytes = problem.graph.resident_bytes
         reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
@@ -151,17 +152,37 @@ def _run(arguments: Arguments) -> int:
                 report = dataclasses.replace(report, emitted=found)
         report = _saved(arguments, report)
         if arguments.verify and report.best.schedule is not None:
+            printed.show(report)  # before the steps run, which may take minutes
             with progress.says("verifying", always=True) as say:
                 report = _verify(problem, report, say)
+            printed.show(report)
         report = _drawn(arguments, problem, report, progress)
     code = _exit_code(report)
     if arguments.json:
         print(json.dumps({**to_json(report), "exit_code": int(code)}, indent=1, allow_nan=False))
-    elif not arguments.quiet:
-        terminal.show(report, Console(highlight=False, emoji=False, markup=False))
+    printed.show(report)
     if code is not Exit.SOLVED:
         print(f"solve: {_why(code, report)}", file=sys.stderr)
     return code
+
+
+class _Printed:
+    """The report on stdout: first all that is known, then what came since."""
+
+    def __init__(self, *, is_off: bool) -> None:
+        # While the problem is open, what a model file prints goes elsewhere: stdout as it is now.
+        self._console = Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
+        self._is_off = is_off
+        self._shown: Report | None = None
+
+    def show(self, report: Report) -> None:
+        if self._is_off:
+            return
+        if self._shown is None:
+            terminal.show(report, self._console)
+        else:
+            terminal.show_added(report, self._shown, self._console)
+        self._shown = report
 
 
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:

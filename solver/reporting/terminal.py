@@ -27,12 +27,26 @@ def show(report: Report, console: Console) -> None:
     print_plain(Group(*_sections(report, console)), console)
 
 
+def show_added(report: Report, shown: Report, console: Console) -> None:
+    """Print what the report has beside the one that was shown: verification, files, notes."""
+    sections: list[RenderableType] = []
+    if (report.verification, report.verify_error) != (shown.verification, shown.verify_error):
+        sections += _verification(report, console)
+    if files := [(what, str(path)) for what, path in report.files[len(shown.files) :]]:
+        sections += [heading("Files"), pairs(files)]
+    sections += [_note(note) for note in report.notes[len(shown.notes) :]]
+    if sections:
+        console.file.write("\n")
+        print_plain(Group(*sections), console)
+
+
 def print_plain(shown: RenderableType, console: Console) -> None:
     """Print without trailing blanks."""
     with console.capture() as printed:
         console.print(shown)
     text = "\n".join(line.rstrip() for line in printed.get().splitlines())
     console.file.write(text.lstrip("\n") + "\n")
+    console.file.flush()  # more may follow in minutes
 
 
 def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
@@ -54,6 +68,21 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     if report.emitted is not None:
         yield heading("Setting", f"for {report.emitted.title}")
         yield pairs(rows.emitted_rows(report, report.emitted))
+    yield from _verification(report, console)
+    if report.advice:
+        yield heading("Advice")
+        yield pairs((ABOUT[advice.kind], advice.text) for advice in report.advice)
+    for method, reason in report.refused:
+        yield Text(f"\nRefused by {method}: {reason}")
+    yield from map(_note, report.notes)
+
+
+def _note(note: str) -> RenderableType:
+    return Text(f"\nNote: {note}")
+
+
+def _verification(report: Report, console: Console) -> Iterator[RenderableType]:
+    """The section on the step that was run; nothing where none was."""
     found = report.verification
     if found is not None:
         style = "bold green" if found.passed else FAILED
@@ -63,13 +92,6 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     if report.verify_error:
         yield heading("Verification", "FAILED", FAILED)
         yield pairs([("reason", report.verify_error)])
-    if report.advice:
-        yield heading("Advice")
-        yield pairs((ABOUT[advice.kind], advice.text) for advice in report.advice)
-    for method, reason in report.refused:
-        yield Text(f"\nRefused by {method}: {reason}")
-    for note in report.notes:
-        yield Text(f"\nNote: {note}")
 
 
 def heading(title: str, value: str = "", style: str = "") -> RenderableType:

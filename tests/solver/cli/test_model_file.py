@@ -356,6 +356,35 @@ def test_verify_that_fails(changes, printed, line, model_file, capsys, monkeypat
     assert line in output.err
 
 
+def test_the_report_is_there_before_the_steps_run(model_file, tmp_path, capsys, monkeypatch):
+    import scheduler_runtime.verifying
+
+    before = []
+
+    def verify(*_arguments, **_options):
+        print("from the model file")  # belongs on stderr, as before
+        before.append(capsys.readouterr())
+        return found()
+
+    monkeypatch.setattr(scheduler_runtime.verifying, "verify", verify)
+    page = tmp_path / "page.html"
+    options = ["--budget", "1MB", "--device", "cpu", "--verify"]
+    assert main([*options, "--report", str(page), model_file()]) == 0
+    after = capsys.readouterr().out
+    assert "Answer  optimal" in before[0].out
+    assert "Verification" not in before[0].out
+    assert "from the model file" in before[0].err
+    assert "Answer" not in after
+    assert after.count("Verification  passed") == 1
+    assert f"page{page}" in "".join(after.split())  # a long path is folded
+    assert "Verification" in page.read_text()
+    assert main([*options, "--json", model_file()]) == 0
+    assert before[1].out == ""
+    assert json.loads(capsys.readouterr().out)["verification"]["passed"]
+    assert main([*options, "--quiet", model_file()]) == 0
+    assert before[2].out == capsys.readouterr().out == ""
+
+
 def test_verify_that_cannot_run(model_file, capsys, monkeypatch):
     import scheduler_runtime.verifying
 

@@ -328,6 +328,26 @@ def test_a_verification_is_told_beside_the_prediction(planned):
     assert "and 5 more" in shown(report_of(planned, verification=many))
 
 
+def test_a_verification_prints_readably():
+    found = verified()
+    assert repr(found) == str(found)
+    assert str(found).splitlines() == [
+        "Verification passed: bitwise identical",
+        "  plan         peak 3.20 GB measured, 3.10 GB predicted",
+        "  baseline     peak 5.30 GB measured, 5.20 GB predicted",
+        "  budget       4.00 GB available",
+        "  overhead     +20.00 % measured, +11.11 % predicted",
+        "  device       the CPU",
+    ]
+    above = dataclasses.replace(found, available_bytes=3 * 10**9)
+    assert str(above).startswith("Verification FAILED: above the budget, bitwise identical\n")
+    many = dataclasses.replace(found, differences=tuple(f"gradient of w{i}" for i in range(9)))
+    first, second, *_ = lines = str(many).splitlines()
+    assert first == "Verification FAILED: 9 results not as promised"
+    assert second == "  differs      gradient of w0"
+    assert lines[5] == "               and 5 more"
+
+
 def test_a_measured_peak_well_above_the_prediction_has_a_reason(planned):
     found = dataclasses.replace(verified(), measured_peak_bytes=3_720_000_000)
     text = " ".join(shown(report_of(planned, verification=found)).split())
