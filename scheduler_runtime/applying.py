@@ -30,7 +30,6 @@ from scheduler_runtime.execute import (
     build_program,
     has_checkpoints,
     remove_torch_checkpoint,
-    restore_forward,
 )
 from scheduler_runtime.execute import cuda_graph as cuda_graphs
 from scheduler_runtime.planned import (
@@ -46,6 +45,8 @@ from scheduler_runtime.planned import (
     module_schedule,
     refuse_second,
     replan,
+    told,
+    warn_of_another,
 )
 from solver.common import format_time, now_s, tell
 from solver.methods import KnownPlan
@@ -108,9 +109,10 @@ def remove(model: nn.Module) -> nn.Module:
     check_module(model, "remove(model)")
     if has_checkpoints(model):
         return remove_torch_checkpoint(model)
-    if not isinstance(model.__dict__.get("forward"), PlannedForward):
+    forward = model.__dict__.get("forward")
+    if not isinstance(forward, PlannedForward):
         raise ValueError("no plan is applied to this module")
-    restore_forward(model)
+    forward.restore()
     return model
 
 
@@ -136,6 +138,7 @@ class AppliedForward(PlannedForward):
         super().__init__(model)
         self.plans = tuple(plans)
         self._known = [plan.known for plan in plans]
+        self._n_plans = len(plans)
         self.on_mismatch = on_mismatch
         self.disk_directory = disk_directory
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
@@ -207,6 +210,9 @@ class AppliedForward(PlannedForward):
             assert new.solution.schedule is not None
             if not new.reused:
                 self._known.append(KnownPlan.of(new.solution))
+            self._n_plans += 1
+            line = told(new.solution, is_reused=new.reused, took_s=now_s() - started_s)
+            warn_of_another(line, reason, n_plans=self._n_plans)
             schedule = module_schedule(new.solution.schedule, step.graph.module_part())
         places, directory = plan.request.places, self.disk_directory
         program = BoundProgram(

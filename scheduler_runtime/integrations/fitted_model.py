@@ -16,7 +16,7 @@ class FittedModel:
     def __init__(self, options: dict[str, Any]) -> None:
         if "optimizer" in options:
             raise ValueError("optimizer= is the Trainer's own: leave it out")
-        self._options = options
+        self._options = {"unplanned": "error", **options}
         self._model: nn.Module | None = None
         self._plans: tuple[Fitted, ...] = ()
 

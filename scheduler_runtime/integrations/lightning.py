@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 try:
-    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch import Callback
 except ModuleNotFoundError:
-    from pytorch_lightning import Callback, LightningModule
+    from pytorch_lightning import Callback
 
-from scheduler_runtime.fitting import FitError, Fitted
+from scheduler_runtime.fitting import Fitted
 from scheduler_runtime.integrations.fitted_model import FittedModel
 
 
@@ -26,7 +26,8 @@ class FitCallback(Callback):
     """Fits the module for the duration of the training. Takes the options of `fit`.
 
     part: a function of the LightningModule that returns the part to plan (`lambda module:
-        module.model`). None: all of it, if training_step calls its `forward`.
+        module.model`). None: what training_step calls: its own `forward`, or a submodule that holds
+        all that is trained. If it calls something else, the first backward pass raises FitError.
     plans: those made so far, or in the last training.
     """
 
@@ -46,13 +47,8 @@ class FitCallback(Callback):
         return self._fitted.plans
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Raises what `fit` raises, and FitError for a module that has no forward to plan."""
+        """Raises what `fit` raises."""
         model = pl_module if self._part is None else self._part(pl_module)
-        if type(model).forward is LightningModule.forward:
-            raise FitError(
-                f"{type(model).__name__} has no forward of its own; name the part of it that "
-                "training_step calls: FitCallback(part=lambda module: module.model)"
-            )
         self._fitted.begin(model, trainer.optimizers)
         self._n_steps = trainer.global_step
 

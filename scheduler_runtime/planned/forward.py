@@ -20,7 +20,12 @@ from graphs.capture import Planned
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import CapturedStep, refuse_plans, trace_module
-from scheduler_runtime.execute import ReplacedForward, StepProgram, has_checkpoints
+from scheduler_runtime.execute import (
+    ReplacedForward,
+    StepProgram,
+    has_checkpoints,
+    restore_forward,
+)
 from scheduler_runtime.planned.guards import kind_of
 from solver.common import telling
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
@@ -88,6 +93,13 @@ class PlannedForward(ReplacedForward):
     def program_for(self, call: Call) -> StepProgram:
         """A program for a call that none of the kept programs fits."""
 
+    def begin(self) -> None:
+        """Called before each planned forward pass."""
+
+    def restore(self) -> None:
+        """The module's own forward takes its place again."""
+        restore_forward(self._model)
+
     def situation(self) -> Any:
         """What the program depends on besides the module and the call."""
         return None
@@ -105,6 +117,7 @@ class PlannedForward(ReplacedForward):
             tensor.requires_grad for tensor in call.tensors
         ):  # nothing to differentiate: the adapters are switched off, say
             return self.own_forward(*args, **kwargs)
+        self.begin()
         kind = self.kind(call)
         program = self._programs.find(kind, model, call)
         if program is None:

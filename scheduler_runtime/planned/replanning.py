@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 
 from graphs.graph import Graph
@@ -13,8 +12,6 @@ from graphs.training_step import with_optimizer
 from scheduler_runtime.planned.plan import Plan
 from scheduler_runtime.planned.planning import NewPlan, new_plan
 from solver.methods import KnownPlan
-
-logger = logging.getLogger(__name__)
 
 
 class ReplanError(ValueError):
@@ -29,7 +26,6 @@ def replan(
     As in `solve`, all variants are planned that the request allows, unless one of the known plans
     serves. Returns the step as it is planned.
     """
-    logger.warning("replanning, because this call differs from the plan: %s", reason)
     found = new_plan(
         step,
         lambda graph: _whole(graph, plan, reason),
@@ -43,8 +39,6 @@ def replan(
             f"{reason}, and no schedule for it fits {plan.request.available_bytes} bytes "
             f"({solution.status}){solution.obstacle_text}"
         )
-    how = "replanned from a known plan" if found.reused else "replanned"
-    logger.warning("%s in %.2f s: %r", how, solution.solve_time_s, solution)
     return step.with_rewrites(solution.graph.meta.rewrites), found
 
 

@@ -39,15 +39,29 @@ class Whole(LightningModule):
 
 
 class InPart(Whole):
-    """training_step calls a part; there is no forward."""
-
-    forward = LightningModule.forward
+    """training_step calls a part; its forward is for prediction."""
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         x, y = batch
         loss = F.cross_entropy(self.model(x), y)
         self.losses.append(loss.detach())
         return loss
+
+
+class WithoutForward(InPart):
+    forward = LightningModule.forward
+
+
+class InTurn(WithoutForward):
+    """training_step calls several parts: none of them is all of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(32, 32)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self.model(self.first(x)), y)
 
 
 def train(module: Whole, callbacks: list[Callback], **options: Any) -> list[torch.Tensor]:
@@ -79,8 +93,10 @@ def train(module: Whole, callbacks: list[Callback], **options: Any) -> list[torc
             ["fresh", "accumulate"],
         ),
         (InPart, FitCallback(budget="1.2MB", part=lambda module: module.model), {}, ["fresh"]),
+        (InPart, FitCallback(budget="1.2MB"), {}, ["fresh"]),
+        (WithoutForward, FitCallback(budget="1.2MB"), {}, ["fresh"]),
     ],
-    ids=["whole", "bf16", "accumulation", "part"],
+    ids=["whole", "bf16", "accumulation", "part", "part found", "no forward"],
 )
 def test_the_trainer_has_the_same_losses_and_weights(
     make: Any, callback: FitCallback, options: dict[str, Any], gradients: list[str]
@@ -100,9 +116,26 @@ def test_the_trainer_has_the_same_losses_and_weights(
         plans_of(fitted)  # it is as it was
 
 
-def test_a_module_without_a_forward_is_refused_with_the_way_out() -> None:
-    with pytest.raises(FitError, match="part=lambda module"):
-        train(InPart(), [FitCallback(budget="1GB")])
+def test_the_part_that_training_step_calls_is_found() -> None:
+    callback = FitCallback(budget="1.2MB")
+    module = InPart()
+    train(module, [callback])
+    (plan,) = callback.plans
+    assert plan.solution.graph.meta.model == "Tower"
+    assert not any("forward" in vars(each) for each in module.modules())
+
+
+def test_a_step_of_several_parts_is_refused_by_their_names() -> None:
+    with pytest.raises(FitError, match="The gradients are those of model, first"):
+        train(InTurn(), [FitCallback(budget="1GB")])
+
+
+def test_a_part_in_evaluation_mode_is_refused() -> None:
+    """As from_pretrained of transformers returns it; Lightning keeps the mode of submodules."""
+    module = InPart()
+    module.model.eval()
+    with pytest.raises(FitError, match=r"model is in evaluation mode, .* call train\(\)"):
+        train(module, [FitCallback(budget="1GB")])
 
 
 def test_the_optimizer_is_the_trainers() -> None:

@@ -1,20 +1,12 @@
-"""Plan a module with one line: the plan is made at the first forward pass of the training.
-
-    fit(model, budget="16GB", optimizer=optimizer)      # train as before
-    remove(model)                                       # restores the module's own forward
-
-The module is traced with the batch that it is called with, planned and run. A call of another kind
-(another shape, autocast, gradients that exist already) is planned when it comes, within the same
-budget. `plans_of(model)` returns the plans.
-"""
+"""The forward that `fit` puts on a module: a plan for each kind of call, made when it comes."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +15,7 @@ from torch import nn
 from graphs.calls import Call, TraceError, device_of, find_loss, nested
 from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.graph import Graph
-from graphs.rewrites import check_word, variants_of
+from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import (
     optimizer_costs,
@@ -32,154 +24,108 @@ from graphs.training_step import (
     with_resident,
     with_unknown_loss,
 )
-from scheduler_runtime.execute import BoundProgram, build_program, kept_bytes
-from scheduler_runtime.planned import PlannedForward, module_schedule, new_plan, refuse_second
+from scheduler_runtime.execute import BoundProgram, build_program, kept_bytes, restore_forward
+from scheduler_runtime.fitting.options import FitError, Fitted, Options
+from scheduler_runtime.fitting.unplanned import Watch
+from scheduler_runtime.measuring import bytes_of, resident_tensors
+from scheduler_runtime.planned import (
+    Difference,
+    Plan,
+    PlannedForward,
+    difference,
+    module_schedule,
+    new_plan,
+    told,
+    warn_of_another,
+)
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
     budget_for,
     free_budget_bytes,
     no_checkpoints,
-    refuse_auto_budget,
     refuse_checkpointing,
     size_on,
-    why_not_planned,
 )
-from solver.common import counted, format_both, telling
-from solver.methods import METHODS, KnownPlan
-from solver.schedule import Request, Solution
+from solver.common import counted, format_both, now_s, tell, telling
+from solver.methods import KnownPlan
+from solver.schedule import Request
 
 logger = logging.getLogger(__name__)
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-
-class FitError(ValueError):
-    """No schedule fits the budget, or the module cannot be fitted as it is; says why."""
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A plan that `fit` made.
-
-    notes: sentences on what it counts and what it does not.
-    reused: without a search: what an earlier plan recomputes serves this call too.
-    """
-
-    solution: Solution
-    notes: tuple[str, ...]
-    reused: bool = False
-
-    def __str__(self) -> str:
-        return "\n".join((repr(self.solution), *(f"note: {note}" for note in self.notes)))
-
-
-@dataclass(frozen=True)
-class Options:
-    """Of `fit`, whose docstring explains each."""
-
-    budget: int | float | str
-    reserve: int | float | str | None
-    loss_reserve: int | float | str | None
-    loss_outputs: Callable[[Any], Any] | None
-    method: str
-    time_limit_s: float
-    seed: int
-    costs: CostModel | None
-    rewrites: str
-
-
-def fit(
-    model: nn.Module,
-    *,
-    budget: int | float | str = "auto",
-    optimizer: Optimizers = None,
-    reserve: int | float | str | None = None,
-    loss_reserve: int | float | str | None = None,
-    loss_outputs: Callable[[Any], Any] | None = None,
-    method: str = "auto",
-    time_limit_s: float = 60.0,
-    seed: int = 0,
-    costs: CostModel | None = None,
-    rewrites: str = "bitwise",
-) -> nn.Module:
-    """Plan the training step of `model` when it first runs; returns the same module.
-
-    If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), the loss is
-    differentiated. Otherwise all floating-point outputs that require a gradient are expected to
-    receive one from outside. Where the backward pass brings others, the step runs again with a plan
-    for these, and later calls are planned for them from the start. Where two losses take turns,
-    each step after a change runs its forward pass twice.
-
-    budget: bytes of the device for the whole step, "16GB"; "auto": what is free on the CUDA device
-        at the first forward pass, plus what the step itself occupies there.
-    optimizer: the one that trains the model, or several; their state and their step are counted.
-    reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES on CUDA,
-        else 0).
-    loss_reserve: bytes that a loss outside takes besides its inputs and their gradients (default:
-        twice its inputs in 32 bits, three times if they have 16: what cross-entropy takes).
-    loss_outputs: a function of the output: those of its tensors that the loss outside is computed
-        from (`lambda output: output.logits`). None: all.
-    method, time_limit_s, seed, rewrites: as in `solver.solve`, for each plan.
-    costs: seconds and workspace of each operator (default: as in `graphs.trace.trace`).
-
-    Raises ValueError for invalid options and for a module that has a plan; FitError for one that is
-    compiled or wrapped; CheckpointedAlreadyError for one that uses activation checkpointing. The
-    first forward pass raises TraceError (it cannot be traced) and FitError (nothing fits).
-    """
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
-    device = device_of(model)
-    if budget != "auto":
-        budget_for(model, budget, reserve)
-    elif not torch.cuda.is_available():  # with one, the model may still be moved there
-        refuse_auto_budget(device)
-    refuse_second(model)
-    reason = why_not_planned(model)
-    if reason is not None:
-        raise FitError(reason)
-    refuse_checkpointing(model)
-    several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    optimizers = () if optimizer is None else tuple(map(_unwrapped, several))
-    options = Options(
-        budget,
-        reserve,
-        loss_reserve,
-        loss_outputs,
-        method,
-        time_limit_s,
-        seed,
-        costs,
-        check_word(rewrites),
-    )
-    model.forward = FittedForward(model, options, optimizers)
-    return model
-
-
-def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
-    """The plans made so far, oldest first. Raises ValueError for a module that `fit` has not."""
-    fitted = model.__dict__.get("forward")
-    if not isinstance(fitted, FittedForward):
-        raise ValueError("fit was not called on this module")
-    return tuple(fitted.plans)
+N_COMPARED = 4
+"""Of the earlier plans, the latest, to say how a call differs from them."""
+_OF_STATE = Difference("attributes or settings that forward depends on have changed")
 
 
 class FittedForward(PlannedForward):
-    """Makes a plan for each kind of call, in training mode."""
+    """Makes a plan for each kind of call, in training mode.
+
+    whole: the module that `fit` was given, which this one is or is a part of.
+    parts: such forwards on parts of this module that hold all that is trained. The training may
+        call one of them in place of the module; what it calls first is planned, and its own parts
+        run as they are.
+    watch: shared by all of them, until one is called.
+    """
 
     def __init__(
-        self, model: nn.Module, options: Options, optimizers: tuple[torch.optim.Optimizer, ...]
+        self,
+        model: nn.Module,
+        options: Options,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        *,
+        whole: nn.Module,
+        parts: Sequence[FittedForward],
     ) -> None:
         super().__init__(model)
         self.options = options
-        self.plans: list[Fitted] = []
+        self.watch: Watch | None = None
+        self._own_plans: list[Fitted] = []
         self._optimizers = optimizers
+        self._whole: Callable[[], nn.Module | None] | None = weakref.ref(whole)
+        self._parts = tuple(parts)
         self._budget_bytes: int | None = None
         self._reached: tuple[int, ...] | None = None
 
+    @property
+    def plans(self) -> tuple[Fitted, ...]:
+        """Oldest first; those of the part that the training calls in place of this module."""
+        return (*self._own_plans, *(plan for part in self._parts for plan in part._own_plans))
+
     def __getstate__(self) -> dict[str, Any]:
-        """The optimizer belongs to the original, not to a copy of the module."""
-        return {**super().__getstate__(), "_optimizers": (), "plans": []}
+        """The optimizer and the plans belong to the original, not to a copy of the module."""
+        of_original: dict[str, Any] = {
+            "_optimizers": (),
+            "_own_plans": [],
+            "watch": None,
+            "_whole": None,
+        }
+        return {**super().__getstate__(), **of_original}
+
+    def begin(self) -> None:
+        """This module is the one to plan: the training calls it."""
+        if self.watch is not None:
+            self.watch.end()
+            self.watch = None
+            whole = self._whole and self._whole()
+            if whole is not None and whole is not self._model:
+                path = next(path for path, m in whole.named_modules() if m is self._model)
+                tell(
+                    f"{type(whole).__name__}: the training calls its part {path} "
+                    f"({type(self._model).__name__}) directly, so that is planned"
+                )
+        self._restore_parts()
+
+    def restore(self) -> None:
+        if self.watch is not None:
+            self.watch.end()
+        self._restore_parts()
+        super().restore()
+
+    def _restore_parts(self) -> None:
+        for part in self._parts:
+            restore_forward(part._model)
+        self._parts = ()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan from fit, which runs operator by operator; "
@@ -216,6 +162,7 @@ class FittedForward(PlannedForward):
         return program
 
     def _planned(self, call: Call, *, held_bytes: int) -> BoundProgram:
+        started_s = now_s()
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
         request = self._request(call, device, buckets)
@@ -239,7 +186,7 @@ class FittedForward(PlannedForward):
                 around,
                 request,
                 planned=variants_of(self.options.rewrites),
-                known=[KnownPlan.of(each.solution) for each in self.plans if not each.reused],
+                known=[KnownPlan.of(each.solution) for each in self._own_plans if not each.reused],
             )
             finish_measuring(costs)  # after planning, which may measure ops of other variants
         solution = found.solution
@@ -249,9 +196,9 @@ class FittedForward(PlannedForward):
                 f"{format_both(solution.request.available_bytes)} ({solution.status})"
                 f"{solution.obstacle_text}"
             )
-        self.plans.append(Fitted(solution, notes, found.reused))
-        how = "from an earlier plan" if found.reused else "planned"
-        logger.info("%s in %.2f s: %s", how, solution.solve_time_s, self.plans[-1])
+        reason = self._why_another(call, step)
+        self._own_plans.append(Fitted(solution, notes, found.reused, took_s=now_s() - started_s))
+        self._tell(reason)
         step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
         returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
@@ -262,6 +209,40 @@ class FittedForward(PlannedForward):
             ),
             other=functools.partial(self._for_gradients, returned_bytes=returned_bytes),
         )
+
+    def _why_another(self, call: Call, step: CapturedStep) -> Difference | None:
+        """How this call differs from the planned ones; None: it is the first of its step.
+
+        Other gradients before the step or of the outputs make another step, not another call.
+        """
+        here = step.graph.meta.environment
+        same_step = ("gradients", "gradient_outputs")
+        plans = [
+            Plan.of(each.solution)
+            for each in self._own_plans
+            if all(each.solution.environment[field] == here[field] for field in same_step)
+        ]
+        alike = [plan for plan in plans if plan.environment["shapes"] == here["shapes"]]
+        found = [
+            difference(
+                plan,
+                call,
+                self._model,
+                step.with_rewrites(plan.rewrites).graph.module_part(),
+            )
+            for plan in (alike or plans)[-N_COMPARED:]
+        ]
+        return _OF_STATE if None in found else found[-1] if found else None
+
+    def _tell(self, reason: Difference | None) -> None:
+        """The last plan in a line: a warning where a call like it was planned before."""
+        new = self._own_plans[-1]
+        line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
+        if reason is None:
+            tell(line)
+            return
+        took_s = sum(each.took_s for each in self._own_plans)
+        warn_of_another(line, reason, n_plans=len(self._own_plans), all_took_s=took_s)
 
     def _accumulates(self, buckets: Buckets | None) -> bool:
         """Whether gradients exist before the step."""
@@ -276,8 +257,9 @@ class FittedForward(PlannedForward):
             budget = self._budget_bytes
         elif budget == "auto":
             bucket_bytes = 0 if buckets is None else buckets.separate_bytes
+            whole = self._whole_model()
             budget = free_budget_bytes(
-                self._model, call, self._optimizers, device, bucket_bytes=bucket_bytes
+                whole, call, self._optimizers, device, bucket_bytes=bucket_bytes
             )
         self._budget_bytes, reserve_bytes = budget_for(self._model, budget, options.reserve)
         return Request(
@@ -345,7 +327,7 @@ class FittedForward(PlannedForward):
         ]
         if not self._optimizers:
             notes.append("the optimizer's state is not counted: pass optimizer= to count it")
-            if not self.plans:
+            if not self._own_plans:
                 warnings.warn(f"fit: {notes[-1]}", stacklevel=2)
         if buckets is not None and buckets.separate_bytes:
             notes.append(
@@ -353,7 +335,10 @@ class FittedForward(PlannedForward):
                 "gradient_as_bucket_view=True the gradients would live in them"
             )
 
+        beside_bytes = self._beside_bytes(device)
+
         def around(graph: Graph) -> Graph:
+            graph = with_resident(graph, "rest_of_the_module", beside_bytes)
             if loss_bytes is not None:
                 graph = with_unknown_loss(graph, workspace_bytes=loss_bytes)
             graph = with_optimizer(graph, together(figures))
@@ -363,14 +348,13 @@ class FittedForward(PlannedForward):
 
         return around, tuple(notes)
 
+    def _whole_model(self) -> nn.Module:
+        return (self._whole and self._whole()) or self._model
 
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers that other libraries put around it."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"optimizer is an object of type {type(optimizer).__name__}; pass the "
-            "torch.optim.Optimizer that trains the model, or a list of several"
-        )
-    return optimizer
+    def _beside_bytes(self, device: torch.device) -> int:
+        """Of parameters and buffers of the whole module outside of this part."""
+        whole = self._whole_model()
+        if whole is self._model:
+            return 0
+        in_all, own = (resident_tensors(each, (), ()) for each in (whole, self._model))
+        return bytes_of(in_all, device) - bytes_of(own, device)

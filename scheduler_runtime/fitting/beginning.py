@@ -1,0 +1,162 @@
+"""Plan a module with one line: the plan is made at the first forward pass of the training.
+
+    fit(model, budget="16GB", optimizer=optimizer)      # train as before
+    remove(model)                                       # restores the module's own forward
+
+The module is traced with the batch that it is called with, planned and run. A call of another kind
+(another shape, autocast, gradients that exist already) is planned when it comes, within the same
+budget. `plans_of(model)` returns the plans.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from graphs.calls import device_of
+from graphs.costs import CostModel
+from graphs.rewrites import check_word
+from scheduler_runtime.execute import ReplacedForward, has_checkpoints
+from scheduler_runtime.fitting.forward import FittedForward
+from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers, Options
+from scheduler_runtime.fitting.unplanned import Watch
+from scheduler_runtime.planned import refuse_second
+from scheduler_runtime.surroundings import (
+    budget_for,
+    refuse_auto_budget,
+    refuse_checkpointing,
+    why_not_planned,
+)
+from solver.methods import METHODS
+
+
+def fit(
+    model: nn.Module,
+    *,
+    budget: int | float | str = "auto",
+    optimizer: Optimizers = None,
+    reserve: int | float | str | None = None,
+    loss_reserve: int | float | str | None = None,
+    loss_outputs: Callable[[Any], Any] | None = None,
+    method: str = "auto",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    costs: CostModel | None = None,
+    rewrites: str = "bitwise",
+    unplanned: str = "warn",
+) -> nn.Module:
+    """Plan the training step of `model` when it first runs; returns the same module.
+
+    If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), the loss is
+    differentiated. Otherwise all floating-point outputs that require a gradient are expected to
+    receive one from outside. Where the backward pass brings others, the step runs again with a plan
+    for these, and later calls are planned for them from the start. Where two losses take turns,
+    each step after a change runs its forward pass twice.
+
+    budget: bytes of the device for the whole step, "16GB"; "auto": what is free on the CUDA device
+        at the first forward pass, plus what the step itself occupies there.
+    optimizer: the one that trains the model, or several; their state and their step are counted.
+    reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES on CUDA,
+        else 0).
+    loss_reserve: bytes that a loss outside takes besides its inputs and their gradients (default:
+        twice its inputs in 32 bits, three times if they have 16: what cross-entropy takes).
+    loss_outputs: a function of the output: those of its tensors that the loss outside is computed
+        from (`lambda output: output.logits`). None: all.
+    method, time_limit_s, seed, rewrites: as in `solver.solve`, for each plan.
+    costs: seconds and workspace of each operator (default: as in `graphs.trace.trace`).
+    unplanned: what to do if gradients reach the model before it was called in training mode, so
+        that nothing is planned: "warn" (UserWarning) or "error" (FitError), at the end of that
+        backward pass. Where the training calls a part that holds all that is trained, and not the
+        model itself, that part is planned; parameters and buffers outside of it are counted.
+
+    Raises ValueError for invalid options and for a module that has a plan; FitError for one that is
+    compiled or wrapped; CheckpointedAlreadyError for one that uses activation checkpointing. The
+    first forward pass raises TraceError (it cannot be traced) and FitError (nothing fits).
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    if unplanned not in UNPLANNED:
+        raise ValueError(f"unplanned is {unplanned!r}; one of {', '.join(UNPLANNED)}")
+    device = device_of(model)
+    if budget != "auto":
+        budget_for(model, budget, reserve)
+    elif not torch.cuda.is_available():  # with one, the model may still be moved there
+        refuse_auto_budget(device)
+    refuse_second(model)
+    reason = why_not_planned(model)
+    if reason is not None:
+        raise FitError(reason)
+    refuse_checkpointing(model)
+    several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = () if optimizer is None else tuple(map(_unwrapped, several))
+    options = Options(
+        budget,
+        reserve,
+        loss_reserve,
+        loss_outputs,
+        method,
+        time_limit_s,
+        seed,
+        costs,
+        check_word(rewrites),
+    )
+    inner: list[FittedForward] = []
+    for each in (*_parts_with_all(model), model):
+        each.forward = FittedForward(each, options, optimizers, whole=model, parts=inner)
+        inner.append(each.forward)
+    watch = Watch(model, UNPLANNED[unplanned])
+    for forward in inner:
+        forward.watch = watch
+    return model
+
+
+def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
+    """The plans made so far, oldest first. Raises ValueError for a module that `fit` has not."""
+    fitted = model.__dict__.get("forward")
+    if not isinstance(fitted, FittedForward):
+        raise ValueError("fit was not called on this module")
+    return fitted.plans
+
+
+def _warn(words: str) -> None:
+    warnings.warn(words, stacklevel=2)
+
+
+def _refuse(words: str) -> NoReturn:
+    raise FitError(words)
+
+
+UNPLANNED: dict[str, Callable[[str], None]] = {"warn": _warn, "error": _refuse}
+
+
+def _parts_with_all(model: nn.Module) -> list[nn.Module]:
+    """The submodules that hold every trainable parameter and can be called, innermost first."""
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    found = [
+        each
+        for each in model.modules()
+        if each is not model
+        and type(each).forward is not nn.Module.forward  # a ModuleList cannot be called
+        and trained <= {id(p) for p in each.parameters()}
+        and not isinstance(each, torch.jit.ScriptModule)
+        and why_not_planned(each) is None
+        and not isinstance(each.__dict__.get("forward"), ReplacedForward)
+        and not has_checkpoints(each)
+    ]
+    return found[::-1] if trained else []
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside the wrappers that other libraries put around it."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer is an object of type {type(optimizer).__name__}; pass the "
+            "torch.optim.Optimizer that trains the model, or a list of several"
+        )
+    return optimizer

@@ -1,0 +1,51 @@
+"""What `fit` is asked for, and what it made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from graphs.costs import CostModel
+from solver.schedule import Solution
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class FitError(ValueError):
+    """No schedule fits the budget, or the module cannot be fitted as it is; says why."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan that `fit` made.
+
+    notes: sentences on what it counts and what it does not.
+    reused: without a search: what an earlier plan recomputes serves this call too.
+    took_s: what the step has waited for it, tracing included.
+    """
+
+    solution: Solution
+    notes: tuple[str, ...]
+    reused: bool = False
+    took_s: float = 0.0
+
+    def __str__(self) -> str:
+        return "\n".join((repr(self.solution), *(f"note: {note}" for note in self.notes)))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of `fit`, whose docstring explains each."""
+
+    budget: int | float | str
+    reserve: int | float | str | None
+    loss_reserve: int | float | str | None
+    loss_outputs: Callable[[Any], Any] | None
+    method: str
+    time_limit_s: float
+    seed: int
+    costs: CostModel | None
+    rewrites: str

@@ -1,0 +1,95 @@
+"""A training that never calls what was given to `fit`: noticed at its first gradients, and told.
+
+Hooks on the parameters notice the first backward pass that reaches them. They are gone at the first
+call that is planned, so no program sees them, and after the first gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Watch:
+    """Tells once, at the end of the first backward pass that reaches the module, unless ended."""
+
+    def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
+        self._model = weakref.ref(model)  # the hooks hold this object, and must not hold the model
+        self._tell = tell
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._reached)
+            for parameter in model.parameters()
+            if parameter.requires_grad and parameter.is_leaf
+        ]
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _reached(self, _parameter: torch.Tensor) -> None:
+        if self._hooks:
+            self.end()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._report)  # then it is known where else gradients arrived
+
+    def _report(self) -> None:
+        model = self._model()
+        if model is not None:
+            self._tell(why_unplanned(model))
+
+
+def why_unplanned(model: nn.Module) -> str:
+    """Why a module whose parameters have gradients has no plan, and what to do."""
+    reached = [name for name, p in model.named_parameters() if p.grad is not None]
+    path = _around([name.split(".")[:-1] for name in reached])
+    part = model.get_submodule(".".join(path))
+    name = type(model).__name__
+    told = (
+        f"fit: gradients reached {name}, and nothing is planned: its forward has not run in "
+        "training mode. The budget does not hold. "
+    )
+    if not (model.training and part.training):
+        title = ".".join(path) if model.training else name
+        return told + (
+            f"{title} is in evaluation mode, in which no plan runs: call train() on it before the "
+            "training (from_pretrained of transformers returns models in evaluation mode)"
+        )
+    if path:
+        return told + (
+            f"The gradients are those of {'.'.join(path)}. If the training calls it directly, give "
+            f"that part: fit({_expression('model', path)}, ...), "
+            f"FitCallback(part=lambda module: {_expression('module', path)})"
+        )
+    names = dict.fromkeys(each.split(".")[0] for each in reached if "." in each)
+    return told + (
+        f"The gradients are those of {', '.join(names) or 'its own parameters'}. If the training "
+        f"calls these and not {name} itself, move the calls into its forward and call that; or "
+        "give fit one of the parts"
+    )
+
+
+def _around(paths: Sequence[Sequence[str]]) -> Sequence[str]:
+    """The path of the innermost module that all of these are in."""
+
+    def common(one: Sequence[str], other: Sequence[str]) -> Sequence[str]:
+        same = [a == b for a, b in zip(one, other, strict=False)]
+        return one[: (*same, False).index(False)]
+
+    return functools.reduce(common, paths) if paths else ()
+
+
+def _expression(module: str, path: Sequence[str]) -> str:
+    """How Python reaches the submodule: "model.blocks[0]"."""
+    for each in path:
+        if each.isidentifier() and not keyword.iskeyword(each):
+            module += f".{each}"
+        else:
+            module += f"[{each}]" if each.isdecimal() else f"[{each!r}]"
+    return module

@@ -1,0 +1,58 @@
+"""A plan that is made in the middle of a training: told with its price, its reason and a remedy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scheduler_runtime.planned.mismatch import Difference, Resized
+from solver.schedule import Solution, plan_line
+
+logger = logging.getLogger(__name__)
+
+
+def told(solution: Solution, *, is_reused: bool, took_s: float) -> str:
+    """The finished plan in one line, with the shapes that it is for.
+
+    is_reused: made from an earlier plan, without a search.
+    took_s: what the call has waited, tracing included.
+    """
+    how = "planned from an earlier plan" if is_reused else "planned"
+    return plan_line(solution, how=f"{how} for {_shapes(solution.environment)}", took_s=took_s)
+
+
+def warn_of_another(
+    line: str, difference: Difference, *, n_plans: int, all_took_s: float | None = None
+) -> None:
+    """Say that one more kind of call was planned, why, and how to need fewer plans.
+
+    line: of `told`. n_plans: made so far, this one included; all_took_s: in so many seconds.
+    """
+    so_far = "" if all_took_s is None else f", {all_took_s:.1f} s in all"
+    remedy = _remedy(difference.resized, n_plans)
+    logger.warning("%s. Plan %d%s: %s%s", line, n_plans, so_far, difference, remedy)
+
+
+def _shapes(environment: Mapping[str, Any]) -> str:
+    """The arguments of each shape: "x [8, 32], input_ids and 1 more [8, 64]"."""
+    shapes: Sequence[Sequence[int]] = environment["shapes"]
+    names: Sequence[str] = environment.get("arguments") or ["a tensor"] * len(shapes)
+    by_shape: dict[str, list[str]] = {}
+    for name, shape in zip(names, shapes, strict=True):
+        by_shape.setdefault(str(list(shape)), []).append(name)
+    told: list[str] = []
+    for form, (first, *others) in by_shape.items():
+        told.append(f"{first}{f' and {len(others)} more' if others else ''} {form}")
+    return ", ".join(told) or "no tensors"
+
+
+def _remedy(resized: Resized | None, n_plans: int) -> str:
+    if resized is None:
+        return ""
+    if resized.dimensions == {0} and not resized.is_larger and n_plans == 2:
+        return ". A short last batch is planned once; DataLoader(drop_last=True) leaves it out"
+    return (
+        ". Remedy: pad the batches to a few sizes (pad_to_multiple_of=64 of the data collator, "
+        'padding="max_length" of the tokenizer), and begin with the largest'
+    )
