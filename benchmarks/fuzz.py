@@ -2,11 +2,12 @@
 
     python -m benchmarks.fuzz --n-models 1000 --out benchmarks/results/fuzz.json
 
-Each module runs under the schedule that keeps nothing and one that keeps a random half, every fifth
-also under a plan for a random budget between the least feasible and the peak without checkpointing,
-and under the least feasible schedule itself (these take a search). Three steps are compared
-bitwise: loss, gradients, parameters, buffers and the random state. The count is written after every
-fifty modules, so that a run that was stopped has one.
+The step has its rewrites that keep all bits, as in `solve` by default. Each module runs under the
+schedule that keeps nothing and one that keeps a random half, every fifth also under a plan for a
+random budget between the least feasible and the peak without checkpointing, and under the least
+feasible schedule itself (these take a search). Three steps are compared bitwise: loss, gradients,
+parameters, buffers and the random state. The count is written after every fifty modules, so that a
+run that was stopped has one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from benchmarks.random_modules import N_ROWS, WIDTH, RandomModule, Recipe, descr
 from benchmarks.same_bits import compare, solution_of, trained
 from benchmarks.step_styles import STYLES, Training
 from benchmarks.zoo import LOSS_INSIDE
-from graphs.graph import Graph
-from graphs.trace import TraceError, trace
+from graphs.rewrites import Variants
+from graphs.trace import TraceError, trace_variants
 from solver.methods import find_obstacle
 from solver.schedule import Request, Solution, baseline, keep, simulate
 from solver.solving import attempt
@@ -40,6 +41,7 @@ class Tally:
 
     n_models: int = 0
     n_plans: int = 0
+    n_rewritten: int = 0
     n_recomputed: int = 0
     n_compared: int = 0
     mismatches: list[str] = field(default_factory=list)
@@ -56,34 +58,38 @@ def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: b
     batch = torch.randn(N_ROWS, WIDTH)
     tally.n_models += 1
     try:
-        graph = trace(model, batch, rewrites=("in_place",))
+        steps = trace_variants(model, batch)
     except TraceError as error:
         tally.refusals.append(f"{error} [{described(recipe)}]")
         return
     style = STYLES["plain"]
     expected, _ = trained(Training(copy.deepcopy(model), batch.clone(), LOSS_INSIDE), style)
-    solutions = _searched(graph, choice) if search else []
+    solutions = _searched(steps, choice) if search else []
+    graph = steps.planned[-1]  # with the most rewrites
     half = {tensor.name for tensor in graph.tensors if choice.random() < 0.5}
     solutions += [solution_of(graph, keep(graph, kept)) for kept in (set[str](), half)]
     for solution in solutions:
         found = compare(model, batch, LOSS_INSIDE, style, solution, expected=expected)
         assert solution.simulation is not None
         tally.n_plans += 1
+        tally.n_rewritten += bool(solution.graph.meta.rewrites)
         tally.n_recomputed += solution.simulation.n_recomputed
         tally.n_compared += found.n_compared
         if found.differences:
             tally.mismatches.append(f"{found.differences[0]} [{described(recipe)}]")
 
 
-def _searched(graph: Graph, choice: random.Random) -> list[Solution]:
-    plain = simulate(graph, baseline(graph))
-    least = find_obstacle(graph)
+def _searched(steps: Variants, choice: random.Random) -> list[Solution]:
+    plain = simulate(steps.plain, baseline(steps.plain))
+    obstacles = [find_obstacle(graph) for graph in steps.planned]
+    least, graph = min(
+        zip(obstacles, steps.planned, strict=True), key=lambda pair: pair[0].reached_bytes
+    )
     assert least.schedule is not None
     found = [solution_of(graph, least.schedule)]
     budget_bytes = choice.randint(least.reached_bytes, plain.peak_bytes)
-    solution = attempt(
-        graph, Request(budget_bytes, time_limit_s=TIME_LIMIT_S), starts=[least.schedule]
-    )
+    request = Request(budget_bytes, time_limit_s=TIME_LIMIT_S, rewrites="bitwise")
+    solution = attempt(steps, request, starts=[least.schedule])
     if solution.simulation is not None:
         found.append(solution)
     return found

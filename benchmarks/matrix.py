@@ -3,12 +3,13 @@
     python -m benchmarks.matrix --out benchmarks/results/matrix.json
         [--models "GPT-2;VGG"] [--shares 0.7] [--styles plain] [--time-limit S]
 
-A budget's share is its place between the least feasible budget known (0) and the peak of the step
-without checkpointing (1). Three optimizer steps are compared: loss, every gradient, every parameter
-and buffer, what hooks were handed, and the random state after each step, all bitwise. The memory of
-the last step is measured: its peak must be within the budget and agree with the predicted one. The
-random states that are kept for recomputing count. Figures are written after each model, so that a
-run that was stopped can be continued model by model.
+A plan is chosen among the step and its rewrites that keep all bits, as `solve` does by default. A
+budget's share is its place between the least budget found for any of them (0) and the peak of the
+plain step without checkpointing (1). Three optimizer steps are compared: loss, every gradient,
+every parameter and buffer, what hooks were handed, and the random state after each step, all
+bitwise. The memory of the last step is measured: its peak must be within the budget and agree with
+the predicted one. The random states that are kept for recomputing count. Figures are written after
+each model, so that a run that was stopped can be continued model by model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from benchmarks.step_styles import STYLES, Seen, Style, Training, autocast_to
 from benchmarks.zoo import ZOO, Entry
 from graphs.costs import CostModel, Measured
 from graphs.graph import Graph
-from graphs.trace import TraceError, trace
+from graphs.rewrites import Variants
+from graphs.trace import TraceError, trace_variants
 from solver.methods import find_obstacle
 from solver.schedule import Obstacle, Request, Solution, baseline, simulate
 from solver.solving import attempt
@@ -51,18 +53,24 @@ class Subject:
     batch: Any
     entry: Entry
     style: Style
-    graph: Graph
+    steps: Variants
     expected: list[Seen]
+
+    @property
+    def rewritten(self) -> Graph:
+        """The variant of the step with the most rewrites."""
+        return self.steps.planned[-1]
 
     @functools.cached_property
     def least(self) -> Obstacle:
         """The least budget for which a schedule is found, and that schedule; takes a search."""
-        return find_obstacle(self.graph)
+        obstacles = map(find_obstacle, self.steps.planned)
+        return min(obstacles, key=lambda obstacle: obstacle.reached_bytes)
 
     @functools.cached_property
     def peak_bytes(self) -> int:
-        """Of the step without checkpointing."""
-        return simulate(self.graph, baseline(self.graph)).peak_bytes
+        """Of the plain step without checkpointing."""
+        return simulate(self.steps.plain, baseline(self.steps.plain)).peak_bytes
 
     def budget_bytes(self, share: float) -> int:
         least_bytes = self.least.reached_bytes
@@ -85,11 +93,11 @@ def prepare(entry: Entry, style: Style, *, costs: CostModel | None = None) -> Su
     before = footprint(model)
     options = entry.options | {"optimizer": optimizer, "gradients": style.gradients}
     with autocast_to(style.autocast):
-        graph = trace(model, batch, **options, costs=costs, rewrites=("in_place",))
+        steps = trace_variants(model, batch, **options, costs=costs)
     changed = changes(before, footprint(model))
     assert not changed, f"tracing has changed {changed}"
     expected, _ = trained(Training(copy.deepcopy(model), copy.deepcopy(batch), entry), style)
-    return Subject(model, batch, entry, style, graph, expected)
+    return Subject(model, batch, entry, style, steps, expected)
 
 
 def footprint(model: nn.Module) -> dict[str, Any]:
@@ -125,8 +133,8 @@ def run_budget(subject: Subject, share: float, *, time_limit_s: float) -> Row:
     budget_bytes = subject.budget_bytes(share)
     began_s = time.perf_counter()
     least = [] if subject.least.schedule is None else [subject.least.schedule]
-    request = Request(budget_bytes, time_limit_s=time_limit_s)
-    solution = attempt(subject.graph, request, starts=least)
+    request = Request(budget_bytes, time_limit_s=time_limit_s, rewrites="bitwise")
+    solution = attempt(subject.steps, request, starts=least)
     row = {"share": share, "solve_s": time.perf_counter() - began_s}
     return row | run_solution(subject, solution)
 
@@ -139,6 +147,7 @@ def run_solution(subject: Subject, solution: Solution) -> Row:
     about = (subject.model, subject.batch, subject.entry, subject.style)
     found = compare(*about, solution, expected=subject.expected)
     return row | {
+        "rewrites": list(solution.graph.meta.rewrites),
         "n_recomputed": solution.simulation.n_recomputed,
         "n_compared": found.n_compared,
         "differences": list(found.differences[:5]),
@@ -182,7 +191,7 @@ def run_model(name: str, arguments: Any, costs: CostModel | None) -> Iterator[Ro
         about = {
             "model": name,
             "style": style,
-            "n_nodes": len(subject.graph.nodes),
+            "n_nodes": len(subject.steps.plain.nodes),
             "prepared_s": time.perf_counter() - began_s,
             "least_bytes": subject.least.reached_bytes,
             "baseline_peak_bytes": subject.peak_bytes,
@@ -230,6 +239,7 @@ def line(row: Row) -> str:
     spare = row["budget_bytes"] - row["measured_peak_bytes"]
     return (
         f"{head}: {row['status']} in {row['solve_s']:.1f} s, {row['n_recomputed']} recomputed, "
+        f"{'+'.join(row['rewrites']) or 'no rewrites'}, "
         f"measured - predicted {off:+d}, to spare {spare}; "
         f"{'; '.join(faults(row)) or 'bitwise identical'}"
     )
@@ -237,15 +247,19 @@ def line(row: Row) -> str:
 
 _SUMMARY = (
     "{n_cells} cells, {n_compared} tensors compared bitwise, {n_wrong} cells with a fault, "
-    "{n_refused} refused by name. A cell: three optimizer steps with the plan and without; losses, "
-    "gradients, parameters, buffers, what hooks saw and the random state are bitwise identical, "
-    "the measured peak is within the budget and within 2 % or 1 MiB of the predicted one. The "
-    "budget's share is its place between the least feasible budget found (0 %) and the peak "
-    "without checkpointing (100 %)."
+    "{n_refused} refused by name; {n_rewritten} of the plans have rewrites. A cell: three "
+    "optimizer steps with the plan and without; losses, gradients, parameters, buffers, what hooks "
+    "saw and the random state are bitwise identical, the measured peak is within the budget and "
+    "within 2 % or 1 MiB of the predicted one. The budget's share is its place between the least "
+    "budget found, with rewrites or without (0 %), and the plain step's peak without checkpointing "
+    "(100 %)."
 )
 
 
-_COLUMNS = ("model", "step", "ops", "budget", "MB", "recomputed", "predicted MB", "measured MB", "")
+_COLUMNS = (
+    *("model", "step", "ops", "budget", "MB", "rewrites", "recomputed"),
+    *("predicted MB", "measured MB", ""),
+)
 
 
 def markdown(report: Row) -> str:
@@ -259,6 +273,7 @@ def markdown(report: Row) -> str:
             n_compared=sum(row.get("n_compared", 0) for row in run),
             n_wrong=sum(bool(faults(row)) for row in run),
             n_refused=len(rows) - len(run),
+            n_rewritten=sum(bool(row.get("rewrites")) for row in run),
         ),
         harness.table(_COLUMNS, map(_cells, rows)),
     ]
@@ -267,7 +282,7 @@ def markdown(report: Row) -> str:
 
 def _cells(row: Row) -> list[object]:
     if "refused" in row:
-        return [row["model"], row["style"], *[""] * 6, f"refused: {row['refused']}"]
+        return [row["model"], row["style"], *[""] * 7, f"refused: {row['refused']}"]
     result = "; ".join(faults(row)) or "bitwise identical"
     if row.get("own_memory"):
         result += " (the step takes memory of its own)"
@@ -276,7 +291,8 @@ def _cells(row: Row) -> list[object]:
         for key in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes")
     ]
     about = [row["model"], row["style"], row["n_nodes"], f"{row['share']:.0%}"]
-    return [*about, mb[0], row.get("n_recomputed", ""), *mb[1:], result]
+    changes = [", ".join(row.get("rewrites", [])), row.get("n_recomputed", "")]
+    return [*about, mb[0], *changes, *mb[1:], result]
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ def get_model(
     return LossOnly(LlamaForCausalLM(config).to(dtype)).train()
 
 
+def four_layers() -> nn.Module:
+    """`examples/llama.py:four_layers`: four layers of this shape."""
+    return get_model(n_layers=4)
+
+
 def get_batch(
     batch_size: int = 1, seq_length: int = 4096, n_tokens: int = 128256
 ) -> dict[str, torch.Tensor]:

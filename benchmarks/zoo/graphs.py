@@ -20,6 +20,7 @@ from graphs.calls import Call, as_call
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
+from graphs.rewrites import Variants, offered, variants_of
 from graphs.synthetic import nets
 from graphs.trace import CapturedStep, loss_index, trace_module
 
@@ -35,6 +36,13 @@ def captured(model: nn.Module, batch: Any) -> CapturedStep:
         gradients="fresh",
         costs=Roofline(named("h100")),
     )
+
+
+def variants(step: CapturedStep) -> Variants:
+    """The step and those of its rewrites that keep all bits, as `solve` plans them by default."""
+    planned = variants_of("bitwise")
+    traced = [(each.graph, each.captured) for each in step.variants(planned)]
+    return offered(traced, planned)
 
 
 def _example(name: str, **sizes: Any) -> Callable[[], CapturedStep]:

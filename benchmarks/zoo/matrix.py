@@ -185,6 +185,18 @@ ZOO: Mapping[str, Entry] = {
         bos_token_id=0,
         eos_token_id=0,
     ),
+    "GPT-2, many tokens": _of_transformers(
+        "GPT2LMHeadModel",
+        _language(4, 128),
+        vocab_size=8192,  # so many that the loss can run in row chunks
+        use_cache=False,
+        n_layer=2,
+        n_embd=64,
+        n_head=4,
+        n_positions=128,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
     "Llama": _of_transformers("LlamaForCausalLM", _language(4, 128), **_DECODER),
     "Qwen3": _of_transformers("Qwen3ForCausalLM", _language(4, 128), **_DECODER, head_dim=32),
     "Mixtral": _of_transformers(

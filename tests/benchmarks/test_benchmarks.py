@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import deep_chains, harness, offload, peers, plan_quality
+from benchmarks import deep_chains, harness, offload, peers, plan_quality, plan_quality_tables
 from benchmarks.zoo.graphs import captured
 from graphs.synthetic.nets import residual
 
@@ -22,23 +22,73 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
+class Classifier(nn.Module):
+    """Wide logits: its loss can run in row chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 8192, bias=False)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x), targets)
+
+
 @pytest.mark.slow
 def test_a_report_has_a_row_for_each_share_and_lists_its_misses() -> None:
-    found = plan_quality.measure_graph(
-        "net", residual(n_blocks=5), shares=(0.8, 0.0), time_limit_s=600
-    )
-    assert [row["share"] for row in found["rows"]] == [0.8, 0.0]
+    graph = residual(n_blocks=5)
+    found = plan_quality.measure_graph("net", graph, shares=(0.8, 0.5, 0.0), time_limit_s=600)
+    assert [row["share"] for row in found["rows"]] == [0.8, 0.5, 0.0]
     generous = found["rows"][0]
-    assert generous["peak_bytes"] <= generous["budget_bytes"]
-    assert generous["bound"] - 1e-9 <= generous["overhead"]
-    assert not plan_quality.missed(generous)
-    assert plan_quality.missed({**generous, "gap": 0.002})
-    assert not plan_quality.missed({**generous, "share": 0.4, "gap": 0.002})
-    assert plan_quality.missed({**generous, "gap": None})
-    circumstances = harness.circumstances(5.0)
-    text = plan_quality.markdown({"circumstances": circumstances, "graphs": {"net": found}})
-    assert "| net | " in text
-    assert "## net" in text
+    assert generous["none"]["peak_bytes"] <= generous["budget_bytes"]
+    assert generous["none"]["bound"] - 1e-9 <= generous["none"]["overhead"]
+    missed = plan_quality_tables.missed
+    assert not missed(generous["none"], share=0.8)
+    assert missed({"gap": 0.002}, share=0.8)
+    assert not missed({"gap": 0.002}, share=0.4)
+    assert missed({"gap": None}, share=0.4)
+    report = {"circumstances": harness.circumstances(5.0), "graphs": {"gpt2": found}}
+    text = plan_quality_tables.markdown(report)
+    assert "| GPT-2 small | " in text
+    assert "## gpt2" in text
+    assert "Worse with rewrites: 0 of 0: none." in text
+
+
+@pytest.mark.slow
+def test_plans_with_rewrites_stand_beside_those_without_and_earlier_ones() -> None:
+    with torch.device("meta"):
+        model = Classifier()
+        batch = torch.empty(2048, 64), torch.empty(2048, dtype=torch.int64)
+    step = captured(model, batch)
+    about = {"shares": (0.3,), "time_limit_s": 600}
+    first = plan_quality.measure_graph("net", step, **about)
+    assert first["least"]["bitwise"]["reached_bytes"] < first["least"]["none"]["reached_bytes"]
+    for row in first["rows"]:
+        assert row["bitwise"]["peak_bytes"] <= row["budget_bytes"]
+        assert row["bitwise"]["rewrites"]
+        assert row["bitwise"]["overhead"] <= row["none"]["overhead"] + 1e-9
+    assert {"every_block", "torch ilp"} <= set(first["rows"][0]["others"])
+
+    first["rows"][0]["others"]["torch ilp"] = 123.0  # taken over where the step is the same
+    first["range_from_bytes"] += 1000
+    again = plan_quality.measure_graph("net", step, before=first, **about)
+    assert again["range_from_bytes"] == first["range_from_bytes"]
+    assert again["rows"][0]["others"]["torch ilp"] == 123.0
+    first["rows"][0]["others"]["every_block"] = 0.1  # as of another step
+    again = plan_quality.measure_graph("net", step, before=first, **about)
+    assert again["rows"][0]["others"]["torch ilp"] != 123.0
+
+    worse_than = plan_quality_tables.worse_than
+    assert worse_than({"net": first}, {"net": again}, names=["net"]) == []
+    again["rows"][0]["bitwise"]["overhead"] += 0.001
+    (worse,) = worse_than({"net": first}, {"net": again}, names=["net"])
+    assert worse.startswith("net at 0.3, bitwise: ")
+    assert worse_than({}, {"net": again}, names=["net"]) == []
+    again["rows"][0]["bitwise"]["overhead"] = again["rows"][0]["none"]["overhead"] + 0.001
+    report = {"circumstances": harness.circumstances(5.0), "graphs": {"net": again}}
+    assert "Worse with rewrites: 1 of 1: net at 0.3" in plan_quality_tables.markdown(report)
 
 
 @pytest.mark.slow

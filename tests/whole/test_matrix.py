@@ -54,7 +54,7 @@ def row_keeping_nothing(name: str, style: str, **options: Any) -> dict[str, Any]
     """
     subject = prepare(ZOO[name], STYLES[style], **options)
     assert subject is not None
-    solution = keeping_nothing(subject.graph)
+    solution = keeping_nothing(subject.rewritten)
     assert solution.simulation is not None
     assert solution.simulation.n_recomputed > 0
     return run_solution(subject, solution)
@@ -92,8 +92,9 @@ def test_plans_for_a_budget_train_the_same_bits_within_it(name: str, share: floa
 def test_outputs_in_place_of_inputs_take_the_memory_that_is_predicted(name: str) -> None:
     subject = prepare(ZOO[name], STYLES["plain"], costs=Measured(torch.device("cpu")))
     assert subject is not None
-    assert any(node.overwrites for node in subject.graph.nodes)
-    row = run_solution(subject, solution_of(subject.graph, baseline(subject.graph)))
+    graph = subject.rewritten
+    assert any(node.overwrites for node in graph.nodes)
+    row = run_solution(subject, solution_of(graph, baseline(graph)))
     assert row["n_recomputed"] == 0
     assert row["differences"] == []
     assert abs(row["measured_peak_bytes"] - row["predicted_peak_bytes"]) < 100_000
@@ -109,6 +110,7 @@ def test_what_is_wrong_is_told() -> None:
         "solve_s": 0.1,
         "status": "optimal",
         "budget_bytes": 10**8,
+        "rewrites": ["in_place"],
         "n_recomputed": 3,
         "n_compared": 5,
         "differences": [],
@@ -134,7 +136,7 @@ def test_what_is_wrong_is_told() -> None:
     }
     text = markdown(report)
     assert "5 cells, 25 tensors" in text
-    assert "4 cells with a fault, 1 refused by name" in text
+    assert "4 cells with a fault, 1 refused by name; 4 of the plans have rewrites" in text
 
 
 def test_what_tracing_leaves_behind_would_be_seen() -> None:

@@ -1,0 +1,188 @@
+"""The pages of `benchmarks.plan_quality`: its report as Markdown, and what is missed or worse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from benchmarks import harness
+from benchmarks.harness import Row, percent, table
+
+TARGET_GAP = 0.001
+"""Of the baseline's time, at shares of a half and more."""
+TIGHT_TARGET_GAP = 0.01
+"""Of the baseline's time, at smaller shares."""
+WORSE = 0.0002
+"""Of the baseline's time: an overhead that is higher by more is worse."""
+SHOWN_GAP = 0.001
+SHOWN_SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
+WAYS = ("none", "bitwise")
+DASH = "\N{EN DASH}"
+LEGEND = (
+    "Overhead, bound and gap are in percent of the plain step without checkpointing; a → b: "
+    "without rewrites and with those that keep all bits. Seconds are processor seconds of a search."
+)
+TITLES = {
+    "gpt2": "GPT-2 small",
+    "llama-32": "Llama 8B, 32 layers",
+    "llama-80": "Llama 8B's width, 80 layers",
+    "resnet50": "ResNet-50",
+    "resnet101": "ResNet-101",
+    "unet": "U-Net",
+    "densenet121": "DenseNet-121",
+    "vit-base": "ViT-B/16",
+    "vit-large": "ViT-L/16",
+    "lstm-200": "LSTM cells, 200 steps",
+    "lstm-2000": "recurrent, 2000 steps (synthetic)",
+    "residual-1000": "1000 residual blocks (synthetic)",
+}
+"""The graphs of the table in the docs."""
+
+
+def markdown(report: Row) -> str:
+    """The tables: the one of the docs, what falls short, then each graph by itself."""
+    graphs = report["graphs"]
+    counts = Counter(way for _, _, way in _cells(graphs))
+    aim = "0.1 points at shares of a half and more, 1 point below"
+    parts = [
+        "# Quality of plans",
+        harness.ran(report, cpus="one used"),
+        LEGEND,
+        summary(graphs),
+        f"Above the target for the gap ({aim}):",
+        *(_listed(f"Rewrites {way}", _missed(graphs, way), counts[way]) for way in WAYS),
+        _listed("Worse with rewrites", _worse_with_rewrites(graphs), counts["bitwise"]),
+        _listed("Searches that the clock ended", _late(graphs), counts.total()),
+    ]
+    for name, found in graphs.items():
+        parts += _details(name, found)
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(graphs: Row) -> str:
+    """The table of the docs: a row for each graph that has a title there."""
+    shares = [f"{share:.0%}".replace("%", " %") for share in SHOWN_SHARES]
+    others = ("every block", "√L", "`dp`", "PyTorch")
+    head = ["", "ops", "least GB", *shares, "search", *others]
+    rows = [_summary_row(title, graphs[name]) for name, title in TITLES.items() if name in graphs]
+    return table(head, rows)
+
+
+def _summary_row(title: str, found: Row) -> list[object]:
+    rows = {row["share"]: row for row in found["rows"]}
+    shown = [rows[share] for share in SHOWN_SHARES if share in rows]
+    ways = [way for way in WAYS if way in found["least"]]
+    least = (found["least"][way]["reached_bytes"] for way in ways)
+    seconds = [row[ways[-1]]["seconds"] for row in shown]
+    half = rows[0.5]["others"]
+    torch = [half[name] for name in half if name.startswith("torch") and half[name] is not None]
+    others = [*(half[name] for name in ("every_block", "sqrt", "dp")), min(torch, default=None)]
+    return [
+        title,
+        found["n_nodes"],
+        " → ".join(f"{size / 1e9:.2f}" for size in least),
+        *(" → ".join(_with_gap(row[way]) for way in ways) for row in shown),
+        f"{min(seconds):.1f}{DASH}{max(seconds):.0f} s",
+        *(DASH if other is None else f"{100 * other:.1f}" for other in others),
+    ]
+
+
+def _with_gap(cell: Row) -> str:
+    """The overhead, with the gap to the bound in brackets where it matters."""
+    if cell["gap"] is None or cell["gap"] < SHOWN_GAP:
+        return percent(cell["overhead"])
+    return f"{percent(cell['overhead'])} ({percent(cell['gap'])})"
+
+
+def missed(cell: Row, *, share: float) -> bool:
+    """Whether the gap is above the target for the share of the budget."""
+    target = TARGET_GAP if share >= 0.5 else TIGHT_TARGET_GAP
+    return cell["gap"] is None or cell["gap"] > target
+
+
+def worse_than(before: Row, now: Row, *, names: Collection[str]) -> list[str]:
+    """The cells of these graphs whose overhead is WORSE than in an earlier report."""
+    found = []
+    for name, row, way in _cells(now):
+        earlier = {each["share"]: each for each in before.get(name, {"rows": []})["rows"]}
+        known = earlier.get(row["share"], {}).get(way)
+        if name in names and known is not None and _is_worse(row[way], known):
+            found.append(
+                f"{name} at {row['share']}, {way}: {percent(known['overhead'])} -> "
+                f"{percent(row[way]['overhead'])}"
+            )
+    return found
+
+
+def _cells(graphs: Row) -> Iterator[tuple[str, Row, str]]:
+    """Name, row and way of each cell that was measured."""
+    for name, found in graphs.items():
+        for row in found["rows"]:
+            yield from ((name, row, way) for way in WAYS if way in row)
+
+
+def _is_worse(cell: Row, known: Row) -> bool:
+    if known["overhead"] is None:
+        return False
+    return cell["overhead"] is None or cell["overhead"] > known["overhead"] + WORSE
+
+
+def _missed(graphs: Row, word: str) -> list[str]:
+    return [
+        f"{name} at {row['share']}: {percent(row[way]['gap'])}"
+        for name, row, way in _cells(graphs)
+        if way == word and missed(row[way], share=row["share"])
+    ]
+
+
+def _worse_with_rewrites(graphs: Row) -> list[str]:
+    return [
+        f"{name} at {row['share']}: {percent(row['none']['overhead'])} → "
+        f"{percent(row[way]['overhead'])}"
+        for name, row, way in _cells(graphs)
+        if way != "none" and _is_worse(row[way], row["none"])
+    ]
+
+
+def _late(graphs: Row) -> list[str]:
+    return [
+        f"{name} at {row['share']}, {way}, {row[way]['seconds']:.0f} s"
+        for name, row, way in _cells(graphs)
+        if row[way]["timed_out"]
+    ]
+
+
+def _listed(title: str, found: list[str], n_cells: int) -> str:
+    return f"{title}: {len(found)} of {n_cells}: {'; '.join(found) or 'none'}."
+
+
+def _details(name: str, found: Row) -> list[str]:
+    """A graph's heading, its sizes, and a row for each share."""
+    ways = [way for way in WAYS if way in found["least"]]
+    others = list(found["rows"][0]["others"])
+    sizes = "; ".join(
+        f"rewrites {way}: least budget {least['reached_bytes'] / 1e9:.3f} GB, proven "
+        f"{least['proven_bytes'] / 1e9:.3f} GB ({least['seconds']:.1f} s)"
+        for way, least in found["least"].items()
+    )
+    about = (
+        f"{found['n_nodes']} ops, {found['n_forward']} of them forward; peak without "
+        f"checkpointing {found['baseline_peak_bytes'] / 1e9:.3f} GB; {sizes}."
+    )
+    head = ["share", "budget GB"]
+    for way in ways:
+        head += [f"{way}: peak GB", "bound", "auto", "seconds"]
+    head += ["with", *others] if "bitwise" in ways else others
+    return [f"## {name}", about, table(head, (_detail(row, ways, others) for row in found["rows"]))]
+
+
+def _detail(row: Row, ways: list[str], others: list[str]) -> list[object]:
+    cells: list[object] = [row["share"], f"{row['budget_bytes'] / 1e9:.3f}"]
+    for way in ways:
+        cell = row[way]
+        peak = "" if cell["peak_bytes"] is None else f"{cell['peak_bytes'] / 1e9:.3f}"
+        figures = (percent(cell["bound"]), percent(cell["overhead"]), f"{cell['seconds']:.1f}")
+        cells += [peak, *figures]
+    if "bitwise" in ways:
+        cells.append(", ".join(row["bitwise"]["rewrites"]))
+    return [*cells, *(percent(row["others"].get(other)) for other in others)]

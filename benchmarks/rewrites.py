@@ -1,0 +1,128 @@
+"""What each set of rewrites does to the peak, the least budget and the overhead of some steps.
+
+    python -m benchmarks.rewrites --out benchmarks/results/rewrites.json [--steps "GPT-2;U-Net"]
+
+Budgets are shares of the range of the plain step, from its least budget (0) to its peak without
+checkpointing (1). Every step is traced on an H100's rates without an optimizer, whose bytes are the
+same at every budget. The figures are written after each step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from benchmarks import harness
+from benchmarks.harness import Row, percent, table
+from benchmarks.plan_quality import least_budget, searched
+from benchmarks.zoo.graphs import captured
+from examples import gpt2, llama, resnet50, unet
+from graphs.rewrites import Variants, offered, variants_of
+from graphs.trace import CapturedStep
+from solver.schedule import baseline, simulate
+
+SETS = {
+    "none": variants_of("none"),
+    "in place": ((), ("in_place",)),
+    "bitwise": variants_of("bitwise"),
+    "allclose": variants_of("allclose"),
+}
+"""From a name to the variants of the step that are planned."""
+SHARES = (0.3, 0.1, 0.0)
+
+
+def _llama(n_layers: int, n_tokens: int) -> CapturedStep:
+    with torch.device("meta"):
+        return captured(llama.get_model(n_layers=n_layers), llama.get_batch(2, n_tokens))
+
+
+def _example(module: object) -> CapturedStep:
+    with torch.device("meta"):
+        return captured(module.get_model(), module.get_batch())  # type: ignore[attr-defined]
+
+
+STEPS: Mapping[str, Callable[[], CapturedStep]] = {
+    "GPT-2 small, 8 x 1024, fp32": partial(_example, gpt2),
+    "Llama 8B, 4 layers, 2 x 8192, bf16": partial(_llama, 4, 8192),
+    "Llama 8B, 4 layers, 2 x 2048, bf16": partial(_llama, 4, 2048),
+    "Llama 8B, 32 layers, 2 x 2048, bf16": partial(_llama, 32, 2048),
+    "Llama 8B, 32 layers, 2 x 8192, bf16": partial(_llama, 32, 8192),
+    "ResNet-50": partial(_example, resnet50),
+    "U-Net": partial(_example, unet),
+}
+BUDGETS_GB: Mapping[str, tuple[float, ...]] = {
+    "GPT-2 small, 8 x 1024, fp32": (4, 3, 2.4),
+    "Llama 8B, 4 layers, 2 x 8192, bf16": (20, 14),
+}
+"""Budgets below the range of the plain step."""
+
+
+def main() -> None:
+    parser = harness.parser("rewrites", __doc__, time_limit_s=600.0)
+    parser.add_argument("--steps", type=harness.names(STEPS, ";"), default=list(STEPS))
+    arguments = parser.parse_args()
+    report = harness.read(arguments.out, "steps")
+    report["circumstances"] = harness.circumstances(arguments.time_limit)
+    for name in arguments.steps:
+        report["steps"][name] = measure(
+            STEPS[name](), budgets_gb=BUDGETS_GB.get(name, ()), time_limit_s=arguments.time_limit
+        )
+        print(f"{name}: {report['steps'][name]}", file=sys.stderr, flush=True)
+        harness.write(arguments.out, report, markdown)
+    if arguments.out is None:
+        print(markdown(report))
+
+
+def measure(step: CapturedStep, *, budgets_gb: tuple[float, ...], time_limit_s: float) -> Row:
+    """By set of rewrites: peak without a plan, least budget, and plans at each budget."""
+    traced = [(s.graph, s.captured) for s in step.variants(SETS["allclose"])]
+    sets = {name: offered(traced, planned) for name, planned in SETS.items()}
+    found: Row = {
+        name: {"peak_bytes": least_peak_bytes(steps), "least": least_budget(steps), "plans": []}
+        for name, steps in sets.items()
+    }
+    low, high = found["none"]["least"]["reached_bytes"], found["none"]["peak_bytes"]
+    budgets = {f"{share:.0%}": low + int(share * (high - low)) for share in SHARES}
+    budgets |= {f"{size} GB": int(size * 1e9) for size in budgets_gb}
+    for name, steps in sets.items():
+        for title, budget_bytes in budgets.items():
+            plan = searched(steps, budget_bytes, time_limit_s=time_limit_s)
+            found[name]["plans"].append({"budget": title, "budget_bytes": budget_bytes, **plan})
+    return found
+
+
+def least_peak_bytes(steps: Variants) -> int:
+    """Of the variant that holds least, without checkpointing."""
+    return min(simulate(graph, baseline(graph)).peak_bytes for graph in steps.planned)
+
+
+def markdown(report: Row) -> str:
+    """A table for each step."""
+    parts = ["# Rewrites", harness.ran(report, cpus="one used")]
+    for name, sets in report["steps"].items():
+        budgets = [plan["budget"] for plan in sets["none"]["plans"]]
+        rows = [
+            [
+                title,
+                f"{found['peak_bytes'] / 1e9:.3f}",
+                f"{found['least']['reached_bytes'] / 1e9:.3f}",
+                f"{found['least']['proven_bytes'] / 1e9:.3f}",
+                *(
+                    f"{percent(plan['overhead'])} / {percent(plan['bound'])}"
+                    + (" (time limit)" if plan["timed_out"] else "")
+                    for plan in found["plans"]
+                ),
+            ]
+            for title, found in sets.items()
+        ]
+        head = ["rewrites", "peak without plan GB", "least GB", "proven GB", *budgets]
+        parts += [f"## {name}", table(head, rows)]
+    parts.insert(2, "Overhead of the plan / proven bound, in percent of the plain step.")
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()
