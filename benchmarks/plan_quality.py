@@ -89,7 +89,8 @@ def measure_graph(
         range_bytes = before["baseline_peak_bytes"] - before["range_from_bytes"]
     from_bytes = peak_bytes - range_bytes
     print(f"{name}: {len(graph.nodes)} ops, {peak_bytes=}, {from_bytes=}, {least}", file=sys.stderr)
-    budgets = {share: from_bytes + int(share * range_bytes) for share in shares}
+    least_bytes = least["none"]["reached_bytes"]  # what an operator needs may have become more too
+    budgets = {s: max(from_bytes + int(s * range_bytes), least_bytes) for s in shares}
     others = _others(source, graph, budgets, before)
     rows = []
     for share, budget_bytes in budgets.items():

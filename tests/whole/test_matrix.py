@@ -136,7 +136,7 @@ def test_what_is_wrong_is_told() -> None:
     }
     text = markdown(report)
     assert "5 cells, 25 tensors" in text
-    assert "4 cells with a fault, 1 refused by name; 4 of the plans have rewrites" in text
+    assert "4 cells with a fault, 1 refused by name; 5 of the plans have rewrites" in text
 
 
 def test_what_tracing_leaves_behind_would_be_seen() -> None:
