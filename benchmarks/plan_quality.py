@@ -126,19 +126,22 @@ def searched(steps: Variants, budget_bytes: int, *, time_limit_s: float) -> Row:
     """`auto`'s plan, as `solve` makes it, beside the plain step.
 
     time_limit_s: for one variant, on the clock.
+
+    Without an overhead nothing was found; without a bound there is proof that nothing fits.
     """
     limit_s = time_limit_s * len(steps.planned)  # they share the time
     request = Request(budget_bytes, time_limit_s=limit_s)
     began_s = time.process_time()
     solution = attempt(steps, request)
     seconds = time.process_time() - began_s
-    bound = solution.lower_bound_s / steps.plain.baseline_time_s - 1.0
+    least_s = solution.lower_bound_s
+    bound = None if math.isinf(least_s) else least_s / steps.plain.baseline_time_s - 1.0
     overhead = _overhead(steps.plain, solution.simulation)
     return {
         "peak_bytes": None if solution.simulation is None else solution.simulation.peak_bytes,
         "overhead": overhead,
         "bound": bound,
-        "gap": None if overhead is None else max(0.0, overhead - bound),
+        "gap": None if overhead is None or bound is None else max(0.0, overhead - bound),
         "seconds": seconds,
         "timed_out": solution.timed_out,
         "rewrites": list(solution.graph.meta.rewrites),

@@ -108,11 +108,7 @@ def markdown(report: Row) -> str:
                 f"{found['peak_bytes'] / 1e9:.3f}",
                 f"{found['least']['reached_bytes'] / 1e9:.3f}",
                 f"{found['least']['proven_bytes'] / 1e9:.3f}",
-                *(
-                    f"{percent(plan['overhead'])} / {percent(plan['bound'])}"
-                    + (" (time limit)" if plan["timed_out"] else "")
-                    for plan in found["plans"]
-                ),
+                *map(_cell, found["plans"]),
             ]
             for title, found in sets.items()
         ]
@@ -120,6 +116,13 @@ def markdown(report: Row) -> str:
         parts += [f"## {name}", table(head, rows)]
     parts.insert(2, "Overhead of the plan / proven bound, in percent of the plain step.")
     return "\n\n".join(parts) + "\n"
+
+
+def _cell(plan: Row) -> str:
+    late = " (time limit)" if plan["timed_out"] else ""
+    if plan["bound"] is None:
+        return f"nothing fits{late}"
+    return f"{percent(plan['overhead'])} / {percent(plan['bound'])}{late}"
 
 
 if __name__ == "__main__":
