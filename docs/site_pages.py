@@ -1,8 +1,8 @@
 """How the documentation site is built: the order of its pages, and their generated parts.
 
-Every page under docs/ is in the navigation: known ones in the order below, folders under their own
-title, others under "More". The start page is the README. Links that leave docs/ (to code, to
-results) are shown as the path in the repository, which must exist. Formulas become MathML.
+Every page under docs/ is in the navigation: known ones and folders in the order below, others under
+"More". Pages may show sections of the README. Links that leave docs/ (to code, to results) are
+shown as the path in the repository, which must exist. Formulas become MathML.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from latex2mathml.converter import convert
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-ORDER = (
-    ("", "index tutorial"),
+NAVIGATION = (
+    ("", "index install tutorial faq"),
+    ("Integrations", "integrations/"),
     ("How to", "report options model_files running_a_plan hugging_face emit export compile gpu"),
     (
         "Understand",
         "bytes methods offload copies plan_quality theory bitwise_identical limits architecture",
     ),
+    ("Guides", "guides/"),
+    ("Reference", "reference/"),
 )
-FOLDERS = (("Integrations", "integrations/"), ("Guides", "guides/"), ("Reference", "reference/"))
-README = "<!-- README.md -->"
+"""Title, and pages or a folder."""
+SECTION = re.compile(r"<!-- section of README.md: (.+) -->")
 HELP = "<!-- solve --help -->"
 FACES = re.compile(r"<!-- faces of (\w+) -->")
 DOCSTRINGS = re.compile(r"<!-- docstrings of ([\w/ ]+) -->")
@@ -40,16 +43,14 @@ def on_config(config: Any) -> Any:
     """The navigation: all pages that exist."""
     found = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     nav: list[Any] = []
-    for title, pages in ORDER:
-        there = [f"{page}.md" for page in pages.split() if f"{page}.md" in found]
+    for title, pages in NAVIGATION:
+        if pages.endswith("/"):
+            there = sorted(page for page in found if page.startswith(pages))
+            there.sort(key=lambda page: not page.endswith("/index.md"))
+        else:
+            there = [f"{page}.md" for page in pages.split() if f"{page}.md" in found]
         found -= set(there)
         nav.extend([{title: there}] if title and there else there)
-    for title, folder in FOLDERS:
-        there = sorted(page for page in found if page.startswith(folder))
-        there.sort(key=lambda page: not page.endswith("/index.md"))
-        found -= set(there)
-        if there:
-            nav.append({title: there})
     if found:
         nav.insert(-1, {"More": sorted(found)})
     config["nav"] = nav
@@ -58,8 +59,7 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Fill in the generated parts, and show links that leave the site as paths."""
-    if README in markdown:
-        markdown = markdown.replace(README, _readme())
+    markdown = SECTION.sub(lambda match: _section(match.group(1)), markdown)
     markdown = FACES.sub(lambda match: "\n".join(_faces(match.group(1))), markdown)
     markdown = DOCSTRINGS.sub(lambda match: _docstrings(match.group(1).split()), markdown)
     if HELP in markdown:
@@ -81,11 +81,14 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return LINK.sub(shown, markdown)
 
 
-def _readme() -> str:
-    """The README with its links as seen from docs/."""
+def _section(title: str) -> str:
+    """What is under a title of the README, with its links as seen from docs/."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"\]\((?!https?:|docs/|#)", "](../", text)
-    return text.replace("](docs/", "](")
+    _, _, rest = text.partition(f"\n## {title}\n")
+    if not rest:
+        raise ValueError(f"README.md has no section {title!r}")
+    text = re.sub(r"\]\((?!https?:|docs/|#)", "](../", rest.partition("\n## ")[0])
+    return text.replace("](docs/", "](").strip()
 
 
 def _faces(package: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
 """The command `solve`."""
 
-from solver.cli.arguments import help_text
+from solver.cli.arguments import help_text, parser
 from solver.cli.command import main

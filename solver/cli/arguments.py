@@ -12,6 +12,7 @@ import difflib
 import math
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -256,7 +257,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             words[-1] += "=" + word
         else:
             words.append(word)
-    given = vars(_parser().parse_args(words))
+    given = vars(parser().parse_args(words))
     arguments = Arguments(**given, command=shlex.join(("solve", *argv)))
     largest = arguments.largest is not None
     if arguments.budget is None and not largest:
@@ -278,8 +279,9 @@ def parse(argv: Sequence[str]) -> Arguments:
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+def parser() -> argparse.ArgumentParser:
+    """What parses the command line; `shtab solver.cli.parser` writes completion scripts from it."""
+    command = Parser(
         prog="solve",
         usage="solve --budget SIZE [options] model.py[:factory] | package.module[:factory] | "
         "hf:config.json | graph.json",
@@ -288,26 +290,34 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("problem", help="what to plan; see below")
-    groups: dict[str, Any] = {"": parser}
+    _complete_files(command.add_argument("problem", help="what to plan; see below"))
+    groups: dict[str, Any] = {"": command}
     for option in dataclasses.fields(Arguments):
         settings = dict(option.metadata)
         if "flags" not in settings:
             continue
         flags, group, exclusive = (settings.pop(k, None) for k in ("flags", "group", "exclusive"))
         if group not in groups:
-            groups[group] = parser.add_argument_group(group)
+            groups[group] = command.add_argument_group(group)
         if exclusive and exclusive not in groups:
             groups[exclusive] = groups[group].add_mutually_exclusive_group()
         target = groups[exclusive or group]
-        target.add_argument(*flags, default=option.default, **settings)
-    parser.add_argument("--version", action="version", version=f"solve {version()}")
-    return parser
+        action = target.add_argument(*flags, default=option.default, **settings)
+        if settings.get("type") is Path:
+            _complete_files(action)
+    command.add_argument("--version", action="version", version=f"solve {version()}")
+    return command
+
+
+def _complete_files(action: argparse.Action) -> None:
+    """Where shtab reads the parser, the shell completes names of files here."""
+    if "shtab" in sys.modules:
+        action.complete = sys.modules["shtab"].FILE  # type: ignore[attr-defined]
 
 
 def help_text() -> str:
     """What `solve --help` prints, at 100 columns at most, without trailing blanks."""
-    return "\n".join(line.rstrip() for line in _parser().format_help().splitlines())
+    return "\n".join(line.rstrip() for line in parser().format_help().splitlines())
 
 
 def version() -> str:

@@ -6,11 +6,13 @@ import ast
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib.image import imread
 
 from docs import screenshots
@@ -87,9 +89,12 @@ def test_the_architecture_page_lists_each_folder_above_what_it_imports(package):
                 assert listed.index(room) < listed.index(parts[1]), f"{path} imports {parts[1]}"
 
 
-def test_the_start_page_is_the_readme(site):
-    assert "Which entry point?" in page(site, "index.html")
-    assert 'href="tutorial.html"' in page(site, "index.html")
+def test_the_start_page_shows_fit_first_and_sections_of_the_readme(site):
+    start = page(site, "index.html")
+    content = start.partition("<article")[2]
+    assert 0 < content.index("fit</span>") < content.index("Which entry point?")
+    for name in ("install", "tutorial", "faq", "integrations/index"):
+        assert start.index(f'href="{name}.html"') < start.index('href="report.html"'), name
 
 
 def test_the_readme_is_short_and_says_what_was_not_measured():
@@ -176,36 +181,71 @@ def _resolves(name: str) -> bool:
     return True
 
 
-@pytest.mark.slow
-def test_the_tutorial_runs(tmp_path):
-    """Its Python blocks in order, scaled down to take seconds."""
-    text = (DOCS / "tutorial.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 3
-    small = [("1024", "64"), ("16384", "2048"), ("1.2GB", "12MB"), ("10**9", "12 * 10**6")]
-    small += [("11 * 10**8", "13 * 10**6"), ("12 * 10**8", "14 * 10**6")]
-    for old, new in small:
-        assert any(old in block for block in blocks), old
-        blocks = [block.replace(old, new) for block in blocks]
-    (tmp_path / "my_model.py").write_text(blocks[0])
-    helper = "optimizer_of = lambda model: torch.optim.AdamW(model.parameters())\n"
-    assert helper.strip() in text
-    checks = (
-        "assert solution.simulation.n_recomputed > 0, solution\n"
-        "import pathlib; assert pathlib.Path('pareto.png').stat().st_size > 1000\n"
-    )
-    (tmp_path / "run.py").write_text(blocks[1] + helper + blocks[2] + checks)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = {"solve": "-m checkpoint_solver", "python": ""}
+"""What a command of the docs is, as an argument of this interpreter."""
+
+
+def run_here(command: str, directory: Path) -> str:
+    """What a command of a page prints, run in this directory."""
+    word, *arguments = shlex.split(command)
     done = subprocess.run(
-        [sys.executable, "run.py"],
-        cwd=tmp_path,
+        [sys.executable, *COMMANDS[word].split(), *arguments],
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "Memory at the peak of the step" in done.stdout
+    assert done.returncode == 0, (command, done.stderr)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_written_and_prints_what_it_shows(tmp_path):
+    """Blocks of Python are files, named in the first line; others are commands, or their output."""
+    kinds, printed = [], ""
+    for kind, block in FENCE.findall((DOCS / "tutorial.md").read_text(encoding="utf-8")):
+        kinds.append(kind)
+        if kind == "python":
+            (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
+        elif kind == "text":
+            assert [x for x in block.splitlines() if x not in printed.splitlines()] == [], printed
+        else:
+            printed = "".join(run_here(command, tmp_path) for command in block.splitlines())
+    assert (kinds.count("python"), kinds.count(""), kinds.count("text")) == (3, 6, 5)
+    for name in ("schedule.json", "memory.png", "pareto.png"):
+        assert (tmp_path / name).stat().st_size > 1000
+    train = tmp_path / "train.py"
+    exact = train.read_text().replace(".4f", "!r")
+    train.write_text(exact)
+    planned = run_here("python train.py", tmp_path)
+    train.write_text(exact.replace("apply(model, solution)\n", ""))
+    assert run_here("python train.py", tmp_path) == planned
+
+
+class Mean(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu().mean()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda p: p.name)
+def test_the_first_lines_of_code_run(page, capsys):
+    """The blocks of Python in a page, with a small model; each on a model of its own."""
+    blocks = [block for kind, block in FENCE.findall(page.read_text("utf-8")) if kind == "python"]
+    assert "fit(model" in blocks[0]
+    for block in blocks:
+        model = Mean()
+        names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+        names |= {"batch": torch.randn(4, 8), "loader": [torch.randn(4, 8)] * 2}
+        exec(block, names)  # noqa: S102
+        model(names["batch"]).backward()
+        assert "forward" in model.__dict__, "the model has a plan"
 
 
 def test_a_screenshot_follows_the_color_scheme(tmp_path):

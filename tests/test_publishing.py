@@ -1,0 +1,75 @@
+"""What an index shows and a shell completes: metadata, long description, completion scripts."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+
+from solver.cli import parser
+from tests.support.paths import INSTALLED, ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CITATION = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+def test_metadata_and_citation_agree():
+    cited = dict(re.findall(r"^(version|license|repository-code): (\S+)", CITATION, re.MULTILINE))
+    project = PROJECT["project"]
+    repository = project["urls"]["Repository"]
+    assert cited == {
+        "version": project["version"],
+        "license": project["license"],
+        "repository-code": repository,
+    }
+    assert all(url.startswith(repository) for url in project["urls"].values())
+    assert f"name: {project['authors'][0]['name']}\n" in CITATION
+
+
+def test_links_of_the_long_description_are_absolute_and_lead_to_files():
+    repository = PROJECT["project"]["urls"]["Repository"]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", SETUP["long_description"]())
+    assert len(links) > 20
+    for is_image, link in links:
+        if link.startswith(f"{repository}/"):
+            kind, branch, path = link.removeprefix(f"{repository}/").split("/", 2)
+            assert (kind, branch) == ("raw" if is_image else "blob", "main")
+            assert (ROOT / path.partition("#")[0]).exists(), path
+        else:
+            assert link.startswith("https://"), link
+
+
+def test_links_that_are_absolute_stay():
+    text = "[a](https://a.org/b) [c](#d) ![e](f.png) [`g`](h/i.md#j)"
+    assert SETUP["absolute"](text, "https://r") == (
+        "[a](https://a.org/b) [c](#d) ![e](https://r/raw/main/f.png) "
+        "[`g`](https://r/blob/main/h/i.md#j)"
+    )
+
+
+def test_every_package_is_installed_with_its_types():
+    tools = PROJECT["tool"]["setuptools"]
+    assert tools["packages"]["find"]["include"] == [f"{name}*" for name in INSTALLED]
+    assert all("py.typed" in tools["package-data"][name] for name in INSTALLED)
+    assert all((ROOT / name / "py.typed").exists() for name in INSTALLED)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_the_command(shell):
+    shtab = pytest.importorskip("shtab", reason="shtab is not installed")
+    script = shtab.complete(parser(), shell=shell)
+    assert {"budget", "torchtitan", "verify"} <= set(re.findall(r"\w+", script))
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_files_are_completed_by_the_names_that_shtab_knows():
+    shtab = pytest.importorskip("shtab", reason="shtab is not installed")
+    files = [action for action in parser()._actions if hasattr(action, "complete")]
+    assert {action.dest for action in files} >= {"problem", "output", "report"}
+    assert all(action.complete == shtab.FILE for action in files)
