@@ -218,7 +218,7 @@ def test_the_tutorial_runs_as_written_and_prints_what_it_shows(tmp_path):
     for name in ("schedule.json", "memory.png", "pareto.png"):
         assert (tmp_path / name).stat().st_size > 1000
     train = tmp_path / "train.py"
-    exact = train.read_text().replace(".4f", "!r")
+    exact = train.read_text().replace(":.4f", "!r")
     train.write_text(exact)
     planned = run_here("python train.py", tmp_path)
     train.write_text(exact.replace("apply(model, solution)\n", ""))
