@@ -123,6 +123,8 @@ def largest(
                     f"sizes {other.size} and {at} give the same step: the batch does not depend on "
                     "the size"
                 )
+        if interrupted() and solution.schedule is None:  # a plan may have been found later
+            raise KeyboardInterrupt
         candidates.append(Candidate(at, solution))
         if on_candidate is not None:
             on_candidate(candidates[-1])

@@ -110,6 +110,8 @@ def sweep(
                 if point.method == request.method and point.schedule
             }
             found = attempt(step, request, starts=tuple(starts.values()), quick=quick)
+            if found.interrupted and found.status == "time_limit":  # nothing by then
+                break
         points.append(found)
         if on_point is not None:
             on_point(len(points), len(requests))

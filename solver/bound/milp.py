@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from solver.common import NEVER, Deadline
+from solver.common import NEVER, Deadline, OutOfTimeError, interruptible
 
 Floats = npt.NDArray[np.float64]
 
@@ -79,7 +80,7 @@ class Milp:
         included.
         node_limit: branch-and-bound nodes; it makes the work, and so the answer, independent of
         the machine's load.
-        deadline: ends the search early, and the answer says so.
+        deadline: ends the search early, as Ctrl-C does, and the answer says so.
         """
         time_limit_s = deadline.left_s
         if time_limit_s <= 0:
@@ -100,7 +101,8 @@ class Milp:
         matrix = csr_array(
             (self._values, self._columns, self._row_starts), shape=(len(self._lower), columns)
         )
-        result = milp(
+        run = partial(
+            milp,
             c=np.array([*self.cost, self.constant]),
             integrality=np.array([*self.whole, False], dtype=int) if whole else None,
             bounds=Bounds(np.array([*self.least, 1.0]), np.array([*self.most, 1.0])),
@@ -109,6 +111,10 @@ class Milp:
             else None,
             options=options,
         )
+        try:
+            result = interruptible(run)
+        except OutOfTimeError:
+            return Answer(values=None, bound=-math.inf, timed_out=True)
         values = None if result.x is None else np.asarray(result.x[:-1], dtype=np.float64)
         if whole:
             bound = result.mip_dual_bound
@@ -124,7 +130,7 @@ class Milp:
 class Answer:
     """values: of the variables (None: none found).
     bound: no feasible point costs less (inf: proven infeasible).
-    timed_out: the clock ended the search.
+    timed_out: the clock, or Ctrl-C, ended the search.
     """
 
     values: Floats | None

@@ -18,7 +18,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -30,9 +31,11 @@ from solver.cli.arguments import Arguments, UsageError, parse
 from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import LoadError, SizeError
 from solver.cli.problem import Problem, opened_problem
-from solver.cli.progress import Progress, Say
+from solver.cli.progress import Progress
+from solver.cli.watch import Watch, leave
 from solver.common import (
     BudgetError,
+    calls_are_left,
     counted,
     ctrl_c_ends_searches,
     format_both,
@@ -40,10 +43,9 @@ from solver.common import (
     untold,
 )
 from solver.device import DeviceError
-from solver.emit import NoLayersError, layers, nearest
+from solver.emit import NoLayersError, layers
 from solver.methods import MissingSolverError, TooLargeError
-from solver.reporting import Report, best, draw, terminal, to_json, write_page
-from solver.runtime_hooks import VerifyError
+from solver.reporting import Report, best, terminal, to_json
 from solver.schedule import Solution
 from solver.solving import attempt, explained
 
@@ -71,13 +73,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _own_process()
     words = list(sys.argv[1:] if argv is None else argv)
+    watch = Watch()
     if words[:1] == [EXPLAIN]:
-        return _ended(lambda: explain.main(words[1:]), as_json="--json" in words)
-    try:
-        arguments = parse(words)
-    except UsageError as error:
-        return _failed(Exit.USAGE, str(error), as_json=False)
-    return _ended(lambda: _run(arguments), as_json=arguments.json)
+        run, as_json = partial(explain.main, words[1:]), "--json" in words
+    else:
+        try:
+            arguments = parse(words)
+        except UsageError as error:
+            return _failed(Exit.USAGE, str(error), as_json=False)
+        run, as_json = partial(_run, arguments, watch), arguments.json
+    # What is loaded in the main thread may print elsewhere meanwhile.
+    watch.say = partial(_failed, Exit.INTERRUPTED, "interrupted", as_json=as_json, out=sys.stdout)
+    if argv is None:
+        watch.start()
+    code = _ended(run, watch, as_json=as_json)
+    if argv is None and (watch.heard or calls_are_left()):
+        leave(code)
+    return code
 
 
 def _own_process() -> None:
@@ -97,7 +109,7 @@ def _own_process() -> None:
     atexit.register(gc.freeze)
 
 
-def _ended(run: Callable[[], int], *, as_json: bool) -> int:
+def _ended(run: Callable[[], int], watch: Watch, *, as_json: bool) -> int:
     """Run, and turn user errors into exit codes."""
     try:
         with untold():  # `Progress` says what runs
@@ -111,19 +123,21 @@ def _ended(run: Callable[[], int], *, as_json: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.SOLVED
     except KeyboardInterrupt:
+        watch.take_last_word()
         return _failed(Exit.INTERRUPTED, "interrupted", as_json=as_json)
 
 
-def _failed(code: Exit, message: str, *, as_json: bool) -> int:
-    """One line on stderr, and with --json an object on stdout as well."""
+def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = None) -> int:
+    """One line on stderr, and with --json an object on stdout (`out`) as well."""
     line = " ".join(message.split())
     print(f"solve: {line}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"status": "error", "error": line, "exit_code": int(code)}))
+        answer = {"status": "error", "error": line, "exit_code": int(code)}
+        print(json.dumps(answer), file=out, flush=True)
     return code
 
 
-def _run(arguments: Arguments) -> int:
+def _run(arguments: Arguments, watch: Watch) -> int:
     progress = Progress(quiet=arguments.quiet)
     printed = _Printed(is_off=arguments.json or arguments.quiet)
     with opened_problem(arguments, progress.says) as problem:
@@ -140,26 +154,39 @@ def _run(arguments: Arguments) -> int:
                 layers(problem.graph)
             except NoLayersError as error:
                 raise UsageError(f"--emit {arguments.emit}: {error}") from error
-        if arguments.largest is not None:
-            problem, search = maximised(arguments, problem, progress)
-            report = _of_largest(problem, search, progress)
-        else:
-            report = _plan(arguments, problem, progress)
-        if arguments.emit is not None:
-            with progress.says(f"simulating settings of {arguments.emit}"):
-                graph, fit_bytes = report.best.plain, report.best.request.available_bytes
-                found = nearest(graph, system=arguments.emit, budget_bytes=fit_bytes)
-                report = dataclasses.replace(report, emitted=found)
-        report = _saved(arguments, report)
-        if arguments.verify and report.best.schedule is not None:
-            printed.show(report)  # before the steps run, which may take minutes
-            with progress.says("verifying", always=True) as say:
-                report = _verify(problem, report, say)
-            printed.show(report)
-        report = _drawn(arguments, problem, report, progress)
+        with ctrl_c_ends_searches() as interrupt:  # what has been found is saved in any case
+            if arguments.largest is not None:
+                problem, search = maximised(arguments, problem, progress)
+                report = _of_largest(problem, search, progress)
+            else:
+                report = _plan(arguments, problem, progress)
+            report = _saved(arguments, report)
+            report = dataclasses.replace(report, interrupted=interrupt.is_set())
+        for each in outputs.FOLLOWING:
+            if not (options := arguments.given(*each.options)):
+                continue
+            if report.interrupted:
+                watch.closing()
+            watch.say = partial(_told, arguments, each.without(report, options), printed)
+            try:
+                if each.takes_minutes:
+                    printed.show(report)
+                report = each.after(arguments, problem, report, progress)
+                if each.takes_minutes:
+                    printed.show(report)
+            except KeyboardInterrupt:
+                report = each.without(report, options)
+    watch.take_last_word()
+    with ctrl_c_ends_searches():  # said in any case
+        return _told(arguments, report, printed)
+
+
+def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
+    """Print what has not been printed of the report; returns the exit code."""
     code = _exit_code(report)
     if arguments.json:
-        print(json.dumps({**to_json(report), "exit_code": int(code)}, indent=1, allow_nan=False))
+        answer = {**to_json(report), "exit_code": int(code)}
+        print(json.dumps(answer, indent=1, allow_nan=False), file=printed.out, flush=True)
     printed.show(report)
     if code is not Exit.SOLVED:
         print(f"solve: {_why(code, report)}", file=sys.stderr)
@@ -171,7 +198,8 @@ class _Printed:
 
     def __init__(self, *, is_off: bool) -> None:
         # While the problem is open, what a model file prints goes elsewhere: stdout as it is now.
-        self._console = Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
+        self.out = sys.stdout
+        self._console = Console(file=self.out, highlight=False, emoji=False, markup=False)
         self._is_off = is_off
         self._shown: Report | None = None
 
@@ -200,11 +228,14 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
         try:
             with progress.says(what), ctrl_c_ends_searches() as interrupt:
-                solutions.append(attempt(problem.step, request))
+                solution = attempt(problem.step, request)
         except (TooLargeError, MissingSolverError) as error:  # the method cannot plan this graph
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error
             refused.append((method, str(error)))
+        else:
+            if solution.schedule is not None or not solution.interrupted:
+                solutions.append(solution)
         interrupted = interrupt.is_set()
         if interrupted:
             break
@@ -219,7 +250,9 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
     return _report(
         problem,
         solutions,
-        notes=["Interrupted: the best plan found so far."] if interrupted else [],
+        notes=[f"Interrupted: {'the best plan' if found else 'what was'} found so far."]
+        if interrupted
+        else [],
         refused=tuple(refused),
         advice=advise(best(solutions)),
         interrupted=interrupted,
@@ -257,7 +290,7 @@ def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Rep
 
 
 def _saved(arguments: Arguments, report: Report) -> Report:
-    """Write schedule and graph now, as what follows may take long or be interrupted."""
+    """Write schedule and graph first, as what follows may take long or be interrupted."""
     files = list(report.files)
     if arguments.output is not None and report.best.schedule is not None:
         report.best.save(arguments.output)
@@ -268,51 +301,10 @@ def _saved(arguments: Arguments, report: Report) -> Report:
     return dataclasses.replace(report, files=tuple(files))
 
 
-def _drawn(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
-    """Write plots and page, and list them in the report. Ctrl-C skips the rest of the curve."""
-    files, notes, curve = list(report.files), list(report.notes), None
-    if (arguments.pareto or arguments.report) and not report.interrupted:
-        curve, interrupted = outputs.swept(arguments, problem, list(report.solutions), progress)
-        if interrupted:
-            part = "it is not drawn" if curve is None else "it has the points computed so far"
-            notes.append(f"Interrupted while sweeping budgets for the curve: {part}.")
-        if n_late := sum(point.timed_out for point in curve.points) if curve else 0:
-            notes.append(
-                f"The time limit ended {counted(n_late, 'search', 'searches')} of the curve."
-            )
-    with progress.says("drawing"):
-        if arguments.plot is not None and report.best.schedule is not None:
-            draw(report.best, arguments.plot)
-            files.append(("memory plot", arguments.plot))
-        if arguments.throughput is not None and report.sizes is not None:
-            draw(report.sizes, arguments.throughput)
-            files.append(("throughput plot", arguments.throughput))
-        if arguments.pareto is not None and curve is not None:
-            draw(curve, arguments.pareto, chosen=report.best)
-            files.append(("budget plot", arguments.pareto))
-        if arguments.report is not None:
-            files.append(("page", arguments.report))
-        report = dataclasses.replace(report, files=tuple(files), notes=tuple(notes))
-        if arguments.report is not None:
-            write_page(report, arguments.report, command=arguments.command, curve=curve)
-    return report
-
-
 def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
     """With the obstacle, if there is no schedule; and whether Ctrl-C cut its search short."""
     with progress.says("searching for the minimum budget"), ctrl_c_ends_searches() as interrupt:
         return explained(solution), interrupt.is_set()
-
-
-def _verify(problem: Problem, report: Report, say: Say) -> Report:
-    """Add the result of running the step. Raises LoadError if the model cannot be built."""
-    assert problem.verify is not None  # --verify is rejected for a graph file
-    try:
-        return dataclasses.replace(report, verification=problem.verify(report.best, say))
-    except VerifyError as error:
-        return dataclasses.replace(report, verify_error=str(error))
-    except KeyboardInterrupt:  # the plan is there all the same
-        return dataclasses.replace(report, verify_error="interrupted", interrupted=True)
 
 
 def _exit_code(report: Report) -> Exit:
@@ -320,6 +312,8 @@ def _exit_code(report: Report) -> Exit:
         found = report.verification
         failed = report.verify_error or (found is not None and not found.passed)
         return Exit.NOT_VERIFIED if failed else Exit.SOLVED
+    if report.interrupted:
+        return Exit.INTERRUPTED
     proven = any(solution.proven_infeasible for solution in report.solutions)
     late = any(solution.status == "time_limit" for solution in report.solutions)
     return Exit.NOT_FOUND if late and not proven else Exit.INFEASIBLE
@@ -340,6 +334,8 @@ def _why(code: Exit, report: Report) -> str:
             else "not as close to float64 as promised"
         )
         return f"--verify: {what}: {report.verification.differences[0]}"
+    if code is Exit.INTERRUPTED:
+        return f"interrupted; what is known so far of {budget} is in the report"
     if code is Exit.NOT_FOUND:
         return f"nothing found for {budget} within the time limit; extend it with --time-limit"
     line = f"infeasible: no schedule fits {budget}"

@@ -224,6 +224,7 @@ def _budget_rows(found: Explanation) -> Iterator[tuple[str, str]]:
             bound = format_share(solution.lower_bound_overhead)
             result = f"{format_share(solution.overhead)} (lower bound {bound})"
         result += "; ended by the time limit, results may vary" if solution.timed_out else ""
+        result += "; interrupted" if solution.interrupted else ""
         yield name, f"{format_size(solution.request.budget_bytes)}: {result}"
     step, here = format_size(found.step_bytes), found.solution.overhead or 0.0
     value = f"{step} less is infeasible"

@@ -18,7 +18,7 @@ from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
-from solver.common import ctrl_c_ends_searches
+from solver.common import ctrl_c_ends_searches, ctrl_c_raises
 from solver.methods import METHODS, MissingSolverError, TooLargeError
 from solver.schedule import Solution
 from solver.solving import attempt, explained
@@ -45,7 +45,8 @@ def maximised(
     def plan(size: int) -> Solution:
         if size not in problems:
             try:
-                problems[size] = resize(size)
+                with ctrl_c_raises():  # tracing asks no deadline
+                    problems[size] = resize(size)
             except LoadError as error:
                 raise SizeNotTraceableError(str(error)) from error
         found = attempt(problems[size].step, request, quick=True)

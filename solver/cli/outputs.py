@@ -1,7 +1,13 @@
-"""The curve of overhead against budget, for --pareto and for the page."""
+"""What follows a plan: the setting of another system, the measured step, plots and the page.
+
+Ctrl-C leaves out the rest of what is being made; the plan is there all the same.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from solver.analysis import N_BUDGETS, Curve, default_budgets, sweep
@@ -9,14 +15,79 @@ from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
 from solver.common import counted, ctrl_c_ends_searches
-from solver.reporting import best
+from solver.emit import nearest
+from solver.reporting import Report, best, draw, write_page
+from solver.runtime_hooks import VerifyError
 from solver.schedule import Solution
 
 N_QUICK_BUDGETS = 8
 """Of the curve of a page without --pareto."""
 
 
-def swept(
+@dataclass(frozen=True)
+class Following:
+    """options: one of them asks for it. make: the report with it. is_short: made even where Ctrl-C
+    has ended the search. takes_minutes: the report so far is printed before."""
+
+    options: tuple[str, ...]
+    make: Callable[[Arguments, Problem, Report, Progress], Report]
+    is_short: bool = False
+    takes_minutes: bool = False
+
+    def after(
+        self, arguments: Arguments, problem: Problem, report: Report, progress: Progress
+    ) -> Report:
+        """The report with it. Raises KeyboardInterrupt."""
+        if report.interrupted and not self.is_short:
+            raise KeyboardInterrupt
+        return self.make(arguments, problem, report, progress)
+
+    def without(self, report: Report, given: str) -> Report:
+        """The report where Ctrl-C left it out. given: the options on the command line."""
+        note = f"Interrupted: {given} left out."
+        is_verified = self.make is _verified and report.best.schedule is not None
+        return dataclasses.replace(
+            report,
+            notes=(*report.notes, note),
+            verify_error="interrupted" if is_verified else report.verify_error,
+            interrupted=True,
+        )
+
+
+def _emitted(arguments: Arguments, _: Problem, report: Report, progress: Progress) -> Report:
+    """Add the closest setting of another system."""
+    assert arguments.emit is not None
+    with progress.says(f"simulating settings of {arguments.emit}"):
+        graph, fit_bytes = report.best.plain, report.best.request.available_bytes
+        found = nearest(graph, system=arguments.emit, budget_bytes=fit_bytes)
+        return dataclasses.replace(report, emitted=found)
+
+
+def _verified(_: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
+    """Add the result of running the step. Raises LoadError if the model cannot be built."""
+    if report.best.schedule is None:
+        return report
+    assert problem.verify is not None  # --verify is rejected for a graph file
+    try:
+        with progress.says("verifying", always=True) as say:
+            return dataclasses.replace(report, verification=problem.verify(report.best, say))
+    except VerifyError as error:
+        return dataclasses.replace(report, verify_error=str(error))
+
+
+def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
+    """Add the curve of overhead against budget; Ctrl-C skips the rest of it."""
+    notes = list(report.notes)
+    curve, interrupted = _sweep(arguments, problem, list(report.solutions), progress)
+    if interrupted:
+        part = "it is not drawn" if curve is None else "it has the points computed so far"
+        notes.append(f"Interrupted while sweeping budgets for the curve: {part}.")
+    if n_late := sum(point.timed_out for point in curve.points) if curve else 0:
+        notes.append(f"The time limit ended {counted(n_late, 'search', 'searches')} of the curve.")
+    return dataclasses.replace(report, curve=curve, notes=tuple(notes), interrupted=interrupted)
+
+
+def _sweep(
     arguments: Arguments, problem: Problem, solutions: list[Solution], progress: Progress
 ) -> tuple[Curve | None, bool]:
     """The curve, None without any point, and whether Ctrl-C cut it short.
@@ -49,3 +120,33 @@ def swept(
     except KeyboardInterrupt:
         return None, True
     return curve if curve.points else None, interrupt.is_set()
+
+
+def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress) -> Report:
+    """Write plots and page, and list them in the report."""
+    files = list(report.files)
+    with progress.says("drawing"):
+        if arguments.plot is not None and report.best.schedule is not None:
+            draw(report.best, arguments.plot)
+            files.append(("memory plot", arguments.plot))
+        if arguments.throughput is not None and report.sizes is not None:
+            draw(report.sizes, arguments.throughput)
+            files.append(("throughput plot", arguments.throughput))
+        if arguments.pareto is not None and report.curve is not None:
+            draw(report.curve, arguments.pareto, chosen=report.best)
+            files.append(("budget plot", arguments.pareto))
+        if arguments.report is not None:
+            files.append(("page", arguments.report))
+        report = dataclasses.replace(report, files=tuple(files))
+        if arguments.report is not None:
+            write_page(report, arguments.report, command=arguments.command)
+    return report
+
+
+FOLLOWING = (
+    Following(("emit",), _emitted),
+    Following(("verify",), _verified, takes_minutes=True),
+    Following(("pareto", "report"), _swept),
+    Following(("plot", "throughput", "pareto", "report"), _drawn, is_short=True),
+)
+"""In this order."""

@@ -1,11 +1,13 @@
 """Sizes, deadlines, number formats, and what runs told, for every other part."""
 
+from solver.common.c_calls import calls_are_left, interruptible
 from solver.common.deadline import (
     NEVER,
     Deadline,
     OutOfTimeError,
     check_time_limit,
     ctrl_c_ends_searches,
+    ctrl_c_raises,
     interrupted,
     now_s,
 )

@@ -31,6 +31,8 @@ class OutOfTimeError(Exception):
 
 _interrupts: list[threading.Event] = []
 """Of the active `ctrl_c_ends_searches`: at most one."""
+_raising: list[bool] = []
+"""Of the active `ctrl_c_raises`."""
 
 
 def interrupted() -> bool:
@@ -58,6 +60,8 @@ def ctrl_c_ends_searches() -> Iterator[threading.Event]:
     def end(_signal: int, _frame: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         event.set()
+        if _raising:
+            raise KeyboardInterrupt
 
     _interrupts.append(event)
     signal.signal(signal.SIGINT, end)
@@ -66,6 +70,19 @@ def ctrl_c_ends_searches() -> Iterator[threading.Event]:
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _interrupts.remove(event)
+
+
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """For what asks no deadline within `ctrl_c_ends_searches`: Ctrl-C raises KeyboardInterrupt as
+    well, or has done so before."""
+    _raising.append(True)
+    try:
+        if interrupted():
+            raise KeyboardInterrupt
+        yield
+    finally:
+        _raising.pop()
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 try:
@@ -50,7 +51,7 @@ except ImportError:  # the other methods do without
 
 from graphs.graph import Graph
 from solver.bound import TIME_ERROR, FoldedGraph, binding_cut, least_time_s, solve_cuts
-from solver.common import NEVER, Deadline
+from solver.common import NEVER, Deadline, interruptible
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.ilp_stages import MissingSolverError, Stage, Stages
 from solver.methods.proposal import Proposal
@@ -299,7 +300,7 @@ def solve_stages(
         model = _Model(stages, lost_share=lost_share, deadline=deadline)
         deadline.check()
         time_limit_s = deadline.left_s
-        model.problem.solve(_solver(time_limit_s))
+        interruptible(partial(model.problem.solve, _solver(time_limit_s)))
     late = deadline.left_s <= 0.05 * time_limit_s
     if pulp.LpStatus[model.problem.status] == "Infeasible":
         return None, False

@@ -15,27 +15,27 @@ from pathlib import Path
 from string import Template
 
 from graphs.files import write_whole
-from solver.analysis import ABOUT, Curve, block_rows
+from solver.analysis import ABOUT, block_rows
 from solver.common import format_both, format_percent, format_share, format_size, format_time
 from solver.reporting import rows
 from solver.reporting.report_data import Report
 from solver.schedule import Solution
 
 
-def write_page(report: Report, path: Path, *, command: str, curve: Curve | None = None) -> None:
+def write_page(report: Report, path: Path, *, command: str) -> None:
     """Write the page, whole or not at all. Imports Matplotlib. command: shown at its end."""
-    write_whole(path, page(report, command=command, curve=curve).encode())
+    write_whole(path, page(report, command=command).encode())
 
 
-def page(report: Report, *, command: str, curve: Curve | None = None) -> str:
-    """The HTML text. curve: overhead against budget, if it has been computed."""
+def page(report: Report, *, command: str) -> str:
+    """The HTML text."""
     template = Template(files("solver.reporting").joinpath("page_template.html").read_text("utf-8"))
     return template.substitute(
-        title=_text(report.problem), sections="\n".join(_sections(report, command, curve))
+        title=_text(report.problem), sections="\n".join(_sections(report, command))
     )
 
 
-def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str]:
+def _sections(report: Report, command: str) -> Iterator[str]:
     from solver.reporting.plot import before_and_after, inline_svg, pareto, throughput
 
     answer = report.best
@@ -46,8 +46,8 @@ def _sections(report: Report, command: str, curve: Curve | None) -> Iterator[str
     yield _section(
         "Memory at the peak", _table(rows.memory_table(answer)), _list(rows.peak_rows(answer))
     )
-    if curve is not None:
-        svg = inline_svg(pareto(curve, chosen=answer), name="budgets")
+    if report.curve is not None:
+        svg = inline_svg(pareto(report.curve, chosen=answer), name="budgets")
         yield _section("Overhead against budget", _figure(svg, "Overhead against budget"))
     if answer.schedule is not None:
         yield _section("Blocks", _paragraphs(BLOCK_TEXT), _table(_block_table(answer)))

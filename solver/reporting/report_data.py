@@ -12,7 +12,7 @@ from typing import Any
 from graphs.fsdp import sharding_of, sharding_words
 from graphs.graph import Graph, Node
 from graphs.rewrites import PROGRAM_REWRITES, results_of
-from solver.analysis import Advice, SizeSearch
+from solver.analysis import Advice, Curve, SizeSearch
 from solver.common import counted, format_time
 from solver.emit import Emitted
 from solver.runtime_hooks import Verification
@@ -44,6 +44,7 @@ class Report:
     advice: what else would reduce memory.
     interrupted: Ctrl-C ended the search.
     sizes: the search for the largest batch, whose best size is the solution.
+    curve: overhead against budget.
     emitted: the closest setting of another system.
     how_to_save: what writes the schedule.
     """
@@ -61,6 +62,7 @@ class Report:
     advice: tuple[Advice, ...] = ()
     interrupted: bool = False
     sizes: SizeSearch | None = None
+    curve: Curve | None = None
     emitted: Emitted | None = None
     how_to_save: str = "-o schedule.json"
 
@@ -157,6 +159,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "refused": dict(report.refused),
         "verification": _verification(report),
         "files": {what: str(path) for what, path in report.files},
+        "interrupted": report.interrupted,
         "sizes": None if report.sizes is None else _sizes(report.sizes),
         "emitted": None if report.emitted is None else _emitted(report, report.emitted),
         "notes": list(report.notes),
@@ -226,6 +229,7 @@ def _answer(solution: Solution) -> dict[str, Any]:
         "gap": solution.gap,
         "solve_time_s": solution.solve_time_s,
         "timed_out": solution.timed_out,
+        "interrupted": solution.interrupted,
         "infeasible": None if run else _infeasible(solution),
     }
 

@@ -124,6 +124,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield "recomputed ops", str(simulation.n_recomputed)
         yield from _copy_rows(solution, simulation)
     ended = "; the search was ended by the time limit" if solution.timed_out else ""
+    ended = "; the search was interrupted" if solution.interrupted else ended
     yield "solve time", format_time(solution.solve_time_s) + ended
     for what, path in report.files:
         yield what, str(path)
@@ -183,8 +184,11 @@ def _obstacle_rows(solution: Solution) -> Iterator[Row]:
     if obstacle is None:
         return
     if obstacle.cut_short:
-        text = "the time limit ended the search for the minimum budget: less may be enough"
-        yield "interrupted", f"{text}; extend it with --time-limit"
+        by, hint = "the time limit", "; extend it with --time-limit"
+        if solution.interrupted:
+            by, hint = "Ctrl-C", ""
+        text = f"{by} ended the search for the minimum budget: less may be enough"
+        yield "cut short", f"{text}{hint}"
     if solution.minimum_budget_bytes is not None:
         minimum = format_size_up(solution.minimum_budget_bytes)
         yield "minimum budget", f"{minimum}, the smallest at which {solution.method} found a plan"

@@ -90,7 +90,8 @@ class Obstacle:
     schedule: that one (None: a method found it, and can find it again).
     op: the node at which `proven_bytes` are needed.
     on_device: tensors live while it runs with their bytes, largest first.
-    cut_short: the time limit ended the search: less may be reachable, and more provable.
+    cut_short: the time limit, or Ctrl-C, ended the search: less may be reachable, and more may be
+        provable.
     """
 
     proven_bytes: int
@@ -113,6 +114,7 @@ class Solution:
     obstacle: why nothing was found, where nothing was.
     timed_out: the time limit ended the search: more time might find more, and another machine might
         find something else.
+    interrupted: Ctrl-C ended the search (and not the time limit).
     variants: what `graph` was chosen from (None: it was given alone).
     """
 
@@ -127,6 +129,7 @@ class Solution:
     solve_time_s: float
     obstacle: Obstacle | None = None
     timed_out: bool = False
+    interrupted: bool = False
     variants: Variants | None = field(default=None, repr=False)
 
     @property

@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.bound import lower_bound_s
-from solver.common import (
-    Deadline,
-    now_s,
-)
+from solver.common import Deadline, interrupted, now_s
 from solver.methods import METHODS, find_obstacle
 from solver.schedule import (
     IllegalScheduleError,
@@ -94,7 +91,14 @@ def attempt(
             )
         )
     found = _best(answers)
-    return dataclasses.replace(found, variants=variants, solve_time_s=now_s() - started_s)
+    by_ctrl_c = interrupted()
+    return dataclasses.replace(
+        found,
+        variants=variants,
+        solve_time_s=now_s() - started_s,
+        timed_out=found.timed_out and not by_ctrl_c,
+        interrupted=by_ctrl_c,
+    )
 
 
 def _promising_first(graphs: Sequence[Graph], available_bytes: int) -> list[Graph]:
@@ -238,7 +242,10 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
         obstacles[least], proven_bytes=min(each.proven_bytes for each in obstacles)
     )
     solution = dataclasses.replace(
-        solution, graph=graphs[least], solve_time_s=solution.solve_time_s + now_s() - started_s
+        solution,
+        graph=graphs[least],
+        solve_time_s=solution.solve_time_s + now_s() - started_s,
+        interrupted=solution.interrupted or (obstacle.cut_short and interrupted()),
     )
     if obstacle.schedule is None or obstacle.reached_bytes > request.available_bytes:
         return dataclasses.replace(solution, obstacle=obstacle)

@@ -79,5 +79,5 @@ class Search(BestSoFar):
         return Proposal(
             schedule=self.best[0] if self.best else None,
             lower_bound_s=least_time_s(self.graph, lost_share=self.lost_share),
-            timed_out=self.timed_out,
+            timed_out=self.time_is_up(),  # in the last stage, perhaps
         )

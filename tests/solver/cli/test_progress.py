@@ -143,8 +143,9 @@ def test_ctrl_c_while_the_least_budget_is_sought(capsys, monkeypatch):
         return solution
 
     monkeypatch.setattr("solver.cli.command.explained", interrupted)
-    assert main(["--budget", "4GB", "--method", "none", GPT2]) == 3
+    assert main(["--budget", "4GB", "--method", "none", GPT2]) == 130
     printed = capsys.readouterr()
+    assert "interrupted" in printed.err
     assert "Interrupted" in printed.out
     assert "Answer  infeasible" in printed.out
 

@@ -86,8 +86,9 @@ def whole(planned, curve) -> str:
         advice=advise(planned),
         verification=verified(),
         files=(("page", Path("out.html")),),
+        curve=curve,
     )
-    return page(report, command="solve --budget 4GB --report out.html g.json", curve=curve)
+    return page(report, command="solve --budget 4GB --report out.html g.json")
 
 
 def words(text: str) -> str:
