@@ -149,7 +149,7 @@ class AppliedForward(PlannedForward):
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan, which runs operator by operator; "
-        "scheduler_runtime.remove(model) undoes it"
+        "checkpoint_solver.remove(model) undoes it"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)

@@ -8,7 +8,7 @@
 `torch.utils.checkpoint` recomputes whole modules, all of one at once; a schedule of single
 operators is finer. So what is exported is the closest module-level plan: chosen by
 `solver.module_checkpointing.search`, with peak and time from the simulator. For a solution made
-with `fsdp=` they are those of one rank; `scheduler_runtime.fsdp.shard` shards the model as planned.
+with `fsdp=` they are those of one rank; `checkpoint_solver.fsdp.shard` shards the model as planned.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Export:
         return (self.planned_time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
 
     def remove(self) -> None:
-        """Give the modules their own forwards back, as `scheduler_runtime.remove(model)` does.
+        """Give the modules their own forwards back, as `checkpoint_solver.remove(model)` does.
 
         Safe to call twice, say in a `finally`.
         """

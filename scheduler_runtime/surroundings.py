@@ -125,7 +125,7 @@ def why_not_planned(model: nn.Module) -> str | None:
         return (
             f"{name} is sharded: FSDP gathers its parameters in hooks of submodules, which a "
             "planned step does not run; solve(..., fsdp=N) plans for one rank, and "
-            "scheduler_runtime.export.to_torch_checkpoint applies the plan before sharding"
+            "checkpoint_solver.export.to_torch_checkpoint applies the plan before sharding"
         )
     if "_orig_mod" in model._modules or model._compiled_call_impl is not None:
         return (

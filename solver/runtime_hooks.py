@@ -45,7 +45,7 @@ def run_submodule_planner(**step: Any) -> Planned:
 
 
 PLAN_BY_SUBMODULES = (
-    "to plan by submodules: scheduler_runtime.fallback.plan_chain(model, batch, budget=...)"
+    "to plan by submodules: checkpoint_solver.fallback.plan_chain(model, batch, budget=...)"
 )
 """Added to a TraceError of a model that runs."""
 

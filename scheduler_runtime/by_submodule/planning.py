@@ -279,6 +279,6 @@ def planned_for_command(
     if solution.schedule is not None:
         notes.append(
             "apply() cannot run this schedule from a file: in the training script, call "
-            "apply(model, scheduler_runtime.fallback.plan_chain(model, batch, budget=...))."
+            "apply(model, checkpoint_solver.fallback.plan_chain(model, batch, budget=...))."
         )
     return Planned(solution, tuple(note[:1].upper() + note[1:] for note in notes))

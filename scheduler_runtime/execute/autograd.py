@@ -85,7 +85,7 @@ class Run:
             raise RuntimeError(
                 "backward ran a second time through a planned step, whose saved tensors are freed. "
                 "retain_graph and several backward calls need the plain model "
-                "(scheduler_runtime.remove(model))"
+                "(checkpoint_solver.remove(model))"
             )
         if torch.is_autocast_enabled(self._device.type):
             raise RuntimeError(
@@ -195,7 +195,7 @@ class Link(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a planned step can be differentiated once: create_graph=True needs the plain "
-                "model (scheduler_runtime.remove(model))"
+                "model (checkpoint_solver.remove(model))"
             )
         if ctx.position == 0:
             run.start_backward(ctx.tangents, gradients)

@@ -98,7 +98,7 @@ class ExportedForward(ReplacedForward):
     def why_not_traced(self, title: str) -> str:
         return (
             f"{title} has an exported plan (to_torch_checkpoint), which would be traced as part of "
-            "the model: exported.remove() or scheduler_runtime.remove(model) first, and export "
+            "the model: exported.remove() or checkpoint_solver.remove(model) first, and export "
             "again afterwards"
         )
 

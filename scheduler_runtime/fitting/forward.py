@@ -129,7 +129,7 @@ class FittedForward(PlannedForward):
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan from fit, which runs operator by operator; "
-        "scheduler_runtime.remove(model) undoes it"
+        "checkpoint_solver.remove(model) undoes it"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)

@@ -82,7 +82,7 @@ class PlannedForward(ReplacedForward):
         owner = "model" if title == "it" else "that submodule"
         return (
             f"{title} has a plan already, which would be traced instead; "
-            f"scheduler_runtime.remove({owner}) first"
+            f"checkpoint_solver.remove({owner}) first"
         )
 
     @abc.abstractmethod

@@ -96,8 +96,8 @@ class Plan:
             raise ValueError(
                 f"the plan is for a sharded step ({words}): FSDP gathers parameters in hooks of "
                 "submodules, which a planned step does not run. Export it with "
-                "scheduler_runtime.export.to_torch_checkpoint(model, solution), then shard the "
-                "model with scheduler_runtime.fsdp.shard(model, solution)"
+                "checkpoint_solver.export.to_torch_checkpoint(model, solution), then shard the "
+                "model with checkpoint_solver.fsdp.shard(model, solution)"
             )
         chosen = environment.get("gradient_outputs", [])
         if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):

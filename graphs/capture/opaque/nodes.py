@@ -231,7 +231,7 @@ class OpaqueForward:
                 f"{call.path!r}, which is planned as one piece, returns "
                 f"{', '.join(str(Form.of(t)) for t in outs)}, planned: "
                 f"{', '.join(map(str, call.outs))}. Its results' sizes depend on values: plan by "
-                "submodules (scheduler_runtime.fallback.plan_chain)"
+                "submodules (checkpoint_solver.fallback.plan_chain)"
             )
 
     def _warn_of_more(self, saved_bytes: int) -> None:

@@ -79,7 +79,7 @@ class BranchingAtTheTop(Branching):
 def test_what_cannot_be_traced_is_told_the_way_out() -> None:
     _, batch = model_and_batch()
     model = BranchingAtTheTop(n_blocks=1)
-    with pytest.raises(TraceError, match=r"scheduler_runtime\.fallback\.plan_chain"):
+    with pytest.raises(TraceError, match=r"checkpoint_solver\.fallback\.plan_chain"):
         solve(model, batch, budget="1GB")
 
 
