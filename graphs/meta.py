@@ -6,6 +6,7 @@ import dataclasses
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
@@ -25,6 +26,7 @@ class GraphMeta:
     gradient_sums: nodes that sum the gradients of one tensor.
     backward_functions: the nodes of each autograd function that has several.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
+    dtypes: dtype -> storages of it, but those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.
     device_bytes: resident tensors that no node reads: what a card holds for the step besides.
     costs: the description of the cost model.
@@ -49,6 +51,7 @@ class GraphMeta:
     gradient_sums: Sequence[str] = ()
     backward_functions: Sequence[Sequence[str]] = ()
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)
     buffer_forms: Mapping[str, str] = field(default_factory=dict)
     input_forms: Sequence[str] = ()
@@ -64,6 +67,11 @@ class GraphMeta:
     def cost_model(self) -> Mapping[str, Any] | str:
         """The description of the cost model; older files call it "cost"."""
         return self.costs or str(self.extra.get("cost", ""))
+
+    @cached_property
+    def dtype_of(self) -> Mapping[str, str]:
+        """Storage -> dtype, of those that are recorded."""
+        return {name: dtype for dtype, names in self.dtypes.items() for name in names}
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -337,6 +337,7 @@ def _graph(
             gradient_sums=list(layout.sums),
             backward_functions=[nodes for nodes in layout.functions.values() if len(nodes) > 1],
             parameter_bytes=bytes_by_dtype(model),
+            dtypes=_dtypes(layout),
             parameter_forms=parameter_forms(model),
             buffer_forms=buffer_forms(model),
             input_forms=input_forms(call.tensors),
@@ -360,6 +361,16 @@ def _graph(
         added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
         graph = with_accumulation(graph, added)
     return with_device_bytes(graph, cost.hardware)
+
+
+def _dtypes(layout: Layout) -> dict[str, list[str]]:
+    """dtype -> storages, but those that exist before the step."""
+    before = ("parameter", "buffer", "input", "optimizer_state")
+    found: dict[str, list[str]] = {}
+    for tensor in layout.tensors:
+        if tensor.kind not in before and tensor.name in layout.dtypes:
+            found.setdefault(layout.dtypes[tensor.name], []).append(tensor.name)
+    return found
 
 
 def _values_read(captured: Capture) -> list[dict[str, Any]]:

@@ -57,6 +57,7 @@ class Layout:
     calls: node name -> the fx node that it runs.
     storage: fx node -> its tensor (a multi-output call has none: its getitems have one each).
     updates: name of a copy_ node -> (placeholder that is written, fx node of the new value).
+    dtypes: tensor -> dtype of the value that allocated it, such as "float32".
     gradients: placeholder of a leaf -> the tensor that holds its gradient; all different.
     copies: name of a clone node -> fx node of the gradient that it copies.
     in_place: forward nodes whose operator overwrites its first argument in eager mode.
@@ -70,6 +71,7 @@ class Layout:
     outputs: list[str] = field(default_factory=list)
     calls: dict[str, torch.fx.Node] = field(default_factory=dict)
     storage: dict[torch.fx.Node, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
     updates: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = field(default_factory=dict)
     gradients: dict[torch.fx.Node, str] = field(default_factory=dict)
     copies: dict[str, torch.fx.Node] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class _Extraction:
                 )
             self.sizes[name] = n_bytes
             self.kinds[name] = kind
+            self.layout.dtypes[name] = str(value.dtype).removeprefix("torch.")
         self.layout.storage[node] = known
         return known
 

@@ -99,6 +99,7 @@ class OutsideLoss:
         tangents, copies = self._hand_back(captured, loss_layout, names, made, graph)
         outside = [_renamed(node, tangents) for node in outside] + copies
         known = {tensor.name for tensor in graph.tensors}
+        dtypes = {dtype: list(found) for dtype, found in graph.meta.dtypes.items()}
         extra = []
         for tensor in loss_layout.tensors:
             name = names.get(tensor.name, tensor.name)
@@ -106,12 +107,14 @@ class OutsideLoss:
             if name not in known:
                 known.add(name)
                 extra.append(dataclasses.replace(tensor, name=name, alias_of=None))
+                if tensor.name in loss_layout.dtypes:
+                    dtypes.setdefault(loss_layout.dtypes[tensor.name], []).append(name)
         loss_names = [tangents.get(n, n) for n in (names[o] for o in loss_layout.outputs)]
         return Graph(
             nodes=(*graph.forward_nodes, *outside, *graph.later_nodes),
             tensors=(*graph.tensors, *extra),
             outputs=tuple(dict.fromkeys((*graph.outputs, *loss_names))),
-            meta=graph.meta.with_environment(loss="outside"),
+            meta=dataclasses.replace(graph.meta, dtypes=dtypes).with_environment(loss="outside"),
         )
 
     def _names(self, captured: Capture, layout: Layout, loss_layout: Layout) -> dict[str, str]:

@@ -14,10 +14,11 @@ from typing import Literal
 
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
+from solver.analysis.peaks import STATE, PeakMemory, peaks
 from solver.chain import Blocks, checkpoints, split_into_blocks
 from solver.common import counted, describe_op, format_percent, format_share, format_size
 from solver.methods import METHODS
-from solver.schedule import Solution, baseline, keep, memory_at, node_at, simulate
+from solver.schedule import Solution, keep, node_at, simulate
 
 Kind = Literal["state", "logits", "one_op", "precision", "theory"]
 
@@ -69,32 +70,29 @@ def advise(solution: Solution) -> tuple[Advice, ...]:
 def _state(solution: Solution) -> Iterator[str]:
     """Parameters, their gradients and the optimizer's state fill the budget."""
     graph, available_bytes = solution.graph, solution.request.available_bytes
-    by_kind = {"parameter": 0, "gradient": 0, "optimizer_state": 0}
-    to_the_end = _read_at_the_end(graph)
-    for tensor in graph.tensors:
-        made = tensor.name in graph.producer
-        if tensor.alias_of is None and tensor.kind in by_kind:
-            by_kind[tensor.kind] += tensor.size_bytes * (not made or tensor.name in to_the_end)
-    state_bytes = sum(by_kind.values())
+    run = peaks(solution)[-1]
+    bytes_of = run.bytes_at_the_end()
+    state_bytes = sum(bytes_of[name] for name in STATE)
     if state_bytes < STATE_SHARE * available_bytes:
         return
     share = format_percent(state_bytes / available_bytes, digits=1)
     text = (
-        f"Parameters, gradients and optimizer state take {format_size(state_bytes)}, {share} of "
-        "the available memory, and recomputation frees none of it. "
+        "At the end of the step parameters, gradients and optimizer state take "
+        f"{format_size(state_bytes)}, {share} of the available memory, and recomputation frees "
+        f"none of it. {_state_at_the_peak(run, state_bytes)} "
     )
     sharding = sharding_of(graph.meta.environment)
     if sharding is None:
         text += "Sharding over k devices (FSDP, ZeRO) divides it by k"
     else:
         text += f"With more than {sharding.n_ranks} ranks each has a smaller shard"
-    if by_kind["optimizer_state"]:
-        less = BITS_8_SHARE * by_kind["optimizer_state"]
+    if bytes_of["optimizer"]:
+        less = BITS_8_SHARE * bytes_of["optimizer"]
         text += (
             f"; 8-bit optimizer states take a quarter of 32-bit ones, {format_size(less)} instead "
-            f"of {format_size(by_kind['optimizer_state'])}"
+            f"of {format_size(bytes_of['optimizer'])}"
         )
-    trained = by_kind["gradient"] + by_kind["optimizer_state"]
+    trained = bytes_of["gradients"] + bytes_of["optimizer"]
     if trained:
         text += (
             "; training only adapters (LoRA) saves nearly all of the "
@@ -103,10 +101,16 @@ def _state(solution: Solution) -> Iterator[str]:
     yield text + "."
 
 
-def _read_at_the_end(graph: Graph) -> frozenset[str]:
-    """Storages that the optimizer reads or that are outputs, such as gradients of weights."""
-    reads = (name for n in graph.later_nodes if n.phase == "optimizer" for name in n.inputs)
-    return frozenset(map(graph.root, (*reads, *graph.outputs)))
+def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
+    """The table's figures, and why they are others than those of the end of the step."""
+    here_bytes = sum(run.bytes_of[name] for name in STATE)
+    fewer = ", as not all gradients are there yet" if here_bytes < end_bytes else ""
+    return (
+        f"At the peak of the {run.name}, {format_size(run.total_bytes)}, they take "
+        f"{format_size(here_bytes)} ({format_percent(run.share(*STATE), digits=1)}) beside "
+        f"{format_size(run.bytes_of['activations'])} of activations "
+        f"({format_percent(run.share('activations'), digits=1)}){fewer}."
+    )
 
 
 def _logits(solution: Solution) -> Iterator[str]:
@@ -173,9 +177,7 @@ def _theory(solution: Solution) -> Iterator[str]:
 
 def _activation_share(solution: Solution) -> float:
     """Of the baseline peak."""
-    graph = solution.plain
-    parts = memory_at(graph, baseline(graph), solution.baseline.peak_op)
-    return parts["activations"] / (solution.baseline.peak_bytes or 1)
+    return peaks(solution)[0].share("activations")
 
 
 def _costs(solution: Solution, blocks: Blocks) -> str:

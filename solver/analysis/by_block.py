@@ -63,6 +63,14 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     return tuple(rows)
 
 
+def block_names(graph: Graph) -> tuple[str, ...]:
+    """The module of each block, in the words of `BlockRow.module`."""
+    return tuple(
+        _common(graph.node_by_name[name].module for name in names)
+        for names in split_into_blocks(graph).forward
+    )
+
+
 def _bytes(graph: Graph, names: Iterable[str]) -> int:
     return sum(graph.tensor_by_name[name].size_bytes for name in names)
 

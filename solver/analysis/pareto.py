@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
 from graphs.rewrites import Variants
-from solver.bound import FoldedGraph, proven_least_budget_bytes
 from solver.common import Deadline, check_time_limit, interrupted
-from solver.methods import METHODS, find_obstacle
-from solver.schedule import Places, Request, Solution, baseline, simulate
+from solver.methods import METHODS, Method, find_obstacle
+from solver.schedule import Obstacle, Places, Request, Schedule, Solution, baseline, simulate
 from solver.solving import attempt
 
 N_BUDGETS = 20
@@ -29,12 +28,16 @@ N_BUDGETS = 20
 class Curve:
     """graph: the plain step.
     points: a Solution for each method and budget, in the order of budgets, method by method.
+    proven_bytes: no schedule fits a smaller budget (0: not searched for).
+    quick: each point was searched for with a fraction of the work.
 
     Where nothing was found a point has no schedule.
     """
 
     graph: Graph
     points: tuple[Solution, ...]
+    proven_bytes: int = 0
+    quick: bool = False
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -44,11 +47,18 @@ class Curve:
         """The points of one method, smallest budget first."""
         return tuple(point for point in self.points if point.method == method)
 
+    @property
+    def least_planned_bytes(self) -> int | None:
+        """The smallest budget for which there is a plan."""
+        budgets = (p.request.budget_bytes for p in self.points if p.schedule is not None)
+        return min(budgets, default=None)
+
 
 def sweep(
     step: Graph | Variants,
     *,
     budgets: Iterable[int] | None = None,
+    n_budgets: int = N_BUDGETS,
     methods: Sequence[str] = ("auto",),
     reserve_bytes: int = 0,
     time_limit_s: float = 10.0,
@@ -61,7 +71,8 @@ def sweep(
 ) -> Curve:
     """Plan for every budget with every method.
 
-    budgets: bytes for the whole step, reserve included (None: `default_budgets`).
+    budgets: bytes for the whole step, reserve included (None: `n_budgets` of them, as
+        `default_budgets` gives them).
     time_limit_s: of each search, that for the least budget included, so the sweep takes at most
     budgets times methods times this, and once more without `budgets`.
     quick: each search with a fraction of the work, where its method can.
@@ -73,10 +84,11 @@ def sweep(
     Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep with the points until then.
     Raises ValueError for a budget that the reserve takes all of, or when there is none.
     """
+    obstacles: tuple[Obstacle, ...] = ()
     if budgets is None:
-        budgets = default_budgets(
-            step, method=methods[0], reserve_bytes=reserve_bytes, time_limit_s=time_limit_s
-        )
+        obstacles = _obstacles(step, METHODS[methods[0]], places, time_limit_s=time_limit_s)
+        budgets = _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
+    reached = [obstacle.schedule for obstacle in obstacles if obstacle.schedule is not None]
     asked = {*budgets, *(solution.request.budget_bytes for solution in known)}
     if not asked or min(asked) <= reserve_bytes:
         raise ValueError(
@@ -105,9 +117,8 @@ def sweep(
         if found is None:
             # of each variant the schedule of the largest budget so far fits this one too
             starts = {
-                point.schedule.graph_id: point.schedule
-                for point in points
-                if point.method == request.method and point.schedule
+                schedule.graph_id: schedule
+                for schedule in (*reached, *_schedules(points, request.method))
             }
             found = attempt(step, request, starts=tuple(starts.values()), quick=quick)
             if found.interrupted and found.status == "time_limit":  # nothing by then
@@ -118,7 +129,12 @@ def sweep(
     carried: list[Solution] = []
     for method in dict.fromkeys(point.method for point in points):
         carried += _schedules_carried_up([point for point in points if point.method == method])
-    return Curve(graph=Variants.of(step).plain, points=tuple(_bounds_carried_down(carried)))
+    return Curve(
+        graph=Variants.of(step).plain,
+        points=tuple(_bounds_carried_down(carried)),
+        proven_bytes=min((o.proven_bytes + reserve_bytes for o in obstacles), default=0),
+        quick=quick,
+    )
 
 
 def default_budgets(
@@ -128,29 +144,53 @@ def default_budgets(
     reserve_bytes: int = 0,
     time_limit_s: float = 10.0,
     n_budgets: int = N_BUDGETS,
-    quick: bool = False,
+    places: Places | None = None,
 ) -> tuple[int, ...]:
     """Evenly spaced budgets from the least feasible one found to the peak without checkpointing.
 
     method: the one that searches for the least budget, for at most time_limit_s in all; the least
-    that was found by then counts. quick: from the least that is not proven to be too small, so that
-    perhaps nothing is found for the first ones.
+    that was found by then counts.
+    places: what plans may copy to. The least that is found is then reached without copies; smaller
+    budgets, down to what one op itself needs, come before it, and perhaps nothing is found there.
     """
     check_time_limit(time_limit_s)
+    obstacles = _obstacles(step, METHODS[method], places, time_limit_s=time_limit_s)
+    return _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
+
+
+def _obstacles(
+    step: Graph | Variants, method: Method, places: Places | None, *, time_limit_s: float
+) -> tuple[Obstacle, ...]:
+    """The least budget of each variant of the step, proven and reached."""
     deadline = Deadline.after(time_limit_s)
-    variants = Variants.of(step)
-    peak_bytes = simulate(variants.plain, baseline(variants.plain)).peak_bytes
+    return tuple(
+        find_obstacle(graph, method=method, deadline=deadline, places=places)
+        for graph in Variants.of(step).planned
+    )
 
-    def least(graph: Graph) -> int:
-        if quick:
-            return proven_least_budget_bytes(FoldedGraph.of(graph), deadline=deadline)[0]
-        return find_obstacle(graph, method=METHODS[method], deadline=deadline).reached_bytes
 
-    least_bytes = min(map(least, variants.planned))
+def _spread(
+    step: Graph | Variants,
+    obstacles: Sequence[Obstacle],
+    places: Places | None,
+    n_budgets: int,
+    *,
+    reserve_bytes: int,
+) -> tuple[int, ...]:
+    plain = Variants.of(step).plain
+    peak_bytes = simulate(plain, baseline(plain)).peak_bytes
+    reached_bytes = min(obstacle.reached_bytes for obstacle in obstacles)
+    may_copy = places is not None and places.host is not None
+    least_bytes = min(o.proven_bytes for o in obstacles) if may_copy else reached_bytes
     steps = max(1, n_budgets - 1)
     span_bytes = peak_bytes - least_bytes
     sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}
-    return tuple(reserve_bytes + size for size in sorted(sizes))
+    return tuple(reserve_bytes + size for size in sorted(sizes | {reached_bytes}))
+
+
+def _schedules(points: Iterable[Solution], method: str) -> Iterator[Schedule]:
+    """Of what was found with this method so far."""
+    return (p.schedule for p in points if p.method == method and p.schedule is not None)
 
 
 def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:

@@ -210,6 +210,10 @@ class Arguments:
     throughput: Path | None = _file(
         "--throughput", "plot throughput against size, with --max-batch or --max-seq (.png, .svg)"
     )
+    snapshot: Path | None = _file(
+        "--snapshot",
+        "write the predicted allocations of the plan for pytorch.org/memory_viz (.pickle)",
+    )
     report: Path | None = _file("--report", "write the report and its plots as one page (.html)")
     emit: str | None = _option(
         "--emit",

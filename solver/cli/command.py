@@ -45,7 +45,7 @@ from solver.common import (
 from solver.device import DeviceError
 from solver.emit import NoLayersError, layers
 from solver.methods import MissingSolverError, TooLargeError
-from solver.reporting import Report, best, terminal, to_json
+from solver.reporting import Report, best, terminal, to_json, write_snapshot
 from solver.schedule import Solution
 from solver.solving import attempt, explained
 
@@ -295,6 +295,9 @@ def _saved(arguments: Arguments, report: Report) -> Report:
     if arguments.output is not None and report.best.schedule is not None:
         report.best.save(arguments.output)
         files.append(("schedule", arguments.output))
+    if arguments.snapshot is not None and report.best.schedule is not None:
+        write_snapshot(report.best, arguments.snapshot)
+        files.append(("snapshot", arguments.snapshot))
     if arguments.graph_out is not None:
         report.best.graph.save(arguments.graph_out)
         files.append(("graph", arguments.graph_out))

@@ -17,8 +17,12 @@ from rich.console import Console, Group, RenderableType
 from graphs.files import FormatError
 from graphs.graph import Node
 from solver.analysis import (
+    Copies,
     Peak,
+    Trip,
     WhyRecomputed,
+    copied,
+    copies,
     most_recomputed,
     neighbours,
     peak,
@@ -37,7 +41,7 @@ from solver.common import (
     format_time,
     parse_size,
 )
-from solver.reporting import part, terminal
+from solver.reporting import part, stall_rows, terminal, trip_rows
 from solver.schedule import OPTIMAL_GAP, Solution
 
 FORMAT = "explanation/1"
@@ -133,6 +137,9 @@ def _sections(found: Explanation, name: str) -> Iterator[RenderableType]:
     yield from (terminal.heading("Peak"), terminal.pairs(_peak_rows(found.peak)))
     if found.recomputed:
         yield from (terminal.heading("Recomputed"), terminal.pairs(_recomputed_rows(found)))
+    if (found_copies := copies(solution)) is not None:
+        yield terminal.heading("Copies to the host")
+        yield terminal.pairs(_copy_rows(found_copies, solution))
     if found.op is not None:
         yield from (
             terminal.heading("Op", found.op.node.name),
@@ -155,15 +162,35 @@ def _plan_rows(solution: Solution) -> Iterator[tuple[str, str]]:
 def _peak_rows(found: Peak) -> Iterator[tuple[str, str]]:
     yield "peak op", describe_op(found.node)
     yield "position", f"op {found.position} of {found.n_ops}"
+    total_bytes = sum(found.memory_bytes.values())
     for name, size_bytes in found.memory_bytes.items():
         if size_bytes:
-            yield name, ", ".join(part(name, found.memory_bytes))
+            yield name, ", ".join(part(size_bytes, total_bytes))
     for index, (root, size_bytes) in enumerate(found.largest[:N_LARGEST]):
         module = f" in {found.modules[root]}" if found.modules.get(root) else ""
         yield "" if index else "largest tensors", f"{root}{module}, {format_size(size_bytes)}"
     if len(found.largest) > N_LARGEST:
         rest_bytes = sum(size_bytes for _, size_bytes in found.largest[N_LARGEST:])
         yield "", f"{len(found.largest) - N_LARGEST} more, {format_size(rest_bytes)}"
+
+
+def _copy_rows(found: Copies, solution: Solution) -> Iterator[tuple[str, str]]:
+    """The largest storages on the host, the streams, and what waits."""
+    assert solution.simulation is not None
+    yield "on the host", f"at most {format_both(solution.simulation.host_peak_bytes)}"
+    for stream in found.streams[1:]:
+        share = format_percent(stream.share, digits=1)
+        size = f"{format_size(stream.size_bytes)} in {counted(stream.n_ops, 'copy', 'copies')}"
+        yield stream.title, f"{size}, {format_time(stream.busy_s)}, {share} of the step"
+    yield from stall_rows(found)
+    for index, trip in enumerate(found.trips[:N_LARGEST]):
+        back = f", back for {trip.reader.name}" if trip.reader else ""
+        text = f"{format_size(trip.size_bytes)}: {describe_op(trip.maker)}{back}"
+        yield "" if index else "largest copies", text
+    if len(found.trips) > N_LARGEST:
+        rest_bytes = sum(trip.size_bytes for trip in found.trips[N_LARGEST:])
+        more = f"{len(found.trips) - N_LARGEST} more, {format_size(rest_bytes)}"
+        yield "", f"{more}; --op NAME explains one"
 
 
 def _recomputed_rows(found: Explanation) -> Iterator[tuple[str, str]]:
@@ -190,6 +217,7 @@ def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, st
         path = " -> ".join(other.name for other in recomputation.through)
         via = f", through {path}" if path else ""
         yield "recomputed for", f"{describe_op(recomputation.reader)}{via}"
+    yield from trip_rows(copied(solution, node.outputs))
     if n_recomputed == 0:
         yield "last read by", found.last_reader.name if found.last_reader else "no op"
         return
@@ -238,6 +266,7 @@ def _budget_rows(found: Explanation) -> Iterator[tuple[str, str]]:
 def to_json(found: Explanation) -> dict[str, Any]:
     """The object of `--json`: sizes in bytes, times in seconds, null where nothing was found."""
     solution = found.solution
+    found_copies = copies(solution)
     return {
         "format": FORMAT,
         "graph_id": solution.graph.graph_id,
@@ -252,9 +281,20 @@ def to_json(found: Explanation) -> dict[str, Any]:
             {"node": node.name, "n_recomputed": n, "time_s": n * node.time_s}
             for node, n in found.recomputed
         ],
+        "copies": [_trip_json(trip) for trip in found_copies.trips] if found_copies else [],
         "op": None if found.op is None else _op_json(found.op),
         "step_bytes": found.step_bytes,
         "budgets": [_budget_json(s) for s in (found.less, solution, found.more) if s is not None],
+    }
+
+
+def _trip_json(trip: Trip) -> dict[str, Any]:
+    return {
+        "storage": trip.storage,
+        "size_bytes": trip.size_bytes,
+        "out_s": trip.out_s,
+        "back_s": trip.back_s,
+        "reader": None if trip.reader is None else trip.reader.name,
     }
 
 

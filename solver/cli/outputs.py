@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from solver.analysis import N_BUDGETS, Curve, default_budgets, sweep
+from solver.analysis import N_BUDGETS, Curve, sweep
 from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
@@ -99,23 +98,21 @@ def _sweep(
     methods = [best(solutions).method] if quick else [solution.method for solution in solutions]
     n_budgets = N_QUICK_BUDGETS if quick else N_BUDGETS
     limit_s = arguments.time_limit / n_budgets
-    common: dict[str, Any] = {"reserve_bytes": problem.reserve_bytes, "time_limit_s": limit_s}
     what = "sweeping budgets for the curve"
     try:
         with progress.says(what) as say, ctrl_c_ends_searches() as interrupt:
             curve = sweep(
                 problem.step,
-                budgets=default_budgets(
-                    problem.step, method=methods[0], n_budgets=n_budgets, quick=quick, **common
-                ),
+                n_budgets=n_budgets,
                 methods=methods,
+                reserve_bytes=problem.reserve_bytes,
+                time_limit_s=limit_s,
                 seed=arguments.seed,
                 quick=True,
                 rewrites=problem.rewrites,
                 places=problem.places,
                 known=[solution for solution in solutions if solution.method in methods],
                 on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
-                **common,
             )
     except KeyboardInterrupt:
         return None, True

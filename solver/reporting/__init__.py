@@ -1,6 +1,7 @@
 """Reports on the terminal, as JSON and as an HTML page; plots are in `solver.reporting.plot`."""
 
 from solver.reporting.api import draw, report, sweep, verify
+from solver.reporting.copy_rows import stall_rows, trip_rows
 from solver.reporting.html import write_page
 from solver.reporting.report_data import (
     Report,
@@ -10,3 +11,4 @@ from solver.reporting.report_data import (
     to_json,
 )
 from solver.reporting.rows import part
+from solver.reporting.snapshot import write_snapshot

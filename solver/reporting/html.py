@@ -1,25 +1,31 @@
 """The report as one HTML page, a single file that needs no network.
 
 Text from outside (names of files, ops, modules) is escaped in `_text`. The plots are inline SVG
-whose colours are CSS variables of the page, so they follow light and dark mode. Tables scroll
-inside their own boxes, so that the page is never wider than a phone.
+whose colours are CSS variables of the page, so they follow light and dark mode. Each is drawn
+twice, for a page and for a phone; on a phone wide tables are stacked, so that nothing is cut off.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 from graphs.files import write_whole
-from solver.analysis import ABOUT, block_rows
+from solver.analysis import ABOUT, block_rows, copies
 from solver.common import format_both, format_percent, format_share, format_size, format_time
-from solver.reporting import rows
+from solver.reporting import copy_rows, rows
 from solver.reporting.report_data import Report
+from solver.reporting.rows import headline, step_name
 from solver.schedule import Solution
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def write_page(report: Report, path: Path, *, command: str) -> None:
@@ -30,34 +36,54 @@ def write_page(report: Report, path: Path, *, command: str) -> None:
 def page(report: Report, *, command: str) -> str:
     """The HTML text."""
     template = Template(files("solver.reporting").joinpath("page_template.html").read_text("utf-8"))
+    answer = report.best
     return template.substitute(
-        title=_text(report.problem), sections="\n".join(_sections(report, command))
+        title=_text(f"{step_name(answer.plain)}: {headline(answer)}"),
+        problem=_text(report.problem),
+        headline=_text(re.sub(r"(?<=[0-9]) (?=[kKMGT]?B|%)", "\u00a0", headline(answer))),
+        device=_text(report.device),
+        sections="\n".join(_sections(report, command)),
     )
 
 
 def _sections(report: Report, command: str) -> Iterator[str]:
-    from solver.reporting.plot import before_and_after, inline_svg, pareto, throughput
+    from solver.reporting.plot import before_and_after, pareto, throughput
 
     answer = report.best
     yield _section("Answer", _status(answer.status))
     yield _list([*rows.answer_rows(report), *rows.request_rows(report)])
-    svg = inline_svg(before_and_after(answer)[0], name="memory")
-    yield _section("Memory over the step", _figure(svg, "Memory over one training step"))
+
+    def memory(width_in: float) -> Axes:
+        return before_and_after(answer, width_in=width_in)[0]
+
+    yield _section("Memory over the step", _figure(memory, "memory", "Memory over the step"))
+    yield from _copies(answer)
+    by_dtype = rows.dtype_table(answer)
     yield _section(
-        "Memory at the peak", _table(rows.memory_table(answer)), _list(rows.peak_rows(answer))
+        "Memory at the peak",
+        _table(rows.memory_table(answer)),
+        _list(rows.peak_rows(answer)),
+        *(() if by_dtype is None else (_paragraphs("Activations by dtype:"), _table(by_dtype))),
     )
-    if report.curve is not None:
-        svg = inline_svg(pareto(report.curve, chosen=answer), name="budgets")
-        yield _section("Overhead against budget", _figure(svg, "Overhead against budget"))
+    if (curve := report.curve) is not None:
+
+        def budgets(width_in: float) -> Axes:
+            return pareto(curve, chosen=answer, width_in=width_in)
+
+        title = "Overhead against budget"
+        yield _section(title, _figure(budgets, "budgets", title))
     if answer.schedule is not None:
         yield _section("Blocks", _paragraphs(BLOCK_TEXT), _table(_block_table(answer)))
-    if report.sizes is not None:
-        svg = inline_svg(throughput(report.sizes), name="sizes")
+    if (sizes := report.sizes) is not None:
+
+        def rates(width_in: float) -> Axes:
+            return throughput(sizes, width_in=width_in)
+
         yield _section(
-            rows.SIZE_TITLES[report.sizes.size],
-            _figure(svg, "Throughput against size"),
-            _table(rows.size_table(report.sizes)),
-            _list(rows.size_rows(report.sizes)),
+            rows.SIZE_TITLES[sizes.size],
+            _figure(rates, "sizes", "Throughput against size"),
+            _table(rows.size_table(sizes)),
+            _list(rows.size_rows(sizes)),
         )
     if len(report.solutions) + len(report.refused) > 1:
         yield _section("Methods", _table(rows.method_table(report)))
@@ -82,6 +108,17 @@ def _sections(report: Report, command: str) -> Iterator[str]:
     if notes:
         yield _section("Notes", _paragraphs(*notes))
     yield _section("Command", f'<div class="box"><pre>{_text(command)}</pre></div>')
+
+
+def _copies(solution: Solution) -> Iterator[str]:
+    """The streams and what is on the host, of a plan with copies."""
+    if (found := copies(solution)) is not None:
+        yield _section(
+            "Copies to the host",
+            _table(copy_rows.stream_table(found)),
+            _list(copy_rows.stall_rows(found)),
+            _table(copy_rows.trip_table(found)),
+        )
 
 
 BLOCK_TEXT = (
@@ -142,9 +179,19 @@ def _status(status: str, reason: str = "") -> str:
     return f'<p class="{status}">{_text(status + reason)}</p>'
 
 
-def _figure(svg: str, label: str) -> str:
-    labelled = svg.replace("<svg", f'<svg role="img" aria-label="{_text(label)}"', 1)
-    return f'<div class="box figure">{labelled}</div>'
+def _figure(draw: Callable[[float], Axes], name: str, label: str) -> str:
+    """The picture as wide as a page, and for a phone, of which the style sheet shows one.
+
+    draw: into a new figure that is so many inches wide.
+    """
+    from solver.reporting.plot import NARROW_IN, WIDE_IN, inline_svg
+
+    def box(width_in: float, kind: str) -> str:
+        svg = inline_svg(draw(width_in), name=f"{name}-{kind}")
+        labelled = svg.replace("<svg", f'<svg role="img" aria-label="{_text(label)}"', 1)
+        return f'<div class="box figure {kind}">{labelled}</div>'
+
+    return box(WIDE_IN, "wide") + box(NARROW_IN, "narrow")
 
 
 def _list(named: Iterable[tuple[str, str]]) -> str:
@@ -157,9 +204,12 @@ def _paragraphs(*texts: str) -> str:
 
 
 def _table(shown: rows.Table) -> str:
+    """On a phone the rows of a table with many columns are stacked, each cell beside its head."""
+
     def cells(tag: str, values: Sequence[str]) -> str:
         return "".join(
-            f"<{tag}{'' if column < shown.n_text else NUMBER}>{_text(value)}</{tag}>"
+            f"<{tag}{'' if column < shown.n_text else NUMBER}{_head(tag, shown, column)}>"
+            f"{_text(value)}</{tag}>"
             for column, value in enumerate(values)
         )
 
@@ -167,12 +217,23 @@ def _table(shown: rows.Table) -> str:
         f"<tr{BOLD if index == shown.bold else ''}>{cells('td', row)}</tr>"
         for index, row in enumerate(shown.rows)
     )
+    stacked = STACKED if len(shown.heads) > MOST_COLUMNS else ""
     return (
-        f'<div class="box"><table>\n<thead><tr>{cells("th", shown.heads)}</tr></thead>\n'
+        f'<div class="box"><table{stacked}>\n<thead><tr>{cells("th", shown.heads)}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
 
 
+def _head(tag: str, shown: rows.Table, column: int) -> str:
+    """The head of a cell of a table whose rows may be stacked."""
+    if tag != "td" or len(shown.heads) <= MOST_COLUMNS:
+        return ""
+    return f' data-head="{_text(shown.heads[column])}"'
+
+
+MOST_COLUMNS = 5
+"""That a phone has room for side by side."""
+STACKED = ' class="stacked"'
 NUMBER = ' class="number"'
 BOLD = ' class="bold"'
 

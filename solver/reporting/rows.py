@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from solver.analysis import SizeSearch
+from solver.analysis import TITLE_OF_STREAM, Candidate, Curve, PeakMemory, SizeSearch, peaks
 from solver.common import (
     counted,
     describe_op,
@@ -21,14 +21,7 @@ from solver.common import (
 from solver.emit import Emitted
 from solver.reporting.report_data import Report, Rewritten, rewritten
 from solver.runtime_hooks import Verification
-from solver.schedule import (
-    Schedule,
-    Simulation,
-    Solution,
-    baseline,
-    memory_at,
-    node_at,
-)
+from solver.schedule import Places, Simulation, Solution
 
 N_SHOWN = 4
 """Tensors at the bottleneck op, or differing values, that are named."""
@@ -51,6 +44,39 @@ class Table:
     bold: int | None = None
 
 
+def step_name(graph: Graph) -> str:
+    """The model and the device that the step is planned for, as far as the graph records them."""
+    costs = graph.meta.cost_model
+    recorded = costs.get("title", costs.get("device")) if isinstance(costs, Mapping) else None
+    device = recorded or graph.meta.environment.get("device")
+    model = graph.meta.model or "one training step"
+    return f"{model} on {device}" if device else model
+
+
+def headline(solution: Solution) -> str:
+    """Peak before and after, and what that costs: "800.0 MB -> 600.0 MB, +2.65 %"."""
+    before_bytes, plan = solution.baseline.peak_bytes, solution.simulation
+    if plan is None:
+        budget = format_size(solution.request.available_bytes)
+        return f"{format_size(before_bytes)}, and no plan for {budget}: {solution.status}"
+    return (
+        f"{format_size(before_bytes)} -> {format_size(plan.peak_bytes)}, "
+        f"{format_share(solution.overhead)}"
+    )
+
+
+def curve_text(curve: Curve) -> str:
+    """How its points were found, and how far down the curve goes."""
+    least_bytes, parts = curve.least_planned_bytes, []
+    if curve.quick:
+        parts.append(f"quick: {counted(len(curve.points), 'search', 'searches')} with less work")
+    if least_bytes is not None:
+        parts.append(f"plans down to {format_size_up(least_bytes)}")
+    if curve.proven_bytes:
+        parts.append(f"proven: none below {format_size(curve.proven_bytes)}")
+    return "; ".join(parts)
+
+
 def request_rows(report: Report) -> Iterator[Row]:
     """What was to be planned, and within which budget."""
     graph, request = report.best.plain, report.best.request
@@ -68,36 +94,56 @@ def request_rows(report: Report) -> Iterator[Row]:
         yield "host", f"{format_both(host.capacity_bytes)}, {link}"
 
 
-def _runs(solution: Solution) -> Iterator[tuple[str, Graph, Schedule, Simulation]]:
-    """The baseline, and the plan if it differs: name, graph, schedule, simulation."""
-    plain, schedule, found = solution.baseline, solution.schedule, solution.simulation
-    yield "baseline", solution.plain, baseline(solution.plain), plain
-    if not schedule or not found:
-        return
-    if found.n_recomputed > 0 or schedule.has_copies or found.peak_bytes != plain.peak_bytes:
-        yield "plan", solution.graph, schedule, found
+def describe_host(places: Places) -> str:
+    """The host and its link, in short; "" without one."""
+    if (host := places.host) is None:
+        return ""
+    rates = dict.fromkeys((host.link.out_bytes_per_s, host.link.in_bytes_per_s))
+    link = " and ".join(f"{format_size(rate)}/s" for rate in rates)
+    return f"{format_size(host.capacity_bytes)} of host memory at {link}"
 
 
 def memory_table(solution: Solution) -> Table:
     """The memory at the peak by category: of the baseline, and of a plan that differs from it."""
-    runs = list(_runs(solution))
-    columns = [memory_at(graph, schedule, run.peak_op) for _, graph, schedule, run in runs]
-    rows = [(name, *(cell for c in columns for cell in part(name, c))) for name in columns[0]]
-    totals = (cell for c in columns for cell in (format_size(sum(c.values())), ""))
-    heads = (head for name, *_ in runs for head in (name, ""))
-    return Table(("", *heads), (*rows, ("peak", *totals)), bold=len(rows))
+    runs = peaks(solution)
+    by_run = {name: [run.bytes_of[name] for run in runs] for name in runs[0].bytes_of}
+    return _byte_table(runs, by_run, total="peak")
 
 
-def part(name: str, parts: dict[str, int]) -> tuple[str, str]:
-    """Size and share of one category of the memory at the peak."""
-    share = parts[name] / (sum(parts.values()) or 1)
-    return format_size(parts[name]), format_percent(share, digits=1) if parts[name] else ""
+def dtype_table(solution: Solution) -> Table | None:
+    """The activations at the same peaks by dtype; None where the graph does not record dtypes."""
+    runs = peaks(solution)
+    dtypes = sorted({name for run in runs for name in run.activations_of})
+    if not dtypes:
+        return None
+    by_run = {name: [run.activations_of.get(name, 0) for run in runs] for name in dtypes}
+    return _byte_table(runs, by_run, total="activations")
+
+
+def _byte_table(
+    runs: Sequence[PeakMemory], bytes_of: Mapping[str, Sequence[int]], *, total: str
+) -> Table:
+    """A row for each name with its bytes and their share in each run, and one of their sum."""
+    totals = [sum(sizes) for sizes in zip(*bytes_of.values(), strict=True)]
+    rows = [
+        (name, *(cell for pair in zip(sizes, totals, strict=True) for cell in part(*pair)))
+        for name, sizes in bytes_of.items()
+    ]
+    last = (total, *(cell for n_bytes in totals for cell in (format_size(n_bytes), "")))
+    heads = (head for run in runs for head in (run.name, ""))
+    return Table(("", *heads), (*rows, last), bold=len(rows))
+
+
+def part(size_bytes: int, total_bytes: int) -> tuple[str, str]:
+    """A size and its share of the total."""
+    share = size_bytes / (total_bytes or 1)
+    return format_size(size_bytes), format_percent(share, digits=1) if size_bytes else ""
 
 
 def peak_rows(solution: Solution) -> Iterator[Row]:
     """The ops at which the peaks of the baseline and of the plan are reached."""
-    for name, graph, schedule, simulation in _runs(solution):
-        yield f"peak op ({name})", describe_op(node_at(graph, schedule, simulation))
+    for run in peaks(solution):
+        yield f"peak op ({run.name})", describe_op(run.node)
 
 
 def answer_rows(report: Report) -> Iterator[Row]:
@@ -143,7 +189,11 @@ def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
     yield "on the host", format_both(simulation.host_peak_bytes)
     if simulation.disk_peak_bytes:
         yield "on the disk", format_both(simulation.disk_peak_bytes)
-    busy = (f"{stream} {format_time(time_s)}" for stream, time_s in simulation.busy_s.items())
+    busy = (
+        f"{TITLE_OF_STREAM[stream]} {format_time(time_s)} "
+        f"({format_percent(time_s / (simulation.time_s or 1.0), digits=1)} of the step)"
+        for stream, time_s in simulation.busy_s.items()
+    )
     yield "copies", f"{', '.join(busy)}; {format_time(simulation.stall_s)} not hidden"
 
 
@@ -253,11 +303,7 @@ def size_rows(search: SizeSearch) -> Iterator[Row]:
     if largest is None:
         yield "largest", "none of the sizes tried fits"
         return
-    limit = ""
-    if beyond is not None and beyond.solution.status == "infeasible":
-        limit = f"; {beyond.size} does not fit the budget"
-    elif beyond is not None:
-        limit = f"; no plan was found for {beyond.size} within the time limit"
+    limit = "" if beyond is None else f"; for {beyond.size} {misfit_text(beyond)}"
     yield "largest", f"{largest.size}{limit}"
     if saturated is not None and saturated.rate_per_s and largest.rate_per_s:
         text = saturation_text(search)
@@ -265,6 +311,16 @@ def size_rows(search: SizeSearch) -> Iterator[Row]:
         if saturated.size != largest.size:
             text += f"; {largest.rate_per_s:.4g} at {largest.size}"
         yield "throughput", text
+
+
+def misfit_text(candidate: Candidate) -> str:
+    """Why there is no plan of this size: a proof, the clock, or that the method has none."""
+    solution = candidate.solution
+    if solution.proven_infeasible:
+        return "it is proven that no plan fits"
+    if solution.status == "time_limit":
+        return "none was found within the time limit"
+    return f"{solution.method} found none"
 
 
 def saturation_text(search: SizeSearch) -> str:

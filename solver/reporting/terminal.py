@@ -13,13 +13,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from solver.analysis import ABOUT
-from solver.reporting import rows
+from solver.analysis import ABOUT, copies
+from solver.reporting import copy_rows, rows
 from solver.reporting.report_data import Report
 
 STYLE_OF_STATUS = {"optimal": "bold green", "feasible": "bold cyan", "time_limit": "bold yellow"}
 FAILED = "bold red"
 NAME_WIDTH = 18
+N_ONE_DTYPE = 2
+"""Rows of a table by dtype that says nothing new: one dtype, and the sum."""
 
 
 def show(report: Report, console: Console) -> None:
@@ -56,6 +58,10 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     yield heading("Memory at the peak of the step")
     yield _table(rows.memory_table(answer), console)
     yield pairs(rows.peak_rows(answer))
+    by_dtype = rows.dtype_table(answer)
+    if by_dtype is not None and len(by_dtype.rows) > N_ONE_DTYPE:
+        yield heading("Activations at the peak by dtype")
+        yield _table(by_dtype, console)
     if report.sizes is not None:
         yield heading(rows.SIZE_TITLES[report.sizes.size])
         yield _table(rows.size_table(report.sizes), console)
@@ -65,6 +71,11 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
         yield _table(rows.method_table(report), console)
     yield heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, FAILED))
     yield pairs(rows.answer_rows(report))
+    if (found_copies := copies(answer)) is not None:
+        yield heading("Copies to the host")
+        yield _table(copy_rows.stream_table(found_copies), console)
+        yield pairs(copy_rows.stall_rows(found_copies))
+        yield pairs(copy_rows.timeline_rows(found_copies))
     if report.emitted is not None:
         yield heading("Setting", f"for {report.emitted.title}")
         yield pairs(rows.emitted_rows(report, report.emitted))

@@ -6,6 +6,7 @@ from solver.schedule.memory import (
     LAYERS,
     OTHERS,
     Occupancy,
+    activation_bytes_by_dtype,
     away_for_backward,
     held_during,
     live_bytes_by,
@@ -29,6 +30,7 @@ from solver.schedule.ops import (
     free_after_last_use,
     name_in,
     needs,
+    word_for,
 )
 from solver.schedule.places import Link, Place, Places
 from solver.schedule.recompute import (
@@ -40,7 +42,15 @@ from solver.schedule.recompute import (
     missing_computes,
     without_dead_computes,
 )
-from solver.schedule.simulator import IllegalScheduleError, Simulation, simulate, starts_s, timeline
+from solver.schedule.simulator import (
+    IllegalScheduleError,
+    Simulation,
+    Stay,
+    simulate,
+    starts_s,
+    stays,
+    timeline,
+)
 from solver.schedule.solution import (
     OPTIMAL_GAP,
     Obstacle,

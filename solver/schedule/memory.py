@@ -6,13 +6,13 @@ The simulator says which storages are on the device when (`stays`). Here they ar
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, compress
 from typing import TypeVar
 
-from graphs.graph import Graph, Node
+from graphs.graph import Graph, Node, Tensor
 from solver.schedule.ops import Compute, Delete, Drop, Load, Schedule, Spill, Store, name_in
 from solver.schedule.places import Places
 from solver.schedule.simulator import Simulation, Stay, starts_s, stays
@@ -40,25 +40,47 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
     `live_bytes` there. What a card holds besides tensors (`meta.device_bytes`) is workspace. Cost:
     one simulation.
     """
-    tensors = [tensor for tensor in graph.resident if tensor.alias_of is None]
     parts = dict.fromkeys(CATEGORIES, 0)
+    if position is not None and isinstance(op := schedule.ops[position], Compute):
+        parts["workspace"] += graph.node_by_name[op.node].workspace_bytes
+    for tensor in _storages_at(graph, schedule, position):
+        parts[_category(graph, tensor)] += tensor.size_bytes
+    if graph.n_in_flight > 1:
+        parts[OTHERS] = _others_bytes(graph, schedule, position)
+    return parts
+
+
+def activation_bytes_by_dtype(
+    graph: Graph, schedule: Schedule, position: int | None
+) -> dict[str, int]:
+    """Bytes of the activations that `memory_at` counts, by dtype, the most first.
+
+    "unknown": those that the graph does not record the dtype of. Empty if it records none.
+    """
+    dtype_of = graph.meta.dtype_of
+    found: Counter[str] = Counter()
+    for tensor in _storages_at(graph, schedule, position) if dtype_of else ():
+        if _category(graph, tensor) == "activations" and tensor.size_bytes:
+            found[dtype_of.get(tensor.name, "unknown")] += tensor.size_bytes
+    return dict(found.most_common())
+
+
+def _storages_at(graph: Graph, schedule: Schedule, position: int | None) -> list[Tensor]:
+    """What is on the device then; an output that is still live from before the op is in it twice,
+    as it counts twice."""
+    storages = [tensor for tensor in graph.resident if tensor.alias_of is None]
     if position is not None:
-        op = schedule.ops[position]
-        if isinstance(op, Compute):
-            parts["workspace"] += graph.node_by_name[op.node].workspace_bytes
-        # an output that is still live from before the op is in this list twice, and counts twice
-        tensors += [
+        storages += [
             graph.tensor_by_name[stay.storage]
             for stay in stays(graph, schedule)
             if stay.start <= position < stay.stop
         ]
-    beside = set(graph.meta.device_bytes)
-    for tensor in tensors:
-        category = "workspace" if tensor.name in beside else CATEGORY_OF_KIND[tensor.kind]
-        parts[category] += tensor.size_bytes
-    if graph.n_in_flight > 1:
-        parts[OTHERS] = _others_bytes(graph, schedule, position)
-    return parts
+    return storages
+
+
+def _category(graph: Graph, tensor: Tensor) -> str:
+    beside = tensor.name in graph.meta.device_bytes
+    return "workspace" if beside else CATEGORY_OF_KIND[tensor.kind]
 
 
 def _others_bytes(graph: Graph, schedule: Schedule, position: int | None) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 import graphs.capture.joint_graph as capturing
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
+from solver.schedule.memory import activation_bytes_by_dtype, memory_at
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.solving import solve
@@ -53,6 +54,40 @@ def test_parameter_bytes_are_recorded_by_dtype() -> None:
     assert trace(model, model.batch()).meta.parameter_bytes == {"float32": n_bytes}
     half = model.to(torch.bfloat16)
     assert trace(half, half.batch()).meta.parameter_bytes == {"bfloat16": n_bytes // 2}
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
+def test_activations_are_recorded_by_dtype(outside: bool) -> None:
+    """Under autocast, with a loss of the caller's and with indices of max pooling."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.head(F.max_pool2d(torch.relu(self.conv(x)), 14).flatten(1))
+            return y if outside else y.float().square().mean()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = trace(
+            Pooled(),
+            torch.randn(2, 3, 16, 16),
+            loss=(lambda y, _: y.float().square().mean()) if outside else None,
+            inputs=None,
+        )
+    assert set(graph.meta.dtypes) >= {"bfloat16", "float32", "int64"}
+    held = {t.name for t in graph.tensors if t.kind in ("activation", "output", "tangent")}
+    assert held <= set(graph.meta.dtype_of)
+    plain = baseline(graph)
+    for position in range(len(plain.ops)):
+        by_dtype = activation_bytes_by_dtype(graph, plain, position)
+        assert sum(by_dtype.values()) == memory_at(graph, plain, position)["activations"]
+        assert "unknown" not in by_dtype
+    pooled = next(n for n in graph.nodes if "max_pool2d_with_indices.default" in n.op)
+    _, indices = pooled.outputs
+    assert graph.meta.dtype_of[indices] == "int64"
+    assert Graph.from_json(graph.to_json()).meta.dtypes == graph.meta.dtypes
 
 
 def test_batch_norm_writes_its_buffers_once() -> None:

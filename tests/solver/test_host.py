@@ -1,12 +1,16 @@
 """A host beside the device, from the front doors: sizes and links, refusals, reports, files."""
 
+import json
+
 import pytest
 
 from graphs.hardware import named
 from solver import solve, sweep
+from solver.analysis import copies
 from solver.cli.command import main
-from solver.common import BudgetError
+from solver.common import BudgetError, describe_op, format_size
 from solver.device import host_beside
+from solver.reporting.copy_rows import N_TRIPS
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate
 from tests.support.builders import make, op
 from tests.support.command import failed
@@ -139,6 +143,45 @@ def test_the_command_reports_host_and_copies(tmp_path, capsys) -> None:
     assert "not hidden" in printed
     assert main([*options, "--json", path]) == 0
     assert '"host_peak_bytes":' in capsys.readouterr().out
+
+
+def test_the_report_shows_the_streams(tmp_path, capsys) -> None:
+    path, page = str(tmp_path / "graph.json"), tmp_path / "page.html"
+    NET.save(path)
+    options = ["--budget", str(BUDGET), "--host", "64TB", "--host-link", "1TB/s,2TB/s"]
+    assert main([*options, "--report", str(page), "--plot", str(tmp_path / "p.svg"), path]) == 0
+    printed = capsys.readouterr().out
+    section = printed[printed.index("Copies to the host") :]
+    for word in ("compute", "out", "in", "waiting", "on the host", "a column is"):
+        assert f"\n  {word}" in section or f" {word} " in section
+    solution = solve(NET, budget=BUDGET, host_budget="64TB", host_link="1TB/s,2TB/s")
+    found = copies(solution)
+    assert found is not None
+    text = page.read_text()
+    assert "<h2>Copies to the host</h2>" in text
+    for stream in found.streams:
+        assert f"{100 * stream.share:.0f} % busy" in text
+        assert f"{100 * stream.share:.1f} %" in section
+    assert f"at most {format_size(solution.simulation.host_peak_bytes)}" in text
+    assert all(trip.storage in text for trip in found.trips[:N_TRIPS])
+
+
+def test_explaining_a_plan_with_copies(tmp_path, capsys) -> None:
+    solution = solve(NET, budget=BUDGET, host_budget="64TB", host_link="1TB/s")
+    solution.save(tmp_path / "s.json")
+    solution.graph.save(tmp_path / "g.json")
+    trip = copies(solution).trips[0]
+    files = [str(tmp_path / "s.json"), str(tmp_path / "g.json")]
+    assert main(["explain", *files, "--op", trip.maker.name]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Copies to the host on the host at most " in text
+    assert f"{describe_op(trip.maker)}, back for {trip.reader.name}" in text
+    assert f"copied out {format_size(trip.size_bytes)}, in " in text
+    assert f"on, for {describe_op(trip.reader)}" in text
+    assert main(["explain", *files, "--json"]) == 0
+    (first, *_) = json.loads(capsys.readouterr().out)["copies"]
+    assert first["storage"] == trip.storage
+    assert tuple(first["out_s"]) == trip.out_s
 
 
 def test_the_command_says_that_copies_do_not_help(tmp_path, capsys) -> None:

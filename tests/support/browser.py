@@ -38,11 +38,25 @@ frame.onload = () => {
     const under = light(ground(item));
     return (Math.max(ink, under) + 0.05) / (Math.min(ink, under) + 0.05);
   };
-  const items = [...page.querySelectorAll("h1, h2, p, dt, dd, th, td, pre, svg text")];
+  const items = [...page.querySelectorAll("h1, h2, p, dt, dd, th, td, pre, svg text")]
+    .filter((item) => item.getClientRects().length);
   const found = {
     width: root.scrollWidth,
     window: root.clientWidth,
     tables: [...page.querySelectorAll(".box")].map((box) => [box.clientWidth, box.scrollWidth]),
+    heights: [...page.querySelectorAll(".box")].map((box) => [box.clientHeight, box.scrollHeight]),
+    least_font: Math.min(...[...page.querySelectorAll("svg")].filter((svg) => svg.clientWidth)
+      .flatMap((svg) => [...svg.querySelectorAll("text")].filter((t) => t.textContent.trim())
+        .map((t) => svg.clientWidth / svg.viewBox.baseVal.width
+          * parseFloat(view.getComputedStyle(t).fontSize)))),
+    cut: [...page.querySelectorAll("svg")].filter((svg) => svg.clientWidth).flatMap((svg) => {
+      const box = svg.getBoundingClientRect();
+      return [...svg.querySelectorAll("text")].filter((t) => {
+        const own = t.getBoundingClientRect();
+        return own.left < box.left - 1 || own.right > box.right + 1 || own.top < box.top - 1
+          || own.bottom > box.bottom + 1;
+      }).map((t) => t.textContent);
+    }),
     svgs: [...page.querySelectorAll("svg")].map((svg) => svg.getBoundingClientRect().height),
     n_items: items.length,
     contrast: Math.min(...items.filter((i) => i.textContent.trim()).map(contrast)),

@@ -8,4 +8,4 @@ from solver.reporting.plot.of_budgets import pareto
 from solver.reporting.plot.of_memory import before_and_after, memory
 from solver.reporting.plot.of_schedule import schedule
 from solver.reporting.plot.of_sizes import throughput
-from solver.reporting.plot.style import inline_svg, save
+from solver.reporting.plot.style import NARROW_IN, WIDE_IN, inline_svg, save

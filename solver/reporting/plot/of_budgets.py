@@ -11,15 +11,22 @@ from solver.analysis import Curve
 from solver.common import format_size
 from solver.reporting.plot import style
 from solver.reporting.plot.of_memory import overhead_text
+from solver.reporting.rows import curve_text, describe_host, step_name
 from solver.schedule import Solution
 
 
-def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = None) -> Axes:
+def pareto(
+    curve: Curve,
+    ax: Axes | None = None,
+    *,
+    chosen: Solution | None = None,
+    width_in: float = style.WIDE_IN,
+) -> Axes:
     """Overhead against budget, a line for each method, above the proven bound.
 
     chosen: a plan to mark, on the curve or not.
     """
-    axes = style.new_axes() if ax is None else ax
+    axes = style.new_axes(width_in=width_in) if ax is None else ax
     budgets = [point.request.budget_bytes for point in curve.points]
     unit, bytes_per_unit = style.size_unit(max(budgets))
     _draw_bound(curve, axes, bytes_per_unit)
@@ -56,7 +63,10 @@ def pareto(curve: Curve, ax: Axes | None = None, *, chosen: Solution | None = No
         axes.axvline(at, color=style.GREY, lw=1.0, ls=":", label=label, zorder=2)
     axes.set(xlabel=f"budget ({unit})", ylabel="overhead (% of the baseline step time)")
     axes.set_ylim(0, None)
-    style.finish(axes, "Overhead against budget")
+    title = f"{step_name(curve.graph)}: overhead against budget"
+    if curve.points and (places := curve.points[0].request.places) is not None:
+        title += f", with {describe_host(places)}"
+    style.finish(axes, "; ".join(filter(None, (title, curve_text(curve)))))
     return axes
 
 

@@ -6,17 +6,22 @@ block start.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from graphs.graph import Graph
+from solver.analysis import block_names, copies
 from solver.chain import split_into_blocks
 from solver.common import format_share, format_size
 from solver.reporting.plot import style
+from solver.reporting.plot.of_copies import streams
+from solver.reporting.rows import headline, step_name
 from solver.schedule import (
     LAYERS,
     OTHERS,
@@ -35,25 +40,36 @@ COLOUR_OF_LAYER: Mapping[str, str] = {
     "gradients": style.GREEN,
     "workspace": style.PINK,
 }
-N_COLUMNS = 1200
-"""Steps drawn at most; more than the plot has pixels would only enlarge the file."""
-N_NAMED_BLOCKS = 12
-"""Blocks numbered on the axis; of more blocks every second, third, ... is."""
-LONGEST_NAME = 60
-LEAST_ROOM = 0.018
-"""Between two block numbers, as a share of the step."""
+N_NAMED_BLOCKS = 30
+"""Blocks named on the axis at most; others have no room."""
+LONGEST_BLOCK = 18
+"""Letters of a block's name."""
+LEAST_ROOM_IN = 0.13
+"""Between the names of two blocks."""
+HEADROOM = 1.32
+"""Of the highest line: room above it for the names of the peak op and of the passes."""
+LETTER_POINTS = 4.7
+"""Of a name in the axes, on average."""
+PEAK_LABEL = 1.04
+"""Where the name of the peak op stands, above the highest line."""
 
 
-def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = False) -> Axes:
+def memory(
+    solution: Solution,
+    ax: Axes | None = None,
+    *,
+    without_plan: bool = False,
+    width_in: float = style.WIDE_IN,
+) -> Axes:
     """Bytes on the device over one step with the plan, in layers; the baseline as a line.
 
     without_plan: the layers of the baseline, which is also drawn where there is no plan. The
     horizontal axis is the time of the schedule.
     """
-    axes = style.new_axes() if ax is None else ax
+    axes = style.new_axes(width_in=width_in) if ax is None else ax
     request, plain, plan = solution.request, solution.baseline, solution.simulation
     size, bytes_per_unit = style.size_unit(max(plain.peak_bytes, request.budget_bytes))
-    longest_s = max(plain.time_s, plan.time_s if plan else 0.0)
+    longest_s = _longest_s(solution)
     time, s_per_unit = _time_unit(longest_s)
     graph, schedule, shown = solution.plain, baseline(solution.plain), plain
     before = layers = occupancy(graph, schedule)
@@ -74,38 +90,62 @@ def memory(solution: Solution, ax: Axes | None = None, *, without_plan: bool = F
     name = "budget minus reserve" if request.reserve_bytes else "budget"
     label = f"{name}: {format_size(request.available_bytes)}"
     axes.axhline(available, color=style.RED, lw=1.2, ls="--", label=label, zorder=5)
+    axes.set(xlabel=f"time in the step ({time})", ylabel=f"device memory ({size})")
+    axes.set_xlim(0, longest_s / s_per_unit or None)
+    highest = max(available, plain.peak_bytes / bytes_per_unit)
+    axes.set_ylim(0, HEADROOM * highest)
     _mark_times(axes, graph, layers, s_per_unit)
     node = node_at(graph, schedule, shown)
     if node is not None and shown.peak_bytes in layers.total_bytes:
         index = layers.total_bytes.index(shown.peak_bytes)
         middle_s = (layers.edges_s[index] + layers.edges_s[index + 1]) / 2
-        text = f"peak {format_size(shown.peak_bytes)} at {_drawable(node.name)}"
-        right = middle_s / s_per_unit > 0.6 * (longest_s / s_per_unit)
-        _mark_peak(
-            axes, middle_s / s_per_unit, shown.peak_bytes / bytes_per_unit, text, right=right
-        )
-    axes.set(xlabel=f"time in the step ({time})", ylabel=f"device memory ({size})")
-    axes.set_xlim(0, longest_s / s_per_unit or None)
-    axes.set_ylim(0, 1.18 * max(available, plain.peak_bytes / bytes_per_unit))
-    style.finish(axes, f"Memory over one training step; {words}")
+        text = f"peak {format_size(shown.peak_bytes)} at {_drawable(node.name, axes)}"
+        at = middle_s / s_per_unit, shown.peak_bytes / bytes_per_unit
+        _mark_peak(axes, at, text, height=PEAK_LABEL * highest)
+    title = words if ax is not None else f"{step_name(solution.plain)}; {words}"
+    style.finish(axes, title)
     axes.grid(visible=False)
     return axes
 
 
-def before_and_after(solution: Solution) -> tuple[Axes, ...]:
-    """The baseline above the plan, on the same scales; the baseline alone without a plan.
+def before_and_after(solution: Solution, *, width_in: float = style.WIDE_IN) -> tuple[Axes, ...]:
+    """The baseline above the plan, on the same scales, and below them the streams of a plan with
+    copies; the baseline alone without a plan.
 
     All axes belong to one figure.
     """
     if solution.simulation is None:
-        return (memory(solution),)
-    figure = Figure(figsize=(8.0, 7.4), layout="constrained")
-    above, below = figure.subplots(2, sharex=True, sharey=True)
+        return (memory(solution, width_in=width_in),)
+    found = copies(solution)
+    heights = [3.6, 3.6] if found is None else [3.6, 3.6, 0.7 + 0.45 * len(found.streams)]
+    figure = Figure(figsize=(width_in, sum(heights) + 0.9), layout="constrained")
+    title = f"{step_name(solution.plain)}: {headline(solution)}"
+    figure.suptitle(
+        textwrap.fill(style.printable(title), int(11 * width_in)),
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        parse_math=False,
+    )
+    all_axes = figure.subplots(len(heights), height_ratios=heights, sharex=True)
+    above, below = all_axes[:2]
+    above.sharey(below)
     memory(solution, above, without_plan=True)
     above.get_legend().remove()
     above.set_xlabel("")
     memory(solution, below)
-    return above, below
+    if found is None:
+        return above, below
+    time, s_per_unit = _time_unit(_longest_s(solution))
+    streams(solution, found, all_axes[2], s_per_unit=s_per_unit)
+    all_axes[2].set_xlabel(f"time in the step ({time})")
+    return above, below, all_axes[2]
+
+
+def _longest_s(solution: Solution) -> float:
+    """Of baseline and plan."""
+    plan = solution.simulation
+    return max(solution.baseline.time_s, plan.time_s if plan else 0.0)
 
 
 def overhead_text(solution: Solution) -> str:
@@ -123,17 +163,17 @@ def _time_unit(longest_s: float) -> tuple[str, float]:
 
 
 def _columns(layers: Occupancy) -> tuple[list[int], list[float]]:
-    """The computes to draw: all, or the fullest of each of N_COLUMNS intervals of time.
+    """The computes to draw: all, or the fullest of each of style.N_COLUMNS intervals of time.
 
     With the edges of the drawn steps in seconds: each lasts until the next one starts.
     """
     totals, edges_s = layers.total_bytes, layers.edges_s
-    if len(totals) <= N_COLUMNS:
+    if len(totals) <= style.N_COLUMNS:
         return list(range(len(totals))), list(edges_s)
     end_s = edges_s[-1] or 1.0
     fullest: dict[int, int] = {}
     for index, total_bytes in enumerate(totals):
-        interval = min(N_COLUMNS - 1, int(N_COLUMNS * edges_s[index] / end_s))
+        interval = min(style.N_COLUMNS - 1, int(style.N_COLUMNS * edges_s[index] / end_s))
         if interval not in fullest or total_bytes > totals[fullest[interval]]:
             fullest[interval] = index
     columns = list(fullest.values())  # the first interval starts with the step
@@ -173,33 +213,63 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) 
         axes.vlines(
             times, 0, 0.025, transform=axes.get_xaxis_transform(), color=style.INK, lw=0.6, zorder=4
         )
-    every = -(-len(forward) // N_NAMED_BLOCKS) if forward else 1
-    room_s = LEAST_ROOM * layers.edges_s[-1]
-    last_s = -room_s
-    for time_s, block in (*forward, *backward):
-        if len(forward) > 1 and (block - 1) % every == 0 and time_s - last_s >= room_s:
-            _write(axes, time_s / s_per_unit, 0.03, str(block), va="bottom", size=6)
-            last_s = time_s
+    if len(forward) > 1:
+        _name_blocks(axes, block_names(graph), (*forward, *backward), s_per_unit)
     if turn is None:
         return
-    axes.axvline(turn / s_per_unit, color=style.INK, lw=0.8, ls=":", zorder=4)
-    _write(axes, turn / s_per_unit, 0.995, "backward", va="top", size=8)
-    if turn > 0:
-        blocks = f", {len(forward)} blocks" if len(forward) > 1 else ""
-        _write(axes, 0.0, 0.995, f"forward{blocks}", va="top", size=8)
+    at = turn / s_per_unit
+    for low, high in (
+        (0, PEAK_LABEL - 0.01),
+        (HEADROOM - 0.1, HEADROOM),
+    ):  # the peak's name between
+        line: dict[str, Any] = {"color": style.INK, "lw": 0.8, "ls": ":", "zorder": 4}
+        axes.axvline(at, low / HEADROOM, high / HEADROOM, **line)
+    _write(axes, at, "backward")
+    blocks = f", {len(forward)} blocks" if len(forward) > 1 else ""
+    room_points = at / (axes.get_xlim()[1] or 1.0) * _width_points(axes)
+    for words in (f"forward{blocks}", "forward"):
+        if LETTER_POINTS * len(words) < room_points:
+            _write(axes, 0.0, words)
+            break
 
 
-def _write(axes: Axes, x: float, y: float, text: str, *, va: str, size: float) -> None:
-    """Write at a time and at a share of the height."""
+def _name_blocks(
+    axes: Axes, names: Sequence[str], starts: Iterable[tuple[float, int]], s_per_unit: float
+) -> None:
+    """Above the axes, where no line is: the numbers of the blocks and their modules."""
+    room = max(1 / N_NAMED_BLOCKS, 72 * LEAST_ROOM_IN / _width_points(axes)) * axes.get_xlim()[1]
+    places: list[float] = []
+    labels: list[str] = []
+    for time_s, block in starts:
+        at = time_s / s_per_unit
+        if not places or at - places[-1] >= room:
+            places.append(at)
+            labels.append(f"{block} {_short(names[block - 1])}".strip())
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(places, labels, rotation=50, ha="left", rotation_mode="anchor", fontsize=6)
+    for label in top.get_xticklabels():
+        label.set_parse_math(False)
+    top.tick_params(length=2, pad=1, colors=style.INK)
+    top.spines["top"].set_visible(False)
+
+
+def _short(name: str) -> str:
+    """The end of a long name, which tells modules apart."""
+    shown = style.printable(name)
+    return shown if len(shown) <= LONGEST_BLOCK else "…" + shown[1 - LONGEST_BLOCK :]
+
+
+def _write(axes: Axes, x: float, text: str) -> None:
+    """Write at a time, at the top."""
     axes.annotate(
         text,
-        (x, y),
+        (x, 0.99),
         xycoords=("data", "axes fraction"),
-        xytext=(2, 0),
+        xytext=(3, 0),
         textcoords="offset points",
         color=style.INK,
-        fontsize=size,
-        va=va,
+        fontsize=8,
+        va="top",
         zorder=6,
     )
 
@@ -239,25 +309,41 @@ def _turn(layers: Occupancy) -> float | None:
     return turn
 
 
-def _mark_peak(axes: Axes, x: float, y: float, text: str, *, right: bool) -> None:
-    """A point at the peak, with the op's name to its left if it is on the right."""
-    axes.plot([x], [y], marker="o", ms=4, color=style.INK, ls="", zorder=7)
+def _mark_peak(axes: Axes, at: tuple[float, float], text: str, *, height: float) -> None:
+    """A point at the peak, and the op's name above all lines, joined by a thin one."""
+    longest, room_points = axes.get_xlim()[1] or 1.0, _width_points(axes)
+    wide_points = LETTER_POINTS * len(text)
+    at_points = at[0] / longest * room_points
+    middle_points = max(wide_points / 2, min(at_points, room_points - wide_points / 2))
+    off_points = at_points - middle_points  # at the edges the name is beside the peak
+    axes.plot(*at, marker="o", ms=4, color=style.INK, ls="", zorder=7)
     axes.annotate(
         text,
-        (x, y),
-        xytext=(-5 if right else 5, 7),
-        textcoords="offset points",
-        ha="right" if right else "left",
+        at,
+        xytext=(middle_points / room_points * longest, height),
+        ha="center",
         va="bottom",
         color=style.INK,
         fontsize=8,
         parse_math=False,
-        bbox={"boxstyle": "square,pad=0.15", "fc": style.PAPER, "ec": "none", "alpha": 0.8},
+        arrowprops={
+            "arrowstyle": "-",
+            "color": style.INK,
+            "lw": 0.6,
+            "shrinkA": 0,
+            "shrinkB": 2,
+            "relpos": (min(1.0, max(0.0, 0.5 + off_points / wide_points)), 0),
+        },
         zorder=7,
     )
 
 
-def _drawable(name: str) -> str:
-    """A printable, short name, as graph files are not trusted."""
-    shown = "".join(c if c.isprintable() else "?" for c in name)
-    return shown if len(shown) <= LONGEST_NAME else shown[: LONGEST_NAME - 1] + "…"
+def _width_points(axes: Axes) -> float:
+    """Points of the axes, about: the layout is not known before the figure is drawn."""
+    return (0.8 if style.is_wide(axes) else 0.72) * 72 * style.width_in(axes)
+
+
+def _drawable(name: str, axes: Axes) -> str:
+    """A name as long as the figure has room for."""
+    shown, most = style.printable(name), int(5.5 * style.width_in(axes))
+    return shown if len(shown) <= most else shown[: most - 1] + "…"

@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from graphs.graph import Graph, Node
+from solver.analysis import block_names
 from solver.chain import Blocks, split_into_blocks
 from solver.reporting.plot import style
 from solver.reporting.plot.of_memory import overhead_text
+from solver.reporting.rows import step_name
 from solver.schedule import Schedule, Solution, baseline, live_bytes_by, starts_s
 
 HALF = 0.42
 """Half of the drawn height of a row."""
+N_NAMED = 16
+"""Blocks named on the axis at most."""
 RUNS = (("forward", style.BLUE), ("recomputed", style.ORANGE), ("backward", style.GREEN))
 
 
@@ -57,9 +61,13 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     axes.set(xlabel="time in the step (s)", ylabel="block")
     axes.set_xlim(0, None)
     axes.set_ylim(0.4, blocks.n_blocks + 0.6)
+    every = -(-blocks.n_blocks // N_NAMED)
+    named = list(enumerate(block_names(graph), start=1))[::every]
+    labels = [style.printable(f"{block} {name}").strip() for block, name in named]
+    axes.set_yticks([block for block, _ in named], labels, fontsize=7, parse_math=False)
     axes.tick_params(colors=style.INK)
     words = "no plan fits" if solution.schedule is None else overhead_text(solution)
-    style.finish(axes, f"{solution.method}: {words}")
+    style.finish(axes, f"{step_name(solution.plain)}; {solution.method}: {words}")
     axes.grid(visible=False)
     return axes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 
 from solver.analysis import SizeSearch
-from solver.reporting.plot.style import BLUE, GREY, RED, finish, new_axes
-from solver.reporting.rows import saturation_text
+from solver.reporting.plot.style import BLUE, GREY, RED, WIDE_IN, finish, new_axes
+from solver.reporting.rows import misfit_text, saturation_text, step_name
 
 AXIS_LABELS = {
     "batch_size": ("batch size", "samples per second"),
@@ -14,9 +14,9 @@ AXIS_LABELS = {
 }
 
 
-def throughput(search: SizeSearch, ax: Axes | None = None) -> Axes:
+def throughput(search: SizeSearch, ax: Axes | None = None, *, width_in: float = WIDE_IN) -> Axes:
     """Throughput of each size that fits; the saturation point and the first misfit are marked."""
-    axes = new_axes() if ax is None else ax
+    axes = new_axes(width_in=width_in) if ax is None else ax
     size_label, rate_label = AXIS_LABELS[search.size]
     found = [(c, c.rate_per_s) for c in search.candidates if c.rate_per_s is not None]
     axes.plot([c.size for c, _ in found], [rate for _, rate in found], color=BLUE, lw=1.2, zorder=3)
@@ -38,10 +38,11 @@ def throughput(search: SizeSearch, ax: Axes | None = None) -> Axes:
         label = f"throughput {saturation_text(search)}"
         axes.axvline(search.saturation.size, color=GREY, lw=1.0, ls=":", label=label, zorder=2)
     if search.beyond is not None:
-        label = f"no plan from {search.beyond.size} on"
+        label = f"from {search.beyond.size} on {misfit_text(search.beyond)}"
         axes.axvline(search.beyond.size, color=RED, lw=1.2, ls="--", label=label, zorder=2)
     axes.set(xlabel=size_label, ylabel=rate_label)
     axes.set_ylim(0, 1.08 * max((rate for _, rate in found), default=1.0))
     axes.set_xlim(0, None)
-    finish(axes, f"Throughput against {size_label}")
+    step = step_name(search.candidates[0].solution.plain)
+    finish(axes, f"{step}: throughput against {size_label}")
     return axes

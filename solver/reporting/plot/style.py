@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from graphs.files import write_whole
 
@@ -37,18 +39,50 @@ COLOUR_VARIABLES = {
 """The CSS variable of each colour; the page sets them for light and dark mode."""
 
 
-def new_axes() -> Axes:
-    figure = Figure(figsize=(8.0, 4.4), layout="constrained")
+WIDE_IN, NARROW_IN = 8.0, 4.0
+"""Widths of figures in inches: for a page, and for a phone at the same size of letters."""
+LEGEND_IN = -0.55
+"""From the axes to the legend: ticks and the label of the axis are between them."""
+N_COLUMNS = 1200
+"""Steps drawn at most; more than the plot has pixels would only enlarge the file."""
+
+
+def new_axes(*, width_in: float = WIDE_IN) -> Axes:
+    figure = Figure(figsize=(width_in, 4.4), layout="constrained")
     return figure.add_subplot()
 
 
 def finish(axes: Axes, title: str) -> None:
-    """Title, light grid, no frame, the legend below."""
-    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
+    """Title, light grid, no frame, the legend below; both as wide as the figure is."""
+    text = textwrap.fill(printable(title), int(9 * width_in(axes)))
+    axes.set_title(text, loc="left", fontsize=10, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=LIGHT, lw=0.5, zorder=0)
     axes.set_axisbelow(True)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.14), ncols=3, frameon=False, fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        under_the_label = ScaledTranslation(0, LEGEND_IN, _figure_of(axes).dpi_scale_trans)
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(0, 0),
+            bbox_transform=axes.transAxes + under_the_label,
+            ncols=3 if is_wide(axes) else 1,
+            frameon=False,
+            fontsize=8,
+        )
+
+
+def is_wide(axes: Axes) -> bool:
+    return width_in(axes) > (WIDE_IN + NARROW_IN) / 2
+
+
+def printable(text: str) -> str:
+    """Without control characters, as graph files are not trusted."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def width_in(axes: Axes) -> float:
+    """Inches of the figure."""
+    return float(_figure_of(axes).get_figwidth())
 
 
 def size_unit(largest_bytes: int) -> tuple[str, float]:

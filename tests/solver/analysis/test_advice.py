@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from graphs.graph import Graph, Tensor
 from graphs.synthetic.nets import residual
 from solver.analysis.advice import ABOUT, advise
+from solver.analysis.peaks import peaks
+from solver.reporting.rows import memory_table
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request
@@ -82,6 +85,25 @@ def test_model_state_that_fills_the_budget():
     assert "FSDP" in text
     assert "5.00 KB instead of 20.00 KB" in text
     assert "LoRA) saves nearly all of the 30.00 KB" in text
+
+
+@pytest.mark.parametrize(("acts", "spare"), [(4000, -1), (4000, -5000), (9000, -12000)])
+def test_model_state_at_the_peak_is_what_the_table_says(acts, spare):
+    graph = step(weight=10_000, state=20_000, acts=acts)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    solution = answer(graph, Request(budget_bytes=peak_bytes + spare, time_limit_s=600))
+    text = {a.kind: a.text for a in advise(solution)}["state"]
+    *parts, total = [(row[0], *row[-2:]) for row in memory_table(solution).rows]
+    cells = {name: (size, share) for name, size, share in parts}
+    run = peaks(solution)[-1]
+    assert f"At the peak of the {run.name}, {total[1]}, they take " in text
+    assert f"beside {cells['activations'][0]} of activations ({cells['activations'][1]})" in text
+    shares = [float(share.split()[0]) for _, share in cells.values() if share]
+    state = float(re.search(r"they take [0-9.]+ [KM]?B \(([0-9.]+) %\)", text)[1])
+    others = [cells[name][1] for name in ("activations", "batch", "buffers", "workspace")]
+    rest = sum(float(share.split()[0]) for share in others if share)
+    assert sum(shares) == pytest.approx(100, abs=0.2)
+    assert state + rest == pytest.approx(100, abs=0.2)
 
 
 def test_model_state_that_does_not():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from solver.cli.command import main
 from solver.common.deadline import ctrl_c_ends_searches
 from solver.reporting import plot
 from solver.reporting.report_data import Report, to_json
+from solver.reporting.rows import size_rows
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
@@ -192,9 +194,26 @@ def test_the_picture_shows_every_size_that_has_a_plan():
     assert "without recomputation" in labels
     assert "with recomputation" in labels
     assert f"throughput saturates at batch {found.saturation.size}" in labels
-    assert f"no plan from {found.beyond.size} on" in labels
+    assert found.beyond.solution.proven_infeasible
+    assert f"from {found.beyond.size} on it is proven that no plan fits" in labels
     nothing = SizeSearch("batch_size", found.candidates[-1:])
     assert len(plot.throughput(nothing).lines[0].get_xdata()) == 0
+
+
+def test_why_the_next_size_has_no_plan_is_told_apart():
+    found = largest(planner(peak_bytes(6), method="none"))
+    beyond = found.beyond.solution
+    cases = {
+        "it is proven that no plan fits": {"lower_bound_s": math.inf},
+        "none was found within the time limit": {"lower_bound_s": 1.0, "status": "time_limit"},
+        "none found none": {"lower_bound_s": 1.0, "status": "infeasible"},
+    }
+    for words, changes in cases.items():
+        other = dataclasses.replace(beyond, obstacle=None, **changes)
+        search = found.with_solution(7, other)
+        labels = [t.get_text() for t in plot.throughput(search).get_legend().get_texts()]
+        assert f"from 7 on {words}" in labels
+        assert dict(size_rows(search))["largest"] == f"6; for 7 {words}"
 
 
 def test_the_object_of_json():

@@ -10,13 +10,18 @@ import pytest
 
 from graphs.synthetic.nets import chain, residual
 from solver.analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
+from solver.common import format_size, format_size_up
 from solver.common.deadline import Deadline, ctrl_c_ends_searches
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
+from solver.reporting import plot
+from solver.reporting.rows import curve_text
+from solver.schedule import Link, Place, Places
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.solving import attempt, solve
+from tests.support.builders import make, op
 
 GRAPH = residual(n_blocks=5)
 PEAK_BYTES = simulate(GRAPH, baseline(GRAPH)).peak_bytes
@@ -160,13 +165,57 @@ def test_the_reserve_is_on_top_of_the_default_budgets():
     assert plain[-1] == PEAK_BYTES
 
 
-def test_quick_budgets_start_where_nothing_is_proven_to_be_too_small():
-    first, *others = default_budgets(GRAPH, quick=True, n_budgets=5)
-    assert first == find_obstacle(GRAPH).proven_bytes
-    assert len(others) == 4
-    assert others[-1] == PEAK_BYTES
-    less = solve(GRAPH, budget=first - 1, time_limit_s=600)
-    assert math.isinf(less.lower_bound_s)
+def test_a_quick_curve_goes_down_to_the_least_feasible_budget():
+    graph = residual(n_blocks=12)
+    obstacle = find_obstacle(graph)
+    curve = sweep(graph, n_budgets=4, time_limit_s=600, quick=True)
+    assert len(curve.points) == 4
+    assert curve.points[0].request.budget_bytes == obstacle.reached_bytes
+    assert all(point.schedule is not None for point in curve.points)
+    assert curve.least_planned_bytes == obstacle.reached_bytes
+    assert curve.proven_bytes == obstacle.proven_bytes
+    assert curve_text(curve) == (
+        f"quick: 4 searches with less work; plans down to "
+        f"{format_size_up(obstacle.reached_bytes)}; proven: none below "
+        f"{format_size(obstacle.proven_bytes)}"
+    )
+
+
+def test_where_searches_find_nothing_the_plan_of_the_least_budget_is_a_point(monkeypatch):
+    def blind(graph, *, budget_bytes, starts=(), **options):
+        found = [s for s in starts if simulate(graph, s).peak_bytes <= budget_bytes]
+        return Proposal(next(iter(found), None))
+
+    able = dataclasses.replace(METHODS["auto"], propose=blind, takes_places=False)
+    monkeypatch.setitem(METHODS, "blind", able)
+    curve = sweep(GRAPH, n_budgets=3, methods=["blind"], time_limit_s=600, quick=True)
+    assert all(point.schedule is not None for point in curve.points)
+
+
+def test_with_a_host_budgets_below_the_least_of_recomputation_are_tried():
+    # f1 runs once, so x or y waits for the end beside big, unless one is on the host.
+    graph = make(
+        [
+            op("f1", "", "x", recomputable=False),
+            op("f2", "x", "y"),
+            op("b1", "", "big", phase="backward"),
+            op("b2", "y", "z", phase="backward"),
+        ],
+        {"x": 4, "y": 6, "big": 9, "z": 0},
+        outputs="z",
+    )
+    places = Places(host=Place(100, Link(1000.0, 1000.0)))
+    alone = sweep(graph, n_budgets=6, time_limit_s=600)
+    beside = sweep(graph, n_budgets=6, time_limit_s=600, places=places)
+    assert alone.least_planned_bytes == find_obstacle(graph).reached_bytes == 13
+    assert beside.least_planned_bytes < 13
+    assert beside.proven_bytes == 10
+    least = beside.points[0]
+    assert least.request.budget_bytes == beside.least_planned_bytes == 10
+    assert least.schedule.has_copies
+    title = plot.pareto(beside).get_title(loc="left").replace("\n", " ")
+    assert "with 100 B of host memory at 1.00 KB/s" in title
+    assert "host memory" not in plot.pareto(alone).get_title(loc="left")
 
 
 def test_the_first_default_budget_is_feasible():

@@ -130,7 +130,7 @@ def test_ctrl_c_before_any_point_leaves_the_curve_out(tmp_path, capsys, monkeypa
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solver.cli.outputs, "default_budgets", interrupted)
+    monkeypatch.setattr(solver.cli.outputs, "sweep", interrupted)
     curve = tmp_path / "c.svg"
     assert main(["--budget", "4GB", "--method", "sqrt", "--pareto", str(curve), GPT2]) == 0
     assert "it is not drawn" in " ".join(capsys.readouterr().out.split())

@@ -8,9 +8,11 @@ import os
 from itertools import pairwise
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from graphs.synthetic.nets import chain, residual
 from solver.analysis.pareto import Curve, sweep
@@ -59,17 +61,34 @@ def test_memory_is_the_judges_line(planned):
     assert any(label.startswith("budget:") for label in labels(axes))
 
 
-def test_the_name_of_the_peak_stands_on_a_ground_above_the_curve(planned):
-    axes = plot.memory(planned)
-    (note,) = [text for text in axes.texts if text.get_text().startswith("peak ")]
-    ground = note.get_bbox_patch()
-    assert ground is not None
-    assert to_rgba(ground.get_facecolor())[:3] == to_rgba(plot_style.PAPER)[:3]
-    assert ground.get_alpha() > 0.5
-    assert note.get_zorder() > max(patch.get_zorder() for patch in axes.patches)
-    drawn = plot_style.inline_svg(axes, name="m")
-    assert plot_style.PAPER not in drawn  # the page's ground, light or dark
-    assert "var(--ground)" in drawn
+def covered(axes) -> list[str]:
+    """The texts in the axes with a line under them, each with the label of the line."""
+    figure = axes.get_figure(root=True)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    outlines = [p for p in axes.patches if hasattr(p, "get_data") and not p.get_fill()]
+    found = []
+    for text in axes.texts:
+        box = Text.get_window_extent(text, renderer)  # of the letters alone, without an arrow
+        for line in (*axes.lines, *outlines):
+            path = line.get_path().transformed(line.get_transform())
+            if path.intersects_bbox(box, filled=False):
+                found.append(f"{text.get_text()} on {line.get_label()}")
+    return found
+
+
+@pytest.mark.parametrize("width_in", [plot_style.WIDE_IN, plot_style.NARROW_IN])
+@pytest.mark.parametrize("share", [0.75, 0.999, 1.3])
+def test_no_name_covers_a_line(share, width_in):
+    solution = solve(GRAPH, budget=int(share * PEAK_BYTES), method="sqrt")
+    for axes in plot.before_and_after(solution, width_in=width_in):
+        assert covered(axes) == []
+    alone = plot.memory(solution, width_in=width_in)
+    assert covered(alone) == []
+    (note,) = [text for text in alone.texts if text.get_text().startswith("peak ")]
+    assert note.get_position()[1] > max(solution.request.budget_bytes, PEAK_BYTES) / 1e6
+    alone.annotate("over the budget", (alone.get_xlim()[1] / 2, share * PEAK_BYTES / 1e6))
+    assert len(covered(alone)) > 0  # it can be seen
 
 
 def test_memory_without_a_plan():
@@ -160,7 +179,7 @@ def test_the_time_axis_shows_where_the_backward_pass_and_each_block_start(planne
 
 def test_a_long_schedule_is_thinned_and_keeps_its_peak(planned, monkeypatch):
     whole = stack(plot.memory(planned))[-1]
-    monkeypatch.setattr(plot_memory, "N_COLUMNS", 7)
+    monkeypatch.setattr(plot_style, "N_COLUMNS", 7)
     few = stack(plot.memory(planned))[-1]
     assert len(few.values) <= 7 < len(whole.values)
     assert few.values.max() == whole.values.max()

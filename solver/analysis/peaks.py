@@ -1,0 +1,80 @@
+"""What is on the device at the peaks of the baseline and of the plan, by category.
+
+Tables and advice quote the same object, so that their figures agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from graphs.graph import Graph, Node
+from solver.schedule import (
+    Compute,
+    Schedule,
+    Simulation,
+    Solution,
+    activation_bytes_by_dtype,
+    baseline,
+    memory_at,
+    node_at,
+)
+
+STATE = ("parameters", "gradients", "optimizer")
+"""The categories that recomputation cannot free."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """One run of the step at its peak.
+
+    name: "baseline" or "plan".
+    node: the peak op (None: before the first op).
+    bytes_of: by category; they add up to the peak of the run.
+    activations_of: the bytes of activations by dtype; empty where the graph does not record dtypes.
+    """
+
+    name: str
+    graph: Graph = field(repr=False)
+    schedule: Schedule
+    simulation: Simulation
+    node: Node | None
+    bytes_of: Mapping[str, int]
+    activations_of: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_of.values())
+
+    def share(self, *categories: str) -> float:
+        """Of the peak."""
+        return sum(self.bytes_of[name] for name in categories) / (self.total_bytes or 1)
+
+    def bytes_at_the_end(self) -> Mapping[str, int]:
+        """By category during the last op, when every gradient that the step leaves is there."""
+        computes = [p for p, op in enumerate(self.schedule.ops) if isinstance(op, Compute)]
+        return memory_at(self.graph, self.schedule, computes[-1] if computes else None)
+
+
+def peaks(solution: Solution) -> tuple[PeakMemory, ...]:
+    """Of the baseline, and of a plan that differs from it."""
+    plain, schedule, found = solution.baseline, solution.schedule, solution.simulation
+    before = _peak("baseline", solution.plain, baseline(solution.plain), plain)
+    if schedule is None or found is None:
+        return (before,)
+    if found.n_recomputed or schedule.has_copies or found.peak_bytes != plain.peak_bytes:
+        return before, _peak("plan", solution.graph, schedule, found)
+    return (before,)
+
+
+def _peak(name: str, graph: Graph, schedule: Schedule, simulation: Simulation) -> PeakMemory:
+    position = simulation.peak_op
+    return PeakMemory(
+        name=name,
+        graph=graph,
+        schedule=schedule,
+        simulation=simulation,
+        node=node_at(graph, schedule, simulation),
+        bytes_of=memory_at(graph, schedule, position),
+        activations_of=activation_bytes_by_dtype(graph, schedule, position),
+    )

@@ -1,0 +1,127 @@
+"""The copies of a plan as rows and tables: streams, what waits, and what is where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from solver.analysis import Copies, Stall, Trip
+from solver.common import counted, describe_op, format_percent, format_size, format_time
+from solver.reporting.rows import Row, Table
+
+N_TRIPS = 12
+"""Storages on the host that are listed, the largest."""
+N_STALLS = 4
+"""Stalls that are listed, the longest."""
+N_COLUMNS = 54
+LEVELS = " .-+#"
+"""Of a column of the timeline: nothing, up to a quarter, half, three quarters, more."""
+
+
+def stream_table(found: Copies) -> Table:
+    """A row for each stream that runs anything."""
+    rows = tuple(
+        (
+            stream.title,
+            str(stream.n_ops),
+            format_size(stream.size_bytes) if stream.size_bytes else "",
+            format_time(stream.busy_s),
+            format_percent(stream.share, digits=1),
+        )
+        for stream in found.streams
+    )
+    return Table(("stream", "ops", "bytes", "busy", "of the step"), rows)
+
+
+def stall_rows(found: Copies) -> Iterator[Row]:
+    """How long nothing is computed, and for which copies the most."""
+    if not found.stalls:
+        yield "waiting", "never: all copies are hidden behind the computation"
+        return
+    total_s = math.fsum(stall.time_s for stall in found.stalls)
+    yield "waiting", f"{format_time(total_s)} in {counted(len(found.stalls), 'stall')}"
+    for stall in sorted(found.stalls, key=lambda stall: -stall.time_s)[:N_STALLS]:
+        yield "", _stall_text(stall)
+
+
+def _stall_text(stall: Stall) -> str:
+    when = f"{format_time(stall.time_s)} at {format_time(stall.start_s)}"
+    waits = "the end of the step" if stall.node is None else describe_op(stall.node)
+    return f"{when}: {waits} waits for the copy of {stall.storage or 'a storage'}"
+
+
+def trip_table(found: Copies) -> Table:
+    """What is on the host when, the largest first."""
+    rows = [_trip_row(trip) for trip in found.trips[:N_TRIPS]]
+    rest = found.trips[N_TRIPS:]
+    if rest:
+        size = format_size(sum(trip.size_bytes for trip in rest))
+        rows.append((f"{len(rest)} more", "", "", size, "", ""))
+    heads = ("copied", "module", "back for", "bytes", "out", "back")
+    return Table(heads, tuple(rows), n_text=3)
+
+
+def _trip_row(trip: Trip) -> tuple[str, ...]:
+    return (
+        trip.storage,
+        trip.maker.module,
+        "" if trip.reader is None else trip.reader.name,
+        format_size(trip.size_bytes),
+        _span(trip.out_s),
+        _span(trip.back_s),
+    )
+
+
+def _span(span_s: tuple[float, float] | None) -> str:
+    return "" if span_s is None else f"{format_time(span_s[0])} - {format_time(span_s[1])}"
+
+
+def trip_rows(trips: Iterable[Trip]) -> Iterator[Row]:
+    """What becomes of one storage."""
+    for trip in trips:
+        if trip.out_s is not None:
+            yield "copied out", f"{format_size(trip.size_bytes)}, {_during(trip.out_s)}"
+        yield "on the host", f"until {format_time(trip.until_s)}"
+        if trip.back_s is not None:
+            reader = f", for {describe_op(trip.reader)}" if trip.reader else ""
+            yield "copied back", f"{_during(trip.back_s)}{reader}"
+
+
+def _during(span_s: tuple[float, float]) -> str:
+    return f"in {format_time(span_s[1] - span_s[0])} from {format_time(span_s[0])} on"
+
+
+def timeline_rows(found: Copies) -> Iterator[Row]:
+    """Each stream over the step in N_COLUMNS letters, and the memory of the host."""
+    edges_s = [found.end_s * column / N_COLUMNS for column in range(N_COLUMNS + 1)]
+    for stream in found.streams:
+        spans = [(e.start_s, e.end_s) for e in found.events if e.stream == stream.name]
+        yield stream.title, _letters(spans, edges_s)
+    held = [*found.host_bytes(), (found.end_s, 0)]
+    most_bytes = max((size_bytes for _, size_bytes in held), default=0) or 1
+    weighted = [
+        (start_s, stop_s, size_bytes / most_bytes)
+        for (start_s, size_bytes), (stop_s, _) in pairwise(held)
+    ]
+    yield "on the host", _weighted_letters(weighted, edges_s)
+    yield "", f"a column is {format_time(found.end_s / N_COLUMNS)}; # busy, or full, all of it"
+
+
+def _letters(spans_s: Iterable[tuple[float, float]], edges_s: list[float]) -> str:
+    return _weighted_letters(((start_s, stop_s, 1.0) for start_s, stop_s in spans_s), edges_s)
+
+
+def _weighted_letters(spans: Iterable[tuple[float, float, float]], edges_s: list[float]) -> str:
+    """How much of each column the spans fill, each by its weight."""
+    width_s = edges_s[1] or 1.0
+    filled_s = [0.0] * (len(edges_s) - 1)
+    for start_s, stop_s, weight in spans:
+        first = min(len(filled_s) - 1, int(start_s / width_s))
+        for column in range(first, len(filled_s)):
+            if edges_s[column] >= stop_s:
+                break
+            inside_s = min(stop_s, edges_s[column + 1]) - max(start_s, edges_s[column])
+            filled_s[column] += weight * max(0.0, inside_s)
+    most = len(LEVELS) - 1
+    return "".join(LEVELS[min(most, math.ceil(most * s / width_s - 1e-9))] for s in filled_s)

@@ -1,0 +1,80 @@
+"""The streams of a plan with copies: what computes, what goes out and comes back, what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from matplotlib.axes import Axes
+
+from solver.analysis import Copies, Stream
+from solver.common import format_size, format_time
+from solver.reporting.plot import style
+from solver.schedule import Event, Solution
+
+HALF = 0.36
+"""Half of the drawn height of a row."""
+COLOUR_OF_STREAM = {
+    "compute": style.BLUE,
+    "store": style.ORANGE,
+    "fetch": style.GREEN,
+    "spill": style.PINK,
+    "load": style.SKY,
+}
+
+
+def streams(solution: Solution, found: Copies, axes: Axes, *, s_per_unit: float) -> Axes:
+    """A row for each stream from above: when it runs something; in red where compute waits for a
+    copy. The lowest row is the memory of the host, as a share of its peak.
+
+    s_per_unit: seconds of a unit of the time axis.
+    """
+    assert solution.simulation is not None
+    rows = {stream.name: len(found.streams) - i for i, stream in enumerate(found.streams)}
+    least_s = found.end_s / style.N_COLUMNS
+    for name, row in rows.items():
+        runs = _merged((e for e in found.events if e.stream == name), least_s)
+        spans = [(start / s_per_unit, (stop - start) / s_per_unit) for start, stop in runs]
+        colour = COLOUR_OF_STREAM[name]
+        axes.broken_barh(spans, (row - HALF, 2 * HALF), color=colour, lw=0, zorder=2)
+    if found.stalls:
+        waits = [(s.start_s / s_per_unit, s.time_s / s_per_unit) for s in found.stalls]
+        place = (rows["compute"] - HALF, 2 * HALF)
+        label = "nothing is computed: waiting for copies"
+        axes.broken_barh(waits, place, color=style.RED, lw=0, label=label, zorder=3)
+    most_bytes = solution.simulation.host_peak_bytes
+    _draw_host(axes, found, most_bytes, s_per_unit)
+    is_wide = style.is_wide(axes)
+    names = {rows[stream.name]: _title(stream, is_wide) for stream in found.streams}
+    names[0] = f"on the host,\n{'at most ' if is_wide else ''}{format_size(most_bytes)}"
+    axes.set_yticks(list(names), list(names.values()), fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(-0.6, len(rows) + 0.6)
+    stalls = f"{format_time(solution.simulation.stall_s)} of it not hidden"
+    style.finish(axes, f"Copies to the host beside the computation; {stalls}")
+    axes.grid(visible=False)
+    return axes
+
+
+def _title(stream: Stream, is_wide: bool) -> str:
+    size = f"{format_size(stream.size_bytes)}, " if is_wide and stream.size_bytes else ""
+    return f"{stream.title}\n{size}{100 * stream.share:.0f} % busy"
+
+
+def _draw_host(axes: Axes, found: Copies, most_bytes: int, s_per_unit: float) -> None:
+    held = found.host_bytes()
+    if not held or not most_bytes:
+        return
+    edges = [at_s / s_per_unit for at_s, _ in held] + [found.end_s / s_per_unit]
+    heights = [-HALF + 2 * HALF * n_bytes / most_bytes for _, n_bytes in held]
+    axes.stairs(heights, edges, baseline=-HALF, fill=True, color=style.STONE, lw=0, zorder=2)
+
+
+def _merged(events: Iterable[Event], least_s: float) -> list[tuple[float, float]]:
+    """Start and end of what runs without a break that could be seen."""
+    found: list[tuple[float, float]] = []
+    for event in events:
+        if found and event.start_s - found[-1][1] < least_s:
+            found[-1] = found[-1][0], event.end_s
+        else:
+            found.append((event.start_s, event.end_s))
+    return found

@@ -1,0 +1,243 @@
+"""The predicted memory of a plan as a snapshot that https://pytorch.org/memory_viz opens.
+
+The file is the pickled dictionary of `torch.cuda.memory._snapshot()`, whose fields PyTorch's
+documentation of that function lists, so that a prediction and a recording of the same step can be
+looked at side by side. It is written without torch. The viewer has an unpickler of its own, which
+knows protocols 2 to 4 and dictionaries, lists, tuples, strings and numbers.
+
+Allocations and frees come in the order of the schedule, with the sizes that the simulator counts:
+the most that is allocated at once is the predicted peak. Addresses are made up, in one segment by
+first fit; for what the caching allocator takes from a card see `solver.schedule.reserved`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphs.files import write_whole
+from graphs.graph import Graph, Tensor
+from solver.schedule import (
+    OTHERS,
+    Compute,
+    Schedule,
+    Solution,
+    Stay,
+    baseline,
+    memory_at,
+    name_in,
+    stays,
+    word_for,
+)
+
+PROTOCOL = 4
+FIRST_ADDRESS = 1 << 40
+"""Like those of a card; any would do."""
+POOL = (0, 0)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Bytes on the device during the ops at positions start .. stop - 1 (stop None: to the end).
+
+    frames: where they are allocated, the innermost first.
+    """
+
+    size_bytes: int
+    start: int
+    stop: int | None
+    frames: tuple[tuple[str, int, str], ...]
+
+
+def write_snapshot(solution: Solution, path: str | Path, *, without_plan: bool = False) -> None:
+    """Write the snapshot, whole or not at all.
+
+    without_plan: of the baseline, for a recording of a step without a plan.
+
+    Raises ValueError for a Solution without a schedule, unless without_plan.
+    """
+    value = snapshot(solution, without_plan=without_plan)
+    write_whole(Path(path), pickle.dumps(value, protocol=PROTOCOL))
+
+
+def snapshot(solution: Solution, *, without_plan: bool = False) -> dict[str, Any]:
+    """The dictionary: `segments` at the end of the step, and `device_traces` of the whole step."""
+    graph, schedule = solution.graph, solution.schedule
+    if without_plan:
+        graph, schedule = solution.plain, baseline(solution.plain)
+    if schedule is None:
+        raise ValueError(
+            f"no schedule to write: the status is {solution.status}{solution.obstacle_text}"
+        )
+    allocations = [a for a in _allocations(graph, schedule) if a.size_bytes]
+    starts, stops = defaultdict(list), defaultdict(list)
+    for allocation in allocations:
+        starts[allocation.start].append(allocation)
+        if allocation.stop is not None:
+            stops[allocation.stop].append(allocation)
+    arena = _Arena()
+    entries: list[dict[str, Any]] = []
+    placed: dict[int, int] = {}  # id of an allocation -> its address
+    for position in range(-1, len(schedule.ops) + 1):
+        for allocation in stops[position]:
+            address = placed.pop(id(allocation))
+            arena.give_back(address, allocation.size_bytes)
+            for action in ("free_requested", "free_completed"):
+                entries.append(_entry(action, address, allocation))
+        for allocation in starts[position]:
+            placed[id(allocation)] = address = arena.take(allocation.size_bytes)
+            entries.append(_entry("alloc", address, allocation))
+    at_the_end = {placed[id(a)]: a for a in allocations if id(a) in placed}
+    whole = Allocation(arena.size_bytes, -1, None, ())
+    entries.insert(0, _entry("segment_alloc", FIRST_ADDRESS, whole))
+    return {"segments": [_segment(arena.size_bytes, at_the_end)], "device_traces": [entries]}
+
+
+def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
+    """What is resident, what the ops make, and their workspaces."""
+    paths = {tensor: path for path, tensor in graph.meta.parameters.items()}
+    paths |= {tensor: path for path, tensor in graph.meta.buffers.items()}
+    for tensor in graph.resident:
+        if tensor.alias_of is None:
+            yield Allocation(tensor.size_bytes, -1, None, _resident_frames(tensor, paths))
+    for stay in _whole_stays(graph, schedule):
+        stop = stay.stop if stay.stop < len(schedule.ops) else None
+        frames = _frames(graph, schedule, stay.start, stay.storage)
+        yield Allocation(graph.tensor_by_name[stay.storage].size_bytes, stay.start, stop, frames)
+    if graph.n_in_flight > 1 and schedule.ops:
+        others_bytes = memory_at(graph, schedule, 0)[OTHERS]
+        yield Allocation(others_bytes, 0, _optimizer_at(graph, schedule), (("step", 0, OTHERS),))
+    for position, op in enumerate(schedule.ops):
+        if isinstance(op, Compute):
+            frames = _frames(graph, schedule, position, "workspace")
+            workspace_bytes = graph.node_by_name[op.node].workspace_bytes
+            yield Allocation(workspace_bytes, position, position + 1, frames)
+
+
+def _optimizer_at(graph: Graph, schedule: Schedule) -> int | None:
+    """The position of the optimizer's first op, before which the other micro-batches end."""
+    optimizer = {node.name for node in graph.nodes if node.phase == "optimizer"}
+    ops = enumerate(schedule.ops)
+    return next((i for i, op in ops if isinstance(op, Compute) and op.node in optimizer), None)
+
+
+def _whole_stays(graph: Graph, schedule: Schedule) -> list[Stay]:
+    """Where an op overwrites a storage one stay ends and the next starts, in the same memory."""
+    found: list[Stay] = []
+    last: dict[str, int] = {}  # storage -> index of its last stay
+    for stay in sorted(stays(graph, schedule), key=lambda stay: (stay.start, stay.stop)):
+        index = last.get(stay.storage)
+        if index is not None and found[index].stop == stay.start:
+            before = found[index]
+            found[index] = Stay(stay.storage, before.layer, before.start, stay.stop)
+        else:
+            last[stay.storage] = len(found)
+            found.append(stay)
+    return found
+
+
+def _resident_frames(tensor: Tensor, paths: dict[str, str]) -> tuple[tuple[str, int, str], ...]:
+    return (
+        (tensor.kind, 0, paths.get(tensor.name, tensor.name)),
+        ("before the step", 0, "resident"),
+    )
+
+
+def _frames(
+    graph: Graph, schedule: Schedule, position: int, what: str
+) -> tuple[tuple[str, int, str], ...]:
+    """The viewer shows file, line and function: here the operator, the position in the schedule and
+    what is allocated; below it the module, and what kind of op it is."""
+    op = schedule.ops[position]
+    node = graph.node_by_name[op.node] if isinstance(op, Compute) else graph.producer[name_in(op)]
+    did = node.phase if isinstance(op, Compute) else word_for(op)
+    return ((node.op, position, what), (node.module or "step", position, f"{did} {node.name}"))
+
+
+def _entry(action: str, address: int, of: Allocation) -> dict[str, Any]:
+    return {
+        "action": action,
+        "addr": address,
+        "frames": _framed(of),
+        "size": of.size_bytes,
+        "stream": 0,
+        "pool_id": POOL,
+    }
+
+
+def _framed(of: Allocation) -> list[dict[str, Any]]:
+    return [{"filename": file, "line": line, "name": name} for file, line, name in of.frames]
+
+
+def _segment(total_bytes: int, live: dict[int, Allocation]) -> dict[str, Any]:
+    """The one segment; its blocks cover it without gaps. live: by address."""
+    blocks: list[dict[str, Any]] = []
+    at = FIRST_ADDRESS
+    for address, allocation in sorted(live.items()):
+        blocks += [*_free_block(at, address), _block(address, allocation)]
+        at = address + allocation.size_bytes
+    blocks += _free_block(at, FIRST_ADDRESS + total_bytes)
+    live_bytes = sum(allocation.size_bytes for allocation in live.values())
+    return {
+        "device": 0,
+        "address": FIRST_ADDRESS,
+        "total_size": total_bytes,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": POOL,
+        "allocated_size": live_bytes,
+        "active_size": live_bytes,
+        "blocks": blocks,
+    }
+
+
+def _block(address: int, allocation: Allocation) -> dict[str, Any]:
+    return {
+        "size": allocation.size_bytes,
+        "requested_size": allocation.size_bytes,
+        "address": address,
+        "state": "active_allocated",
+        "frames": _framed(allocation),
+    }
+
+
+def _free_block(start: int, stop: int) -> list[dict[str, Any]]:
+    """Of the bytes between two addresses; none where there are none."""
+    if start == stop:
+        return []
+    size = {"size": stop - start, "requested_size": 0}
+    return [{**size, "address": start, "state": "inactive", "frames": []}]
+
+
+class _Arena:
+    """Addresses by first fit. size_bytes: the most that were in use at once, gaps included."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._gaps: list[tuple[int, int]] = []  # (start, stop), ascending and apart
+
+    def take(self, size_bytes: int) -> int:
+        for index, (start, stop) in enumerate(self._gaps):
+            if stop - start >= size_bytes:
+                self._gaps[index : index + 1] = (
+                    [(start + size_bytes, stop)] if stop - start > size_bytes else []
+                )
+                return start
+        end = FIRST_ADDRESS + self.size_bytes
+        start = self._gaps.pop()[0] if self._gaps and self._gaps[-1][1] == end else end
+        self.size_bytes = start + size_bytes - FIRST_ADDRESS
+        return start
+
+    def give_back(self, start: int, size_bytes: int) -> None:
+        stop = start + size_bytes
+        index = bisect_left(self._gaps, (start, stop))
+        if index < len(self._gaps) and self._gaps[index][0] == stop:
+            stop = self._gaps.pop(index)[1]
+        if index and self._gaps[index - 1][1] == start:
+            start = self._gaps.pop(index - 1)[0]
+        insort(self._gaps, (start, stop))
