@@ -1,4 +1,4 @@
-"""The images of the README and of the site: both plots, and screenshots of the `--report` page.
+"""The images of the README and of the site: the plots, and screenshots of the `--report` page.
 
     PYTHONPATH=. python docs/screenshots.py [--budget 8GB] [--problem examples/gpt2.py]
 
@@ -21,7 +21,9 @@ WIDTH, HEIGHT = 1000, 1500
 """Pixels of a screenshot: the top of the page."""
 TIME_LIMIT_S = "600"
 """For the search; each point of the Pareto curve gets a twentieth."""
-MEMORY, PARETO = "gpt2_memory.png", "gpt2_pareto.png"
+MEMORY, PARETO, HOST = "gpt2_memory.png", "gpt2_pareto.png", "gpt2_host.png"
+HOST_OPTIONS = ("--budget", "5GB", "--device", "h100", "--host", "64GB")
+"""Of the plan with copies to the host, as in docs/offload.md."""
 
 
 def take_screenshot(browser: str, page: Path, image: Path, *, dark: bool) -> None:
@@ -74,7 +76,11 @@ def main() -> int:
         code = solve([*options, *outputs, "--quiet", given.problem])
         if code != 0:
             return int(code)
-        for name in (MEMORY, PARETO):
+        host = (*HOST_OPTIONS, "--time-limit", TIME_LIMIT_S, "--plot", HOST)
+        code = solve([*host, "--quiet", given.problem])
+        if code != 0:
+            return int(code)
+        for name in (MEMORY, PARETO, HOST):
             shutil.copy(name, out / name)
         for dark in (False, True):
             name = "report_dark.png" if dark else "report_light.png"

@@ -2,7 +2,15 @@
 
 from solver.analysis.advice import ABOUT, Advice, advise
 from solver.analysis.by_block import block_names, block_rows
-from solver.analysis.copies import TITLE_OF_STREAM, Copies, Stall, Stream, Trip, copied, copies
+from solver.analysis.copy_timeline import (
+    TITLE_OF_STREAM,
+    Copies,
+    Stall,
+    Stream,
+    Trip,
+    copied,
+    copies,
+)
 from solver.analysis.explain import (
     Peak,
     WhyRecomputed,
@@ -22,4 +30,4 @@ from solver.analysis.largest_batch import (
     largest,
 )
 from solver.analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
-from solver.analysis.peaks import PeakMemory, peaks
+from solver.analysis.peak_memory import PeakMemory, peaks

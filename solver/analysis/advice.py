@@ -14,7 +14,7 @@ from typing import Literal
 
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
-from solver.analysis.peaks import STATE, PeakMemory, peaks
+from solver.analysis.peak_memory import STATE, PeakMemory, peaks
 from solver.chain import Blocks, checkpoints, split_into_blocks
 from solver.common import counted, describe_op, format_percent, format_share, format_size
 from solver.methods import METHODS

@@ -110,11 +110,19 @@ def memory_table(solution: Solution) -> Table:
     return _byte_table(runs, by_run, total="peak")
 
 
-def dtype_table(solution: Solution) -> Table | None:
-    """The activations at the same peaks by dtype; None where the graph does not record dtypes."""
+def dtype_table(solution: Solution, *, least_share: float = 0.0) -> Table | None:
+    """The activations at the same peaks by dtype; None where the graph does not record dtypes.
+
+    least_share: None, too, where no dtype but the largest has such a part of them at some peak.
+    """
     runs = peaks(solution)
     dtypes = sorted({name for run in runs for name in run.activations_of})
-    if not dtypes:
+    seconds = (sorted(run.activations_of.values())[:-1] for run in runs)
+    parts = zip(runs, seconds, strict=True)
+    if not dtypes or all(
+        (sizes[-1] if sizes else 0) < least_share * run.bytes_of["activations"]
+        for run, sizes in parts
+    ):
         return None
     by_run = {name: [run.activations_of.get(name, 0) for run in runs] for name in dtypes}
     return _byte_table(runs, by_run, total="activations")

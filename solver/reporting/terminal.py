@@ -20,8 +20,8 @@ from solver.reporting.report_data import Report
 STYLE_OF_STATUS = {"optimal": "bold green", "feasible": "bold cyan", "time_limit": "bold yellow"}
 FAILED = "bold red"
 NAME_WIDTH = 18
-N_ONE_DTYPE = 2
-"""Rows of a table by dtype that says nothing new: one dtype, and the sum."""
+NOTABLE_SHARE = 0.01
+"""Of the activations: with less of all dtypes but one, they are not listed."""
 
 
 def show(report: Report, console: Console) -> None:
@@ -58,8 +58,7 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     yield heading("Memory at the peak of the step")
     yield _table(rows.memory_table(answer), console)
     yield pairs(rows.peak_rows(answer))
-    by_dtype = rows.dtype_table(answer)
-    if by_dtype is not None and len(by_dtype.rows) > N_ONE_DTYPE:
+    if (by_dtype := rows.dtype_table(answer, least_share=NOTABLE_SHARE)) is not None:
         yield heading("Activations at the peak by dtype")
         yield _table(by_dtype, console)
     if report.sizes is not None:

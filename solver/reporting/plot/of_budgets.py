@@ -52,6 +52,7 @@ def pareto(
             ms=14,
             color=style.RED,
             ls="",
+            clip_on=False,
             label=f"this plan: {overhead_text(chosen)} at "
             f"{format_size(chosen.request.budget_bytes)}",
             zorder=5,

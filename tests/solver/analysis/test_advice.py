@@ -11,7 +11,7 @@ import pytest
 from graphs.graph import Graph, Tensor
 from graphs.synthetic.nets import residual
 from solver.analysis.advice import ABOUT, advise
-from solver.analysis.peaks import peaks
+from solver.analysis.peak_memory import peaks
 from solver.reporting.rows import memory_table
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate

@@ -36,6 +36,9 @@ TITLE_OF_STREAM = {
 }
 """In the order of the pictures."""
 
+ROUNDING = 1e-12
+"""Of the step: a shorter wait is an error of adding up seconds."""
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -135,13 +138,14 @@ class Copies:
             if event.stream != "compute"
         }
         found, at_s = [], 0.0
+        least_s = ROUNDING * self.end_s
         for event in self.events:
             if event.stream == "compute":
-                if event.start_s > at_s:
+                if event.start_s > at_s + least_s:
                     storage = copied_by.get(event.start_s, "")
                     found.append(Stall(at_s, event.start_s, self._node(event.position), storage))
                 at_s = event.end_s
-        if self.end_s > at_s:
+        if self.end_s > at_s + least_s:
             found.append(Stall(at_s, self.end_s, None, copied_by.get(self.end_s, "")))
         return tuple(found)
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from graphs.synthetic.nets import residual
-from solver.analysis.copies import Copies, copied, copies
+from solver.analysis.copy_timeline import Copies, copied, copies
 from solver.reporting import copy_rows
 from solver.schedule import Link, Place, Places, Request, Solution, baseline, simulate
 from tests.support.builders import make, op, plan
@@ -115,6 +115,7 @@ def test_everything_adds_up_to_what_the_simulator_says(seed) -> None:
     assert found.host_bytes()[-1][1] == 0
     if not any(s.name == "load" for s in found.streams):
         assert max(size for _, size in found.host_bytes()) <= simulation.host_peak_bytes
+    assert all(stall.time_s > 1e-12 * found.end_s for stall in found.stalls)
     for trip in found.trips:
         assert trip.from_s <= trip.until_s <= found.end_s
         assert copied(solution, [trip.storage])
