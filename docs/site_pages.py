@@ -21,7 +21,10 @@ ROOT = DOCS.parent
 NAVIGATION = (
     ("", "index install tutorial faq"),
     ("Integrations", "integrations/"),
-    ("How to", "report options model_files running_a_plan hugging_face emit export compile gpu"),
+    (
+        "How to",
+        "report options model_files running_a_plan hugging_face emit export compile pipeline gpu",
+    ),
     (
         "Understand",
         "bytes methods offload copies plan_quality theory bitwise_identical limits architecture",

@@ -7,6 +7,7 @@ from graphs.files import FormatError
 from graphs.graph import Graph, GraphError, Node, Tensor
 from graphs.meta import GraphMeta
 from graphs.moved import announce_moves
+from graphs.pipeline import Pipeline, PipelineError
 
 __all__ = [
     "FormatError",
@@ -14,6 +15,8 @@ __all__ = [
     "GraphError",
     "GraphMeta",
     "Node",
+    "Pipeline",
+    "PipelineError",
     "Tensor",
 ]
 

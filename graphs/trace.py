@@ -48,6 +48,7 @@ from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
 from graphs.meta import GraphMeta
+from graphs.pipeline import Pipeline, with_pipeline
 from graphs.rewrites import (
     Variant,
     Variants,
@@ -60,6 +61,8 @@ from graphs.rewrites import (
 from graphs.training_step import (
     MetaOutputs,
     OutsideLoss,
+    check_stage,
+    indices_with_gradient,
     optimizer_costs,
     with_accumulation,
     with_device_bytes,
@@ -69,6 +72,9 @@ from graphs.training_step import (
 __all__ = ["CapturedStep", "TraceError", "trace", "trace_module", "trace_variants"]
 
 GRADIENTS = ("fresh", "accumulate")
+OF_MICRO_BATCHES = "accumulate, inputs fresh"
+"""The gradients of a pipeline's micro-batches: those of the parameters add up, and those of the
+inputs, which each micro-batch has its own of, do not."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,7 @@ def trace(
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
     fsdp: int | Sharding | None = None,
+    pipeline: Pipeline | None = None,
     rewrites: Iterable[str] = (),
 ) -> Graph:
     """Trace one training step into a cost/memory Graph; no tensor is allocated or changed, unless
@@ -132,9 +139,13 @@ def trace(
         of a generic CPU otherwise).
     fsdp: the step as one rank of FSDP2 runs it (`graphs.fsdp.transform`): a number of ranks, with
         each block of the model as a group, or a Sharding. `batch` is that of one rank.
+    pipeline: the step of one micro-batch in a stage of a pipeline (`graphs.pipeline`). `model` is
+        the stage, `batch` a micro-batch: for all but the first stage with tensors that require
+        gradients. Only the last stage has a loss. `gradients` add up over the micro-batches.
     rewrites: names of `graphs.rewrites` to change the step with; (): the step as it is.
 
-    Raises TraceError, saying what cannot be traced and why; ShardingError for illegal groups.
+    Raises TraceError, saying what cannot be traced and why; ShardingError for illegal groups;
+    PipelineError for a stage that cannot be one.
     """
     ((graph, _),) = _traced(
         model,
@@ -147,6 +158,7 @@ def trace(
         device=device,
         costs=costs,
         fsdp=fsdp,
+        pipeline=pipeline,
     )
     return graph
 
@@ -184,6 +196,7 @@ def _traced(
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
     fsdp: int | Sharding | None = None,
+    pipeline: Pipeline | None = None,
 ) -> list[tuple[Graph, CapturedStep]]:
     """The graph of each chosen variant of the step, and its module's part."""
     if gradients not in GRADIENTS:
@@ -192,6 +205,13 @@ def _traced(
     args, kwargs = as_call(batch, inputs)
     check_call(model, args, kwargs)
     call = Call.of(args, kwargs, order=argument_order(model.forward))
+    returned = loss_index
+    if pipeline is not None:
+        check_stage(model, call, pipeline, has_loss=loss is not None, is_sharded=fsdp is not None)
+        if pipeline.n_microbatches > 1:
+            gradients = OF_MICRO_BATCHES
+        if not pipeline.is_last:
+            returned = indices_with_gradient
     target = _device(model, call, device)
     if costs is None:
         costs = default_costs(target)
@@ -211,7 +231,7 @@ def _traced(
             model,
             call,
             device=target,
-            choose=loss_index if loss is None else lambda _output: chosen,
+            choose=returned if loss is None else lambda _output: chosen,
             gradients=gradients,
             costs=costs,
         )
@@ -234,6 +254,7 @@ def _traced(
             graph = sharded(graph, n_ranks=n_ranks, groups=groups, on_cpu=on_cpu)
         if optimizer_cost is not None:
             graph = with_optimizer(graph, optimizer_cost)
+        graph = with_pipeline(graph, pipeline)
         own = checkpoints_itself.is_set()
         return replace(graph, meta=replace(graph.meta, own_checkpoints=True)) if own else graph
 
@@ -357,8 +378,12 @@ def _graph(
             },
         ),
     )
-    if gradients == "accumulate":
-        added = {new: layout.storage[leaf] for leaf, new in layout.gradients.items()}
+    if gradients != "fresh":
+        added = {
+            new: layout.storage[leaf]
+            for leaf, new in layout.gradients.items()
+            if gradients == "accumulate" or captured.sources[leaf].kind != "input"
+        }
         graph = with_accumulation(graph, added)
     return with_device_bytes(graph, cost.hardware)
 

@@ -58,6 +58,11 @@ def verify(
     """
     if solution.schedule is None or solution.simulation is None:
         raise ValueError(f"there is no plan to verify: the status is {solution.status}")
+    if solution.environment.get("pipeline"):
+        raise ValueError(
+            "the plan is for a stage of a pipeline, whose step takes all stages: run it under its "
+            "schedule, with and without apply(stage, solution)"
+        )
     torch.manual_seed(SEED)
     bench = _Bench(
         model=model().to(device),

@@ -10,3 +10,4 @@ from graphs.training_step.device_bytes import cublas_workspace_bytes, with_devic
 from graphs.training_step.loss_only import LossOnly
 from graphs.training_step.optimizer import optimizer_costs, together
 from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss
+from graphs.training_step.stage import check_stage, indices_with_gradient

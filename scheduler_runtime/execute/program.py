@@ -329,7 +329,7 @@ class _Line:
         for leaf, gradient in gradients:
             copied = self._copies.get(self.layout.gradients.get(leaf, ""))
             self._leaving.append((leaf, self.value(gradient) if copied is None else copied))
-        accumulates = self.step.graph.meta.gradients == "accumulate"
+        accumulates = self.step.graph.meta.gradients != "fresh"
         started = self._ends[-1] if self._ends else 0
         if accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
             self._end_piece()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from graphs.graph import Graph
+from graphs.pipeline import pipeline_of, with_pipeline
 from graphs.rewrites import Variant, variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import with_optimizer
@@ -48,10 +49,12 @@ def _variants(plan: Plan) -> Sequence[Variant]:
 
 
 def _whole(graph: Graph, plan: Plan, reason: str) -> Graph:
-    """The module's graph with the loss and the optimizer of the old plan."""
-    if plan.environment.get("loss") == "outside":
+    """The module's graph with the loss, the optimizer and the pipeline of the old plan."""
+    environment = plan.environment
+    if environment.get("loss") == "outside":
         graph = _with_planned_loss(graph, plan.loss, reason)
-    return with_optimizer(graph, plan.environment.get("optimizer"))
+    graph = with_optimizer(graph, environment.get("optimizer"))
+    return with_pipeline(graph, pipeline_of(environment))
 
 
 def _with_planned_loss(graph: Graph, loss: Graph | None, reason: str) -> Graph:

@@ -243,8 +243,13 @@ def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, 
         "activation_bytes_by_dtype": activation_bytes_by_dtype(graph, schedule, simulation.peak_op),
         "time_s": simulation.time_s,
         "n_recomputed": simulation.n_recomputed,
+        **(_in_flight(graph, simulation) if graph.n_in_flight > 1 else {}),
         **(_copies(simulation) if schedule.has_copies else {}),
     }
+
+
+def _in_flight(graph: Graph, simulation: Simulation) -> dict[str, Any]:
+    return {"n_in_flight": graph.n_in_flight, "saved_bytes": simulation.saved_bytes}
 
 
 def _copies(simulation: Simulation) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
+from graphs.pipeline import pipeline_of
 from solver.analysis import TITLE_OF_STREAM, Candidate, Curve, PeakMemory, SizeSearch, peaks
 from solver.common import (
     counted,
@@ -83,6 +84,8 @@ def request_rows(report: Report) -> Iterator[Row]:
     yield "graph", f"{counted(len(graph.nodes), 'op')}, {len(graph.forward_nodes)} of them forward"
     yield "device", report.device
     yield "costs", report.costs or "not recorded in the graph file"
+    if graph.n_in_flight > 1 or "pipeline" in graph.meta.environment:
+        yield "pipeline", _pipeline_text(graph)
     yield "budget", format_both(request.budget_bytes)
     if request.reserve_bytes:
         reason = f" ({report.reserve_reason})" if report.reserve_reason else ""
@@ -101,6 +104,12 @@ def describe_host(places: Places) -> str:
     rates = dict.fromkeys((host.link.out_bytes_per_s, host.link.in_bytes_per_s))
     link = " and ".join(f"{format_size(rate)}/s" for rate in rates)
     return f"{format_size(host.capacity_bytes)} of host memory at {link}"
+
+
+def _pipeline_text(graph: Graph) -> str:
+    pipeline = pipeline_of(graph.meta.environment)
+    words = "" if pipeline is None else f"{pipeline.words}; "
+    return words + counted(graph.n_in_flight, "micro-batch", "micro-batches") + " in flight"
 
 
 def memory_table(solution: Solution) -> Table:
@@ -163,6 +172,9 @@ def answer_rows(report: Report) -> Iterator[Row]:
     else:
         spare = solution.request.available_bytes - simulation.peak_bytes
         yield "peak", f"{format_both(simulation.peak_bytes)}, {format_size(spare)} to spare"
+        if solution.graph.n_in_flight > 1:
+            saved = f"{format_size(simulation.saved_bytes)} for backward per micro-batch in flight"
+            yield "saved", f"{saved} (baseline: {format_size(solution.baseline.saved_bytes)})"
         if (changed := rewritten(solution)) is not None:
             yield "rewrites", _rewrite_text(solution, changed)
         baseline_time = format_time(solution.baseline.time_s)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
+from graphs.pipeline import pipeline_of
 from graphs.rewrites import WORDS, Variants, check_word
 from solver.common import (
     check_time_limit,
@@ -147,6 +148,8 @@ class Solution:
         asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
         if words := sharding_words(self.graph.meta.environment):
             asked += f" {words}"
+        if (pipeline := pipeline_of(self.graph.meta.environment)) is not None:
+            asked += f", {pipeline.words}"
         if self.simulation is None or self.overhead is None:
             return f"Solution({asked}: no schedule{self.obstacle_text})"
         return (

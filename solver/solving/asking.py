@@ -112,6 +112,11 @@ def _request(
             "a part of the model is planned as one piece, which cannot be copied to the host; "
             "leave out host_budget"
         )
+    if host_budget is not None and graph.n_in_flight > 1:
+        raise ValueError(
+            f"{graph.n_in_flight} micro-batches are in flight, whose copies are not planned; leave "
+            "out host_budget"
+        )
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
     # A graph file may be planned for another device than it was traced on: no default reserve.

@@ -1,4 +1,4 @@
-"""The scripts of examples/integrations that use `fit` run, and recompute within their budgets.
+"""The scripts of examples/integrations that use `fit` or `apply` run, and recompute as planned.
 
 Those of the export are in test_export_integrations.py.
 """
@@ -14,8 +14,16 @@ import pytest
 
 from tests.support.paths import ROOT
 
-SCRIPTS = ("accelerate_lora", "ddp", "hugging_face_trainer", "lightning_module", "plain_loop")
-LAUNCH = {"ddp": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}
+SCRIPTS = (
+    "accelerate_lora",
+    "ddp",
+    "hugging_face_trainer",
+    "lightning_module",
+    "pipeline",
+    "plain_loop",
+)
+TWO_PROCESSES = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+LAUNCH = {"ddp": TWO_PROCESSES, "pipeline": TWO_PROCESSES}
 OPTIONS = {"plain_loop": ["--fit"]}
 
 

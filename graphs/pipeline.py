@@ -1,0 +1,188 @@
+"""One stage of a pipeline: how many micro-batches it has in flight, and what stands beside them.
+
+    pipeline = Pipeline(stage=0, n_stages=4, n_microbatches=8)
+    solve(stage, micro_batch, budget="16GB", pipeline=pipeline)
+
+Micro-batches in flight are those whose forward pass has begun and whose backward pass has not
+ended. Of all but the one that runs the stage holds what its forward pass saved, which the plan
+decides (`Graph.n_in_flight`). What else is there, whatever the plan, are resident tensors: as
+`torch.distributed.pipelining` (torch 2.13) runs a step with `return_outputs=False`,
+
+- inputs and targets of all micro-batches, for which it has buffers, and a buffer for the gradient
+  of each one's output;
+- what was sent, for as long as the schedule holds on to it: under 1F1B the gradient of the last
+  input, and one output of the warm-up; under GPipe the gradients of all inputs; under interleaved
+  these and all outputs;
+- the losses of all micro-batches, and the states of random numbers of those in flight;
+- under interleaved, parameters, gradients and optimizer state of the rank's other stages, which are
+  taken to be like this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.graph import Graph, Kind, Tensor
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+RANDOM_STATE = "random_state"
+"""The tensor that counts the states of random numbers which a step keeps on the CPU."""
+
+
+class PipelineError(ValueError):
+    """Not a stage that can be planned; says what would be right."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Where a stage stands.
+
+    stage: its index, from 0.
+    n_stages: of the whole pipeline.
+    n_microbatches: of one step of the optimizer.
+    schedule: "1f1b", "gpipe" or "interleaved", as Schedule1F1B, ScheduleGPipe and
+        ScheduleInterleaved1F1B of `torch.distributed.pipelining` order them.
+    stages_per_rank: stages on one rank, above one only for "interleaved": stage i is on rank
+        i % (n_stages / stages_per_rank).
+
+    Raises PipelineError.
+    """
+
+    stage: int
+    n_stages: int
+    n_microbatches: int
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("n_stages", "n_microbatches", "stages_per_rank"):
+            _check_count(name, getattr(self, name), least=1)
+        _check_count("stage", self.stage, least=0)
+        if self.stage >= self.n_stages:
+            raise PipelineError(
+                f"stage is {self.stage}, of {self.n_stages} stages; from 0 to {self.n_stages - 1}"
+            )
+        if self.schedule not in SCHEDULES:
+            raise PipelineError(f"schedule is {self.schedule!r}; one of {', '.join(SCHEDULES)}")
+        if self.schedule != "interleaved" and self.stages_per_rank != 1:
+            raise PipelineError(
+                f"stages_per_rank is {self.stages_per_rank}; only schedule='interleaved' has more "
+                "than one stage on a rank"
+            )
+        if self.n_stages % self.stages_per_rank:
+            raise PipelineError(
+                f"{self.n_stages} stages cannot be {self.stages_per_rank} on each rank"
+            )
+        if self.schedule == "interleaved" and self.n_microbatches % self._n_rounds:
+            raise PipelineError(
+                f"n_microbatches is {self.n_microbatches}; interleaved schedules run them in "
+                f"{self._n_rounds} rounds of equal size: a multiple of that"
+            )
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.n_stages - 1
+
+    @property
+    def n_ranks(self) -> int:
+        return self.n_stages // self.stages_per_rank
+
+    @property
+    def _n_rounds(self) -> int:
+        return max(1, self.n_microbatches // self.n_ranks)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Forward passes on this rank, of all its stages, whose backward has not ended, at most."""
+        if self.schedule == "gpipe":
+            return self.n_microbatches
+        rank = self.stage % self.n_ranks
+        if self.schedule == "1f1b":
+            return min(self.n_ranks - rank, self.n_microbatches)
+        before_last_rank = (self.stages_per_rank - 1) * (self.n_microbatches // self._n_rounds)
+        warm_up = before_last_rank + 2 * (self.n_ranks - 1 - rank)
+        return min(warm_up + 1, self.n_microbatches * self.stages_per_rank)
+
+    @property
+    def words(self) -> str:
+        """ "stage 0 of 4, 1f1b, 8 micro-batches"."""
+        counted = f"{self.n_microbatches} micro-batch{'es' if self.n_microbatches > 1 else ''}"
+        return f"stage {self.stage} of {self.n_stages}, {self.schedule}, {counted}"
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PipelineError(f"{name} is {value!r}; a whole number of at least {least}")
+
+
+def pipeline_of(environment: Mapping[str, Any]) -> Pipeline | None:
+    """The pipeline in the environment of a graph or plan; None: the step is no stage of one.
+
+    Raises PipelineError for one that is none.
+    """
+    found = environment.get("pipeline")
+    if not isinstance(found, Mapping):
+        return None
+    names = {field.name for field in dataclasses.fields(Pipeline)}
+    if not {"stage", "n_stages", "n_microbatches"} <= found.keys() <= names:
+        raise PipelineError(f"pipeline is {dict(found)!r:.80}; it has the fields of Pipeline")
+    return Pipeline(**found)
+
+
+def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
+    """The whole step of one micro-batch, with what stands beside it.
+
+    None: the graph is returned unchanged.
+    """
+    if pipeline is None:
+        return graph
+    beside = tuple(
+        Tensor(f"pipeline.{name}", size_bytes, kind)
+        for name, size_bytes, kind in _beside(graph, pipeline)
+        if size_bytes
+    )
+    return dataclasses.replace(
+        graph,
+        tensors=(*graph.tensors, *beside),
+        meta=graph.meta.with_environment(pipeline=dataclasses.asdict(pipeline)),
+        n_in_flight=pipeline.n_in_flight,
+    )
+
+
+def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]:
+    """Name, bytes and kind of what is resident beside the step of one micro-batch."""
+    resident: Counter[str] = Counter()
+    for tensor in graph.resident:
+        if tensor.alias_of is None and tensor.name not in graph.meta.device_bytes:
+            resident[tensor.kind] += tensor.size_bytes
+    made: Counter[tuple[str, str]] = Counter()
+    for name in graph.outputs:
+        if name in graph.producer:
+            tensor, phase = graph.tensor_by_name[name], graph.producer[name].phase
+            made[phase, tensor.kind] += tensor.size_bytes
+    n_runs = pipeline.n_microbatches * pipeline.stages_per_rank
+    yield "inputs", (n_runs - 1) * resident["input"], "input"
+    if not pipeline.is_last:
+        yield "output_gradients", (n_runs - 1) * resident["tangent"], "tangent"
+    yield "losses", (pipeline.n_microbatches - 1) * made["outside", "output"], "output"
+    state = graph.tensor_by_name.get(RANDOM_STATE)
+    if state is not None:
+        yield "random_states", (pipeline.n_in_flight - 1) * state.size_bytes, "buffer"
+    others = pipeline.n_in_flight - 1
+    n_sent = min(1, n_runs - 1) if pipeline.schedule == "1f1b" else n_runs - 1
+    yield "sent_gradients", n_sent * made["backward", "gradient"], "gradient"
+    if not pipeline.is_last:
+        done = {"1f1b": min(1, others), "gpipe": 0, "interleaved": n_runs - 1 - others}
+        yield "sent_outputs", done[pipeline.schedule] * made["forward", "output"], "output"
+    if pipeline.schedule == "interleaved":
+        for kind in ("parameter", "buffer", "gradient", "optimizer_state"):
+            others_bytes = (pipeline.stages_per_rank - 1) * resident[kind]
+            yield f"other_stages.{kind}", others_bytes, kind

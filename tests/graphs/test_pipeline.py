@@ -1,0 +1,169 @@
+"""Stages of a pipeline: micro-batches in flight against torch's schedules, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B as Interleaved
+
+from graphs import Pipeline, PipelineError
+from graphs.graph import Graph
+from graphs.pipeline import pipeline_of
+from graphs.trace import trace
+from solver import Solution, report, solve
+
+WIDTH = 16
+
+
+def stage() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).to("meta")
+
+
+def batch(*, requires_grad: bool) -> torch.Tensor:
+    return torch.empty(8, WIDTH, device="meta", requires_grad=requires_grad)
+
+
+def most_in_flight(actions: Iterable[Any]) -> int:
+    """Of torch's actions of one rank: forwards whose backward has not ended, at most."""
+    now = most = 0
+    for action in actions:
+        if action is not None and action.computation_type.name in ("FORWARD", "FULL_BACKWARD"):
+            now += 1 if action.computation_type.name == "FORWARD" else -1
+            most = max(most, now)
+    assert now == 0
+    return most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_micro_batches_in_flight_are_those_of_the_schedules_of_torch(schedule: str) -> None:
+    kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
+    for n_stages in range(1, 7):
+        for n_microbatches in range(n_stages, 14):
+            torchs = object.__new__(kind)
+            torchs._num_stages, torchs._n_microbatches = n_stages, n_microbatches
+            order = torchs._get_pipeline_order()
+            assert order is not None
+            for i in range(n_stages):
+                pipeline = Pipeline(i, n_stages, n_microbatches, schedule)
+                assert pipeline.n_in_flight == most_in_flight(order[i])
+
+
+def test_interleaved_micro_batches_in_flight_are_those_of_the_schedule_of_torch() -> None:
+    n_tried = 0
+    for n_ranks in range(1, 6):
+        for n_microbatches in range(1, 14):
+            torchs = object.__new__(Interleaved)
+            torchs.pp_group_size, torchs._n_microbatches = n_ranks, n_microbatches
+            n_rounds = max(1, n_microbatches // n_ranks)
+            torchs.microbatches_per_round = n_microbatches // n_rounds
+            for n_local in range(1, 4):
+                torchs.n_local_stages = n_local
+                options = (n_ranks * n_local, n_microbatches, "interleaved", n_local)
+                if n_microbatches % n_rounds:
+                    with pytest.raises(PipelineError, match="rounds"):
+                        Pipeline(0, *options)
+                    continue
+                for i in range(n_ranks * n_local):
+                    order = torchs._calculate_single_rank_operations(i % n_ranks)
+                    assert Pipeline(i, *options).n_in_flight == most_in_flight(order)
+                    n_tried += 1
+    assert n_tried > 500
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n_microbatches": 0}, "n_microbatches is 0; a whole number of at least 1"),
+        ({"n_microbatches": 2.0}, "n_microbatches is 2.0"),
+        ({"n_stages": 0}, "n_stages is 0"),
+        ({"stage": 4}, "stage is 4, of 4 stages; from 0 to 3"),
+        ({"stage": -1}, "stage is -1"),
+        ({"schedule": "zb"}, "schedule is 'zb'; one of 1f1b, gpipe, interleaved"),
+        ({"stages_per_rank": 2}, "only schedule='interleaved'"),
+        ({"schedule": "interleaved", "stages_per_rank": 3}, "4 stages cannot be 3 on each rank"),
+    ],
+)
+def test_what_is_no_place_in_a_pipeline_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(PipelineError, match=words):
+        Pipeline(**({"stage": 0, "n_stages": 4, "n_microbatches": 8} | fields))
+
+
+def test_what_is_no_stage_is_refused() -> None:
+    middle, last = Pipeline(1, 4, 8), Pipeline(3, 4, 8)
+    x = batch(requires_grad=True)
+    with pytest.raises(PipelineError, match="need gradients"):
+        trace(stage(), batch(requires_grad=False), pipeline=middle)
+    with pytest.raises(PipelineError, match="only the last stage has a loss"):
+        trace(stage(), x, loss=lambda output, _: output.sum(), pipeline=middle)
+    with pytest.raises(PipelineError, match="GELU has no parameters"):
+        trace(nn.GELU(), x, pipeline=middle)
+    with pytest.raises(PipelineError, match="fsdp and pipeline"):
+        trace(stage(), x, pipeline=middle, fsdp=2)
+    with pytest.raises(ValueError, match="returns no tensor that requires a gradient"):
+        trace(stage().requires_grad_(False), batch(requires_grad=False), pipeline=Pipeline(0, 4, 8))
+    with pytest.raises(ValueError, match="leave out host_budget"):
+        solve(stage(), x, budget="1GB", pipeline=middle, host_budget="1GB", host_link="1GB/s")
+    assert trace(stage(), x, loss=lambda output, _: output.sum(), pipeline=last).n_in_flight == 1
+
+
+def resident_bytes(graph: Graph) -> dict[str, int]:
+    found = {t.name: t.size_bytes for t in graph.resident if t.name.startswith("pipeline.")}
+    return {name.removeprefix("pipeline."): size_bytes for name, size_bytes in found.items()}
+
+
+def test_what_stands_beside_the_step() -> None:
+    one_bytes = 8 * WIDTH * 4
+    first = trace(stage(), batch(requires_grad=False), pipeline=Pipeline(0, 4, 8))
+    buffers = {"inputs": 7 * one_bytes, "output_gradients": 7 * one_bytes}
+    assert resident_bytes(first) == {**buffers, "sent_outputs": one_bytes}
+    x = batch(requires_grad=True)
+    middle = trace(stage(), x, pipeline=Pipeline(1, 4, 8))
+    sent = {"sent_outputs": one_bytes, "sent_gradients": one_bytes}
+    assert resident_bytes(middle) == {**buffers, **sent}
+    gpipe = trace(stage(), x, pipeline=Pipeline(1, 4, 8, "gpipe"))
+    assert resident_bytes(gpipe) == {**buffers, "sent_gradients": 7 * one_bytes}
+    last = trace(stage(), x, loss=lambda output, _: output.sum(), pipeline=Pipeline(3, 4, 8))
+    assert resident_bytes(last) == {
+        "inputs": 7 * one_bytes, "losses": 7 * 4, "sent_gradients": one_bytes
+    }  # fmt: skip
+    interleaved = Pipeline(1, 4, 8, "interleaved", 2)
+    found = resident_bytes(trace(stage(), x, pipeline=interleaved, optimizer=torch.optim.Adam))
+    state_bytes = 2 * (WIDTH + 1) * WIDTH * 4
+    assert found["other_stages.parameter"] == found["other_stages.gradient"] == state_bytes
+    assert found["inputs"] == 15 * one_bytes
+    assert found["sent_outputs"] == (16 - interleaved.n_in_flight) * one_bytes
+
+
+def test_gradients_of_inputs_do_not_add_up_over_micro_batches() -> None:
+    graph = trace(stage(), batch(requires_grad=True), pipeline=Pipeline(1, 4, 8))
+    accumulated = [t for t in graph.resident if t.name.endswith(".accumulated")]
+    assert len(accumulated) == 4  # two weights and two biases
+    (gradient,) = (n for n in graph.outputs if graph.tensor_by_name[n].kind == "gradient")
+    assert graph.tensor_by_name[gradient].size_bytes == 8 * WIDTH * 4
+
+
+def test_the_report_and_the_files_say_it(tmp_path, capsys) -> None:
+    pipeline = Pipeline(1, 4, 8)
+    solution = solve(stage(), batch(requires_grad=True), budget="1GB", pipeline=pipeline)
+    assert pipeline_of(solution.environment) == pipeline
+    assert pipeline.words in repr(solution)
+    report(solution)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "pipeline stage 1 of 4, 1f1b, 8 micro-batches; 3 micro-batches in flight" in printed
+    assert "for backward per micro-batch in flight" in printed
+    assert "other micro-batches" in printed
+    solution.save(tmp_path / "schedule.json")
+    solution.graph.save(tmp_path / "graph.json")
+    loaded = Solution.load(tmp_path / "schedule.json", graph=tmp_path / "graph.json")
+    assert loaded.simulation == solution.simulation
+    environment = {**solution.environment, "pipeline": {"stage": 1}}
+    with pytest.raises(PipelineError, match="fields of Pipeline"):
+        pipeline_of(environment)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        pipeline.stage = 2  # type: ignore[misc]

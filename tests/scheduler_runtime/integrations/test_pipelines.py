@@ -1,0 +1,37 @@
+"""Planned stages under torch.distributed.pipelining: two processes, with and without the plans."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(schedule: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.pipeline_ranks", schedule, "2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    first, last = sorted(found, key=lambda each: each["stage"])
+    assert (first["n_in_flight"], last["n_in_flight"]) == ((2, 1) if schedule == "1f1b" else (4, 4))
+    for each in (first, last):
+        assert each["same"], each
+        assert each["n_recomputed"] > 0, each
+        assert each["measured_bytes"] <= each["predicted_bytes"], each
+        assert each["measured_bytes"] < each["plain_measured_bytes"], each
+        assert each["plain_measured_bytes"] <= each["plain_predicted_bytes"], each
+        # GPipe holds most in the first backward pass, when no gradient is there yet
+        least = 0.95 if schedule == "1f1b" else 0.85
+        assert each["measured_bytes"] >= least * each["predicted_bytes"], each
