@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shutil
 import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +76,56 @@ def test_files_are_completed_by_the_names_that_shtab_knows():
     files = [action for action in parser()._actions if hasattr(action, "complete")]
     assert {action.dest for action in files} >= {"problem", "output", "report"}
     assert all(action.complete == shtab.FILE for action in files)
+
+
+MODEL_FILE = """
+import torch
+
+def get_model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), Mean())
+
+def get_batch():
+    return torch.randn(4, 8)
+
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        return x.mean()
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_without_the_repository(tmp_path):
+    source, away = tmp_path / "source", tmp_path / "away"
+    away.mkdir()
+    for name in INSTALLED:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, source)
+    pip = ("pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path))
+    _run(*pip, str(source), cwd=tmp_path)
+    shutil.rmtree(source)
+    (wheel,) = tmp_path.glob("checkpoint_solver-*.whl")
+    version = _run("checkpoint_solver", "--version", cwd=away, path=wheel)
+    assert version == f"solve {PROJECT['project']['version']}\n"
+    (away / "small.py").write_text(MODEL_FILE)
+    options = ("--budget", "1MB", "--report", "page.html", "small.py")
+    assert "Answer  optimal" in _run("checkpoint_solver", *options, cwd=away, path=wheel)
+    assert "<html" in (away / "page.html").read_text(encoding="utf-8")
+
+
+def _run(module: str, *arguments: str, cwd: Path, path: Path | None = None) -> str:
+    """What `python -m module` prints. path: the only one that Python gets, a wheel."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)  # wheels without compiled code can be imported from
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
