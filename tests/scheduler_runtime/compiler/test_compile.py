@@ -159,7 +159,7 @@ def test_each_attempt_is_told_before_it_begins(caplog):
     model, batch = Perceptrons(), Perceptrons.batch()
     with caplog.at_level(logging.INFO, "checkpoint_solver"):
         compile(model, batch, budget="1GB", backend="aot_eager")
-    told, _ = caplog.messages
+    told, *_ = caplog.messages
     assert "Perceptrons, attempt 1 of at most 5, PyTorch's partition" in told
 
 
