@@ -7,21 +7,27 @@ draw(sweep(solution), "pareto.png")               # what other budgets cost
 verify(solution, model=make_model, batch=make_batch).passed
 """
 
-from solver.analysis import Curve
-from solver.reporting import draw, report, sweep, verify
-from solver.schedule import (
-    Compute,
-    Free,
-    IllegalScheduleError,
-    Request,
-    Schedule,
-    Simulation,
-    Solution,
-    simulate,
-)
-from solver.solving import solve
+from __future__ import annotations
 
-Trace = Simulation  # its former name
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from solver.analysis import Curve
+    from solver.reporting import draw, report, sweep, verify
+    from solver.schedule import (
+        Compute,
+        Free,
+        IllegalScheduleError,
+        Request,
+        Schedule,
+        Simulation,
+        Solution,
+        simulate,
+    )
+    from solver.solving import solve
+
+    Trace = Simulation  # its former name
 
 __all__ = [
     "Compute",
@@ -40,3 +46,30 @@ __all__ = [
     "sweep",
     "verify",
 ]
+
+_HOMES = {
+    "analysis": ("Curve",),
+    "reporting": ("draw", "report", "sweep", "verify"),
+    "schedule": (
+        *("Compute", "Free", "IllegalScheduleError", "Request", "Schedule", "Simulation"),
+        *("Solution", "simulate"),
+    ),
+    "solving": ("solve",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_FORMER = {"Trace": "Simulation"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Loaded when it is asked for (PEP 562): `solve --version` imports this package too."""
+        current = _FORMER.get(name, name)
+        if current not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[current]}"), current)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -85,6 +85,23 @@ def test_solving_a_saved_graph_from_python_imports_nothing_heavy():
     assert imported_by(program, str(GRAPH)) == {"scipy"}
 
 
+def test_the_version_loads_nothing_else():
+    program = "import sys; from solver.cli import main; assert main(['--version']) == 0"
+    report = "print(*(n for n in sys.modules if n.split('.')[0] not in sys.stdlib_module_names))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"{program}; {report}"],  # without what site loads
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    version, loaded = done.stdout.splitlines()
+    assert version.startswith("solve ")
+    ours = {"solver", "solver.cli", "solver.cli.installed"}
+    assert set(loaded.split()) - {"__main__"} == ours
+
+
 def test_a_usage_error_imports_nothing_slow():
     program = "from solver.cli import main; assert main(['--budgte', '4GB', 'model.py']) == 2"
     assert not imported_by(program)

@@ -2,6 +2,6 @@
 
 import sys
 
-from solver.cli.command import main
+from solver.cli import main
 
 sys.exit(main())

@@ -16,12 +16,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from graphs.rewrites import WORDS
 from solver.analysis import Size
+from solver.cli.installed import version
 from solver.emit import SYSTEMS
 from solver.methods import METHODS
 
@@ -322,14 +322,6 @@ def _complete_files(action: argparse.Action) -> None:
 def help_text() -> str:
     """What `solve --help` prints, at 100 columns at most, without trailing blanks."""
     return "\n".join(line.rstrip() for line in parser().format_help().splitlines())
-
-
-def version() -> str:
-    """The installed version, or "0 (not installed)" in a source tree."""
-    try:
-        return metadata.version("checkpoint-solver")
-    except metadata.PackageNotFoundError:
-        return "0 (not installed)"
 
 
 def _check_outputs(arguments: Arguments) -> None:
