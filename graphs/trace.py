@@ -36,6 +36,7 @@ from graphs.calls import (
 )
 from graphs.capture import (
     Capture,
+    KeptCapture,
     Layout,
     Planned,
     at_each_checkpoint,
@@ -147,7 +148,7 @@ def trace(
     Raises TraceError, saying what cannot be traced and why; ShardingError for illegal groups;
     PipelineError for a stage that cannot be one.
     """
-    ((graph, _),) = _traced(
+    traced = _traced(
         model,
         batch,
         lambda step: [step.with_rewrites(rewrites)],
@@ -160,6 +161,7 @@ def trace(
         fsdp=fsdp,
         pipeline=pipeline,
     )
+    ((graph, _),) = traced.variants
     return graph
 
 
@@ -181,7 +183,19 @@ def trace_variants(
     """
     planned = variants_of(rewrites, sharded=fsdp is not None)
     traced = _traced(model, batch, lambda step: step.variants(planned), fsdp=fsdp, **options)
-    return offered([(graph, step.captured) for graph, step in traced], planned)
+    found = offered([(graph, step.captured) for graph, step in traced.variants], planned)
+    captured = traced.variants[0][1].captured
+    kept = KeptCapture.of(model, traced.call, captured, device=traced.device)
+    return replace(found, kept=kept)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """variants: the graph of each chosen variant of the step, and its module's part."""
+
+    variants: list[tuple[Graph, CapturedStep]]
+    call: Call
+    device: torch.device
 
 
 def _traced(
@@ -197,8 +211,7 @@ def _traced(
     costs: CostModel | None = None,
     fsdp: int | Sharding | None = None,
     pipeline: Pipeline | None = None,
-) -> list[tuple[Graph, CapturedStep]]:
-    """The graph of each chosen variant of the step, and its module's part."""
+) -> _Traced:
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
     _refuse_replaced(model)
@@ -261,7 +274,7 @@ def _traced(
     steps = choose(step)
     graphs = [whole(each) for each in steps]
     finish_measuring(costs)
-    return list(zip(graphs, steps, strict=True))
+    return _Traced(list(zip(graphs, steps, strict=True)), call, target)
 
 
 def _refuse_replaced(model: nn.Module) -> None:
@@ -304,14 +317,19 @@ def trace_module(
     costs: CostModel | None,
     rewrites: Iterable[str] = (),
     opaque: Planned = (),
+    known: Capture | None = None,
 ) -> CapturedStep:
     """Trace the module alone, without outside loss and optimizer. `costs=None`: all zero.
 
     opaque: of the environment of a plan for this step.
+    known: the traced program, where there is one already (`KeptCapture`).
     """
     if device is not None:
         refuse_other(device)
-    captured = capture(model, call, device=device, choose=choose, planned=opaque)
+    captured = known
+    if captured is None:
+        captured = capture(model, call, device=device, choose=choose, planned=opaque)
+    original = captured
 
     def extracted(program: Capture, variant: Variant) -> CapturedStep:
         cost = NodeCosts(costs)
@@ -319,10 +337,10 @@ def trace_module(
         graph = _graph(
             model, call, program, layout, variant, device=device, gradients=gradients, cost=cost
         )
-        return CapturedStep(program, layout, graph, captured, extracted)
+        return CapturedStep(program, layout, graph, original, extracted)
 
     variant = tuple(rewrites)
-    return extracted(program_with(captured, variant), variant)
+    return extracted(program_with(original, variant), variant)
 
 
 def _graph(

@@ -196,7 +196,7 @@ class AppliedForward(PlannedForward):
                     f"{plan.request.available_bytes}: the schedule file was edited; plan again"
                 )
             took = format_time(now_s() - started_s)
-            tell(f"{type(model).__name__}: its step is the planned one, traced in {took}")
+            tell(f"{type(model).__name__}: its step is the planned one, found in {took}")
         else:
             differences = [each for each in found if each is not None]
             reason = max(differences, key=lambda each: (each.of_values, each.is_smaller))
@@ -243,6 +243,7 @@ class AppliedForward(PlannedForward):
             costs=costs,
             rewrites=self.plan.rewrites,
             opaque=environment.get("opaque", ()),
+            kept=[plan.kept for plan in self.plans if plan.kept is not None],
         )
 
 

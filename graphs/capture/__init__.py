@@ -9,7 +9,8 @@ from graphs.capture.extraction import (
     is_random,
 )
 from graphs.capture.generation_cache import caching_configs
-from graphs.capture.joint_graph import capture, fake_output, one_at_a_time
+from graphs.capture.joint_graph import capture, fake_output, forward_digest, one_at_a_time
+from graphs.capture.kept import KeptCapture
 from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.refuse import (

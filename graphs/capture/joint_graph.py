@@ -52,6 +52,7 @@ from graphs.capture.refuse import (
     refuse_hooks,
     refuse_parametrization_cache,
 )
+from graphs.capture.same_forward import described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
 
@@ -126,7 +127,9 @@ def _captured(
             joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
         bind(joint.graph_module.graph, standing)
         shell.mode.read.refuse_hidden(call.rest)
-        return read_joint(joint, shell)
+        captured = read_joint(joint, shell)
+        shell.mode.forget_leaves()  # the program's fake tensors refer to the mode
+        return captured
 
 
 @one_at_a_time
@@ -143,6 +146,17 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
 
     output, _ = with_opaque_parts(model, call, device, traced)
     return output
+
+
+@one_at_a_time
+def forward_digest(model: nn.Module, call: Call, *, device: torch.device | None) -> str:
+    """Equal for calls of which `capture` would make the same program; see `same_forward`.
+
+    Of models without opaque parts, whose attributes a first call does not fill. Raises TraceError.
+    """
+    shell = _shell(model, call, device, ())
+    with _tracing(model, ()), attributes_unchanged(model):
+        return described(shell, call)
 
 
 def _with_filled(

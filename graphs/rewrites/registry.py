@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphs.graph import Graph
 from graphs.rewrites.names import PROGRAM_REWRITES, REWRITES, Variant
 
 if TYPE_CHECKING:
-    from graphs.capture import Capture, Layout
+    from graphs.capture import Capture, KeptCapture, Layout
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,12 @@ class Variants:
 
     plain: the step as the framework runs it without a plan.
     planned: the programs to plan; at least one, and `plain` may be among them.
+    kept: the traced program, for `apply` in this process (None: it is traced again).
     """
 
     plain: Graph
     planned: tuple[Graph, ...]
+    kept: KeptCapture | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, step: Graph | Variants) -> Variants:

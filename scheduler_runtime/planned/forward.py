@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from graphs.calls import Call, TraceError, argument_order, device_of
-from graphs.capture import Planned
+from graphs.capture import KeptCapture, Planned
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import CapturedStep, refuse_plans, trace_module
@@ -150,8 +151,11 @@ class PlannedForward(ReplacedForward):
         costs: CostModel | None,
         rewrites: Iterable[str],
         opaque: Planned = (),
+        kept: Iterable[KeptCapture] = (),
     ) -> CapturedStep:
         """The module's own forward and backward pass for this call (`graphs.trace`).
+
+        kept: traced programs; one that is this call's is taken, and nothing is traced.
 
         Another library may have wrapped the replaced forward since (accelerate's autocast). That
         wrapper is active already and may not be entered twice, so it is set aside meanwhile.
@@ -162,7 +166,9 @@ class PlannedForward(ReplacedForward):
         # not this object: what is traced is searched for tensors, and here are those of all plans
         model.forward = self.own_forward
         try:
-            with telling(f"tracing {type(model).__name__}..."):
+            found = (each.captured_for(model, call) for each in kept)
+            known = next((captured for captured in found if captured is not None), None)
+            with telling(f"tracing {type(model).__name__}...") if known is None else nullcontext():
                 step = trace_module(
                     model,
                     call,
@@ -172,6 +178,7 @@ class PlannedForward(ReplacedForward):
                     costs=costs,
                     rewrites=rewrites,
                     opaque=opaque,
+                    known=known,
                 )
         except TraceError as error:
             if error.runs_in_eager:

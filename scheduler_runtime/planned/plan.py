@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from graphs.capture import KeptCapture
 from graphs.files import FormatError
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
@@ -54,6 +55,7 @@ class Plan:
     loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
     known: its schedule and rewrites, for plans of other calls.
+    kept: the traced program (None: from another process, or it has to be traced again).
     """
 
     schedule: Schedule
@@ -63,6 +65,7 @@ class Plan:
     loss: Graph | None
     graph: Graph | None
     known: KnownPlan
+    kept: KeptCapture | None = None
 
     @property
     def rewrites(self) -> tuple[str, ...]:
@@ -84,11 +87,12 @@ class Plan:
         known = KnownPlan.of(plan)
         if isinstance(plan, Solution):
             graph: Graph | None = plan.graph
+            kept = None if plan.variants is None else plan.variants.kept
             environment = plan.environment
             module_graph_id = plan.graph.module_part().graph_id
             loss: Graph | None = plan.graph.loss_part()
         else:
-            graph, environment = None, plan.environment
+            graph, kept, environment = None, None, plan.environment
             saved = environment.get("loss_graph")
             loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
@@ -115,4 +119,6 @@ class Plan:
                 f"the plan was made with the rewrite {unknown[0]!r}, which this version does not "
                 "know; plan again, or use the version that made it"
             )
-        return cls(plan.schedule, plan.request, environment, module_graph_id, loss, graph, known)
+        return cls(
+            plan.schedule, plan.request, environment, module_graph_id, loss, graph, known, kept
+        )

@@ -1,0 +1,57 @@
+"""The program that `solve` has traced, for an `apply` in the same process."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.calls import Call, TraceError, device_of
+from graphs.capture.captured import Capture
+from graphs.capture.joint_graph import forward_digest
+from graphs.capture.shell import leaves_of
+
+
+class KeptCapture:
+    """A captured program and what says whether a call would be traced to it again.
+
+    It does not keep the module, its parameters or the batch alive, and it stays behind when what
+    holds it is copied or pickled: then the step is traced again.
+    """
+
+    def __init__(self, model: nn.Module, captured: Capture, digest: str) -> None:
+        self._model = weakref.ref(model)
+        self._captured = captured
+        self._digest = digest
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, call: Call, captured: Capture, *, device: torch.device
+    ) -> KeptCapture | None:
+        """None where a forward pass on fake tensors does not tell all, or another device is."""
+        if captured.opaque or captured.filled or device_of(model) != device:
+            return None
+        return cls(model, captured, forward_digest(model, call, device=device))
+
+    def captured_for(self, model: nn.Module, call: Call) -> Capture | None:
+        """The program, if a trace of this call of this module would make the same one."""
+        captured = self._captured
+        if self._model() is not model or not all(held.holds(model) for held in captured.held):
+            return None
+        leaves = leaves_of(model, call)
+        try:
+            if not all(guard.holds(leaves) for guard in captured.guards):
+                return None
+            digest = forward_digest(model, call, device=device_of(model))
+        except (TraceError, KeyError, RuntimeError):  # the trace will say what is wrong
+            return None
+        return captured if digest == self._digest else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What is left of it in a copy."""

@@ -1,0 +1,273 @@
+"""The program that solve has traced runs in apply, and only if a trace would make it again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphs.trace
+from scheduler_runtime import PlanMismatchError, apply, remove
+from solver import Solution, solve
+from solver.solving import answer
+
+WORLD: dict[str, Any] = {}
+"""What forward sees besides the module and the batch, where no guard looks."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.1)
+        self.scale = torch.tensor(1.5)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = WORLD.get("activation", torch.tanh)(layer(x))
+        if mask.all():
+            x = x * torch.tensor(WORLD.get("made", 2.0))
+        x = self.drop(self.norm(x)) * self.scale * WORLD.get("factor", 1.0)
+        with torch.no_grad() if "no_grad" in WORLD else contextlib.nullcontext():
+            x = x + x.sin()
+        loss = WORLD.get("reduce", torch.mean)(x.square())
+        return {"loss": loss} if "dict" in WORLD else (loss,)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(64, 16), torch.ones(64, dtype=torch.bool)
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    WORLD.clear()
+    yield
+    WORLD.clear()
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models that were traced."""
+    found: list[nn.Module] = []
+    capture = graphs.trace.capture
+
+    def counted(model: nn.Module, *args: Any, **options: Any) -> Any:
+        found.append(model)
+        return capture(model, *args, **options)
+
+    monkeypatch.setattr(graphs.trace, "capture", counted)
+    return found
+
+
+def planned(model: nn.Module, given: Any = None) -> Solution:
+    """Within a budget that takes recomputation."""
+    given = batch() if given is None else given
+    plain = solve(model, given, budget="1GB", rewrites="none")
+    assert plain.variants is not None
+    budget = int(0.9 * plain.baseline.peak_bytes)
+    return answer(plain.variants, dataclasses.replace(plain.request, budget_bytes=budget))
+
+
+def trained(model: nn.Module, given: Any) -> list[torch.Tensor]:
+    """The loss, the gradients and the buffers of a step."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    (loss,) = output.values() if isinstance(output := model(*given), dict) else output
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *gradients, *(b.clone() for b in model.buffers())]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def test_solve_and_apply_trace_once(traces) -> None:
+    model, plain = Net(), Net()
+    solution = planned(model)
+    assert solution.simulation is not None
+    assert solution.simulation.n_recomputed > 0
+    apply(model, solution)
+    assert same(trained(model, batch()), trained(plain, batch()))
+    assert traces == [model]
+    remove(model)
+    apply(model, solution)  # the program is as it was
+    assert same(trained(model, batch()), trained(plain, batch()))
+    assert traces == [model]
+
+
+def test_weights_may_change_meanwhile(traces) -> None:
+    model, plain = Net(), Net()
+    solution = planned(model)
+    for each in (model, plain):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for tensor in (*each.parameters(), each.norm.running_mean):
+                tensor.add_(torch.randn_like(tensor))
+    apply(model, solution)
+    assert same(trained(model, batch()), trained(plain, batch()))
+    assert traces == [model]
+
+
+def test_another_batch_of_the_same_form(traces) -> None:
+    model, plain = Net(), Net()
+    solution = planned(model)
+    x, mask = batch()
+    apply(model, solution)
+    assert same(trained(model, (x + 1, mask)), trained(plain, (x + 1, mask)))
+    assert traces == [model]
+
+
+def test_parameters_are_found_by_their_paths(traces) -> None:
+    model, plain = Net(), Net()
+    solution = planned(model)
+    for each in (model, plain):
+        each.layers.append(each.layers.pop(0))
+    apply(model, solution)
+    assert same(trained(model, batch()), trained(plain, batch()))
+    assert traces == [model]
+
+
+def replaced(model: Net) -> None:
+    model.layers[1] = nn.Linear(16, 16, bias=False)
+
+
+def frozen(model: Net) -> None:
+    model.layers[0].weight.requires_grad_(False)
+
+
+def held(model: Net) -> None:
+    model.scale = torch.tensor(3.0)
+
+
+def evaluated(model: Net) -> None:
+    model.drop.eval()
+
+
+def tied(model: Net) -> None:
+    model.layers[2].weight = model.layers[0].weight
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "replaced": replaced,
+    "frozen": frozen,
+    "held": held,
+    "evaluated": evaluated,
+    "tied": tied,
+    "activation": lambda _model: WORLD.update(activation=torch.relu),
+    "factor": lambda _model: WORLD.update(factor=3.0),
+    "made": lambda _model: WORLD.update(made=5.0),
+    "no_grad": lambda _model: WORLD.update(no_grad=True),
+    "reduce": lambda _model: WORLD.update(reduce=torch.sum),
+    "dict": lambda _model: WORLD.update(dict=True),
+}
+"""Of the module, or of what only a new trace sees."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_meanwhile_is_traced(change: str, traces) -> None:
+    model, plain = Net(), Net()
+    solution = planned(model)
+    CHANGES[change](model)
+    CHANGES[change](plain)
+    if change == "replaced":
+        plain.layers[1].load_state_dict(model.layers[1].state_dict())
+    apply(model, solution)
+    with contextlib.suppress(PlanMismatchError):  # it is traced, and perhaps not the planned step
+        assert same(trained(model, batch()), trained(plain, batch()))
+    assert traces[:2] == [model, model]
+
+
+def other_mask() -> tuple[torch.Tensor, torch.Tensor]:
+    x, mask = batch()
+    return x, mask.logical_not()
+
+
+def input_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+    x, mask = batch()
+    return x.requires_grad_(), mask
+
+
+def shorter() -> tuple[torch.Tensor, torch.Tensor]:
+    x, mask = batch()
+    return x[:32], mask[:32]
+
+
+def strided() -> tuple[torch.Tensor, torch.Tensor]:
+    x, mask = batch()
+    return x.t().contiguous().t(), mask
+
+
+@pytest.mark.parametrize("other", [other_mask, input_gradient, shorter, strided])
+def test_another_kind_of_call_is_traced(other, traces) -> None:
+    model, plain = Net(), Net()
+    apply(model, planned(model), on_mismatch="replan")
+    assert same(trained(model, other()), trained(plain, other()))
+    assert len(traces) > 1
+
+
+def test_under_autocast_it_is_traced(traces) -> None:
+    model = Net()
+    apply(model, planned(model))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanMismatchError, match="autocast"):
+        model(*batch())
+    assert len(traces) == 2
+
+
+def test_another_model_is_traced(traces) -> None:
+    solution = planned(Net())
+    model, plain = Net(), Net()
+    apply(model, solution)
+    assert same(trained(model, batch()), trained(plain, batch()))
+    assert traces[1:] == [model]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copied_solution_leaves_the_program_behind(copied, traces) -> None:
+    model, plain = Net(), Net()
+    solution = copied(planned(model))
+    assert solution.variants.kept is None
+    apply(model, solution)
+    assert same(trained(model, batch()), trained(plain, batch()))
+    assert traces == [model, model]
+
+
+def test_a_solution_keeps_neither_the_model_nor_the_batch_alive() -> None:
+    model, given = Net(), batch()
+    solution = planned(model, given)
+    assert solution.variants is not None
+    assert solution.variants.kept is not None
+    tensors = [*model.parameters(), *model.buffers(), *given, model]
+    alive = [weakref.ref(each) for each in tensors]
+    del model, given, tensors
+    gc.collect()
+    assert [each() for each in alive] == [None] * len(alive)
+
+
+def test_attributes_that_a_first_call_fills_are_filled_by_a_trace(traces) -> None:
+    class Filled(Net):
+        position: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+            if self.position is None:
+                self.position = torch.arange(16.0)
+            return super().forward(x + self.position, mask)
+
+    model, plain = Filled(), Filled()
+    solution = planned(model)
+    assert solution.variants is not None
+    assert solution.variants.kept is None
+    apply(model, solution)
+    assert same(trained(model, batch()), trained(plain, batch()))
