@@ -184,3 +184,12 @@ def _local_card(index: int, *, needs_rates: bool) -> Hardware:
             f"({', '.join(DEVICES)})"
         )
     return dataclasses.replace(known, capacity_bytes=card.total_memory)
+
+
+def check_budget_of(budget_of: str, *, kind: str | None) -> None:
+    """Raises BudgetError where the device has no caching allocator. kind: None: not known."""
+    if budget_of == "reserved" and kind not in ("cuda", None):
+        raise BudgetError(
+            f"a budget of reserved memory is for CUDA's caching allocator, and the plan is for "
+            f"{kind!r}; name a card (--device h100, device='h100'), or leave the option out"
+        )

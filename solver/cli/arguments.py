@@ -24,6 +24,7 @@ from solver.analysis import Size
 from solver.cli.installed import version
 from solver.emit import SYSTEMS
 from solver.methods import METHODS
+from solver.schedule import BUDGETS_OF
 
 PLOT_SUFFIXES = (".png", ".svg")
 PAGE_SUFFIXES = (".html", ".htm")
@@ -144,6 +145,15 @@ class Arguments:
         "part of the budget that the step may not use (default: 750MB on CUDA, else 0)",
         SEARCH,
         metavar="SIZE",
+    )
+    budget_of: str = _option(
+        "--budget-of",
+        "what the budget is of: allocated, what tensors hold (default), or reserved, what "
+        "PyTorch's allocator takes from the card for them, as simulated",
+        SEARCH,
+        default="allocated",
+        choices=BUDGETS_OF,
+        metavar="WHAT",
     )
     host: str | None = _option(
         "--host",

@@ -35,7 +35,7 @@ from solver.cli.model_file import (
 from solver.cli.progress import Say
 from solver.cli.traced_step import NotTracedError, traced_step
 from solver.common import parse_budget
-from solver.device import Target, find_hardware, find_target, host_beside
+from solver.device import Target, check_budget_of, find_hardware, find_target, host_beside
 from solver.reporting import describe_costs, step_notes
 from solver.runtime_hooks import (
     NoRowError,
@@ -98,6 +98,7 @@ class Problem:
             seed=arguments.seed,
             rewrites=self.rewrites,
             places=self.places,
+            budget_of=arguments.budget_of,
         )
 
 
@@ -178,6 +179,7 @@ def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
             "device (--device h100)"
         )
     on_cuda = hardware is not None and hardware.kind == "cuda"
+    check_budget_of(arguments.budget_of, kind=None if hardware is None else hardware.kind)
     budget_bytes, reserve_bytes = parse_budget(
         "100%" if arguments.budget is None else arguments.budget,
         arguments.reserve,
@@ -268,7 +270,7 @@ def _planned_by_submodules(
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
     names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "emit"]
-    names += ["max_batch", "max_seq", "host"]
+    names += ["max_batch", "max_seq", "host", "budget_of"]
     names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []
     names += ["device"] if target.hardware.kind != target.kind else []  # not on this machine

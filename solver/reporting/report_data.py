@@ -24,6 +24,7 @@ from solver.schedule import (
     baseline,
     memory_at,
     node_at,
+    reserved_by_setting,
     simulate,
 )
 
@@ -154,6 +155,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "costs": report.costs or None,
         "budget_bytes": request.budget_bytes,
         "reserve_bytes": request.reserve_bytes,
+        "budget_of": request.budget_of,
         "baseline": _run(answer.plain, baseline(answer.plain), answer.baseline),
         **_answer(answer),
         "methods": [_answer(solution) for solution in report.solutions],
@@ -244,6 +246,7 @@ def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, 
         "time_s": simulation.time_s,
         "n_recomputed": simulation.n_recomputed,
         **(_in_flight(graph, simulation) if graph.n_in_flight > 1 else {}),
+        "reserved_bytes": reserved_by_setting(graph, schedule) or None,
         **(_copies(simulation) if schedule.has_copies else {}),
     }
 

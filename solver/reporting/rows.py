@@ -22,7 +22,7 @@ from solver.common import (
 from solver.emit import Emitted
 from solver.reporting.report_data import Report, Rewritten, rewritten
 from solver.runtime_hooks import Verification
-from solver.schedule import Places, Simulation, Solution
+from solver.schedule import Places, Simulation, Solution, reserved_by_setting
 
 N_SHOWN = 4
 """Tensors at the bottleneck op, or differing values, that are named."""
@@ -86,9 +86,12 @@ def request_rows(report: Report) -> Iterator[Row]:
     yield "costs", report.costs or "not recorded in the graph file"
     if graph.n_in_flight > 1 or "pipeline" in graph.meta.environment:
         yield "pipeline", _pipeline_text(graph)
-    yield "budget", format_both(request.budget_bytes)
+    of_reserved = ", of reserved memory" if request.budget_of == "reserved" else ""
+    yield "budget", format_both(request.budget_bytes) + of_reserved
     if request.reserve_bytes:
-        reason = f" ({report.reserve_reason})" if report.reserve_reason else ""
+        reasons = [report.reserve_reason] if report.reserve_reason else []
+        reasons += ["with what the allocator loses"] if of_reserved else []
+        reason = f" ({'; '.join(reasons)})" if reasons else ""
         yield "reserve", f"{format_both(request.reserve_bytes)}{reason}"
         yield "available", f"{format_both(request.available_bytes)} after the reserve"
     if request.places is not None and (host := request.places.host) is not None:
@@ -175,6 +178,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
         if solution.graph.n_in_flight > 1:
             saved = f"{format_size(simulation.saved_bytes)} for backward per micro-batch in flight"
             yield "saved", f"{saved} (baseline: {format_size(solution.baseline.saved_bytes)})"
+        yield from _reserved_rows(solution)
         if (changed := rewritten(solution)) is not None:
             yield "rewrites", _rewrite_text(solution, changed)
         baseline_time = format_time(solution.baseline.time_s)
@@ -196,6 +200,15 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield what, str(path)
     if simulation is not None and not any(what == "schedule" for what, _ in report.files):
         yield "schedule", f"not saved; save it with {report.how_to_save}"
+
+
+def _reserved_rows(solution: Solution) -> Iterator[Row]:
+    """What PyTorch's allocator takes from a card for the plan."""
+    taken = reserved_by_setting(solution.graph, solution.schedule) if solution.schedule else {}
+    if taken:
+        with_segments = format_size(taken["expandable_segments"])
+        text = f"by PyTorch's allocator ({with_segments} with expandable_segments:True; simulated)"
+        yield "reserved", f"{format_both(taken['default'])} {text}"
 
 
 def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:

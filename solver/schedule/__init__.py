@@ -42,6 +42,7 @@ from solver.schedule.recompute import (
     missing_computes,
     without_dead_computes,
 )
+from solver.schedule.reserved import Reserved, least_capacity_bytes, reserved, reserved_by_setting
 from solver.schedule.simulator import (
     IllegalScheduleError,
     Simulation,
@@ -52,6 +53,7 @@ from solver.schedule.simulator import (
     timeline,
 )
 from solver.schedule.solution import (
+    BUDGETS_OF,
     OPTIMAL_GAP,
     Obstacle,
     Request,

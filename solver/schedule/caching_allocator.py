@@ -133,12 +133,14 @@ class CachingAllocator:
     capacity_bytes: of the device (inf: as many as asked for).
     allocated_bytes, reserved_bytes: what blocks in use hold, and what was taken from the device:
         `torch.cuda.memory_allocated()` and `memory_reserved()`; `max_…`: the most so far.
+    n_returns: times that free memory went back to a full device, which stops the device.
     """
 
     def __init__(self, *, capacity_bytes: float = math.inf) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.max_allocated_bytes = 0
         self.reserved_bytes = self.max_reserved_bytes = 0
+        self.n_returns = 0
         self._end = 0
         self._small = Pool(SMALL_SEGMENT_BYTES, ALLOCATION_BYTES)
         self._large = Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + ALLOCATION_BYTES)
@@ -149,6 +151,7 @@ class CachingAllocator:
         pool = self._small if size_bytes <= SMALL_BYTES else self._large
         block = self._cached(pool, size_bytes) or self._taken(pool, size_bytes)
         if block is None:
+            self.n_returns += 1
             self._give_back()
             block = self._taken(pool, size_bytes)
         if block is None:

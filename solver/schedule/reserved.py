@@ -23,8 +23,10 @@ from solver.schedule.caching_allocator import (
 from solver.schedule.ops import Compute, Schedule
 from solver.schedule.simulator import stays
 
-N_STEPS = 3
-"""The third takes nothing new on the graphs tried (`tests/solver/schedule/test_reserved.py`)."""
+N_STEPS = 6
+"""On a device without end the second takes nothing new; a full one takes a few steps to settle."""
+NEAR = 1e-3
+"""The least capacity is found to within this share of what is allocated."""
 ROUNDING = "allocator_rounding"
 """The resident tensor of a graph that stands for the rounding, which is played here."""
 
@@ -35,12 +37,13 @@ class Reserved:
 
     allocated_bytes: with every size rounded, as `torch.cuda.max_memory_allocated()` counts.
     reserved_bytes: `torch.cuda.max_memory_reserved()`.
-    fits: whether the device has room for it, after giving back what is free where it must.
+    settled: the device has room for every step, and in the last one nothing had to be given back
+        to it to make room.
     """
 
     allocated_bytes: int
     reserved_bytes: int
-    fits: bool = True
+    settled: bool = True
 
     @property
     def lost_bytes(self) -> int:
@@ -65,17 +68,46 @@ def reserved(
         expandable = expandable_segments()
     kind = ExpandableAllocator if expandable else CachingAllocator
     allocator = kind(capacity_bytes=capacity_bytes)
-    fits = True
+    settled = True
     try:
         for tensor in graph.resident:
             if tensor.alias_of is None and tensor.size_bytes and tensor.name != ROUNDING:
                 allocator.allocate(tensor.size_bytes)
         steps = _Steps(graph, schedule)
         for _ in range(n_steps):
+            n_before = allocator.n_returns
             steps.play(allocator)
+            settled = allocator.n_returns == n_before
     except DeviceFullError:
-        fits = False
-    return Reserved(allocator.max_allocated_bytes, allocator.max_reserved_bytes, fits)
+        settled = False
+    return Reserved(allocator.max_allocated_bytes, allocator.max_reserved_bytes, settled)
+
+
+def least_capacity_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Of a device on which the steps settle, by bisection (a larger one may be worse: not proven).
+
+    With the allocator's setting of this environment.
+    """
+    most = reserved(graph, schedule)
+    below_bytes, enough_bytes = most.allocated_bytes - 1, most.reserved_bytes
+    while enough_bytes - below_bytes > NEAR * most.allocated_bytes:
+        middle_bytes = (below_bytes + enough_bytes) // 2
+        if reserved(graph, schedule, capacity_bytes=middle_bytes).settled:
+            enough_bytes = middle_bytes
+        else:
+            below_bytes = middle_bytes
+    return enough_bytes
+
+
+def reserved_by_setting(graph: Graph, schedule: Schedule) -> dict[str, int]:
+    """Reserved bytes by the allocator's setting, for a graph of a CUDA device; {} for others."""
+    if not graph.meta.device_bytes and graph.meta.environment.get("device") != "cuda":
+        return {}
+    settings = {"default": False, "expandable_segments": True}
+    return {
+        name: reserved(graph, schedule, expandable=expandable).reserved_bytes
+        for name, expandable in settings.items()
+    }
 
 
 def expandable_segments() -> bool:

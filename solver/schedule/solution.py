@@ -30,6 +30,7 @@ from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Sim
 Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
 STATUSES: tuple[str, ...] = get_args(Status)
 FORMAT, OLDER_FORMATS = "schedule/2", ("schedule/1",)
+BUDGETS_OF = ("allocated", "reserved")
 OPTIMAL_GAP = 1e-3
 """A schedule within this share of the baseline's time of its proven bound is called optimal."""
 
@@ -45,8 +46,10 @@ class Request:
     rewrites: the word for what a plan may rewrite (`graphs.rewrites`). "none" for a graph, which is
         planned with those that it was made with.
     places: host memory and disk that a plan may copy to (None: the device alone).
+    budget_of: what the budget is of: "allocated", what tensors hold, or "reserved", what PyTorch's
+        caching allocator takes from a CUDA device for them (`solver.schedule.reserved`).
 
-    Raises ValueError for a time limit that is not a positive number, and for another word.
+    Raises ValueError for a time limit that is not a positive number, and for other words.
     """
 
     budget_bytes: int
@@ -56,10 +59,13 @@ class Request:
     seed: int = 0
     rewrites: str = "none"
     places: Places | None = None
+    budget_of: str = "allocated"
 
     def __post_init__(self) -> None:
         check_time_limit(self.time_limit_s)
         check_word(self.rewrites)
+        if self.budget_of not in BUDGETS_OF:
+            raise ValueError(f"budget_of is {self.budget_of!r}; one of {', '.join(BUDGETS_OF)}")
 
     @property
     def available_bytes(self) -> int:
@@ -348,6 +354,7 @@ class SavedSchedule:
             seed=asked.integer("seed", default=0),
             rewrites=asked.choice("rewrites", WORDS, default="none"),
             places=_places(asked, where=f"{path}: request"),
+            budget_of=asked.choice("budget_of", BUDGETS_OF, default="allocated"),
         )
         if request.reserve_bytes > budget_bytes:
             raise FormatError(f"{path}: request: reserve_bytes is above budget_bytes")

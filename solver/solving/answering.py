@@ -11,7 +11,6 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from graphs.graph import Graph
 from graphs.rewrites import Variants
@@ -28,10 +27,7 @@ from solver.schedule import (
     simulate,
 )
 from solver.schedule import baseline as baseline_schedule
-
-if TYPE_CHECKING:
-    pass
-
+from solver.solving.within_reserved import with_reserved, within_reserved
 
 KEPT_SHARE = 0.1
 """Of the time limit: kept for the bound, or for saying why nothing was found."""
@@ -74,6 +70,32 @@ def attempt(
     started_s = now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
     variants = Variants.of(step)
+
+    def planned(request: Request) -> Solution:
+        return _attempt(variants, request, starts=starts, quick=quick, deadline=deadline)
+
+    found = planned(request)
+    if request.budget_of == "reserved":
+        found = within_reserved(found, planned)
+    by_ctrl_c = interrupted()
+    return dataclasses.replace(
+        found,
+        variants=variants,
+        solve_time_s=now_s() - started_s,
+        timed_out=found.timed_out and not by_ctrl_c,
+        interrupted=by_ctrl_c,
+    )
+
+
+def _attempt(
+    variants: Variants,
+    request: Request,
+    *,
+    starts: Sequence[Schedule],
+    quick: bool,
+    deadline: Deadline,
+) -> Solution:
+    """`attempt`, for a budget of what is allocated."""
     answers: list[Solution] = []
     graphs = _promising_first(variants.planned, request.available_bytes)
     for index, graph in enumerate(graphs):
@@ -90,15 +112,7 @@ def attempt(
                 deadline=due,
             )
         )
-    found = _best(answers)
-    by_ctrl_c = interrupted()
-    return dataclasses.replace(
-        found,
-        variants=variants,
-        solve_time_s=now_s() - started_s,
-        timed_out=found.timed_out and not by_ctrl_c,
-        interrupted=by_ctrl_c,
-    )
+    return _best(answers)
 
 
 def _promising_first(graphs: Sequence[Graph], available_bytes: int) -> list[Graph]:
@@ -247,6 +261,8 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
         solve_time_s=solution.solve_time_s + now_s() - started_s,
         interrupted=solution.interrupted or (obstacle.cut_short and interrupted()),
     )
+    if request.budget_of == "reserved":
+        obstacle = with_reserved(obstacle, solution.graph)
     if obstacle.schedule is None or obstacle.reached_bytes > request.available_bytes:
         return dataclasses.replace(solution, obstacle=obstacle)
     simulation = simulate(solution.graph, obstacle.schedule, places=request.places)

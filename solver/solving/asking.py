@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.graph import Graph
 from graphs.rewrites import check_word
 from solver.common import check_time_limit, counted, now_s, parse_budget, tell, telling
-from solver.device import HostLink, find_hardware, host_beside
+from solver.device import HostLink, check_budget_of, find_hardware, host_beside
 from solver.methods import METHODS
 from solver.schedule import Request, Solution, plan_line
 from solver.solving.answering import answer
@@ -34,6 +34,7 @@ def solve(
     rewrites: str | None = None,
     host_budget: int | float | str | None = None,
     host_link: HostLink | None = None,
+    budget_of: str = "allocated",
     **trace_options: Any,
 ) -> Solution:
     """Find the schedule that fits the training step into `budget` at the least extra time.
@@ -53,6 +54,10 @@ def solve(
         none). Only the method auto does.
     host_link: bytes per second to the host and back, "50GB/s", or both directions: "50GB/s,40GB/s",
         (50e9, 40e9) (default: those of the device that was named).
+
+    budget_of: "allocated": the budget is for what tensors hold, with the reserve for the rest;
+        "reserved": for what PyTorch's caching allocator takes from a CUDA device, as simulated
+        (`solver.solving.within_reserved`).
 
     time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
     reason. What is best by then is the answer; it says that the clock ended the search.
@@ -83,6 +88,7 @@ def solve(
             host_budget=host_budget,
             host_link=host_link,
             rewrites=rewrites,
+            budget_of=budget_of,
             method=method,
             time_limit_s=time_limit_s,
             seed=seed,
@@ -104,6 +110,7 @@ def _request(
     host_budget: int | float | str | None,
     host_link: HostLink | None,
     rewrites: str | None,
+    budget_of: str,
     **options: Any,
 ) -> Request:
     """What `solve` was asked, in bytes. hardware: the device that was named (None: none was)."""
@@ -128,12 +135,15 @@ def _request(
         on_cuda=is_module and (on_cuda or (hardware is not None and hardware.kind == "cuda")),
         resident_bytes=graph.resident_bytes,
     )
+    traced_on = str(graph.meta.environment.get("device")) if is_module else None
+    check_budget_of(budget_of, kind=traced_on if hardware is None else hardware.kind)
     if hardware is None and is_module and host_budget is not None:
         hardware = find_hardware(str(graph.meta.environment["device"]))  # where it was traced
     return Request(
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         rewrites=(rewrites or "bitwise") if is_module else "none",
+        budget_of=budget_of,
         places=host_beside(
             host_budget, host_link, hardware=hardware, resident_bytes=graph.resident_bytes
         ),

@@ -1,0 +1,108 @@
+"""A budget of what PyTorch's allocator takes from the card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from graphs.graph import Graph
+from solver import Solution, solve
+from solver.cli import main
+from solver.schedule import Request, least_capacity_bytes, reserved
+from tests.support.builders import make, op
+from tests.support.command import failed
+from tests.support.paths import GPT2
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+
+@pytest.mark.parametrize("budget", [5_200_000_000, 4_000_000_000, 3_200_000_000])
+@pytest.mark.parametrize("setting", ["", "expandable_segments:True"])
+def test_what_is_reserved_for_the_plan_fits(
+    budget: int, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    graph = Graph.load(GPT2)
+    of_tensors = solve(graph, budget=budget)
+    found = solve(graph, budget=budget, budget_of="reserved")
+    assert of_tensors.schedule is not None
+    assert found.schedule is not None
+    assert found.simulation is not None
+    first = reserved(graph, of_tensors.schedule, capacity_bytes=budget)
+    assert not first.settled  # or it would show nothing
+    assert reserved(graph, found.schedule, capacity_bytes=budget).settled
+    assert found.lower_bound_s == of_tensors.lower_bound_s  # that of all plans that fit
+    assert found.simulation.time_s >= found.lower_bound_s
+    assert of_tensors.overhead is not None
+    assert found.overhead is not None
+    assert (
+        found.overhead < of_tensors.overhead + 0.05
+    )  # a little less to plan with, not another plan
+
+    found.save(tmp_path / "schedule.json")
+    loaded = Solution.load(tmp_path / "schedule.json", graph=graph)
+    assert loaded.request == found.request
+    assert loaded.request.budget_of == "reserved"
+
+
+def test_expandable_segments_leave_more_for_tensors(monkeypatch: pytest.MonkeyPatch):
+    graph = Graph.load(GPT2)
+    default = solve(graph, budget=4_000_000_000, budget_of="reserved")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    expandable = solve(graph, budget=4_000_000_000, budget_of="reserved")
+    assert default.overhead is not None
+    assert expandable.overhead is not None
+    assert expandable.overhead <= default.overhead
+    assert expandable.request.reserve_bytes < default.request.reserve_bytes
+
+
+def test_whole_segments_may_leave_no_room():
+    """Three tensors of 11 MiB take 36 MiB."""
+    nodes = [op("f", "p", "a"), op("g", "p", "b"), op("h", "a b", "c")]
+    graph = make(nodes, {"p": 512, "a": 11 * MIB, "b": 11 * MIB, "c": 11 * MIB}, outputs="c")
+    assert solve(graph, budget=34 * MIB).schedule is not None
+    found = solve(graph, budget=34 * MIB, budget_of="reserved")
+    assert found.schedule is None
+    assert found.status == "infeasible"
+    assert not found.proven_infeasible
+    assert found.minimum_budget_bytes == 38 * MIB  # 2 for the parameter
+    assert solve(graph, budget=40 * MIB, budget_of="reserved").schedule is not None
+
+
+def test_the_least_capacity_settles_and_a_little_less_does_not():
+    graph = Graph.load(GPT2)
+    found = solve(graph, budget=4_000_000_000)
+    assert found.schedule is not None
+    least_bytes = least_capacity_bytes(graph, found.schedule)
+    assert reserved(graph, found.schedule, capacity_bytes=least_bytes).settled
+    assert not reserved(graph, found.schedule, capacity_bytes=int(0.998 * least_bytes)).settled
+    free = reserved(graph, found.schedule)
+    assert free.allocated_bytes <= least_bytes <= free.reserved_bytes
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ValueError, match="budget_of is 'cached'; one of allocated, reserved"):
+        Request(10, budget_of="cached")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]):
+    arguments = [str(GPT2), "--budget", "4GB", "--budget-of", "reserved"]
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget_of"] == "reserved"
+    assert main(arguments) == 0
+    assert "4.00 GB (3.73 GiB), of reserved memory" in capsys.readouterr().out
+
+
+def test_the_cpu_has_no_such_allocator(capsys: pytest.CaptureFixture[str]):
+    arguments = [str(GPT2), "--budget", "4GB", "--budget-of", "reserved", "--device", "cpu"]
+    code, message = failed(capsys, *arguments)
+    assert code == 2
+    assert "name a card (--device h100" in message
