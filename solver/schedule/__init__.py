@@ -42,7 +42,12 @@ from solver.schedule.recompute import (
     missing_computes,
     without_dead_computes,
 )
-from solver.schedule.reserved import Reserved, least_capacity_bytes, reserved, reserved_by_setting
+from solver.schedule.reserved_memory import (
+    Reserved,
+    least_capacity_bytes,
+    reserved,
+    reserved_by_setting,
+)
 from solver.schedule.simulator import (
     IllegalScheduleError,
     Simulation,

@@ -47,7 +47,7 @@ class Request:
         planned with those that it was made with.
     places: host memory and disk that a plan may copy to (None: the device alone).
     budget_of: what the budget is of: "allocated", what tensors hold, or "reserved", what PyTorch's
-        caching allocator takes from a CUDA device for them (`solver.schedule.reserved`).
+        caching allocator takes from a CUDA device for them (`solver.schedule.reserved_memory`).
 
     Raises ValueError for a time limit that is not a positive number, and for other words.
     """

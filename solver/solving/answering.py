@@ -27,7 +27,7 @@ from solver.schedule import (
     simulate,
 )
 from solver.schedule import baseline as baseline_schedule
-from solver.solving.within_reserved import with_reserved, within_reserved
+from solver.solving.within_reserved import planned_within_reserved, with_reserved
 
 KEPT_SHARE = 0.1
 """Of the time limit: kept for the bound, or for saying why nothing was found."""
@@ -76,7 +76,7 @@ def attempt(
 
     found = planned(request)
     if request.budget_of == "reserved":
-        found = within_reserved(found, planned)
+        found = planned_within_reserved(found, planned)
     by_ctrl_c = interrupted()
     return dataclasses.replace(
         found,

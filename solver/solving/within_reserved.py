@@ -1,10 +1,11 @@
 """A budget for what PyTorch's allocator takes from the card, instead of what tensors hold.
 
-A plan fits if its steps, played through a model of the allocator (`solver.schedule.reserved`) on a
-device of so many bytes, settle: nothing runs out, and no memory must go back to the device to make
-room. That is no sum over positions, as it depends on the order of sizes. So plans are made for
-fewer and fewer bytes until one fits. Reserved is never less than allocated, so the bound for the
-whole budget holds for all plans that fit; that none is faster than the one returned is not proven.
+A plan fits if its steps, played through a model of the allocator on a device of so many bytes
+(`solver.schedule.reserved_memory`), settle: nothing runs out, and no memory must go back to the
+device to make room. That is no sum over positions, as it depends on the order of sizes. So plans
+are made for fewer and fewer bytes until one fits. Reserved is never less than allocated, so the
+bound for the whole budget holds for all plans that fit; that none is faster than the one returned
+is not proven.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_ROUNDS = 6
 """Plans that are made: each is for fewer bytes by what the last one needed too much."""
 
 
-def within_reserved(found: Solution, again: Callable[[Request], Solution]) -> Solution:
+def planned_within_reserved(found: Solution, again: Callable[[Request], Solution]) -> Solution:
     """The first of the plans that fits; none, if the last one does not.
 
     found: for the whole budget. again: a plan for another request.

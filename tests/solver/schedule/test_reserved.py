@@ -9,7 +9,7 @@ import pytest
 from graphs.graph import Graph
 from solver.methods import METHODS
 from solver.schedule import Compute, Schedule, baseline, simulate
-from solver.schedule.reserved import Reserved, expandable_segments, reserved
+from solver.schedule.reserved_memory import Reserved, expandable_segments, reserved
 from solver.schedule.simulator import stays
 from tests.support.builders import make, op, plan
 from tests.support.copying import random_copies

@@ -100,7 +100,12 @@ def least_capacity_bytes(graph: Graph, schedule: Schedule) -> int:
 
 
 def reserved_by_setting(graph: Graph, schedule: Schedule) -> dict[str, int]:
-    """Reserved bytes by the allocator's setting, for a graph of a CUDA device; {} for others."""
+    """Reserved bytes by the allocator's setting, for a graph of a CUDA device; {} for others.
+
+    {} for a stage of a pipeline too: several micro-batches are not played.
+    """
+    if graph.n_in_flight > 1:
+        return {}
     if not graph.meta.device_bytes and graph.meta.environment.get("device") != "cuda":
         return {}
     settings = {"default": False, "expandable_segments": True}
