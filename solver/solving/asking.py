@@ -135,6 +135,11 @@ def _request(
         on_cuda=is_module and (on_cuda or (hardware is not None and hardware.kind == "cuda")),
         resident_bytes=graph.resident_bytes,
     )
+    if budget_of == "reserved" and graph.n_in_flight > 1:
+        raise ValueError(
+            "budget_of='reserved' plays one micro-batch at a time, and this stage has "
+            f"{graph.n_in_flight} in flight; leave it out, with a larger reserve"
+        )
     traced_on = str(graph.meta.environment.get("device")) if is_module else None
     check_budget_of(budget_of, kind=traced_on if hardware is None else hardware.kind)
     if hardware is None and is_module and host_budget is not None:
