@@ -157,6 +157,20 @@ def emptied(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+@contextlib.contextmanager
+def no_garbage(device: torch.device) -> Iterator[None]:
+    """Unreferenced memory is released before, and none of what is in cycles meanwhile: when the
+    collector runs depends on what ran before, and so would the bytes that are measured."""
+    emptied(device)
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def context_bytes(device: torch.device) -> int:
     """What is taken of the device beside this process's allocator: contexts, kernels, others."""
     free, total = torch.cuda.mem_get_info(device)

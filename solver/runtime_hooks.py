@@ -44,6 +44,9 @@ def run_submodule_planner(**step: Any) -> Planned:
     return found
 
 
+N_REAL_STEPS = 11
+"""That `run_submodule_planner` runs, if the first plan takes what was predicted."""
+
 PLAN_BY_SUBMODULES = (
     "to plan by submodules: checkpoint_solver.fallback.plan_chain(model, batch, budget=...)"
 )

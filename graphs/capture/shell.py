@@ -7,6 +7,7 @@ of a call.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,11 +129,7 @@ class Shell(nn.Module):
         flat, self.spec = nested.flatten(output)
         for item in flat:
             if not isinstance(item, torch.Tensor | int | float | bool | str | None):
-                raise TraceError(
-                    f"the model returns an object of type {type(item).__name__}, which hides its "
-                    "tensors; return tensors, tuples, lists or dicts (a model of transformers "
-                    "returns a cache in evaluation mode, or if use_cache=True is passed)"
-                )
+                raise TraceError(_hidden(item))
         self.chosen = self._outside[2](output)
         self.flat_outputs = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
         self.differentiable = tuple(
@@ -145,6 +142,21 @@ class Shell(nn.Module):
             for i, item in enumerate(flat)
             if isinstance(item, torch.Tensor)
         ]
+
+
+def _hidden(item: object) -> str:
+    """Why the model's output cannot be traced."""
+    name = type(item).__name__
+    library: Any = sys.modules.get("transformers.cache_utils")
+    if library is not None and isinstance(item, library.Cache):
+        return (
+            f"the model returns the cache that transformers fills for generation ({name}); pass "
+            "use_cache=False"
+        )
+    return (
+        f"the model returns an object of type {name}, which hides its tensors; return tensors, "
+        "tuples, lists or dicts"
+    )
 
 
 def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphs.costs.attention_seeds import real_seeds
 from graphs.costs.cache import CostCache
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
+from graphs.costs.free_memory import free_bytes
 from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.costs.observed import observed_run
@@ -208,7 +208,7 @@ class Measured:
     def _run(self, call: OpCall) -> Cost:
         """A warm-up, timed runs, and one run for the peak memory; a slow call runs only twice."""
         needed = call.made_bytes() + sum(t.untyped_storage().nbytes() for t in call.inputs())
-        if needed > _available_bytes(self.device):
+        if needed > free_bytes(self.device):
             raise MemoryError(f"{call.target} needs {needed} bytes")
         run = _runnable(call, self.device)
         times_s = [self._seconds(run)]
@@ -330,19 +330,6 @@ def _n_indices(call: OpCall) -> dict[int, int]:
     if packet is aten.max_pool2d_with_indices_backward:
         return {id(args[7]): args[1].shape[-1] * args[1].shape[-2]}
     return {}
-
-
-def _available_bytes(device: torch.device) -> float:
-    """Free memory; infinite where unknown. On Linux, a process that exceeds it is killed."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return float("inf")
-    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
-    return 1024 * int(sizes["MemAvailable"].split()[0]) if "MemAvailable" in sizes else float("inf")
 
 
 def _known(device: torch.device) -> Hardware:

@@ -12,6 +12,7 @@ from scheduler_runtime.execute import remove_torch_checkpoint
 from scheduler_runtime.measuring import (
     TrainingStep,
     buffers_and_random_state_restored,
+    no_garbage,
     peak_above_bytes,
 )
 
@@ -67,7 +68,7 @@ class ObservedStep(TrainingStep):
         try:
             with state_restored(self.model):
                 self.run()  # allocates what is allocated once
-            with state_restored(self.model):
+            with state_restored(self.model), no_garbage(self.device):
                 above_bytes = peak_above_bytes(self.run, self.device)
         finally:
             self.release()

@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from graphs.calls import device_of, nested
 from graphs.costs import CudaPeaks, begin_part, cpu_peak_bytes_by_part
 from scheduler_runtime.by_submodule.eager_step import state_restored
+from scheduler_runtime.measuring import no_garbage
 from solver.module_checkpointing import SequentialSteps
 
 N_TIMED_STEPS = 3
@@ -142,12 +143,14 @@ def observe(
     blocks: Sequence[str],
     *,
     resident: Sequence[torch.Tensor] = (),
+    release: Callable[[], object] = lambda: None,
 ) -> Observed:
     """Run real steps and observe these submodules.
 
     step: forward pass and loss.
     blocks: submodules called once each, one after another.
     resident: what is there before the step beside parameters and buffers (the batch).
+    release: lets go of what `step` holds until the step ends.
     """
     watch = _Watch(model, blocks, resident)
 
@@ -155,6 +158,7 @@ def observe(
         loss = step()
         watch.mark(f"backward {len(watch.parts) - 1}")
         loss.backward()
+        release()
 
     with state_restored(model), watch.hooked(saving=True):
         run()
@@ -165,7 +169,8 @@ def observe(
             run()
             peaks, watch.cuda_peaks = watch.cuda_peaks.ended(), None
         else:
-            peaks = cpu_peak_bytes_by_part(run)
+            with no_garbage(device):
+                peaks = cpu_peak_bytes_by_part(run)
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(N_TIMED_STEPS):
         with state_restored(model), watch.hooked(saving=False):

@@ -31,6 +31,7 @@ from torch import nn
 from graphs.calls import TraceError, device_of, nested
 from graphs.costs import Roofline
 from graphs.hardware import named
+from graphs.rewrites import Variants
 from graphs.training_step import optimizer_costs, with_optimizer
 from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
@@ -47,8 +48,16 @@ from solver.module_checkpointing import (
     plan_regions,
 )
 from solver.runtime_hooks import NoRowError, Planned
-from solver.schedule import Compute, Obstacle, Solution, plan_line
-from solver.solving import solve
+from solver.schedule import (
+    Compute,
+    Obstacle,
+    Request,
+    Solution,
+    baseline,
+    plan_line,
+    simulate,
+)
+from solver.solving import answer
 
 N_CORRECTIONS = 4
 """How often a step that takes more than predicted is planned again."""
@@ -123,8 +132,14 @@ def _observed_and_planned(
                 "each in a step, so there is nothing to checkpoint; split it into submodules, or "
                 "make it traceable"
             )
-        resident = nested.tensors(batch)
-        observed = find_loop(model, observe(model, step.forward, blocks, resident=resident))
+        seen = observe(
+            model,
+            step.forward,
+            blocks,
+            resident=nested.tensors(batch),
+            release=step.release,
+        )
+        observed = find_loop(model, seen)
     except TraceError as error:
         raise FallbackError(str(error)) from error
     changed_buffers = step.changed_buffers()
@@ -132,14 +147,16 @@ def _observed_and_planned(
     if optimizer is not None:
         costs = Roofline(named("cpu"))
         figures = optimizer_costs(optimizer, model, device=device, costs=costs)
-    unseen_bytes, excess_bytes = 0, 0
+    unseen_bytes, excess_bytes = _unseen_bytes(step, observed), 0
+    plain = with_optimizer(coarse_graph(step, observed, unseen_bytes=unseen_bytes), figures)
+    request = Request(budget_bytes, reserve_bytes, time_limit_s=time_limit_s)
     plan: RegionPlan | None = None
     for _ in range(1 + N_CORRECTIONS):
         graph = coarse_graph(step, observed, unseen_bytes=unseen_bytes)
         graph = with_optimizer(graph, figures)
-        solution = solve(
-            graph, budget=budget_bytes, reserve=reserve_bytes, time_limit_s=time_limit_s
-        )
+        # What a plan took beyond its prediction is no part of the plain step.
+        with telling(f"planning {type(model).__name__}..."):
+            solution = answer(Variants(plain, (graph,)), request)
         if plan is not None:  # measured already; the graph now counts what it took
             plan = plan_regions(graph, plan.regions, in_loop=plan.in_loop)
             if plan.peak_bytes <= solution.request.available_bytes:
@@ -157,6 +174,13 @@ def _observed_and_planned(
         f"the step takes {excess_bytes} bytes more than predicted, after {N_CORRECTIONS} "
         "corrections; its memory differs from step to step"
     )
+
+
+def _unseen_bytes(step: ObservedStep, observed: Observed) -> int:
+    """What the plain step takes beyond its prediction."""
+    graph = coarse_graph(step, observed, unseen_bytes=0)
+    predicted_bytes = simulate(graph, baseline(graph)).peak_bytes
+    return max(0, step.peak_bytes(lambda: None) - predicted_bytes)
 
 
 def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, int]:

@@ -140,7 +140,7 @@ def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = Non
 def _run(arguments: Arguments, watch: Watch) -> int:
     progress = Progress(quiet=arguments.quiet)
     printed = _Printed(is_off=arguments.json or arguments.quiet)
-    with opened_problem(arguments, progress.says) as problem:
+    with opened_problem(arguments, progress) as problem:
         resident_bytes = problem.graph.resident_bytes
         reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
         reject_missing_unit(arguments.host, resident_bytes=resident_bytes, what="host budget")
@@ -269,6 +269,7 @@ def _report(
         solutions=tuple(solutions),
         notes=(*problem.notes, *notes),
         reserve_reason=problem.reserve_reason,
+        not_traced=problem.not_traced,
         **fields,
     )
 

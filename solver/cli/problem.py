@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,12 +31,14 @@ from solver.cli.model_file import (
     opened,
     parse_source,
 )
-from solver.cli.progress import Say
+from solver.cli.progress import Progress, Say
+from solver.cli.real_run import estimated
 from solver.cli.traced_step import NotTracedError, traced_step
 from solver.common import parse_budget
 from solver.device import Target, check_budget_of, find_hardware, find_target, host_beside
 from solver.reporting import describe_costs, step_notes
 from solver.runtime_hooks import (
+    N_REAL_STEPS,
     NoRowError,
     Planned,
     Verification,
@@ -49,8 +50,6 @@ from solver.schedule import Places, Request, Solution
 
 if TYPE_CHECKING:
     pass
-
-Progress = Callable[[str], AbstractContextManager[object]]
 
 NOTE_ON_ALLOCATOR = (
     "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator fragments "
@@ -67,6 +66,7 @@ class Problem:
     verify: runs the model with and without the plan, and says what runs (None for a graph file).
     resized: the problem at another value of the size that is maximized (None: nothing is).
     planned: the plan by submodules of a model that cannot be traced.
+    not_traced: why it cannot be, and what to do.
     rewrites: the word that the variants stand for ("none" for a graph file).
     """
 
@@ -82,6 +82,7 @@ class Problem:
     verify: Callable[[Solution, Say], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
     planned: Solution | None = None
+    not_traced: str = ""
     rewrites: str = "none"
 
     @property
@@ -110,7 +111,7 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
     """
     is_configuration = arguments.problem.startswith(CONFIGURATION)
     if arguments.problem.endswith(".json") and not is_configuration:
-        with progress("reading the graph"):
+        with progress.says("reading the graph"):
             problem = _graph_problem(arguments)
         yield problem
         return
@@ -200,7 +201,7 @@ def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
 def _model_problem(
     arguments: Arguments, source: ModelSource, progress: Progress
 ) -> Iterator[Problem]:
-    with progress("loading PyTorch"):
+    with progress.says("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs)
     memory, largest = _memory(arguments, target.hardware), arguments.largest
     allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
@@ -221,7 +222,7 @@ def _model_problem(
         )
 
     def traced(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
-        step, notes = traced_step(file, target, arguments, optimizer)
+        step, notes = traced_step(file, target, arguments, optimizer, tells=progress.tells)
         optimizer = step.plain.meta.environment.get("optimizer")
         size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
         if largest == "seq_length" and "batch_size" in file.sizes:
@@ -240,23 +241,23 @@ def _model_problem(
         )
 
     def measured(file: ModelFile, refused: NotTracedError) -> Problem:
-        found = _planned_by_submodules(file, target, arguments, memory, refused)
-        why = f"Not planned op by op, which may cost less: {refused.why}."
+        found = _planned_by_submodules(file, target, arguments, memory, refused, progress)
         return problem_of(
             file,
             Variants.of(found.solution.graph),
             device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
             costs="measured on this machine, by submodule",
-            notes=(why, *found.notes, *file.notes),
+            notes=(*found.notes, *file.notes),
             planned=found.solution,
+            not_traced=refused.why,
         )
 
     with opened(source, sizes=sizes, varied=largest or "") as file:
         try:
-            with progress(f"tracing {arguments.problem}"):
+            with progress.says(f"tracing {arguments.problem}"):
                 problem = traced(file)
         except NotTracedError as refused:
-            with progress("not traceable: measuring real steps to plan by submodules"):
+            with progress.says("not traceable: measuring real steps to plan by submodules"):
                 problem = measured(file, refused)
         yield problem
 
@@ -266,7 +267,8 @@ def _planned_by_submodules(
     target: Target,
     arguments: Arguments,
     memory: Mapping[str, Any],
-    refused: LoadError,
+    refused: NotTracedError,
+    progress: Progress,
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
     names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "emit"]
@@ -277,6 +279,15 @@ def _planned_by_submodules(
     given = arguments.given(*names)
     if given:
         raise LoadError(f"{refused}; the command does so without {given}") from refused
+    run = estimated(file, target.torch_device, with_gradients=True)
+    if not run.fits:
+        raise LoadError(
+            f"{refused.why}; real steps, to plan it by whole submodules, do not fit here: {run}"
+        ) from refused
+    progress.tells(
+        f"not traced: {refused.why}. Now {N_REAL_STEPS} real steps or more of the model run here, "
+        f"to plan it by whole submodules ({run})"
+    )
     try:
         return run_submodule_planner(
             **file.functions,

@@ -18,6 +18,11 @@ class Progress:
         self._quiet = quiet
         self._shown = self._console.is_terminal and not quiet
 
+    def tells(self, line: str) -> None:
+        """Write a line that stays."""
+        text = f"solve: {' '.join(line.split())}"
+        self._console.print(text, soft_wrap=True, markup=False, emoji=False)
+
     @contextlib.contextmanager
     def says(self, what: str, *, always: bool = False) -> Iterator[Say]:
         """Show `what` while the block runs; the yielded function appends how far it is.

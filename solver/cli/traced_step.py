@@ -13,6 +13,7 @@ from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError, ModelFile
+from solver.cli.real_run import estimated
 from solver.common import format_size
 from solver.device import Target
 from solver.reporting import step_notes
@@ -45,10 +46,13 @@ def traced_step(
     target: Target,
     arguments: Arguments,
     optimizer_costs: Mapping[str, Any] | None,
+    *,
+    tells: Callable[[str], None],
 ) -> tuple[Variants, list[str]]:
     """Build on the meta device and trace; also returns notes for the report.
 
     optimizer_costs: as a graph of this model at another size has them (None: not known).
+    tells: is told before something runs on this machine.
     """
     from graphs.trace import TraceError, trace_variants
     from graphs.training_step import with_optimizer
@@ -75,6 +79,13 @@ def traced_step(
     def with_weights(refused: TraceError) -> Variants:
         """A part that cannot be traced is run and measured, which takes values."""
         if refused.runs_in_eager:
+            run = estimated(file, target.torch_device, with_gradients=False)
+            if not run.fits:
+                raise refused
+            tells(
+                f"not traced: {refused.short}. Now the model is built with its weights, to run "
+                f"that part here and plan it as one piece ({run})"
+            )
             with contextlib.suppress(Exception):  # then the step is refused as it was
                 return variants(file.model().to(target.torch_device))
         raise refused

@@ -48,6 +48,7 @@ class Report:
     sizes: the search for the largest batch, whose best size is the solution.
     curve: overhead against budget.
     emitted: the closest setting of another system.
+    not_traced: why the step is planned by whole submodules, and what to do.
     how_to_save: what writes the schedule.
     """
 
@@ -66,6 +67,7 @@ class Report:
     sizes: SizeSearch | None = None
     curve: Curve | None = None
     emitted: Emitted | None = None
+    not_traced: str = ""
     how_to_save: str = "-o schedule.json"
 
     @property
@@ -163,6 +165,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "verification": _verification(report),
         "files": {what: str(path) for what, path in report.files},
         "interrupted": report.interrupted,
+        "not_traced": report.not_traced or None,
         "sizes": None if report.sizes is None else _sizes(report.sizes),
         "emitted": None if report.emitted is None else _emitted(report, report.emitted),
         "notes": list(report.notes),

@@ -81,6 +81,8 @@ def curve_text(curve: Curve) -> str:
 def request_rows(report: Report) -> Iterator[Row]:
     """What was to be planned, and within which budget."""
     graph, request = report.best.plain, report.best.request
+    if report.not_traced:
+        yield "not traced", f"{report.not_traced}; planned by whole submodules, which may cost more"
     yield "graph", f"{counted(len(graph.nodes), 'op')}, {len(graph.forward_nodes)} of them forward"
     yield "device", report.device
     yield "costs", report.costs or "not recorded in the graph file"

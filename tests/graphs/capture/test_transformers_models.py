@@ -74,5 +74,5 @@ def test_the_cache_for_generation_is_off_in_planned_steps_only() -> None:
 
 
 def test_a_cache_that_is_asked_for_is_refused() -> None:
-    with pytest.raises(TraceError, match="or if use_cache=True is passed"):
+    with pytest.raises(TraceError, match="pass use_cache=False"):
         trace(language_model(), {**batch(), "use_cache": True})

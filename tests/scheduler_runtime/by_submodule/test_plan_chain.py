@@ -14,6 +14,7 @@ from graphs.costs.memory_events import begin_part, cpu_peak_bytes_by_part
 from graphs.trace import TraceError
 from scheduler_runtime import apply, remove
 from scheduler_runtime.by_submodule.coarse_graph import SCOPE
+from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import find_sequence, observe
 from scheduler_runtime.by_submodule.planning import FallbackError, plan_chain
 from scheduler_runtime.measuring import measure
@@ -192,3 +193,56 @@ def test_bytes_are_told_part_by_part() -> None:
 
     peaks = cpu_peak_bytes_by_part(run)
     assert (peaks["one"], peaks["two"]) == (2000, 5000)
+
+
+class Returning(Branching):
+    """Returns what it computed beside the loss, which is there to the end of the step."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(x)
+        return {"loss": F.cross_entropy(scores, tokens), "scores": scores, "squares": x.square()}
+
+
+def test_the_baseline_is_that_of_the_plain_step_whatever_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measured times differ from run to run, and so do plans; what a plan takes beyond its
+    prediction is no part of the step without a plan."""
+    torch.manual_seed(0)
+    model, batch = Returning(), torch.randint(0, 50, (512,))
+    measured_bytes = ObservedStep(model, batch).peak_bytes(lambda: None)
+    assert ObservedStep(model, batch).peak_bytes(lambda: None) == measured_bytes
+    honest = ObservedStep.peak_bytes
+
+    def more_with_a_plan(self: ObservedStep, put: Any) -> int:
+        put()
+        n_planned = sum("forward" in module.__dict__ for module in model.modules())
+        if n_planned:
+            remove(model)
+        return honest(self, put) + 10_000 * n_planned
+
+    monkeypatch.setattr(ObservedStep, "peak_bytes", more_with_a_plan)
+    peaks = set()
+    for share in (1.5, 0.8, 0.6):
+        found = plan_chain(model, batch, budget=int(share * measured_bytes))
+        assert found.schedule is not None
+        peaks.add(found.baseline.peak_bytes)
+    assert len(peaks) == 1
+    assert measured_bytes <= peaks.pop() <= 1.02 * measured_bytes
+
+
+def test_what_the_last_step_held_is_not_freed_in_the_next() -> None:
+    """A measured run sees such a free, or not, by chance."""
+    torch.manual_seed(0)
+    step = ObservedStep(Returning(), torch.randint(0, 50, (512,)))
+    held: list[bool] = []
+
+    def forward() -> torch.Tensor:
+        held.append(step._output is not None)
+        return step.forward()
+
+    observe(step.model, forward, ("blocks.0", "blocks.1"), release=step.release)
+    assert held == [False] * 5

@@ -1,0 +1,84 @@
+"""A model that cannot be traced is run on this machine: said first, and only where it can fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from solver.cli.command import main
+from solver.runtime_hooks import N_REAL_STEPS
+from tests.support.command import failed, write_model
+
+RUNS = """
+import sys
+
+def ran(x):
+    if type(x) is torch.Tensor and x.device.type == "cpu":
+        print("a real run", file=sys.stderr)
+"""
+IN_FORWARD = (
+    "        return x.square().mean()",
+    "        ran(x)\n        return x.square().mean() * (2 if x.sum().item() > 1e9 else 1)",
+)
+"""Of the model itself: no submodule can be one piece."""
+DEEPER = (
+    "nn.Linear(32, 32) for",
+    "nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()) for",
+)
+PART = """
+class Part(nn.Linear):
+    def forward(self, x):
+        ran(x)
+        return super().forward(x) * (2 if x.sum().item() > 1e9 else 1)
+"""
+IN_A_PART = (
+    ("        self.layers =", "        self.part = Part(32, 32)\n        self.layers ="),
+    ("        return x.square().mean()", "        return self.part(x).square().mean()"),
+)
+ON_CPU = ("--device", "cpu", "--time-limit", "5")
+
+
+def test_real_steps_are_announced_with_what_they_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_model(tmp_path, IN_FORWARD, DEEPER, add=RUNS)
+    assert main(["--budget", "20MB", *ON_CPU, path]) == 0
+    _, said, *runs = capsys.readouterr().err.splitlines()
+    assert said.startswith("solve: not traced: ")
+    assert f"Now {N_REAL_STEPS} real steps or more of the model run here" in said
+    # eight layers of 32 x 32 and 32 floats with their gradients, and 64 rows of 32 floats
+    assert "parameters, gradients and batch take 75.78 KB, activations come on top" in said
+    assert runs.count("a real run") == N_REAL_STEPS
+
+
+def test_steps_that_cannot_fit_are_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphs.costs.free_bytes", lambda _device: 40e3)
+    code, line = failed(
+        capsys, "--budget", "20MB", *ON_CPU, write_model(tmp_path, IN_FORWARD, add=RUNS)
+    )
+    assert code == 4
+    assert "do not fit here: parameters, gradients and batch take 41.98 KB" in line
+    assert line.endswith("40.00 KB of this machine's memory are free")
+
+
+def test_a_part_that_runs_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tmp_path, *IN_A_PART, add=RUNS + PART)
+    assert main(["--budget", "20MB", *ON_CPU, path]) == 0
+    first, *runs = capsys.readouterr().err.splitlines()
+    assert first.startswith("solve: not traced: forward reads values that the step computes")
+    assert "to run that part here and plan it as one piece" in first
+    assert "parameters and batch take 29.31 KB" in first
+    assert set(runs) == {"a real run"}
+
+
+def test_a_part_that_cannot_fit_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphs.costs.free_bytes", lambda _device: 20e3)
+    path = write_model(tmp_path, *IN_A_PART, add=RUNS + PART)
+    code, line = failed(capsys, "--budget", "20MB", *ON_CPU, path)
+    assert code == 4
+    assert "real steps, to plan it by whole submodules, do not fit here" in line
