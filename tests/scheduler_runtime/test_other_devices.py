@@ -71,11 +71,12 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
 
     finish_measuring: list[int] = []
 
-    def noted(_graph, *, budget, reserve, time_limit_s):
-        finish_measuring.append(reserve)
+    def noted(_step, request):
+        finish_measuring.append(request.reserve_bytes)
         raise SeenError
 
-    monkeypatch.setattr(fallback, "solve", noted)
+    monkeypatch.setattr(fallback, "answer", noted)
+    monkeypatch.setattr(fallback, "_unseen_bytes", lambda *_: 0)
     for name in ("find_sequence", "observe"):
         monkeypatch.setattr(fallback, name, lambda *_, **__: ("a", "b"))
     for name in ("find_loop", "coarse_graph"):
@@ -91,6 +92,7 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
 
 class SeenStep:
     forward = None
+    release = None
 
     def changed_buffers(self):
         return ()
