@@ -86,14 +86,19 @@ class CapturedStep:
     layout: Layout
     graph: Graph
     _original: Capture = field(repr=False)
-    _extracted: Callable[[Capture, Variant], CapturedStep] = field(repr=False)
+    _costs: CostModel | None = field(repr=False)
+    _extracted: Callable[[Capture, Variant, CostModel | None], CapturedStep] = field(repr=False)
 
     def with_rewrites(self, rewrites: Iterable[str]) -> CapturedStep:
         """Another variant of the same step, without tracing again."""
         wanted = tuple(rewrites)
         if wanted == tuple(self.graph.meta.rewrites):
             return self
-        return self._extracted(program_with(self._original, wanted), wanted)
+        return self._extracted(program_with(self._original, wanted), wanted, self._costs)
+
+    def with_costs(self, costs: CostModel | None) -> CapturedStep:
+        """The same step with other seconds and workspace, without tracing again."""
+        return self._extracted(self.captured, tuple(self.graph.meta.rewrites), costs)
 
     def variants(self, wanted: Iterable[Variant]) -> list[CapturedStep]:
         """The plain step, and those variants of it whose rewrites of the program find something."""
@@ -102,7 +107,7 @@ class CapturedStep:
             program = program_with(self._original, variant)
             finds = program is not self._original or not rewrites_program(variant)
             if variant and finds:
-                steps.append(self._extracted(program, variant))
+                steps.append(self._extracted(program, variant, self._costs))
         return steps
 
 
@@ -331,16 +336,16 @@ def trace_module(
         captured = capture(model, call, device=device, choose=choose, planned=opaque)
     original = captured
 
-    def extracted(program: Capture, variant: Variant) -> CapturedStep:
+    def extracted(program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
         cost = NodeCosts(costs)
         layout = rewritten(extract(program, cost=cost), variant)
         graph = _graph(
             model, call, program, layout, variant, device=device, gradients=gradients, cost=cost
         )
-        return CapturedStep(program, layout, graph, original, extracted)
+        return CapturedStep(program, layout, graph, original, costs, extracted)
 
     variant = tuple(rewrites)
-    return extracted(program_with(original, variant), variant)
+    return extracted(program_with(original, variant), variant, costs)
 
 
 def _graph(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from graphs.calls import Call, TraceError, device_of
-from graphs.costs import CostModel, finish_measuring, from_description
+from graphs.costs import finish_measuring, from_description
 from graphs.trace import CapturedStep
 from scheduler_runtime.by_submodule import SubmoduleSolution, put
 from scheduler_runtime.execute import (
@@ -204,8 +204,7 @@ class AppliedForward(PlannedForward):
             if not self._replans(reason):
                 raise self._mismatch(reason)
             costs = from_description(plan.environment.get("costs", {}), device=device_of(model))
-            step = self._trace(call, costs=costs)
-            step, new = replan(step, plan, str(reason), known=self._known)
+            step, new = replan(step.with_costs(costs), plan, str(reason), known=self._known)
             finish_measuring(costs)  # after replan, which may measure operators of other variants
             assert new.solution.schedule is not None
             if not new.reused:
@@ -234,13 +233,13 @@ class AppliedForward(PlannedForward):
             'plan again, or apply(..., on_mismatch="replan")'
         )
 
-    def _trace(self, call: Call, *, costs: CostModel | None = None) -> CapturedStep:
+    def _trace(self, call: Call) -> CapturedStep:
         environment = self.plan.environment
         return self.traced(
             call,
             choose=lambda _output: tuple(environment["gradient_outputs"]),
             gradients=environment.get("gradients", "fresh"),
-            costs=costs,
+            costs=None,
             rewrites=self.plan.rewrites,
             opaque=environment.get("opaque", ()),
             kept=[plan.kept for plan in self.plans if plan.kept is not None],

@@ -64,7 +64,9 @@ class Losses(TrainerCallback):
         ]
 
 
-def trainer(model: Any, folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
+def trainer(
+    model: Any, folder: Path, callbacks: list[Any], make: Any = Trainer, **options: Any
+) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=3,
@@ -77,7 +79,7 @@ def trainer(model: Any, folder: Path, callbacks: list[Any], **options: Any) -> T
         **options,
     )
     data: Any = [sentence(index) for index in range(24)]
-    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+    return make(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
 
 
 @pytest.mark.slow(sample=1)
@@ -112,6 +114,29 @@ def test_the_trainer_has_the_same_losses_and_weights(
         assert plan.solution.environment["optimizer"]["name"] == "AdamW"
     with pytest.raises(ValueError, match="fit was not called"):
         plans_of(model)  # it is as it was
+
+
+class ByItsParts(Trainer):
+    """Calls the transformer and the head, never the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = model.lm_head(model.transformer(inputs["input_ids"]).last_hidden_state)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_trainer_that_never_calls_the_model(tied: bool, tmp_path: Path) -> None:
+    """The transformer holds the head's weight or does not."""
+    model, callback = language_model(), FitCallback(budget="1GB")
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    each = trainer(model, tmp_path, [callback], make=ByItsParts)
+    if tied:
+        each.train()
+        assert [plan.solution.graph.meta.model for plan in callback.plans] == ["GPT2Model"]
+    else:
+        with pytest.raises(FitError, match="The gradients are those of transformer, lm_head"):
+            each.train()
 
 
 def test_one_call_before_train_does_the_same(tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ def test_other_values_and_attributes_are_reasons_by_name(lines: Any) -> None:
     assert of_state.endswith(": attributes or settings that forward depends on have changed")
 
 
-def test_apply_tells_its_plans_for_other_calls(lines: Any) -> None:
+def test_apply_tells_its_plans_for_other_calls(
+    lines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model, tokens = TiedLanguageModel(), TiedLanguageModel.batch()
     apply(model, solve(model, tokens, budget="1GB"), on_mismatch="replan")
     train(model, tokens, tokens[:, :8], tokens.repeat(2, 1))
@@ -117,3 +119,5 @@ def test_apply_tells_its_plans_for_other_calls(lines: Any) -> None:
     assert re.fullmatch(expected, shorter)
     expected = LINE.format(shape="6, 10") + told.format(n=3, new="6, 10") + re.escape(SIZES)
     assert re.fullmatch(expected, larger)
+    traced = [r for r in caplog.records if "tracing" in r.getMessage()]
+    assert len(traced) == 1 + 2  # solve, then each call that is not the planned one, once
