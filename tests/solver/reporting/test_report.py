@@ -14,10 +14,12 @@ from rich.console import Console
 from graphs.graph import Graph
 from graphs.synthetic.nets import chain, residual
 from solver.analysis.advice import Advice
+from solver.analysis.peak_memory import peaks
 from solver.common import format_size
 from solver.common.format import describe_op, format_share, format_time
 from solver.methods.registry import METHODS
 from solver.reporting.report_data import Report, best, to_json
+from solver.reporting.rows import dtype_table, memory_table
 from solver.reporting.terminal import show
 from solver.runtime_hooks import Verification
 from solver.schedule.memory import CATEGORIES, memory_at, node_at
@@ -416,3 +418,49 @@ def test_times_have_three_figures(time_s, text):
 def test_shares_have_a_sign():
     assert format_share(0.0473) == "+4.73 %"
     assert format_share(None) == ""
+
+
+# Activations by dtype.
+
+
+def by_dtype(shares: dict[str, float]) -> Solution:
+    """A plan of a graph whose storages are of these dtypes, by their share of the bytes."""
+    graph = residual(n_blocks=4)
+    made = sorted(
+        (t for t in graph.tensors if t.name in graph.producer), key=lambda t: t.size_bytes
+    )
+    total = sum(tensor.size_bytes for tensor in made)
+    dtypes: dict[str, list[str]] = {name: [] for name in shares}
+    passed = 0
+    for tensor in made:
+        ends = ((name, sum(list(shares.values())[: i + 1])) for i, name in enumerate(shares))
+        name = next(name for name, end in ends if passed <= end * total)
+        dtypes[name].append(tensor.name)
+        passed += tensor.size_bytes
+    graph = dataclasses.replace(graph, meta={"dtypes": dtypes})
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    return solve(graph, budget=int(0.8 * peak_bytes), method="sqrt")
+
+
+def test_dtypes_add_up_to_the_activations_of_the_table():
+    solution = by_dtype({"int64": 0.3, "bfloat16": 0.7})
+    table = dtype_table(solution)
+    assert table is not None
+    activations = next(row for row in memory_table(solution).rows if row[0] == "activations")
+    assert (table.rows[-1][1], table.rows[-1][3]) == (activations[1], activations[3])
+    for run in peaks(solution):
+        assert sum(run.activations_of.values()) == run.bytes_of["activations"]
+    text = shown(report_of(solution))
+    assert "Activations at the peak by dtype" in text
+    found = to_json(report_of(solution))
+    for run in (found["baseline"], found["schedule"]):
+        in_all = run["memory_bytes"]["activations"]
+        assert sum(run["activation_bytes_by_dtype"].values()) == in_all
+
+
+def test_a_dtype_that_hardly_counts_is_for_the_page_alone():
+    solution = by_dtype({"int64": 1e-6, "float32": 1.0})
+    assert dtype_table(solution) is not None
+    assert "by dtype" not in shown(report_of(solution))
+    plain = solve(residual(n_blocks=4), budget="1GB", method="none")
+    assert dtype_table(plain) is None
