@@ -22,9 +22,11 @@ class GraphMeta:
     parameters, buffers: path in the module -> tensor of the graph.
     inputs: argument of forward ("x", "batch['labels']") -> tensor of the graph.
     parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).
-    in_place: forward nodes that overwrite an input in eager mode.
+    in_place: nodes that overwrite their first input in eager mode.
     gradient_sums: nodes that sum the gradients of one tensor.
     backward_functions: the nodes of each autograd function that has several.
+    dropped: tensor that such a function makes -> the last of its nodes during which eager mode
+        holds it, where that is not the function's last.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> storages of it, but those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.
@@ -50,6 +52,7 @@ class GraphMeta:
     in_place: Sequence[str] = ()
     gradient_sums: Sequence[str] = ()
     backward_functions: Sequence[Sequence[str]] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)

@@ -39,11 +39,13 @@ from graphs.capture import (
     KeptCapture,
     Layout,
     Planned,
+    Rehearsed,
     at_each_checkpoint,
     caching_configs,
     capture,
     extract,
     one_at_a_time,
+    rehearse,
 )
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
@@ -256,6 +258,7 @@ def _traced(
     if step.captured.opaque and fsdp is not None:
         part = step.captured.opaque[0]
         raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
+    rehearsed = rehearse(model, call, step.captured, step.layout, device=target)
     loss_layout = extract(outside.captured, cost=NodeCosts(costs)) if outside else None
     sharding = Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
     groups = None if sharding is None else groups_of(model, sharding)
@@ -264,7 +267,7 @@ def _traced(
     optimizer_cost = None if optimizer is None else optimizer_costs(optimizer, model, **where)
 
     def whole(step: CapturedStep) -> Graph:
-        graph = step.graph
+        graph = _as_rehearsed(step.graph, rehearsed)
         if outside is not None and loss_layout is not None:
             graph = outside.insert(graph, step.captured, step.layout, loss_layout)
         if groups is not None:
@@ -280,6 +283,12 @@ def _traced(
     graphs = [whole(each) for each in steps]
     finish_measuring(costs)
     return _Traced(list(zip(graphs, steps, strict=True)), call, target)
+
+
+def _as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
+    in_place = [*graph.meta.in_place, *rehearsed.in_place]
+    meta = replace(graph.meta, in_place=in_place, dropped=dict(rehearsed.dropped))
+    return replace(graph, meta=meta)
 
 
 def _refuse_replaced(model: nn.Module) -> None:

@@ -11,8 +11,13 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from solver.common import counted, format_share, format_size
+from solver.common import counted, format_percent, format_share, format_size
 from solver.schedule import Solution
+
+NOTABLE_SHARE = 0.02
+"""Of a predicted peak: what a measured one may differ by without a warning."""
+MEASURED_WITHIN_BYTES = 100_000
+"""What a peak is measured to on the CPU (`scheduler_runtime.measuring`)."""
 
 
 def run_verifier(solution: Solution, **step: Any) -> Verification:
@@ -101,8 +106,42 @@ class Verification:
         return self.measured_peak_bytes <= self.available_bytes
 
     @property
+    def baseline_fits(self) -> bool:
+        """Whether the step takes no more than the plan may use without the plan, too."""
+        return self.baseline_measured_peak_bytes <= self.available_bytes
+
+    @property
     def passed(self) -> bool:
-        return self.fits and not self.differences
+        return not self.memory_failures and not self.differences
+
+    @property
+    def memory_failures(self) -> tuple[str, ...]:
+        """Sentences on measured peaks above what the plan may use, where the prediction is not."""
+        failures = []
+        if not self.fits:
+            failures.append("the measured peak exceeds the budget")
+        if not self.baseline_fits and self.baseline_predicted_peak_bytes <= self.available_bytes:
+            failures.append(
+                f"without the plan the step takes {format_size(self.baseline_measured_peak_bytes)},"
+                f" more than the budget; {format_size(self.baseline_predicted_peak_bytes)} were "
+                "predicted"
+            )
+        return tuple(failures)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences on measured peaks that are not the predicted ones."""
+        with_plan = self.measured_peak_bytes, self.predicted_peak_bytes
+        without = self.baseline_measured_peak_bytes, self.baseline_predicted_peak_bytes
+        runs = (("with the plan", *with_plan), ("without the plan", *without))
+        return tuple(
+            f"{name} the measured peak is {format_size(measured)}, "
+            f"{format_percent(abs(measured / (predicted or 1) - 1))} "
+            f"{'above' if measured > predicted else 'below'} the predicted "
+            f"{format_size(predicted)}"
+            for name, measured, predicted in runs
+            if abs(measured - predicted) > max(NOTABLE_SHARE * predicted, MEASURED_WITHIN_BYTES)
+        )
 
     @property
     def overhead(self) -> float:
@@ -119,7 +158,10 @@ class Verification:
         if self.differences:
             return f"FAILED: {counted(len(self.differences), 'result')} not as promised"
         results = "bitwise identical" if self.results == "bitwise" else "errors as promised"
-        return f"passed: {results}" if self.fits else f"FAILED: above the budget, {results}"
+        if self.memory_failures:
+            what = "above the budget" if not self.fits else "baseline above the budget"
+            return f"FAILED: {what}, {results}"
+        return f"passed: {results}"
 
     @property
     def line(self) -> str:
@@ -147,6 +189,7 @@ class Verification:
             f"  budget       {format_size(self.available_bytes)} available",
             f"  overhead     {measured} measured, {predicted} predicted",
             f"  device       {self.device}",
+            *(f"  warning      {line}" for line in self.warnings),
         ]
         return "\n".join(lines)
 

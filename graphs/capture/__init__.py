@@ -9,7 +9,13 @@ from graphs.capture.extraction import (
     is_random,
 )
 from graphs.capture.generation_cache import caching_configs
-from graphs.capture.joint_graph import capture, fake_output, forward_digest, one_at_a_time
+from graphs.capture.joint_graph import (
+    capture,
+    fake_output,
+    forward_digest,
+    one_at_a_time,
+    rehearse,
+)
 from graphs.capture.kept import KeptCapture
 from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned
 from graphs.capture.own_checkpointing import at_each_checkpoint
@@ -21,4 +27,5 @@ from graphs.capture.refuse import (
     global_hooks,
     sharing,
 )
+from graphs.capture.rehearsal import Rehearsed
 from graphs.capture.shell import leaves_of

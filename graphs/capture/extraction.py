@@ -136,7 +136,7 @@ class _Extraction:
             known = name
             self._names[storage._cdata] = name
             self._alive.append(storage)
-            n_bytes = storage.nbytes()
+            n_bytes = _dense_bytes(value) if kind == "tangent" else storage.nbytes()
             if not isinstance(n_bytes, int):
                 raise TraceError(
                     f"the size of {node.name} ({node.target}) depends on the data ({n_bytes}); "
@@ -283,15 +283,20 @@ class _Extraction:
             ]
             layout.nodes += of_inputs
 
+    def _is_scalar(self, index: int) -> bool:
+        value = self.captured.outputs[index]
+        return isinstance(value, torch.fx.Node) and value.meta["val"].numel() == 1
+
     def _label(self) -> None:
         """Mark the graph's outputs, and count the random states that recomputation needs."""
         layout = self.layout
         made = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
-        for value in self.captured.outputs:
+        losses = {index for index in self.captured.gradient_outputs if self._is_scalar(index)}
+        for index, value in enumerate(self.captured.outputs):
             returned = layout.storage.get(value) if isinstance(value, torch.fx.Node) else None
             if returned is not None and returned in made and returned not in layout.outputs:
                 layout.outputs.append(returned)
-                self.kinds[returned] = "output"
+                self.kinds[returned] = "activation" if index in losses else "output"
                 # The caller holds what the model returns: freeing it here would free no memory.
                 node = layout.nodes[made[returned]]
                 layout.nodes[made[returned]] = dataclasses.replace(node, recomputable=False)
@@ -333,6 +338,15 @@ def _ignores_running_statistics(node: torch.fx.Node) -> bool:
     if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
         return node.args[5] is True
     return node.target is torch.ops.aten._batch_norm_with_update_functional.default
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    """Of a storage that holds nothing else. A gradient is made with the strides of its output, but
+    the output of a CPU kernel may keep more alive (`graphs.capture.as_eager.fake_kernels`)."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()
 
 
 def _is_backward(node: torch.fx.Node) -> bool:

@@ -42,6 +42,7 @@ from torch.fx.traceback import annotate
 from graphs.calls import Call, TraceError
 from graphs.capture.as_eager import eager_branches, eager_kernels, refuse_fast_path
 from graphs.capture.captured import Capture, read_joint
+from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import filled_once, put_meanwhile
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
@@ -52,6 +53,7 @@ from graphs.capture.refuse import (
     refuse_hooks,
     refuse_parametrization_cache,
 )
+from graphs.capture.rehearsal import BackwardCalls, Rehearsed, compared, has_temporaries
 from graphs.capture.same_forward import described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
@@ -157,6 +159,46 @@ def forward_digest(model: nn.Module, call: Call, *, device: torch.device | None)
     shell = _shell(model, call, device, ())
     with _tracing(model, ()), attributes_unchanged(model):
         return described(shell, call)
+
+
+@one_at_a_time
+def rehearse(
+    model: nn.Module,
+    call: Call,
+    captured: Capture,
+    layout: Layout,
+    *,
+    device: torch.device | None,
+) -> Rehearsed:
+    """Run the captured step in eager mode on fake tensors; see `graphs.capture.rehearsal`.
+
+    Nothing is known where it does not run like that (a part that is not traced); it is not run
+    where no function computes something on the way.
+    """
+    if captured.opaque or not has_temporaries(layout):
+        return Rehearsed()
+    chosen = captured.gradient_outputs
+    try:
+        shell = Shell(model, call, choose=lambda _output: chosen, device=device)
+        with (
+            _tracing(model, ()),
+            put_meanwhile(model, captured.filled),
+            attributes_unchanged(model),
+            shell.mode,
+            torch.enable_grad(),
+        ):
+            outputs = [item for item in shell(*shell.batch) if item.requires_grad]
+            gradients = [torch.ones_like(item) for item in outputs]
+            calls = BackwardCalls()
+            with (
+                torch._C._DisableAutocast(),
+                torch.autograd.set_multithreading_enabled(False),
+                calls,
+            ):
+                torch.autograd.backward(outputs, gradients)
+    except TraceError:
+        return Rehearsed()
+    return compared(layout, calls)
 
 
 def _with_filled(

@@ -164,8 +164,45 @@ def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
     return min(rows, n_queries), min(512, n_keys)
 
 
+_NOT_REDUCED = 0
+
+
+def _reduced_loss(call: OpCall) -> int:
+    """All terms, which are then summed up (ATen/native/Loss.cpp)."""
+    x, target, reduction = call.args[:3] if len(call.args) > 2 else (*call.args, 1)
+    return 0 if reduction == _NOT_REDUCED else max(_plain(x), _plain(target))
+
+
+def _loss_with_logits(call: OpCall) -> int:
+    """Log-sigmoid beside the terms, which are the result where they are not reduced."""
+    reduction = call.args[4] if len(call.args) > 4 else 1
+    return _plain(call.args[0]) * (1 if reduction == _NOT_REDUCED else 2)
+
+
+def _soft_margin_backward(call: OpCall) -> int:
+    """Two intermediate results of the gradient's size."""
+    return 2 * _plain(call.args[1])
+
+
+def _log_sum_exp(call: OpCall) -> int:
+    """The exponentials of the differences to the maxima."""
+    return _plain(call.args[0]) + _plain(call.outputs()[0])
+
+
+def _glu_backward(call: OpCall) -> int:
+    """The sigmoid of the gates."""
+    return _plain(call.args[1]) // 2
+
+
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.convolution: _convolution,
+    aten.mse_loss: _reduced_loss,
+    aten.smooth_l1_loss: _reduced_loss,
+    aten.huber_loss: _reduced_loss,
+    aten.binary_cross_entropy_with_logits: _loss_with_logits,
+    aten.soft_margin_loss_backward: _soft_margin_backward,
+    aten.logsumexp: _log_sum_exp,
+    aten.glu_backward: _glu_backward,
     aten.convolution_backward: _convolution_backward,
     aten.native_batch_norm_backward: _batch_norm_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,

@@ -18,6 +18,7 @@ from torch import nn
 
 from graphs.calls import Call, TraceError, find_loss, nested, same_strides, strided_like
 from graphs.capture import Capture, Layout, capture, fake_output
+from graphs.eager import held_by_functions
 from graphs.graph import Graph, Node
 
 PREFIX = "loss."
@@ -97,7 +98,10 @@ class OutsideLoss:
         outside = [_renamed(node, names) for node in loss_layout.nodes]
         made = {name for node in outside for name in node.outputs}
         tangents, copies = self._hand_back(captured, loss_layout, names, made, graph)
-        outside = [_renamed(node, tangents) for node in outside] + copies
+        functions = ([PREFIX + name for name in each] for each in loss_layout.functions.values())
+        # the caller runs these nodes in eager mode, with a plan as well
+        outside = [_renamed(node, tangents) for node in outside]
+        outside = [*held_by_functions(outside, functions, dropped={}), *copies]
         known = {tensor.name for tensor in graph.tensors}
         dtypes = {dtype: list(found) for dtype, found in graph.meta.dtypes.items()}
         extra = []

@@ -18,7 +18,7 @@ from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.common import Deadline, check_time_limit, interrupted
 from solver.methods import METHODS, Method, find_obstacle
-from solver.schedule import Obstacle, Places, Request, Schedule, Solution, baseline, simulate
+from solver.schedule import Obstacle, Places, Request, Schedule, Solution, simulate_unplanned
 from solver.solving import attempt
 
 N_BUDGETS = 20
@@ -177,8 +177,7 @@ def _spread(
     *,
     reserve_bytes: int,
 ) -> tuple[int, ...]:
-    plain = Variants.of(step).plain
-    peak_bytes = simulate(plain, baseline(plain)).peak_bytes
+    peak_bytes = simulate_unplanned(Variants.of(step).plain).peak_bytes
     reached_bytes = min(obstacle.reached_bytes for obstacle in obstacles)
     may_copy = places is not None and places.host is not None
     least_bytes = min(o.proven_bytes for o in obstacles) if may_copy else reached_bytes

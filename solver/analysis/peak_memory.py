@@ -59,7 +59,7 @@ class PeakMemory:
 def peaks(solution: Solution) -> tuple[PeakMemory, ...]:
     """Of the baseline, and of a plan that differs from it."""
     plain, schedule, found = solution.baseline, solution.schedule, solution.simulation
-    before = _peak("baseline", solution.plain, baseline(solution.plain), plain)
+    before = _peak("baseline", solution.unplanned, baseline(solution.unplanned), plain)
     if schedule is None or found is None:
         return (before,)
     if found.n_recomputed or schedule.has_copies or found.peak_bytes != plain.peak_bytes:

@@ -188,6 +188,9 @@ def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
         answer = {**to_json(report), "exit_code": int(code)}
         print(json.dumps(answer, indent=1, allow_nan=False), file=printed.out, flush=True)
     printed.show(report)
+    if report.verification is not None:
+        for line in report.verification.warnings:
+            print(f"solve: warning: --verify: {line}", file=sys.stderr)
     if code is not Exit.SOLVED:
         print(f"solve: {_why(code, report)}", file=sys.stderr)
     return code
@@ -330,8 +333,8 @@ def _why(code: Exit, report: Report) -> str:
     if code is Exit.NOT_VERIFIED:
         if report.verification is None:
             return f"--verify: {report.verify_error}"
-        if not report.verification.fits:
-            return "--verify: the measured peak exceeds the budget"
+        if report.verification.memory_failures:
+            return f"--verify: {report.verification.memory_failures[0]}"
         what = (
             "not bitwise identical"
             if report.verification.results == "bitwise"

@@ -22,9 +22,9 @@ from solver.schedule import (
     SavedSchedule,
     Schedule,
     Solution,
-    baseline,
     free_after_last_use,
     simulate,
+    simulate_unplanned,
 )
 
 REUSE_LOSS = 0.02
@@ -108,7 +108,7 @@ def reused(variants: Variants, known: KnownPlan, request: Request) -> Solution |
         schedule=schedule,
         simulation=simulation,
         request=request,
-        baseline=simulate(variants.plain, baseline(variants.plain)),
+        baseline=simulate_unplanned(variants.plain),
         lower_bound_s=bound_s,
         method=request.method,
         solve_time_s=now_s() - started_s,

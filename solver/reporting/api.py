@@ -6,6 +6,7 @@ torch and Matplotlib are imported only when `verify` and `draw` are called.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -149,7 +150,9 @@ def verify(
     loss, inputs: as in `solve`.
     autocast: "bf16", "fp16" or None.
 
-    Needs the memory of the step without the plan. `.passed` of the result is the verdict.
+    Needs the memory of the step without the plan. `.passed` of the result is the verdict. Warns
+    where a measured peak is above the budget that was predicted to be within it, or is not the
+    predicted one (`.warnings`).
 
     Raises ValueError without a plan or for one of another model; RuntimeError, MemoryError if the
     step cannot be run here.
@@ -175,6 +178,8 @@ def verify(
             say=lambda what: say(f"verifying the plan of {name}: {what}"),
         )
     tell(f"{name}: {found.line}")
+    for line in (*found.memory_failures, *found.warnings):
+        warnings.warn(line, stacklevel=2)
     return found
 
 

@@ -158,7 +158,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "budget_bytes": request.budget_bytes,
         "reserve_bytes": request.reserve_bytes,
         "budget_of": request.budget_of,
-        "baseline": _run(answer.plain, baseline(answer.plain), answer.baseline),
+        "baseline": _run(answer.unplanned, baseline(answer.unplanned), answer.baseline),
         **_answer(answer),
         "methods": [_answer(solution) for solution in report.solutions],
         "refused": dict(report.refused),
@@ -181,7 +181,7 @@ class Rewritten:
     program without recomputation. overhead: of that program, as a share of the plain step.
     results: "bitwise", or "allclose" where last bits differ.
     saved_bytes: what each of them takes off the peak without recomputation; empty where the
-    programs with fewer of them are not known.
+    programs with fewer of them are not known. plain_bytes: that peak without any of them.
     """
 
     names: tuple[str, ...]
@@ -190,6 +190,7 @@ class Rewritten:
     overhead: float
     results: str
     saved_bytes: tuple[int, ...]
+    plain_bytes: int
 
 
 def rewritten(solution: Solution) -> Rewritten | None:
@@ -202,7 +203,8 @@ def rewritten(solution: Solution) -> Rewritten | None:
     by_names = {tuple(variant.meta.rewrites): variant for variant in variants}
     steps = [by_names.get(names[at:]) for at in range(len(names))]  # with fewer and fewer
     peaks = [simulate(each, baseline(each)).peak_bytes for each in steps if each is not None]
-    peaks.append(solution.baseline.peak_bytes)
+    plain_bytes = freed_early_bytes(solution)
+    peaks.append(plain_bytes)
     return Rewritten(
         names=names,
         n_in_place=sum(node.overwrites is not None for node in graph.nodes),
@@ -212,7 +214,16 @@ def rewritten(solution: Solution) -> Rewritten | None:
         saved_bytes=tuple(fewer - more for more, fewer in itertools.pairwise(peaks))
         if None not in steps
         else (),
+        plain_bytes=plain_bytes,
     )
+
+
+def freed_early_bytes(solution: Solution) -> int:
+    """The peak of the plain step where each tensor is freed after its last use, as plans do; that
+    of the baseline where the plain step is not known."""
+    if solution.plain.meta.rewrites:
+        return solution.baseline.peak_bytes
+    return simulate(solution.plain, baseline(solution.plain)).peak_bytes
 
 
 def _rewrites(solution: Solution) -> dict[str, Any] | None:
@@ -327,7 +338,13 @@ def _verification(report: Report) -> dict[str, Any] | None:
     found = report.verification
     if found is None:
         return {"passed": False, "error": report.verify_error} if report.verify_error else None
-    return {**asdict(found), "fits": found.fits, "passed": found.passed}
+    return {
+        **asdict(found),
+        "fits": found.fits,
+        "baseline_fits": found.baseline_fits,
+        "passed": found.passed,
+        "warnings": list(found.warnings),
+    }
 
 
 def _finite(value: float) -> float | None:

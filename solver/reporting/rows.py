@@ -20,15 +20,17 @@ from solver.common import (
     format_time,
 )
 from solver.emit import Emitted
-from solver.reporting.report_data import Report, Rewritten, rewritten
+from solver.reporting.report_data import Report, Rewritten, freed_early_bytes, rewritten
 from solver.runtime_hooks import Verification
 from solver.schedule import Places, Simulation, Solution, reserved_by_setting
 
 N_SHOWN = 4
 """Tensors at the bottleneck op, or differing values, that are named."""
 SIZE_TITLES = {"batch_size": "Batch sizes", "seq_length": "Sequence lengths"}
-NOTABLE_EXCESS = 0.05
-"""Of a measured peak over the predicted one, as a share."""
+_WHY_OTHER_PEAK = (
+    "likely workspace of kernels that the costs do not know (--costs measured), or tensors that "
+    "forward allocates at its first call, keeps outside of the step or holds in variables"
+)
 RATE_UNITS = {"batch_size": "samples/s", "seq_length": "positions/s"}
 
 Row = tuple[str, str]
@@ -181,6 +183,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
             saved = f"{format_size(simulation.saved_bytes)} for backward per micro-batch in flight"
             yield "saved", f"{saved} (baseline: {format_size(solution.baseline.saved_bytes)})"
         yield from _reserved_rows(solution)
+        yield from _early_frees(solution)
         if (changed := rewritten(solution)) is not None:
             yield "rewrites", _rewrite_text(solution, changed)
         baseline_time = format_time(solution.baseline.time_s)
@@ -246,9 +249,17 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
     results = "bitwise identical results" if is_bitwise else "last bits of the results differ"
     return (
         f"{', '.join(parts)}: without recomputation {format_size(changed.peak_bytes)} instead of "
-        f"{format_size(solution.baseline.peak_bytes)}, {format_share(changed.overhead)} time; "
-        f"{results}"
+        f"{format_size(changed.plain_bytes)}, {format_share(changed.overhead)} time; {results}"
     )
+
+
+def _early_frees(solution: Solution) -> Iterator[Row]:
+    """What a plan saves before it recomputes or rewrites anything."""
+    freed_bytes, eager_bytes = freed_early_bytes(solution), solution.baseline.peak_bytes
+    if freed_bytes < eager_bytes:
+        saved = f"{format_size(freed_bytes)} instead of {format_size(eager_bytes)}"
+        text = f"{saved}, as tensors are freed after their last use"
+        yield "early frees", f"{text}, without recomputation or rewrites"
 
 
 def _scope(solution: Solution) -> str:
@@ -393,26 +404,6 @@ def verification_table(found: Verification) -> Table:
     return Table(heads, (("peak", *peaks), ("step time", *times)))
 
 
-def _excess_text(found: Verification) -> str:
-    """What to think of a measured peak well above the predicted one ("" where it is not)."""
-    excess, of_baseline = (
-        measured / (predicted or 1) - 1
-        for measured, predicted in (
-            (found.measured_peak_bytes, found.predicted_peak_bytes),
-            (found.baseline_measured_peak_bytes, found.baseline_predicted_peak_bytes),
-        )
-    )
-    if excess <= NOTABLE_EXCESS:
-        return ""
-    text = f"{format_percent(excess)} above the prediction"
-    if of_baseline > NOTABLE_EXCESS:
-        text += f", as is the baseline ({format_percent(of_baseline)})"
-    return (
-        f"{text}; likely workspace of kernels that the costs do not know (--costs measured), or "
-        "tensors that forward allocates at its first call or keeps outside of the step"
-    )
-
-
 def verification_rows(found: Verification) -> Iterator[Row]:
     """The device, the memory, and whether the results are what the plan promises."""
     yield "device", found.device
@@ -423,13 +414,20 @@ def verification_rows(found: Verification) -> Iterator[Row]:
     else:
         over = found.measured_peak_bytes - found.available_bytes
         yield "budget", f"EXCEEDED by {format_both(over)}"
+    if not found.baseline_fits:
+        over = found.baseline_measured_peak_bytes - found.available_bytes
+        is_known = found.baseline_predicted_peak_bytes > found.available_bytes
+        text = "as predicted: the step needs the plan" if is_known else "NOT AS PREDICTED"
+        yield "without plan", f"above the budget by {format_both(over)}, {text}"
     if found.reserved_bytes is not None:
         text = f"{format_both(found.reserved_bytes)} reserved"
         if found.context_bytes is not None:
             text += f"; {format_size(found.context_bytes)} of the device used outside of it"
         yield "allocator", text
-    if excess := _excess_text(found):
-        yield "measured peak", excess
+    for line in found.warnings:
+        yield "WARNING", line
+    if found.warnings:
+        yield "", _WHY_OTHER_PEAK
     if not found.differences:
         gradients = counted(found.n_gradients, "gradient")
         if found.results == "bitwise":

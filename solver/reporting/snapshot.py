@@ -69,7 +69,7 @@ def snapshot(solution: Solution, *, without_plan: bool = False) -> dict[str, Any
     """The dictionary: `segments` at the end of the step, and `device_traces` of the whole step."""
     graph, schedule = solution.graph, solution.schedule
     if without_plan:
-        graph, schedule = solution.plain, baseline(solution.plain)
+        graph, schedule = solution.unplanned, baseline(solution.unplanned)
     if schedule is None:
         raise ValueError(
             f"no schedule to write: the status is {solution.status}{solution.obstacle_text}"

@@ -65,5 +65,6 @@ from solver.schedule.solution import (
     SavedSchedule,
     Solution,
     Status,
+    simulate_unplanned,
 )
 from solver.schedule.streams import Event

@@ -6,9 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from graphs.eager import as_eager
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
@@ -115,7 +117,7 @@ class Solution:
 
     status: optimal (gap below OPTIMAL_GAP), feasible, infeasible, time_limit.
     schedule, simulation: None when nothing was found.
-    baseline: the simulation of the plain step without recomputation.
+    baseline: the simulation of the step as PyTorch runs it without a plan (`unplanned`).
     lower_bound_s: no schedule that keeps the order of first computation and fits the budget is
         faster.
     obstacle: why nothing was found, where nothing was.
@@ -143,6 +145,11 @@ class Solution:
     def plain(self) -> Graph:
         """The step without rewrites, where it is known; else the graph of the plan."""
         return self.graph if self.variants is None else self.variants.plain
+
+    @cached_property
+    def unplanned(self) -> Graph:
+        """The plain step with what eager mode holds (`graphs.eager`): its baseline is PyTorch's."""
+        return as_eager(self.plain)
 
     @property
     def trace(self) -> Simulation | None:
@@ -291,7 +298,7 @@ class Solution:
                 f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
             )
         variants = Variants.of(graph)
-        baseline = simulate(variants.plain, baseline_schedule(variants.plain))
+        baseline = simulate_unplanned(variants.plain)
         if variants.plain.meta.rewrites and saved.baseline_peak_bytes:
             baseline = dataclasses.replace(
                 baseline, time_s=saved.baseline_time_s, peak_bytes=saved.baseline_peak_bytes
@@ -375,6 +382,12 @@ class SavedSchedule:
             baseline_time_s=record.number("baseline_time_s", default=0.0),
             baseline_peak_bytes=record.integer("baseline_peak_bytes", default=0),
         )
+
+
+def simulate_unplanned(plain: Graph) -> Simulation:
+    """What PyTorch takes for this step without a plan. plain: the step without rewrites."""
+    eager = as_eager(plain)
+    return simulate(eager, baseline_schedule(eager))
 
 
 def _request_to_json(request: Request) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from solver.schedule import (
     Solution,
     Status,
     simulate,
+    simulate_unplanned,
 )
 from solver.schedule import baseline as baseline_schedule
 from solver.solving.within_reserved import planned_within_reserved, with_reserved
@@ -169,7 +170,7 @@ def _attempt_one(
 ) -> Solution:
     """Run the requested method on a graph and simulate its proposal."""
     started_s = now_s()
-    baseline = simulate(plain, baseline_schedule(plain))
+    baseline = simulate_unplanned(plain)
     method = METHODS[request.method]
     proposal = method(
         graph,

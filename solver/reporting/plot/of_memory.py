@@ -71,7 +71,7 @@ def memory(
     size, bytes_per_unit = style.size_unit(max(plain.peak_bytes, request.budget_bytes))
     longest_s = _longest_s(solution)
     time, s_per_unit = _time_unit(longest_s)
-    graph, schedule, shown = solution.plain, baseline(solution.plain), plain
+    graph, schedule, shown = solution.unplanned, baseline(solution.unplanned), plain
     before = layers = occupancy(graph, schedule)
     if not without_plan and solution.schedule is not None and plan is not None:
         graph, schedule, shown = solution.graph, solution.schedule, plan

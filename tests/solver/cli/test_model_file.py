@@ -339,6 +339,11 @@ def found(**changes) -> Verification:
     [
         ({"measured_peak_bytes": 2 * 10**6}, "EXCEEDED by 1.00 MB", "exceeds the budget"),
         (
+            {"baseline_measured_peak_bytes": 2 * 10**6},
+            "above the budget by 1.00 MB",
+            "without the plan the step takes 2.00 MB, more than the budget; 900.0 KB were",
+        ),
+        (
             {"differences": ("gradient of w: 3 of 4",)},
             "gradient of w: 3 of 4",
             "not bitwise identical",
@@ -383,6 +388,16 @@ def test_the_report_is_there_before_the_steps_run(model_file, tmp_path, capsys, 
     assert json.loads(capsys.readouterr().out)["verification"]["passed"]
     assert main([*options, "--quiet", model_file()]) == 0
     assert before[2].out == capsys.readouterr().out == ""
+
+
+def test_verify_warns_of_a_peak_that_is_not_the_predicted_one(model_file, capsys, monkeypatch):
+    import scheduler_runtime.verifying
+
+    other = found(available_bytes=2 * 10**6, baseline_measured_peak_bytes=12 * 10**5)
+    monkeypatch.setattr(scheduler_runtime.verifying, "verify", lambda *_, **__: other)
+    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 0
+    words = "without the plan the measured peak is 1.20 MB, 33.33 % above the predicted 900.0 KB"
+    assert f"solve: warning: --verify: {words}" in capsys.readouterr().err
 
 
 def test_verify_that_cannot_run(model_file, capsys, monkeypatch):

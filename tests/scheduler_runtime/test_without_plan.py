@@ -1,0 +1,190 @@
+"""What PyTorch takes for a step without a plan, and with one, is what was predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scheduler_runtime import apply, measure
+from solver import report, solve
+from solver.reporting import verify
+from solver.schedule import Solution
+
+N_ROWS, WIDTH, DEPTH = 1024, 128, 5
+WITHIN = 0.02
+
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], Any]
+
+
+class Chain(nn.Module):
+    """A loss behind linear layers."""
+
+    def __init__(self, loss: Loss, activation: Callable[..., torch.Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.loss, self.activation = loss, activation
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return self.loss(self, x, target)
+
+
+class Body(nn.Module):
+    """The same without the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = Chain(lambda _model, x, _target: x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.chain(x, None)
+        return output
+
+
+def numbers() -> torch.Tensor:
+    return torch.randn(N_ROWS, WIDTH)
+
+
+def labels() -> torch.Tensor:
+    return torch.randint(0, WIDTH, (N_ROWS,))
+
+
+def shares() -> torch.Tensor:
+    return torch.rand(N_ROWS, WIDTH)
+
+
+def _decayed(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    decay = torch.stack([p.pow(2).sum() for p in model.parameters()]).sum()
+    return F.mse_loss(x, t) + 1e-4 * decay
+
+
+def _by_hand(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3)))
+
+
+LOSSES: dict[str, tuple[Loss, Callable[[], torch.Tensor]]] = {
+    "square by hand": (lambda _, x, t: ((x - t) ** 2).mean(), numbers),
+    "mse_loss": (lambda _, x, t: F.mse_loss(x, t), numbers),
+    "bce with logits": (lambda _, x, t: F.binary_cross_entropy_with_logits(x, t), shares),
+    "norm": (lambda _, x, t: torch.linalg.vector_norm(F.normalize(x) - t, dim=-1).mean(), numbers),
+    "square of a sum": (lambda _, x, t: (x - t).square().sum(), numbers),
+    "cube": (lambda _, x, t: ((x - t).abs() ** 3).mean(), numbers),
+    "l1_loss": (lambda _, x, t: F.l1_loss(x, t), numbers),
+    "smooth_l1_loss": (lambda _, x, t: F.smooth_l1_loss(x, t), numbers),
+    "huber_loss": (lambda _, x, t: F.huber_loss(x, t), numbers),
+    "soft_margin_loss": (lambda _, x, t: F.soft_margin_loss(x, t.sign()), numbers),
+    "cosine": (lambda _, x, t: 1 - F.cosine_similarity(x, t).mean(), numbers),
+    "bce": (lambda _, x, t: F.binary_cross_entropy(torch.sigmoid(x), t), shares),
+    "kl_div": (lambda _, x, t: F.kl_div(F.log_softmax(x, -1), t, reduction="sum"), shares),
+    "cross_entropy": (lambda _, x, t: F.cross_entropy(x, t), labels),
+    "nll": (lambda _, x, t: F.nll_loss(F.log_softmax(x, -1), t), labels),
+    "logsumexp": (
+        lambda _, x, t: (x.logsumexp(-1) - x.gather(1, t[:, None])[:, 0]).mean(),
+        labels,
+    ),
+    "two losses": (lambda _, x, t: F.mse_loss(x, t) + 0.1 * F.l1_loss(x, t), numbers),
+    "weight decay": (_decayed, numbers),
+    "logits beside the loss": (lambda _, x, t: (F.cross_entropy(x, t), x), labels),
+}
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "in place": lambda x: F.relu(x, inplace=True),
+    "residual": lambda x: x + torch.tanh(x),
+    "gelu by hand": _by_hand,
+}
+STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    **{name: ((lambda loss=loss: Chain(loss)), made) for name, (loss, made) in LOSSES.items()},
+    **{
+        name: ((lambda act=act: Chain(LOSSES["square by hand"][0], act)), numbers)
+        for name, act in ACTIVATIONS.items()
+    },
+}
+
+
+def _measured(model: nn.Module, solution: Solution | None, batch: Any, **step: Any) -> int:
+    model = copy.deepcopy(model)
+    if solution is not None:
+        apply(model, solution)
+    return measure(model, batch, n_steps=1, **step).peak_bytes
+
+
+def _check(model: nn.Module, batch: Any, **step: Any) -> None:
+    plain = solve(model, batch, budget="1GB", rewrites="none", **step)
+    without = _measured(model, None, batch, **step)
+    assert abs(plain.baseline.peak_bytes - without) <= WITHIN * without
+    assert plain.simulation is not None
+    room = plain.simulation.peak_bytes - plain.graph.resident_bytes
+    tight = solve(model, batch, budget=plain.graph.resident_bytes + int(0.8 * room), **step)
+    for solution in (plain, tight):
+        assert solution.simulation is not None
+        measured = _measured(model, solution, batch, **step)
+        predicted = solution.simulation.peak_bytes
+        assert measured - 100 <= predicted <= (1 + WITHIN) * measured
+
+
+@pytest.mark.slow(sample=4)
+@pytest.mark.parametrize("name", STEPS)
+def test_peaks_are_the_predicted_ones(name: str) -> None:
+    torch.manual_seed(0)
+    build, target = STEPS[name]
+    _check(build(), (numbers(), target()))
+
+
+def test_peaks_are_the_predicted_ones_where_gradients_are_added_up() -> None:
+    torch.manual_seed(0)
+    build, target = STEPS["square by hand"]
+    _check(build(), (numbers(), target()), gradients="accumulate")
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "huber_loss"])
+def test_peaks_are_the_predicted_ones_with_a_loss_outside(name: str) -> None:
+    torch.manual_seed(0)
+    loss, target = LOSSES[name]
+    _check(
+        Body(),
+        (numbers(), target()),
+        loss=lambda output, batch: loss(nn.Identity(), output, batch[1]),
+        inputs=lambda batch: batch[0],
+    )
+
+
+def test_a_plan_that_recomputes_nothing_says_that_the_step_needs_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Between what the plan takes by freeing early and what PyTorch takes."""
+    torch.manual_seed(0)
+    build, target = STEPS["square by hand"]
+    model, batch = build(), (numbers(), target())
+    free = solve(model, batch, budget="1GB", rewrites="none")
+    assert free.simulation is not None
+    budget = (free.simulation.peak_bytes + free.baseline.peak_bytes) // 2
+    solution = solve(model, batch, budget=budget, rewrites="none")
+    assert solution.simulation is not None
+    assert solution.simulation.n_recomputed == 0
+    assert _measured(model, solution, batch) <= budget < _measured(model, None, batch)
+    assert solution.baseline.peak_bytes > budget
+    report(solution)
+    assert "early frees" in capsys.readouterr().out
+
+
+def test_verify_tells_a_baseline_that_is_not_the_predicted_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    build, target = STEPS["square by hand"]
+    model, batch = build(), (numbers(), target())
+    given = {"model": lambda: copy.deepcopy(model), "batch": lambda: batch}
+    solution = solve(model, batch, budget="1GB", optimizer=torch.optim.AdamW(model.parameters()))
+    found = verify(solution, **given)
+    assert found.passed
+    assert found.warnings == ()
+    monkeypatch.setattr("graphs.eager.held_by_functions", lambda nodes, *_, **__: tuple(nodes))
+    wrong = solve(model, batch, budget="1GB", optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.warns(UserWarning, match="without the plan the measured peak is .* above"):
+        assert len(verify(wrong, **given).warnings) == 1
