@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphs.graph import Graph
 from graphs.rewrites import check_word
-from solver.common import check_time_limit, counted, now_s, parse_budget, tell, telling
+from solver.common import check_time_limit, counted, now_s, parse_budget, parse_size, tell, telling
 from solver.device import HostLink, check_budget_of, find_hardware, host_beside
 from solver.methods import METHODS
 from solver.schedule import Request, Solution, plan_line
@@ -72,6 +72,8 @@ def solve(
     if host_budget is not None and not METHODS[method].takes_places:
         raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
     check_time_limit(time_limit_s)
+    if "%" not in str(budget):  # refused at once; shares wait for the device
+        parse_size(budget, capacity_bytes=capacity_bytes)
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
     name = name_of(problem)

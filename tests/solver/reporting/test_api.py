@@ -156,6 +156,16 @@ def test_a_share_of_the_memory_is_a_number_of_bytes(graph):
     assert [point.request.budget_bytes for point in curve.points] == [850_000_000]
 
 
+@pytest.mark.parametrize("budget", [0.85, "16gigs", float("nan")])
+def test_what_is_no_size_is_refused_before_the_model_is_traced(budget):
+    class Untraced(nn.Module):
+        def forward(self, _x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(BudgetError, match="invalid budget"):
+        solve(Untraced(), make_batch(), budget=budget)
+
+
 @pytest.mark.parametrize("budget", ["1.5", float("nan"), float("inf"), "1e9GB", "1e", None, True])
 def test_what_is_no_size_is_refused(graph, budget):
     with pytest.raises(BudgetError, match="write 16GB"):
