@@ -3,11 +3,11 @@
 What the others hold is what the schedule itself saves for backward (`solver.bound.in_flight`). With
 a cap on that, a *span graph* of no width, the step is one that every method can plan. So the search
 is over one number, by branch and bound: of the spans that cover all that can be saved, take the one
-with the least bound. While it is wide, halve it and bound both halves by linear programs. Else have
-the method plan for its upper end, which may give a better schedule, and for the span itself, which
-sharpens its bound; then halve it. Done when no span is left whose bound is more than GAP below the
-best schedule. Where saving less costs more and leaves more room, the spans close in on the point at
-which the two are even.
+with the least bound. Until a schedule is known, halve it while it is wide, and bound both halves by
+linear programs. Have the method plan for the upper end of a narrow span, which may give a better
+schedule, and for the span itself, which sharpens its bound; then halve it. Done when no span is
+left whose bound is more than GAP below the best schedule. Where saving less costs more and leaves
+more room, the spans close in on the point at which the two are even.
 
 Optimal within GAP where the method is (`ilp`), and wherever the gap closes. Falls short where the
 method finds nothing for a cap for which there is a schedule, and where N_PLANNED ends the search.
@@ -35,6 +35,7 @@ from solver.bound import (
     span_graph,
     whole_span,
 )
+from solver.common import OutOfTimeError
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import baseline
@@ -42,7 +43,7 @@ from solver.schedule import baseline
 GAP = 2e-4
 """Of the baseline's time: a span whose bound is within this of the best schedule is closed."""
 N_NARROW = 64
-"""Of the whole span: the method plans for spans of this share of it, and narrower ones."""
+"""Of the whole span: spans of this share of it, and narrower ones, are narrow."""
 N_PLANNED = 24
 """Runs of the method at most."""
 RETRIES = (0.5, 0.25, 0.125, 0.0)
@@ -103,7 +104,12 @@ class _Search(BestSoFar):
         while self.best_share - self.open_share > GAP and not self.time_is_up():
             if self._n_planned >= N_PLANNED:
                 break
-            self._look_at(heapq.heappop(self._open))
+            span = heapq.heappop(self._open)
+            try:
+                self._look_at(span)
+            except OutOfTimeError:  # it stays open: without it the spans would not cover all
+                heapq.heappush(self._open, span)
+                raise
         if self.best is None and not math.isinf(self.lost_share):
             self._retry()
 
@@ -132,8 +138,8 @@ class _Search(BestSoFar):
     def _look_at(self, span: Span) -> None:
         """Bound it better, or halve it, or close it."""
         is_narrow = span.width_bytes * N_NARROW <= self._whole.width_bytes
-        if is_narrow and span not in self._planned:
-            span = self._sharpened(span)
+        if span not in self._planned and (is_narrow or self.best is not None):
+            span = self._sharpened(span, is_narrow=is_narrow)
             self._planned.add(span)
             heapq.heappush(self._open, span)
         elif span.width_bytes:
@@ -145,12 +151,16 @@ class _Search(BestSoFar):
         else:
             self._closed_share = min(self._closed_share, span.lost_share)
 
-    def _sharpened(self, span: Span) -> Span:
-        """The method's schedule for the most that the span saves, and its bound on the span."""
-        proposal = self._planned_for(dataclasses.replace(span, least_bytes=span.most_bytes))
-        if self.best_share - span.lost_share <= GAP:
-            return span
-        if span.width_bytes:
+    def _sharpened(self, span: Span, *, is_narrow: bool) -> Span:
+        """The method's bound on the span; before, of a narrow one, its schedule for the upper end.
+
+        Of a wide one the upper end is one of many caps, and not likely the best.
+        """
+        if is_narrow:
+            proposal = self._planned_for(dataclasses.replace(span, least_bytes=span.most_bytes))
+            if self.best_share - span.lost_share <= GAP:
+                return span
+        if span.width_bytes or not is_narrow:
             proposal = self._planned_for(span)
         baseline_s = self.graph.baseline_time_s or 1.0
         lost_share = proposal.lower_bound_s / baseline_s - 1.0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 
 from graphs.graph import Graph, GraphError
 from solver.bound import bounded, halves, of_step, span_graph, whole_span
-from solver.methods import METHODS, find_obstacle
+from solver.common import OutOfTimeError
+from solver.methods import METHODS, Proposal, find_obstacle
+from solver.methods.in_flight import in_flight
 from solver.schedule import Compute, Free, Schedule, baseline, simulate
 from tests.support.brute_force import Truth
 from tests.support.brute_force_in_flight import fastest_in_flight
@@ -121,6 +124,27 @@ def test_plans_and_their_bounds_are_true(seed: int, method: str) -> None:
             assert found.time_s >= truth.time_s - 1e-9
             if method == "ilp":
                 assert found.time_s == pytest.approx(truth.time_s, abs=1e-9)
+
+
+def test_a_search_that_is_ended_early_proves_no_more_than_is_true() -> None:
+    left = 0
+
+    def propose(graph: Graph, **options: Any) -> Proposal:
+        nonlocal left
+        if not left:
+            raise OutOfTimeError
+        left -= 1
+        return METHODS["ilp"](graph, **options)
+
+    for graph in map(small, range(500, 505)):
+        for budget_bytes in budgets(graph)[1:]:
+            truth = fastest_in_flight(graph, budget_bytes=budget_bytes)
+            for n_calls in (0, 1, 3):
+                left = n_calls
+                found = in_flight(propose)(
+                    graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0
+                )
+                assert found.lower_bound_s <= truth.time_s + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(400, 430, 10))
