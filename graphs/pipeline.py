@@ -163,16 +163,18 @@ def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]
     for tensor in graph.resident:
         if tensor.alias_of is None and tensor.name not in graph.meta.device_bytes:
             resident[tensor.kind] += tensor.size_bytes
-    made: Counter[tuple[str, str]] = Counter()
+    made: Counter[str | tuple[str, str]] = Counter()  # by phase, and by phase and kind
     for name in graph.outputs:
         if name in graph.producer:
             tensor, phase = graph.tensor_by_name[name], graph.producer[name].phase
+            made[phase] += tensor.size_bytes
             made[phase, tensor.kind] += tensor.size_bytes
     n_runs = pipeline.n_microbatches * pipeline.stages_per_rank
     yield "inputs", (n_runs - 1) * resident["input"], "input"
     if not pipeline.is_last:
         yield "output_gradients", (n_runs - 1) * resident["tangent"], "tangent"
-    yield "losses", (pipeline.n_microbatches - 1) * made["outside", "output"], "output"
+    loss_bytes = made["outside"] - made["outside", "gradient"] - made["outside", "tangent"]
+    yield "losses", (pipeline.n_microbatches - 1) * loss_bytes, "output"
     state = graph.tensor_by_name.get(RANDOM_STATE)
     if state is not None:
         yield "random_states", (pipeline.n_in_flight - 1) * state.size_bytes, "buffer"
