@@ -70,10 +70,11 @@ def summary(graphs: Row) -> str:
 
 def _summary_row(title: str, found: Row) -> list[object]:
     rows = {row["share"]: row for row in found["rows"]}
-    shown = [rows[share] for share in SHOWN_SHARES if share in rows]
     ways = [way for way in WAYS if way in found["least"]]
+    shown = [share for share in SHOWN_SHARES if share in rows]
+    plans = {s: " → ".join(_with_gap(rows[s][way]) for way in ways) for s in shown}
     least = (found["least"][way]["reached_bytes"] for way in ways)
-    seconds = [row[ways[-1]]["seconds"] for row in shown]
+    seconds = [rows[share][ways[-1]]["seconds"] for share in shown]
     half = rows[0.5]["others"]
     torch = [half[name] for name in half if name.startswith("torch") and half[name] is not None]
     others = [*(half[name] for name in ("every_block", "sqrt", "dp")), min(torch, default=None)]
@@ -81,10 +82,14 @@ def _summary_row(title: str, found: Row) -> list[object]:
         title,
         found["n_nodes"],
         " → ".join(f"{size / 1e9:.2f}" for size in least),
-        *(" → ".join(_with_gap(row[way]) for way in ways) for row in shown),
-        f"{min(seconds):.1f}{DASH}{max(seconds):.0f} s",
+        *(plans.get(share, "") for share in SHOWN_SHARES),
+        f"{_rounded(min(seconds))}{DASH}{_rounded(max(seconds))} s",
         *(DASH if other is None else f"{100 * other:.1f}" for other in others),
     ]
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 1 else f"{seconds:.0f}"
 
 
 def _with_gap(cell: Row) -> str:
