@@ -38,7 +38,8 @@ def new_plan(
     whole: puts loss and optimizer around a variant of the module's graph.
     planned: the variants to plan. known: plans of the same module for other calls.
     """
-    if request.places is not None:  # copies are not carried over, and the quick bound knows none
+    # copies are not carried over, and the quick bound knows none; nor does it the allocator
+    if request.places is not None or request.budget_of == "reserved":
         known = ()
     if known and (found := _reused(step, whole, request, planned=planned, known=known)):
         return NewPlan(found, reused=True)

@@ -76,7 +76,8 @@ def sweep(
     time_limit_s: of each search, that for the least budget included, so the sweep takes at most
     budgets times methods times this, and once more without `budgets`.
     quick: each search with a fraction of the work, where its method can.
-    known: answers for this graph that are there already; their budgets become points as well.
+    known: answers for this graph that are there already; their budgets become points as well, but
+        for those of reserved memory: a curve is of what is allocated.
     rewrites: the word that the variants of the step stand for.
     places: what plans may copy to; the same as in the requests of `known`.
     on_point: called after each search with how many plans there are by now, and of how many.
@@ -89,6 +90,7 @@ def sweep(
         obstacles = _obstacles(step, METHODS[methods[0]], places, time_limit_s=time_limit_s)
         budgets = _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
     reached = [obstacle.schedule for obstacle in obstacles if obstacle.schedule is not None]
+    known = [solution for solution in known if solution.request.budget_of == "allocated"]
     asked = {*budgets, *(solution.request.budget_bytes for solution in known)}
     if not asked or min(asked) <= reserve_bytes:
         raise ValueError(

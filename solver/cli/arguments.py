@@ -287,6 +287,8 @@ def parse(argv: Sequence[str]) -> Arguments:
         )
     if arguments.host is not None and arguments.emit is not None:
         raise UsageError("--emit: no setting of another system has these copies; leave out --host")
+    if arguments.pareto and arguments.budget_of == "reserved":
+        raise UsageError("--pareto: its budgets are of allocated memory; leave out --budget-of")
     if arguments.throughput is not None and not largest:
         raise UsageError("--throughput requires --max-batch or --max-seq")
     _check_outputs(arguments)

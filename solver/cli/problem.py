@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     pass
 
 NOTE_ON_ALLOCATOR = (
-    "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator fragments "
-    "memory in ways that no plan can predict and the reserve does not cover."
+    "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator loses more "
+    "memory to fragmentation, which the reserve may not cover."
 )
 
 

@@ -93,9 +93,7 @@ def request_rows(report: Report) -> Iterator[Row]:
     of_reserved = ", of reserved memory" if request.budget_of == "reserved" else ""
     yield "budget", format_both(request.budget_bytes) + of_reserved
     if request.reserve_bytes:
-        reasons = [report.reserve_reason] if report.reserve_reason else []
-        reasons += ["with what the allocator loses"] if of_reserved else []
-        reason = f" ({'; '.join(reasons)})" if reasons else ""
+        reason = f" ({report.reserve_reason})" if report.reserve_reason else ""
         yield "reserve", f"{format_both(request.reserve_bytes)}{reason}"
         yield "available", f"{format_both(request.available_bytes)} after the reserve"
     if request.places is not None and (host := request.places.host) is not None:
@@ -178,7 +176,9 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield from _obstacle_rows(solution)
     else:
         spare = solution.request.available_bytes - simulation.peak_bytes
-        yield "peak", f"{format_both(simulation.peak_bytes)}, {format_size(spare)} to spare"
+        of_reserved = solution.request.budget_of == "reserved"
+        to_spare = "" if of_reserved else f", {format_size(spare)} to spare"
+        yield "peak", f"{format_both(simulation.peak_bytes)}{to_spare}"
         if solution.graph.n_in_flight > 1:
             saved = f"{format_size(simulation.saved_bytes)} for backward per micro-batch in flight"
             yield "saved", f"{saved} (baseline: {format_size(solution.baseline.saved_bytes)})"

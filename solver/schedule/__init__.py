@@ -47,6 +47,7 @@ from solver.schedule.reserved_memory import (
     least_capacity_bytes,
     reserved,
     reserved_by_setting,
+    rounding_bytes,
 )
 from solver.schedule.simulator import (
     IllegalScheduleError,

@@ -25,6 +25,7 @@ from solver.schedule.simulator import stays
 
 N_STEPS = 6
 """On a device without end the second takes nothing new; a full one takes a few steps to settle."""
+QUIET_STEPS = 2
 NEAR = 1e-3
 """The least capacity is found to within this share of what is allocated."""
 ROUNDING = "allocator_rounding"
@@ -37,8 +38,8 @@ class Reserved:
 
     allocated_bytes: with every size rounded, as `torch.cuda.max_memory_allocated()` counts.
     reserved_bytes: `torch.cuda.max_memory_reserved()`.
-    settled: the device has room for every step, and in the last one nothing had to be given back
-        to it to make room.
+    settled: the device has room for every step, and in the last QUIET_STEPS nothing had to be given
+        back to it to make room.
     """
 
     allocated_bytes: int
@@ -68,7 +69,7 @@ def reserved(
         expandable = expandable_segments()
     kind = ExpandableAllocator if expandable else CachingAllocator
     allocator = kind(capacity_bytes=capacity_bytes)
-    settled = True
+    n_quiet = 0
     try:
         for tensor in graph.resident:
             if tensor.alias_of is None and tensor.size_bytes and tensor.name != ROUNDING:
@@ -77,9 +78,10 @@ def reserved(
         for _ in range(n_steps):
             n_before = allocator.n_returns
             steps.play(allocator)
-            settled = allocator.n_returns == n_before
+            n_quiet = n_quiet + 1 if allocator.n_returns == n_before else 0
     except DeviceFullError:
-        settled = False
+        n_quiet = 0
+    settled = n_quiet >= min(n_steps, QUIET_STEPS)
     return Reserved(allocator.max_allocated_bytes, allocator.max_reserved_bytes, settled)
 
 
@@ -97,6 +99,12 @@ def least_capacity_bytes(graph: Graph, schedule: Schedule) -> int:
         else:
             below_bytes = middle_bytes
     return enough_bytes
+
+
+def rounding_bytes(graph: Graph) -> int:
+    """What the graph counts for the rounding, as if all tensors were live at once."""
+    tensor = graph.tensor_by_name.get(ROUNDING)
+    return 0 if tensor is None else tensor.size_bytes
 
 
 def reserved_by_setting(graph: Graph, schedule: Schedule) -> dict[str, int]:

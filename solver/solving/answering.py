@@ -75,9 +75,10 @@ def attempt(
     def planned(request: Request) -> Solution:
         return _attempt(variants, request, starts=starts, quick=quick, deadline=deadline)
 
-    found = planned(request)
     if request.budget_of == "reserved":
-        found = planned_within_reserved(found, planned)
+        found = planned_within_reserved(request, variants.plain, planned)
+    else:
+        found = planned(request)
     by_ctrl_c = interrupted()
     return dataclasses.replace(
         found,

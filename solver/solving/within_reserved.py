@@ -3,9 +3,12 @@
 A plan fits if its steps, played through a model of the allocator on a device of so many bytes
 (`solver.schedule.reserved_memory`), settle: nothing runs out, and no memory must go back to the
 device to make room. That is no sum over positions, as it depends on the order of sizes. So plans
-are made for fewer and fewer bytes until one fits. Reserved is never less than allocated, so the
-bound for the whole budget holds for all plans that fit; that none is faster than the one returned
-is not proven.
+are made for fewer and fewer bytes until one fits.
+
+**The bound.** What is reserved is at least what tensors hold, each rounded to 512 bytes. A graph
+counts the rounding of all tensors at once, which may be more than that of those that are live. So
+the bound is taken for as many bytes more as the graph counts for the rounding: it holds for all
+plans that fit. That none is faster than the one returned is not proven.
 """
 
 from __future__ import annotations
@@ -14,44 +17,65 @@ import dataclasses
 from collections.abc import Callable
 
 from graphs.graph import Graph
-from solver.schedule import Obstacle, Request, Solution, Status, least_capacity_bytes, reserved
+from solver.schedule import (
+    Obstacle,
+    Request,
+    Solution,
+    Status,
+    least_capacity_bytes,
+    reserved,
+    rounding_bytes,
+)
 
 MAX_ROUNDS = 6
 """Plans that are made: each is for fewer bytes by what the last one needed too much."""
 
 
-def planned_within_reserved(found: Solution, again: Callable[[Request], Solution]) -> Solution:
+def planned_within_reserved(
+    request: Request, graph: Graph, planned: Callable[[Request], Solution]
+) -> Solution:
     """The first of the plans that fits; none, if the last one does not.
 
-    found: for the whole budget. again: a plan for another request.
-    The reserve of the answer's request includes what was left free for the allocator.
+    graph: any variant of the step. planned: the plan for a request of what is allocated.
     """
-    request, tried = found.request, found
+
+    def for_bytes(available_bytes: int) -> Solution:
+        asked = dataclasses.replace(request, budget_of="allocated")
+        return planned(dataclasses.replace(asked, budget_bytes=available_bytes, reserve_bytes=0))
+
+    first = for_bytes(request.available_bytes + rounding_bytes(graph))
+    tried = first
     for n_left in reversed(range(MAX_ROUNDS)):
         if tried.schedule is None or tried.simulation is None:
             break
         if _fits(tried, request.available_bytes):
-            return dataclasses.replace(tried, lower_bound_s=found.lower_bound_s).with_bound(0.0)
+            answer = dataclasses.replace(tried, request=request, lower_bound_s=first.lower_bound_s)
+            return answer.with_bound(0.0)
         over_bytes = least_capacity_bytes(tried.graph, tried.schedule) - request.available_bytes
-        available_bytes = tried.simulation.peak_bytes - max(1, over_bytes)
-        if not n_left or available_bytes <= 0:
+        less_bytes = min(request.available_bytes, tried.simulation.peak_bytes - max(1, over_bytes))
+        if not n_left or less_bytes <= 0:
             break
-        reserve_bytes = request.budget_bytes - available_bytes
-        tried = again(dataclasses.replace(request, reserve_bytes=reserve_bytes))
-    if found.schedule is None:
-        return found
+        tried = for_bytes(less_bytes)
     status: Status = "time_limit" if tried.status == "time_limit" else "infeasible"
-    return dataclasses.replace(found, schedule=None, simulation=None, status=status)
+    return dataclasses.replace(
+        first, request=request, schedule=None, simulation=None, status=status
+    )
 
 
 def with_reserved(obstacle: Obstacle, graph: Graph) -> Obstacle:
     """The least budget of reserved memory is what its schedule needs with the allocator."""
+    proven_bytes = max(0, obstacle.proven_bytes - rounding_bytes(graph))
+    obstacle = dataclasses.replace(obstacle, proven_bytes=proven_bytes)
     if obstacle.schedule is None:
         return obstacle
-    reached_bytes = least_capacity_bytes(graph, obstacle.schedule)
-    return dataclasses.replace(obstacle, reached_bytes=reached_bytes)
+    needed_bytes = least_capacity_bytes(graph, obstacle.schedule)
+    return dataclasses.replace(obstacle, reached_bytes=max(needed_bytes, obstacle.reached_bytes))
 
 
 def _fits(solution: Solution, capacity_bytes: int) -> bool:
+    """By the simulator and by the allocator."""
     assert solution.schedule is not None
+    assert solution.simulation is not None
+    if solution.simulation.peak_bytes > capacity_bytes:
+        return False
     return reserved(solution.graph, solution.schedule, capacity_bytes=capacity_bytes).settled
