@@ -259,7 +259,7 @@ def _traced(
         part = step.captured.opaque[0]
         raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
     rehearsed = rehearse(model, call, step.captured, step.layout, device=target)
-    loss_layout = extract(outside.captured, cost=NodeCosts(costs)) if outside else None
+    loss_layout = outside.extracted(cost=NodeCosts(costs)) if outside else None
     sharding = Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
     groups = None if sharding is None else groups_of(model, sharding)
     n_ranks = 1 if sharding is None else sharding.n_ranks

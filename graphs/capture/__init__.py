@@ -4,6 +4,7 @@ from graphs.capture.captured import Capture, Source
 from graphs.capture.extraction import (
     CPU_RANDOM_STATE_BYTES,
     Layout,
+    NodeCost,
     Overwrite,
     extract,
     is_random,

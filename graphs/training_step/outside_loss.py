@@ -14,12 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphs.calls import Call, TraceError, find_loss, nested, same_strides, strided_like
-from graphs.capture import Capture, Layout, capture, fake_output
+from graphs.capture import Capture, Layout, NodeCost, capture, extract, fake_output, rehearse
 from graphs.eager import held_by_functions
 from graphs.graph import Graph, Node
+from graphs.training_step.loss_layout import LossLayout
 
 PREFIX = "loss."
 
@@ -79,9 +80,8 @@ class OutsideLoss:
         index = {id(tensor): i for i, tensor in enumerate(call.tensors)}
         self._batch = [index.get(id(item)) for item in nested.tensors(batch)]
         output_call = Call.of((outputs.output(), batch), {})
-        self.captured: Capture = capture(
-            LossFunction(loss), output_call, device=device, choose=choose
-        )
+        self._function, self._call, self._device = LossFunction(loss), output_call, device
+        self.captured: Capture = capture(self._function, output_call, device=device, choose=choose)
 
     def gradient_outputs(self) -> tuple[int, ...]:
         """Indices of the model's flat outputs that get a gradient from the loss."""
@@ -92,16 +92,26 @@ class OutsideLoss:
         }
         return tuple(p for i, p in enumerate(self._positions) if i in reached)
 
-    def insert(self, graph: Graph, captured: Capture, layout: Layout, loss_layout: Layout) -> Graph:
+    def extracted(self, *, cost: Callable[[fx.Node], NodeCost]) -> LossLayout:
+        """The nodes of the loss as the caller runs them: in eager mode, with a plan as well."""
+        plain = extract(self.captured, cost=cost)
+        found = rehearse(self._function, self._call, self.captured, plain, device=self._device)
+        return LossLayout.of(plain, found)
+
+    def insert(self, graph: Graph, captured: Capture, layout: Layout, loss: LossLayout) -> Graph:
         """The model's graph with the nodes of the loss after its forward nodes."""
+        loss_layout = loss.layout
         names = self._names(captured, layout, loss_layout)
         outside = [_renamed(node, names) for node in loss_layout.nodes]
         made = {name for node in outside for name in node.outputs}
         tangents, copies = self._hand_back(captured, loss_layout, names, made, graph)
         functions = ([PREFIX + name for name in each] for each in loss_layout.functions.values())
-        # the caller runs these nodes in eager mode, with a plan as well
         outside = [_renamed(node, tangents) for node in outside]
-        outside = [*held_by_functions(outside, functions, dropped={}), *copies]
+        dropped = {
+            tangents.get(names[tensor], names[tensor]): PREFIX + node
+            for tensor, node in loss.dropped.items()
+        }
+        outside = [*held_by_functions(outside, functions, dropped=dropped), *copies]
         known = {tensor.name for tensor in graph.tensors}
         dtypes = {dtype: list(found) for dtype, found in graph.meta.dtypes.items()}
         extra = []

@@ -142,7 +142,8 @@ def test_peaks_are_the_predicted_ones_where_gradients_are_added_up() -> None:
     _check(build(), (numbers(), target()), gradients="accumulate")
 
 
-@pytest.mark.parametrize("name", ["mse_loss", "huber_loss"])
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize("name", ["mse_loss", "bce with logits", "huber_loss"])
 def test_peaks_are_the_predicted_ones_with_a_loss_outside(name: str) -> None:
     torch.manual_seed(0)
     loss, target = LOSSES[name]

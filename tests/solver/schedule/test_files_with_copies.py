@@ -79,7 +79,8 @@ def test_without_copies_the_file_says_nothing_of_them(tmp_path: Path) -> None:
     solve(STEP, budget="1TB").save(path)
     value = json.loads(path.read_text())
     assert list(value["request"]) == [
-        *("budget_bytes", "reserve_bytes", "method", "time_limit_s", "seed", "rewrites")
+        *("budget_bytes", "reserve_bytes", "method", "time_limit_s", "seed", "rewrites"),
+        "budget_of",
     ]
     assert not {"host_peak_bytes", "disk_peak_bytes", "stall_s"} & value.keys()
 
