@@ -1,4 +1,4 @@
-"""Sizes, deadlines, number formats, and what runs told, for every other part."""
+"""Sizes, deadlines, number formats, progress lines, and C code that Ctrl-C can end."""
 
 from solver.common.c_calls import calls_are_left, interruptible
 from solver.common.deadline import (

@@ -1,4 +1,4 @@
-"""The closest activation-checkpointing setting of another training system."""
+"""Not code: the checkpointing setting of another training system that comes closest to a plan."""
 
 from solver.emit.closest_setting import Emitted, nearest
 from solver.emit.model_layers import NoLayersError, layers

@@ -1,4 +1,4 @@
-"""The methods by name. Each proposes a schedule; none reports a cost of its own."""
+"""The methods by name, and what they share. Each proposes a schedule; none says what it costs."""
 
 from solver.methods.ilp_stages import MissingSolverError, TooLargeError
 from solver.methods.least_budget import find_obstacle

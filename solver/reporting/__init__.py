@@ -1,4 +1,4 @@
-"""Reports on the terminal, as JSON and as an HTML page; plots are in `solver.reporting.plot`."""
+"""Reports (terminal, JSON, HTML page), plots in `plot`, and the functions of the Python API."""
 
 from solver.reporting.api import draw, report, sweep, verify
 from solver.reporting.copy_rows import stall_rows, trip_rows

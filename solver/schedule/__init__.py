@@ -1,4 +1,4 @@
-"""The schedule, the simulator that says what it costs, and the Solution."""
+"""The schedule, the judges of what it costs (simulator, PyTorch's allocator), and the Solution."""
 
 from solver.schedule.in_a_line import plan_line
 from solver.schedule.memory import (
