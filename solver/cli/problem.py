@@ -31,10 +31,10 @@ from solver.cli.model_file import (
     opened,
     parse_source,
 )
-from solver.cli.progress import Progress, Say
+from solver.cli.progress import Progress
 from solver.cli.real_run import estimated
 from solver.cli.traced_step import NotTracedError, traced_step
-from solver.common import parse_budget
+from solver.common import Say, parse_budget
 from solver.device import Target, check_budget_of, find_hardware, find_target, host_beside
 from solver.reporting import describe_costs, step_notes
 from solver.runtime_hooks import (

@@ -1,13 +1,13 @@
-"""A spinner on stderr; if stderr is not a terminal, lines of what takes long, or nothing."""
+"""A spinner on stderr; if stderr is not a terminal, a line now and then of what takes long."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
 
-Say = Callable[[str], None]
+from solver.common import Say, now_and_then
 
 
 class Progress:
@@ -16,22 +16,32 @@ class Progress:
     def __init__(self, *, quiet: bool, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
         self._quiet = quiet
-        self._shown = self._console.is_terminal and not quiet
 
     def tells(self, line: str) -> None:
         """Write a line that stays."""
-        text = f"solve: {' '.join(line.split())}"
-        self._console.print(text, soft_wrap=True, markup=False, emoji=False)
+        self._write(f"solve: {' '.join(line.split())}")
 
     @contextlib.contextmanager
     def says(self, what: str, *, always: bool = False) -> Iterator[Say]:
         """Show `what` while the block runs; the yielded function appends how far it is.
 
-        always: write it as lines where there is no terminal; for what takes minutes.
+        always: where there is no terminal, write at once how far it is; for what takes minutes.
         """
-        if not self._shown:
-            written = always and not self._quiet
-            yield lambda far: self._console.print(f"{what}: {far}") if written else None
+        if self._quiet:
+            yield lambda _far: None
             return
-        with self._console.status(what) as status:
-            yield lambda how_far: status.update(f"{what}: {how_far}")
+        if self._console.is_terminal:
+            with self._console.status(what) as status:
+                yield lambda far: status.update(f"{what}: {far}")
+            return
+        with now_and_then(what, self._write) as replace:
+
+            def say(far: str) -> None:
+                replace(f"{what}: {far}")
+                if always:
+                    self._write(f"{what}: {far}")
+
+            yield say
+
+    def _write(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False, emoji=False)

@@ -12,6 +12,7 @@ from solver.common.deadline import (
     now_s,
 )
 from solver.common.format import counted, describe_op, format_percent, format_share, format_time
+from solver.common.long_stages import Say, now_and_then
 from solver.common.sizes import (
     CUDA_RESERVE_BYTES,
     BudgetError,
@@ -23,4 +24,4 @@ from solver.common.sizes import (
     parse_size,
     reject_missing_unit,
 )
-from solver.common.what_runs import Say, tell, telling, untold
+from solver.common.what_runs import tell, telling, untold

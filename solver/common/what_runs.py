@@ -20,19 +20,13 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TextIO
 
-from solver.common.deadline import now_s
+from solver.common.long_stages import Say, now_and_then
 
 logger = logging.getLogger("checkpoint_solver")
-
-Say = Callable[[str], None]
-
-FIRST_AFTER_S = 2.0
-"""Without a terminal, how far it is is told after this time, then after twice as long, and so on:
-ten lines in half an hour."""
 
 _outer: ContextVar[Say | None] = ContextVar("_outer", default=None)
 """Takes the lines of what runs as a part of something else that is told."""
@@ -55,7 +49,7 @@ def telling(what: str) -> Iterator[Say]:
         yield outer
         return
     on_terminal = not logger.hasHandlers() and _shown() and _stream().isatty()
-    with _spinner(what) if on_terminal else _now_and_then() as say:
+    with _spinner(what) if on_terminal else now_and_then(what, _write) as say:
         token = _outer.set(say)
         try:
             yield say
@@ -91,22 +85,6 @@ def _stream() -> TextIO:
     """stderr; in a notebook, which shows that as an error, stdout. None where there is none."""
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")
     return sys.stdout if in_notebook else sys.stderr
-
-
-@contextlib.contextmanager
-def _now_and_then() -> Iterator[Say]:
-    """Tells a line if it is due."""
-    started_s, due_s = now_s(), FIRST_AFTER_S
-
-    def say(line: str) -> None:
-        nonlocal due_s
-        if (passed_s := now_s() - started_s) < due_s:
-            return
-        while due_s <= passed_s:
-            due_s *= 2
-        _write(line)
-
-    yield say
 
 
 @contextlib.contextmanager

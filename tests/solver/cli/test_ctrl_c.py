@@ -20,7 +20,7 @@ import pytest
 from solver.cli.command import main
 from solver.schedule.solution import Solution
 from tests.support import nets
-from tests.support.command import write_model
+from tests.support.command import without_progress, write_model
 from tests.support.paths import ROOT
 
 GUARD_S = 300
@@ -108,7 +108,7 @@ def interrupted(
         out, err = process.communicate(timeout=GUARD_S)
     finally:
         process.kill()
-    return process.returncode, out, err
+    return process.returncode, out, without_progress(err)
 
 
 @pytest.fixture

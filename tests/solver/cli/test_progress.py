@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -20,7 +24,7 @@ from solver.cli.command import main
 from solver.cli.progress import Progress
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
-from tests.support.command import write_model
+from tests.support.command import without_progress, write_model
 from tests.support.paths import GPT2 as GPT2_PATH
 from tests.support.paths import ROOT
 
@@ -38,13 +42,63 @@ def test_what_is_said_on_a_terminal():
     assert "sweeping: 3 of 20 plans" in text.getvalue()
 
 
-@pytest.mark.parametrize(("terminal", "quiet"), [(False, False), (True, True)])
-def test_nothing_is_said_without_a_terminal_or_when_quiet(terminal, quiet):
+class Written(io.StringIO):
+    """came: a line of the thread that tells what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came = threading.Event()
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if "3 of [20] plans (" in self.getvalue():
+            self.came.set()
+        return written
+
+
+def test_what_takes_long_is_said_without_a_terminal(monkeypatch):
+    monkeypatch.setattr("solver.common.long_stages.FIRST_AFTER_S", 0.001)
+    text = Written()
+    console = Console(file=text, force_terminal=False, width=80)
+    with Progress(quiet=False, console=console).says("sweeping") as say:
+        say("3 of [20] plans")
+        assert text.came.wait(60)
+    assert re.fullmatch(
+        r"sweeping: 3 of \[20\] plans \(\d+ s\)\.\.\.", text.getvalue().split("\n")[-2]
+    )
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_is_said_when_quiet(terminal, monkeypatch):
+    monkeypatch.setattr("solver.cli.progress.now_and_then", None)  # not even begun
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=80)
-    with Progress(quiet=quiet, console=console).says("sweeping") as say:
+    with Progress(quiet=True, console=console).says("sweeping") as say:
         say("3 of 20 plans")
     assert text.getvalue() == ""
+
+
+def test_the_command_says_on_stderr_what_takes_long(capsys, monkeypatch):
+    """Also inside of one search, which tells nothing itself."""
+    begun = []
+
+    @contextlib.contextmanager
+    def at_once(what, write):
+        begun.append(what)
+        write(f"{what} (2 s)...")
+        yield write
+
+    monkeypatch.setattr("solver.cli.progress.now_and_then", at_once)
+    assert main(["--budget", "4GB", "--method", "sqrt", "--json", GPT2]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        "reading the graph (2 s)...",
+        "searching with sqrt (364 ops) (2 s)...",
+    ]
+    assert json.loads(printed.out)["exit_code"] == 0
+    begun.clear()
+    assert main(["--budget", "4GB", "--method", "sqrt", "--quiet", GPT2]) == 0
+    assert (begun, capsys.readouterr()) == ([], ("", ""))
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -102,7 +156,7 @@ def test_a_real_ctrl_c_in_the_sweep_keeps_the_plan(tmp_path):
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, without_progress(err)) == (0, "")
     assert "Interrupted while sweeping budgets" in out
     assert "Answer" in out
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from solver.common import telling as from_the_face
 from solver.common import untold
+from solver.common.long_stages import Lines, Say
 from solver.common.what_runs import logger, tell, telling
 from tests.support.paths import ROOT
 
@@ -112,30 +115,49 @@ def test_a_caller_that_says_itself_what_runs(capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.usefixtures("unconfigured")
-def test_parts_say_how_far_the_whole_is(capsys, monkeypatch):
-    clock = iter([0.0, 3.0, 3.1, 5.0])
-    monkeypatch.setattr("solver.common.what_runs.now_s", lambda: next(clock))
-    with telling("verifying..."):
-        with telling("tracing Net..."):  # at 3.0 s
-            tell("traced")  # at 3.1 s: too soon after
-        tell("measuring")  # at 5.0 s
-    tell("verified")
-    lines = ["verifying...", "tracing Net...", "measuring", "verified"]
-    assert capsys.readouterr().err.splitlines() == lines
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[Lines]:
+    """Of the lines that a log file gets: the ones that were begun. No thread ticks them."""
+    made: list[Lines] = []
+
+    @contextlib.contextmanager
+    def begun(what: str, write: Say) -> Iterator[Say]:
+        lines = Lines(what, write)
+        made.append(lines)
+        yield lambda line: setattr(lines, "what", line)
+
+    monkeypatch.setattr("solver.common.what_runs.now_and_then", begun)
+    return made
 
 
 @pytest.mark.usefixtures("unconfigured")
-def test_hours_of_work_take_few_lines_of_a_log(capsys, monkeypatch):
+def test_parts_say_how_far_the_whole_is(capsys, monkeypatch, stages):
     clock = {"s": 0.0}
-    monkeypatch.setattr("solver.common.what_runs.now_s", lambda: clock["s"])
-    with telling("sweeping...") as say:
-        for second in range(10_000):
-            clock["s"] = float(second)
-            say(f"{second} of 10000 plans")
-    lines = capsys.readouterr().err.splitlines()
-    seconds = [int(line.split()[0]) for line in lines[1:]]
-    assert seconds == [2 * 2**n for n in range(13)]
+    monkeypatch.setattr("solver.common.long_stages.now_s", lambda: clock["s"])
+    with telling("verifying..."):
+        (lines,) = stages
+        with telling("tracing Net..."):
+            clock["s"] = 3.0
+            lines.tick()
+            tell("traced")
+            clock["s"] = 3.1  # too soon after
+            lines.tick()
+        tell("measuring")
+        clock["s"] = 5.0
+        lines.tick()
+    tell("verified")
+    assert len(stages) == 1
+    told = ["verifying...", "tracing Net (3 s)...", "measuring (5 s)...", "verified"]
+    assert capsys.readouterr().err.splitlines() == told
+
+
+def test_a_long_silent_stage_is_told_to_configured_logging_too(caplog, monkeypatch, stages):
+    clock = {"s": 0.0}
+    monkeypatch.setattr("solver.common.long_stages.now_s", lambda: clock["s"])
+    with caplog.at_level(logging.INFO), telling("tracing Net..."):
+        clock["s"] = 4.0
+        stages[0].tick()
+    assert caplog.messages == ["tracing Net...", "tracing Net (4 s)..."]
 
 
 @pytest.mark.usefixtures("unconfigured")
