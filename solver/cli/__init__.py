@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from solver.cli.installed import version
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+    from collections.abc import Iterator, Sequence
+
+INTERRUPTED = 128 + int(signal.SIGINT)
+"""The exit code after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. argv: without the name of the program."""
     if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
+        from solver.cli.installed import version
+
         print(f"solve {version()}")
         return 0
     from solver.cli import command
 
     return command.main(argv)
+
+
+def process() -> int:
+    """The command as a process of its own (`solve`, `python -m solver`): `main`, and Ctrl-C ends it
+    from the first import on."""
+    try:
+        if sys.argv[1:] != ["--version"]:
+            with _ctrl_c_ends_it():
+                from solver.cli import command as _loaded
+        return main()
+    except KeyboardInterrupt:  # before or after what `command.main` watches
+        _say_interrupted()
+        return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _ctrl_c_ends_it() -> Iterator[None]:
+    """End the process at once, while modules are loaded: some of them catch whatever is raised.
+
+    Without effect where Ctrl-C does something else than to raise KeyboardInterrupt.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def end(_signal: int, _frame: object) -> None:
+        try:
+            _say_interrupted()
+        finally:
+            os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _say_interrupted() -> None:
+    """As the command says it where it has been loaded."""
+    print("solve: interrupted", file=sys.stderr, flush=True)
+    if "--json" in sys.argv[1:]:
+        answer = f'{{"status": "error", "error": "interrupted", "exit_code": {INTERRUPTED}}}'
+        print(answer, flush=True)
 
 
 def parser() -> ArgumentParser:

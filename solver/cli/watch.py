@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from solver.cli import INTERRUPTED
+
 GRACE_S = 1.5
 """For the main thread to end the command itself."""
 CLOSING_S = 10.0
 """Where it is writing what was found by then."""
-INTERRUPTED = 128 + int(signal.SIGINT)
 
 
 class Watch:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,39 @@ STUCK = """
                 pass
 """
 RUN = "import sys; from solver.cli import main; sys.exit(main())"
+
+
+IMPORTING = """
+    import sys
+    import time
+
+    print("inside", file=sys.stderr, flush=True)
+    while True:
+        {waits}
+"""
+WAITS = "time.sleep(600)"
+SWALLOWS = """
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+"""
+
+
+@pytest.mark.parametrize("module", ["solver", "solver.cli", "checkpoint_solver"])
+@pytest.mark.parametrize("waits", [WAITS, SWALLOWS], ids=["waits", "swallows"])
+def test_the_command_ends_while_it_is_loaded(tmp_path: Path, module: str, waits: str) -> None:
+    """A library that it imports takes long."""
+    (tmp_path / "rich.py").write_text(textwrap.dedent(IMPORTING.format(waits=waits)))
+    program = f"import runpy; runpy.run_module('{module}', run_name='__main__')"
+    code, out, err = interrupted(program, "--json", "--budget", "1MB", "model.py", path=tmp_path)
+    assert (code, err) == (130, "solve: interrupted\n")
+    assert json.loads(out) == {"status": "error", "error": "interrupted", "exit_code": 130}
+
+
+def test_the_installed_command_starts_there() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"solve": "solver.cli:process"}
 
 
 @pytest.mark.slow(sample=1)
