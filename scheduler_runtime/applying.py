@@ -138,6 +138,7 @@ class AppliedForward(PlannedForward):
         super().__init__(model)
         self.plans = tuple(plans)
         self._known = [plan.known for plan in plans]
+        self._kept = [plan.kept for plan in plans if plan.kept is not None]
         self._n_plans = len(plans)
         self.on_mismatch = on_mismatch
         self.disk_directory = disk_directory
@@ -145,7 +146,7 @@ class AppliedForward(PlannedForward):
 
     def __getstate__(self) -> dict[str, Any]:
         recordings = None if self._recordings is None else cuda_graphs.Recordings()
-        return {**super().__getstate__(), "_recordings": recordings}
+        return {**super().__getstate__(), "_recordings": recordings, "_kept": []}
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan, which runs operator by operator; "
@@ -235,6 +236,8 @@ class AppliedForward(PlannedForward):
 
     def _trace(self, call: Call) -> CapturedStep:
         environment = self.plan.environment
+        # Only at the first call: later ones come here since something differs from it.
+        kept, self._kept = self._kept, []
         return self.traced(
             call,
             choose=lambda _output: tuple(environment["gradient_outputs"]),
@@ -242,7 +245,7 @@ class AppliedForward(PlannedForward):
             costs=None,
             rewrites=self.plan.rewrites,
             opaque=environment.get("opaque", ()),
-            kept=[plan.kept for plan in self.plans if plan.kept is not None],
+            kept=kept,
         )
 
 

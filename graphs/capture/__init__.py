@@ -12,8 +12,8 @@ from graphs.capture.extraction import (
 from graphs.capture.generation_cache import caching_configs
 from graphs.capture.joint_graph import (
     capture,
+    described_step,
     fake_output,
-    forward_digest,
     one_at_a_time,
     rehearse,
 )

@@ -54,7 +54,7 @@ from graphs.capture.refuse import (
     refuse_parametrization_cache,
 )
 from graphs.capture.rehearsal import BackwardCalls, Rehearsed, compared, has_temporaries
-from graphs.capture.same_forward import described
+from graphs.capture.same_program import Described, described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
 
@@ -151,12 +151,16 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
 
 
 @one_at_a_time
-def forward_digest(model: nn.Module, call: Call, *, device: torch.device | None) -> str:
-    """Equal for calls of which `capture` would make the same program; see `same_forward`.
+def described_step(
+    model: nn.Module, call: Call, *, chosen: tuple[int, ...], device: torch.device | None
+) -> Described:
+    """Equal for calls of which `capture` would make the same program; see `same_program`.
 
     Of models without opaque parts, whose attributes a first call does not fill. Raises TraceError.
+
+    chosen: indices of the outputs that get a gradient.
     """
-    shell = _shell(model, call, device, ())
+    shell = Shell(model, call, choose=lambda _output: chosen, device=device)
     with _tracing(model, ()), attributes_unchanged(model):
         return described(shell, call)
 

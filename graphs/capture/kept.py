@@ -10,7 +10,8 @@ from torch import nn
 
 from graphs.calls import Call, TraceError, device_of
 from graphs.capture.captured import Capture
-from graphs.capture.joint_graph import forward_digest
+from graphs.capture.joint_graph import described_step
+from graphs.capture.same_program import Described
 from graphs.capture.shell import leaves_of
 
 
@@ -21,19 +22,24 @@ class KeptCapture:
     holds it is copied or pickled: then the step is traced again.
     """
 
-    def __init__(self, model: nn.Module, captured: Capture, digest: str) -> None:
+    def __init__(self, model: nn.Module, captured: Capture, described: Described) -> None:
         self._model = weakref.ref(model)
         self._captured = captured
-        self._digest = digest
+        self._described = described
 
     @classmethod
     def of(
         cls, model: nn.Module, call: Call, captured: Capture, *, device: torch.device
     ) -> KeptCapture | None:
-        """None where a forward pass on fake tensors does not tell all, or another device is."""
+        """None where a step on fake tensors does not tell all, or another device is."""
         if captured.opaque or captured.filled or device_of(model) != device:
             return None
-        return cls(model, captured, forward_digest(model, call, device=device))
+        chosen = captured.gradient_outputs
+        try:
+            described = described_step(model, call, chosen=chosen, device=device)
+        except (TraceError, RuntimeError):  # what can be traced need not run in eager mode
+            return None
+        return cls(model, captured, described)
 
     def captured_for(self, model: nn.Module, call: Call) -> Capture | None:
         """The program, if a trace of this call of this module would make the same one."""
@@ -44,10 +50,11 @@ class KeptCapture:
         try:
             if not all(guard.holds(leaves) for guard in captured.guards):
                 return None
-            digest = forward_digest(model, call, device=device_of(model))
+            chosen = captured.gradient_outputs
+            described = described_step(model, call, chosen=chosen, device=device_of(model))
         except (TraceError, KeyError, RuntimeError):  # the trace will say what is wrong
             return None
-        return captured if digest == self._digest else None
+        return captured if described == self._described else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()

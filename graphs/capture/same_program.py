@@ -1,0 +1,157 @@
+"""Whether a module would be traced to the same program again, told by one step on fake tensors.
+
+A program is what the forward and the backward pass run. Both are run here in eager mode, which takes
+less than a trace of them. The backward pass has to be run: a custom `autograd.Function`, or a hook
+on a tensor or on a node, may compute with Python values that the forward pass does not show. `described` notes each operator with its arguments, what is returned, the gradients,
+the form of the tensors that the module is given, and the settings that autograd and AOTAutograd
+look at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from graphs.calls import Call
+from graphs.capture.refuse import global_hooks, sharing
+from graphs.capture.shell import Shell
+
+_MADE_ANEW = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""Their argument is a real tensor that forward makes anew (`torch.tensor(2.0)`)."""
+_PLAIN = (
+    *(bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size),
+)
+
+
+@dataclass(frozen=True)
+class Described:
+    """Equal for steps of which the same program is traced.
+
+    by_identity: the objects that the digest knows by their ids. They are kept alive, so that no
+        other object gets such an id.
+    """
+
+    digest: str
+    by_identity: tuple[Any, ...] = field(compare=False, repr=False)
+
+
+class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators of a step in `digest`.
+
+    own: the fake tensors that it is given, by their names.
+    """
+
+    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.digest = hashlib.sha256()
+        self.by_identity: dict[int, Any] = {}
+        # with the tensors themselves, so that ids and storages stay taken
+        self._made: dict[int, tuple[torch.Tensor, str]] = {}
+        self._storages: dict[int, str] = {}
+        for name, tensor in own.items():
+            self._name(tensor, name)
+        self._n_run = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.note(str(func), torch.is_grad_enabled(), by_value=func in _MADE_ANEW)
+        self.note(args, kwargs, by_value=func in _MADE_ANEW)
+        result = func(*args, **kwargs)
+        self._n_run += 1
+        for index, item in enumerate(pytree.tree_leaves(result)):
+            if isinstance(item, torch.Tensor):
+                self._name(item, f"{self._n_run}.{index}")
+        return result
+
+    def note(self, *items: Any, by_value: bool = False) -> None:
+        """Add to the digest. by_value: of real tensors the numbers count, not which one it is."""
+        for words in self._words(items, by_value=by_value):
+            self.digest.update(words.encode() + b"\n")
+
+    def _name(self, tensor: torch.Tensor, name: str) -> None:
+        self._made[id(tensor)] = tensor, name
+        if isinstance(tensor, FakeTensor):
+            self._storages.setdefault(tensor.untyped_storage()._cdata, name)
+
+    def _words(self, item: Any, *, by_value: bool) -> Iterator[str]:
+        if isinstance(item, torch.Size | str):
+            yield f"{type(item).__name__} {item!r}"
+        elif isinstance(item, list | tuple):
+            yield f"{type(item).__name__} {len(item)}"
+            for each in item:
+                yield from self._words(each, by_value=by_value)
+        elif isinstance(item, dict):
+            yield from self._words([*item.items()], by_value=by_value)
+        elif isinstance(item, torch.Tensor):
+            yield self._tensor(item, by_value=by_value)
+        elif type(item) in _PLAIN:
+            yield f"{type(item).__name__} {item!r}"
+        else:
+            yield self._identity(item)
+
+    def _tensor(self, item: torch.Tensor, *, by_value: bool) -> str:
+        if id(item) in self._made:
+            return self._made[id(item)][1]
+        if isinstance(item, FakeTensor):
+            # autograd hands on tensors that no operator returned, on the same storage
+            storage = self._storages.get(item.untyped_storage()._cdata)
+            if storage is not None:
+                return f"on {storage}: {_form(item)} {item.is_conj()} {item.is_neg()}"
+        elif by_value and item.device.type == "cpu":
+            with _disable_current_modes():
+                numbers = item.detach().contiguous().reshape(-1).view(torch.uint8)
+                return f"{item.dtype} {item.shape} {numbers.numpy().tobytes().hex()}"
+        return self._identity(item)  # a constant of the program
+
+    def _identity(self, item: Any) -> str:
+        self.by_identity[id(item)] = item
+        return f"{type(item).__name__} {id(item)}"
+
+
+def described(shell: Shell, call: Call) -> Described:
+    """For a model and a call; called where the model may be called on fake tensors."""
+    model, kind = shell.model, next((t.device.type for t in shell.batch), "cpu")
+    inputs = {f"input {index}": tensor for index, tensor in enumerate(shell.batch)}
+    own = dict(zip(shell.state, [*shell.parameters(), *shell.buffers()], strict=True))
+    watched = _Watched({**own, **inputs})
+    watched.note(
+        [(name, _form(tensor)) for name, tensor in (*own.items(), *inputs.items())],
+        [name for name, _ in model.named_parameters()],
+        sharing(call.tensors),
+        global_hooks(),
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        (torch.is_autocast_cache_enabled(), torch.is_grad_enabled()),
+        (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
+    )
+    leaves = [leaf for leaf in (*shell.parameters(), *shell.batch) if leaf.requires_grad]
+    with shell.mode, watched, torch.enable_grad():
+        outputs = shell(*shell.batch)
+        watched.note(outputs, shell.flat_outputs, str(shell.spec), shell.differentiable)
+        watched.note(_gradients([item for item in outputs if item.requires_grad], leaves))
+    return Described(watched.digest.hexdigest(), tuple(watched.by_identity.values()))
+
+
+def _gradients(
+    outputs: list[torch.Tensor], leaves: list[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Of each leaf; the backward pass runs in this thread, where its operators are seen."""
+    if not outputs or not leaves:
+        return ()
+    with torch._C._DisableAutocast(), torch.autograd.set_multithreading_enabled(False):
+        ones = [torch.ones_like(item) for item in outputs]
+        return torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+    return (*form, tensor.requires_grad)
