@@ -1,10 +1,10 @@
 """Whether a module would be traced to the same program again, told by one step on fake tensors.
 
-A program is what the forward and the backward pass run. Both are run here in eager mode, which takes
-less than a trace of them. The backward pass has to be run: a custom `autograd.Function`, or a hook
-on a tensor or on a node, may compute with Python values that the forward pass does not show. `described` notes each operator with its arguments, what is returned, the gradients,
-the form of the tensors that the module is given, and the settings that autograd and AOTAutograd
-look at.
+A program is what the forward and the backward pass run. Both are run here in eager mode, which
+takes less than a trace of them. The backward pass has to be run: a custom `autograd.Function`, or a
+hook on a tensor or on a node, may compute with Python values that the forward pass does not show.
+`described` notes each operator with its arguments, what is returned, the gradients, the form of the
+tensors that the module is given, and the settings that autograd and AOTAutograd look at.
 """
 
 from __future__ import annotations
