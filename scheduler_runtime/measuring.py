@@ -11,7 +11,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -123,30 +123,67 @@ def measure(
 
     Raises TraceError for a batch that the model does not take.
     """
+    (found,) = measure_in_turns(
+        model,
+        batch,
+        (contextlib.nullcontext,),
+        loss=loss,
+        inputs=inputs,
+        optimizer=optimizer,
+        autocast=autocast,
+        gradients=gradients,
+        n_steps=n_steps,
+    )
+    return found
+
+
+def measure_in_turns(
+    model: nn.Module,
+    batch: Any,
+    sides: Sequence[Callable[[], contextlib.AbstractContextManager[Any]]],
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    autocast: torch.dtype | None = None,
+    gradients: str = "fresh",
+    n_steps: int = 3,
+) -> list[Measurement]:
+    """As `measure`, within each of several contexts, whose timed steps take turns: what else the
+    machine does, and how fast it runs, changes with time and is then the same for all."""
     if gradients not in ("fresh", "accumulate"):
         raise ValueError(f"gradients is {gradients!r}; 'fresh' or 'accumulate'")
     step = TrainingStep(
         model, batch, loss=loss, inputs=inputs, optimizer=optimizer, autocast=autocast
     )
     device = step.device
-    times_s = []
+    is_cuda = device.type == "cuda"
+    times_s: list[list[float]] = [[] for _ in sides]
     for _ in range(1 + n_steps):
+        for side, of_side in zip(sides, times_s, strict=True):
+            if gradients == "fresh":
+                step.clear_gradients()
+            with side():
+                of_side.append(seconds_of(step.run, device))
+    optimizers = () if optimizer is None else (optimizer,)
+    found = []
+    for side, (_, *timed_s) in zip(sides, times_s, strict=True):
         if gradients == "fresh":
             step.clear_gradients()
-        times_s.append(seconds_of(step.run, device))
-    if gradients == "fresh":
-        step.clear_gradients()
-    emptied(device)  # else what an earlier run left would count as reserved here
-    is_cuda = device.type == "cuda"
-    optimizers = () if optimizer is None else (optimizer,)
-    peak_bytes = absolute_peak_bytes(step.run, device, resident_tensors(model, batch, optimizers))
-    return Measurement(
-        peak_bytes=peak_bytes,
-        time_s=statistics.median(times_s[1:]),
-        spread_s=max(times_s[1:]) - min(times_s[1:]),
-        reserved_bytes=torch.cuda.max_memory_reserved(device) if is_cuda else None,
-        context_bytes=context_bytes(device) if is_cuda else None,
-    )
+        emptied(device)  # else what an earlier run left would count as reserved here
+        with side():
+            resident = resident_tensors(model, batch, optimizers)
+            peak_bytes = absolute_peak_bytes(step.run, device, resident)
+        found.append(
+            Measurement(
+                peak_bytes=peak_bytes,
+                time_s=statistics.median(timed_s),
+                spread_s=max(timed_s) - min(timed_s),
+                reserved_bytes=torch.cuda.max_memory_reserved(device) if is_cuda else None,
+                context_bytes=context_bytes(device) if is_cuda else None,
+            )
+        )
+    return found
 
 
 def emptied(device: torch.device) -> None:

@@ -7,7 +7,7 @@ and with it, and the loss, every gradient and every buffer must be bitwise ident
 differs between two steps without the plan (sums in no fixed order, on CUDA) is reported apart. With
 a plan whose rewrites change last bits, the errors of loss and gradients against the step in float64
 are compared instead (`scheduler_runtime.errors`). Then peak and time of the step, optimizer
-included, without and with the plan, beside the prediction.
+included, without and with the plan in turns, beside the prediction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from graphs.calls import nested
 from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
 from scheduler_runtime.errors import InFloat64, errors, is_reference
-from scheduler_runtime.measuring import Measurement, TrainingStep, measure
+from scheduler_runtime.execute import own_forwards
+from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
 from solver.common import counted
 from solver.runtime_hooks import Verification
 from solver.schedule import Solution
@@ -83,11 +84,9 @@ def verify(
     largest = ""
     if results == "allclose":
         found, largest = _compared(planned, plain, bench, found)
-    say(f"memory and time of the baseline, {counted(2 + N_TIMED_STEPS, 'step')}")
-    baseline = bench.measured()
-    say(f"memory and time with the plan, {counted(2 + N_TIMED_STEPS, 'step')}")
-    with bench.planned(solution):
-        measured = bench.measured()
+    n_steps = counted(2 * (2 + N_TIMED_STEPS), "step")
+    say(f"memory and time without and with the plan in turns, {n_steps}")
+    baseline, measured = bench.measured(solution)
     where = torch.device(device)
     return Verification(
         device=(
@@ -209,17 +208,19 @@ class _Bench:
         found.update({f"buffer {name}": b for name, b in self.model.named_buffers()})
         return _on_host(found)
 
-    def measured(self) -> Measurement:
-        """Peak and time of the step with its optimizer."""
+    def measured(self, solution: Solution) -> list[Measurement]:
+        """Peak and time of the step with its optimizer, without the plan and with it."""
         self._restore()
-        return measure(
-            self.model,
-            self.batch,
-            optimizer=self.optimizer(self.model),
-            gradients=self.gradients,
-            n_steps=N_TIMED_STEPS,
-            **self.step,
-        )
+        with self.planned(solution):
+            return measure_in_turns(
+                self.model,
+                self.batch,
+                (lambda: own_forwards(self.model), contextlib.nullcontext),
+                optimizer=self.optimizer(self.model),
+                gradients=self.gradients,
+                n_steps=N_TIMED_STEPS,
+                **self.step,
+            )
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,11 @@ from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
 from scheduler_runtime.execute.program import build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
-from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
+from scheduler_runtime.execute.replaced_forward import (
+    ReplacedForward,
+    own_forwards,
+    restore_forward,
+)
 from scheduler_runtime.execute.sequential_segments import SegmentedForward, runs_in_a_loop
 from scheduler_runtime.execute.step_program import StepProgram
 from scheduler_runtime.execute.torch_checkpoint import (

@@ -129,6 +129,8 @@ class _Line:
         self._finished: list[list[tuple[fx.Node, Value]]] = []  # gradients of each piece
         self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the current piece
         self._outputs: tuple[Any, ...] = ()
+        made = (item for item in step.captured.outputs if isinstance(item, fx.Node))
+        self._leaves_program = {*made, *step.captured.gradients.values()}
         self._copying: CopyCalls | None = None
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
 
@@ -250,7 +252,10 @@ class _Line:
         else:
             for argument in node.all_input_nodes:  # before the copy: it may append nodes itself
                 self.value(argument)
-            new = self.graph.node_copy(node, self.value)
+            if node.target is torch.ops.aten.detach.default and node not in self._leaves_program:
+                new = self.value(node.all_input_nodes[0])  # autograd does not see the program
+            else:
+                new = self.graph.node_copy(node, self.value)
         self._define(node, new)
         return new
 

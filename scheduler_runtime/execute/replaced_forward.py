@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -45,3 +46,20 @@ def restore_forward(module: nn.Module) -> None:
         del module.forward
         if forward.instance_forward is not None:
             module.forward = forward.instance_forward
+
+
+@contextlib.contextmanager
+def own_forwards(model: nn.Module) -> Iterator[None]:
+    """The model without its plan, in this context: what the plan has made is kept."""
+    replaced = [
+        (module, forward)
+        for module in model.modules()
+        if isinstance(forward := module.__dict__.get("forward"), ReplacedForward)
+    ]
+    for module, _ in replaced:
+        restore_forward(module)
+    try:
+        yield
+    finally:
+        for module, forward in replaced:
+            module.forward = forward  # type: ignore[method-assign]

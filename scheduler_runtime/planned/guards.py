@@ -166,10 +166,23 @@ class _NotPlainError(Exception):
     """A value is not plain."""
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_plain(kind: type) -> bool:
+    """Whether values of this class are; remembered, since asking it of every value takes long."""
+    return issubclass(kind, _PLAIN)
+
+
 def _setting(value: Any, seen: set[int]) -> Any:
     """A value of an attribute, to be compared. seen: ids of mutable objects read in this pass."""
-    if type(value) in _COMMON:  # most of what there is
-        return type(value), value
+    kind = type(value)
+    if kind in _COMMON:  # most of what there is
+        return kind, value
+    if (
+        kind is tuple
+        and len(value) <= MANY
+        and _COMMON.issuperset(kinds := tuple(map(type, value)))
+    ):
+        return kinds, value
     try:
         return _read(value, seen, in_object=False)
     except _NotPlainError:
@@ -182,7 +195,9 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
     in_object: then that goes for the whole object, not for an item of a container by itself.
     """
     kind = type(value)
-    if isinstance(value, _PLAIN):
+    if kind in _COMMON:
+        return kind, value
+    if _is_plain(kind):
         return _plain(value)
     if isinstance(value, _CODE):
         return value
@@ -208,7 +223,7 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
         return kind, len(value)
     read = functools.partial(_read, in_object=True) if in_object else _setting
     if isinstance(value, dict):
-        keys = (_plain(key) if isinstance(key, _PLAIN) else id(key) for key in list(value))
+        keys = (_plain(key) if _is_plain(type(key)) else id(key) for key in list(value))
         return kind, tuple(zip(keys, [read(v, seen) for v in list(value.values())], strict=True))
     items = sorted(value, key=hash) if isinstance(value, set | frozenset) else list(value)
     return kind, tuple([read(item, seen) for item in items])
@@ -226,9 +241,7 @@ def _class_settings(kind: type) -> tuple[Any, ...]:
         for each in kind.__mro__
         if not each.__module__.startswith(("torch.", "builtins"))
         for name, value in vars(each).items()
-        if type(value) is not types.FunctionType  # most of what there is
-        and isinstance(value, _PLAIN)
-        and not name.startswith("__")
+        if _is_plain(type(value)) and not name.startswith("__")
     )
 
 

@@ -36,6 +36,13 @@ def planned(gradients: str) -> tuple[nn.Module, nn.Module, torch.Tensor, Program
     return model, twin, batch, compiled.program
 
 
+def test_detached_tensors_are_not_made_anew():
+    *_, program = planned("fresh")
+    codes = [piece.module.code for piece in (program.forward, *program.backward)]
+    assert any("tanh_backward" in code for code in codes)
+    assert not any("detach" in code for code in codes)
+
+
 def test_operators_are_called_by_names_of_their_own():
     *_, program = planned("fresh")
     codes = [piece.module.code for piece in (program.forward, *program.backward)]

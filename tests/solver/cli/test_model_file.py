@@ -311,7 +311,7 @@ def test_verify_runs_the_step_both_ways(model_file, capsys):
     options = ["--budget", "1MB", "--device", "cpu", "--method", "every_block", "--verify"]
     assert main([*options, model_file()]) == 0
     out, err = capsys.readouterr()
-    assert "verifying: memory and time with the plan, 5 steps" in err
+    assert "verifying: memory and time without and with the plan in turns, 10 steps" in err
     assert "Verification  passed" in out
     assert "8 gradients and buffers are bitwise identical" in " ".join(out.split())
 
