@@ -62,4 +62,4 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, forward in replaced:
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward

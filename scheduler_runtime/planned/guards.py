@@ -167,7 +167,7 @@ class _NotPlainError(Exception):
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_plain(kind: type) -> bool:
+def _is_plain(kind: Any) -> bool:
     """Whether values of this class are; remembered, since asking it of every value takes long."""
     return issubclass(kind, _PLAIN)
 
