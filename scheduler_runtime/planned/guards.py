@@ -166,10 +166,10 @@ class _NotPlainError(Exception):
     """A value is not plain."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_plain(kind: Any) -> bool:
-    """Whether values of this class are; remembered, since asking it of every value takes long."""
-    return issubclass(kind, _PLAIN)
+_is_plain: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(
+    lambda kind: issubclass(kind, _PLAIN)
+)
+"""Whether values of a class are; remembered, since asking it of every value takes long."""
 
 
 def _setting(value: Any, seen: set[int]) -> Any:
