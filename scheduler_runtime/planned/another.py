@@ -52,7 +52,8 @@ def _remedy(resized: Resized | None, n_plans: int) -> str:
         return ""
     if resized.dimensions == {0} and not resized.is_larger and n_plans == 2:
         return ". A short last batch is planned once; DataLoader(drop_last=True) leaves it out"
+    order = ", and begin with the largest" if resized.is_larger else ""
     return (
         ". Remedy: pad the batches to a few sizes (pad_to_multiple_of=64 of the data collator, "
-        'padding="max_length" of the tokenizer), and begin with the largest'
+        f'padding="max_length" of the tokenizer){order}'
     )

@@ -72,7 +72,8 @@ class Difference:
 
     @property
     def is_smaller(self) -> bool:
-        """Nothing differs but sizes, and none is larger: it takes no more memory than planned."""
+        """Nothing differs but sizes, and none is larger. Whether it takes less memory is not
+        known: it is planned for within the same budget."""
         return self.resized is not None and not self.resized.is_larger
 
     def __str__(self) -> str:

@@ -279,7 +279,7 @@ def _planned_by_submodules(
     given = arguments.given(*names)
     if given:
         raise LoadError(f"{refused}; the command does so without {given}") from refused
-    run = estimated(file, target.torch_device, with_gradients=True)
+    run = estimated(refused.sizes, target.torch_device, with_gradients=True)
     if not run.fits:
         raise LoadError(
             f"{refused.why}; real steps, to plan it by whole submodules, do not fit here: {run}"

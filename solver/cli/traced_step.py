@@ -12,14 +12,16 @@ from graphs.fsdp import ShardingError
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.cli.arguments import Arguments, UsageError
-from solver.cli.model_file import LoadError, ModelFile
-from solver.cli.real_run import estimated
+from solver.cli.model_file import LoadError, ModelFile, located
+from solver.cli.real_run import ModelSizes, estimated
 from solver.common import format_size
 from solver.device import Target
 from solver.reporting import step_notes
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from graphs.trace import TraceError
 
 NOTABLE_OUTPUT_SHARE = 0.01
 NOTABLE_OUTPUT_BYTES = 10**6
@@ -34,11 +36,13 @@ class NotTracedError(LoadError):
     """The step of the model cannot be captured as one graph.
 
     why: the message without the alternative that it ends with.
+    sizes: of model and batch (None: unknown).
     """
 
-    def __init__(self, message: str, *, why: str) -> None:
+    def __init__(self, message: str, *, why: str, sizes: ModelSizes | None) -> None:
         super().__init__(message)
         self.why = why
+        self.sizes = sizes
 
 
 def traced_step(
@@ -79,20 +83,24 @@ def traced_step(
     def with_weights(refused: TraceError) -> Variants:
         """A part that cannot be traced is run and measured, which takes values."""
         if refused.runs_in_eager:
-            run = estimated(file, target.torch_device, with_gradients=False)
+            run = estimated(sizes, target.torch_device, with_gradients=False)
             if not run.fits:
                 raise refused
             tells(
                 f"not traced: {refused.short}. Now the model is built with its weights, to run "
                 f"that part here and plan it as one piece ({run})"
             )
-            with contextlib.suppress(Exception):  # then the step is refused as it was
+            try:
                 return variants(file.model().to(target.torch_device))
+            except Exception as error:  # the code of the model may raise anything
+                raise _refused_again(refused, error, file) from error
         raise refused
 
+    model = _on_meta(file.model, "the model", notes)
+    sizes = ModelSizes.of(model, batch)
     try:
         try:
-            step = variants(_on_meta(file.model, "the model", notes))
+            step = variants(model)
         except TraceError as error:
             step = with_weights(error)
     except ShardingError as error:
@@ -100,7 +108,9 @@ def traced_step(
     except TraceError as error:
         called_with = _called_with(error, batch)
         raise NotTracedError(
-            f"{file.source}: {error}{called_with}", why=f"{file.source}: {error.why}{called_with}"
+            f"{file.source}: {error}{called_with}",
+            why=f"{file.source}: {error.why}{called_with}",
+            sizes=sizes,
         ) from error
     if arguments.host is not None and step.plain.meta.environment.get("opaque"):
         raise UsageError(
@@ -163,6 +173,17 @@ def _quiet_logs() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> TraceError:
+    """The refusal, with what happened when the model was built with its weights, if that is new."""
+    from graphs.trace import TraceError  # here: it takes torch
+
+    reason = error.why if isinstance(error, TraceError) else located(error, file.source)
+    if reason == refused.why:
+        return refused
+    why = f"{refused.why}; with its weights: {reason}"
+    return TraceError(why, runs_in_eager=refused.runs_in_eager, short=refused.short)
 
 
 def _called_with(error: Exception, batch: Any) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from solver.cli.command import main
+from solver.cli.real_run import ModelSizes
 from solver.runtime_hooks import N_REAL_STEPS
 from tests.support.command import failed, write_model
 
@@ -82,3 +86,33 @@ def test_a_part_that_cannot_fit_is_not_run(
     code, line = failed(capsys, "--budget", "20MB", *ON_CPU, path)
     assert code == 4
     assert "real steps, to plan it by whole submodules, do not fit here" in line
+
+
+def test_why_the_weights_cannot_be_built_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builds = """
+        import pathlib
+
+        def build():
+            device = torch.empty(0).device.type
+            with pathlib.Path(__file__).with_name("builds").open("a") as file:
+                print(device, file=file)
+            if device != "meta":
+                raise MemoryError("no room for weights")
+            return Net()
+    """
+    path = write_model(tmp_path, *IN_A_PART, ("    return Net()", "    return build()"))
+    with Path(path).open("a") as file:
+        file.write(RUNS + PART + textwrap.dedent(builds))
+    code, line = failed(capsys, "--budget", "20MB", "--rewrites", "none", *ON_CPU, path)
+    assert code == 4
+    assert "forward reads values that the step computes" in line
+    assert "; with its weights: " in line
+    assert "MemoryError: no room for weights" in line
+    assert (tmp_path / "builds").read_text().split() == ["meta", "cpu"]
+
+
+def test_a_lazy_module_has_no_size_before_it_runs() -> None:
+    assert ModelSizes.of(nn.LazyLinear(2), torch.ones(1)) is None
+    assert ModelSizes.of(nn.Linear(2, 2, bias=False), torch.ones(3)) == ModelSizes(28, 16)
