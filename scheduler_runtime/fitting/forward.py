@@ -47,7 +47,7 @@ from scheduler_runtime.surroundings import (
     refuse_checkpointing,
     size_on,
 )
-from solver.common import counted, format_both, now_s, tell, telling
+from solver.common import counted, format_both, now_s, tell, telling_in_lines
 from solver.methods import KnownPlan
 from solver.schedule import Request
 
@@ -168,7 +168,7 @@ class FittedForward(PlannedForward):
         request = self._request(call, device, buckets)
         costs = self.options.costs or default_costs(device)
         name = type(self._model).__name__
-        with telling(f"tracing {name}...") as say:
+        with telling_in_lines(f"tracing {name}...") as say:
             with no_checkpoints():
                 step = self.traced(
                     call,

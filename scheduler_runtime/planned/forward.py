@@ -28,7 +28,7 @@ from scheduler_runtime.execute import (
     restore_forward,
 )
 from scheduler_runtime.planned.guards import kind_of
-from solver.common import telling
+from solver.common import telling_in_lines
 from solver.runtime_hooks import PLAN_BY_SUBMODULES
 from solver.schedule import Compute, Schedule, name_in
 
@@ -168,7 +168,11 @@ class PlannedForward(ReplacedForward):
         try:
             found = (each.captured_for(model, call) for each in kept)
             known = next((captured for captured in found if captured is not None), None)
-            with telling(f"tracing {type(model).__name__}...") if known is None else nullcontext():
+            with (
+                telling_in_lines(f"tracing {type(model).__name__}...")
+                if known is None
+                else nullcontext()
+            ):
                 step = trace_module(
                     model,
                     call,

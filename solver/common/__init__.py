@@ -24,4 +24,4 @@ from solver.common.sizes import (
     parse_size,
     reject_missing_unit,
 )
-from solver.common.what_runs import tell, telling, untold
+from solver.common.what_runs import tell, telling, telling_in_lines, untold

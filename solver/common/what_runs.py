@@ -8,8 +8,10 @@ Everything that takes seconds (`solve`, `sweep`, `verify`, `compile`, the first 
 - Elsewhere they are printed on stderr, and a terminal shows meanwhile how far it is. A notebook
   shows them as ordinary output. Of several processes under torchrun only the first prints.
 
-Off: `logging.getLogger("checkpoint_solver").setLevel(logging.WARNING)`. Warnings are not told here;
-they come from the loggers of the modules.
+Off: `logging.getLogger("checkpoint_solver").setLevel(logging.WARNING)`. Where no handler is there,
+`propagate = False` of that logger, a level above INFO of the root logger other than its default
+(WARNING) and `logging.disable` turn them off too. Warnings are not told here; they come from the
+loggers of the modules.
 
 Imports Rich only for a terminal.
 """
@@ -21,6 +23,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TextIO
 
@@ -43,13 +46,28 @@ def telling(what: str) -> Iterator[Say]:
 
     Parts that tell something themselves say with it how far this is.
     """
+    on_terminal = not logger.hasHandlers() and _shown() and _stream().isatty()
+    with _telling(what, _spinner(what) if on_terminal else now_and_then(what, _write)) as say:
+        yield say
+
+
+@contextlib.contextmanager
+def telling_in_lines(what: str) -> Iterator[Say]:
+    """`telling` inside a training step, with lines alone on a terminal too: the training may show a
+    progress bar there, and two live displays would write over each other."""
+    with _telling(what, now_and_then(what, _write)) as say:
+        yield say
+
+
+@contextlib.contextmanager
+def _telling(what: str, display: AbstractContextManager[Say]) -> Iterator[Say]:
+    """display: shows how far it is, unless this is a part of something that is told."""
     outer = _outer.get()
     tell(what)
     if outer is not None:
         yield outer
         return
-    on_terminal = not logger.hasHandlers() and _shown() and _stream().isatty()
-    with _spinner(what) if on_terminal else now_and_then(what, _write) as say:
+    with display as say:
         token = _outer.set(say)
         try:
             yield say
@@ -76,7 +94,10 @@ def _write(line: str) -> None:
 
 def _shown() -> bool:
     """Whether lines are printed where logging is not configured."""
-    is_off = logger.level > logging.INFO or logging.root.manager.disable >= logging.INFO
+    is_default = logger.level == logging.NOTSET and logging.root.level == logging.WARNING
+    is_above = logger.getEffectiveLevel() > logging.INFO and not is_default
+    is_disabled = logging.root.manager.disable >= logging.INFO or not logger.propagate
+    is_off = is_above or is_disabled
     is_first = os.environ.get("RANK", "0") == "0"
     return is_first and not is_off and _stream() is not None
 

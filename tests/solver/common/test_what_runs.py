@@ -11,7 +11,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import nn
 
+from scheduler_runtime import fit
 from solver.common import telling as from_the_face
 from solver.common import untold
 from solver.common.long_stages import Lines, Say
@@ -34,6 +37,13 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
         ("logging.basicConfig(level=logging.INFO)", "INFO:checkpoint_solver:Net: planned\n"),
         ("logging.basicConfig(level=logging.WARNING)", ""),
         ("logging.getLogger('checkpoint_solver').addHandler(logging.NullHandler())", ""),
+        ("logging.getLogger('checkpoint_solver').propagate = False", ""),
+        ("logging.getLogger().setLevel(logging.ERROR)", ""),
+        ("logging.getLogger().setLevel(logging.INFO)", "Net: planned\n"),
+        (
+            "logging.root.setLevel(40); logging.getLogger('checkpoint_solver').setLevel(20)",
+            "Net: planned\n",
+        ),
     ],
 )
 def test_a_program_of_its_own(configured, printed):
@@ -174,6 +184,21 @@ def test_a_terminal_shows_how_far_it_is_and_keeps_two_lines(monkeypatch):
     assert shown.endswith("[Net]: planned\n")
     last = shown[: -len("[Net]: planned\n")]
     assert last.endswith("\x1b[2K")  # the line of the spinner is erased
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_inside_a_training_step_a_terminal_gets_plain_lines(monkeypatch):
+    """The progress bar of the training is live there."""
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    model = nn.Linear(2, 2)
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    first, *_, last = terminal.getvalue().splitlines()
+    assert first == "tracing Linear..."
+    assert last.startswith("Linear: peak ")
+    assert "\x1b" not in terminal.getvalue()
 
 
 @pytest.mark.usefixtures("unconfigured")
