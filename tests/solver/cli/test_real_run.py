@@ -6,8 +6,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from solver.cli.command import main
 from solver.cli.real_run import ModelSizes
@@ -114,5 +112,8 @@ def test_why_the_weights_cannot_be_built_is_said(
 
 
 def test_a_lazy_module_has_no_size_before_it_runs() -> None:
+    import torch
+    from torch import nn
+
     assert ModelSizes.of(nn.LazyLinear(2), torch.ones(1)) is None
     assert ModelSizes.of(nn.Linear(2, 2, bias=False), torch.ones(3)) == ModelSizes(28, 16)

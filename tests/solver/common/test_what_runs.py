@@ -11,10 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
-from torch import nn
 
-from scheduler_runtime import fit
 from solver.common import telling as from_the_face
 from solver.common import untold
 from solver.common.long_stages import Lines, Say
@@ -189,6 +186,11 @@ def test_a_terminal_shows_how_far_it_is_and_keeps_two_lines(monkeypatch):
 @pytest.mark.usefixtures("unconfigured")
 def test_inside_a_training_step_a_terminal_gets_plain_lines(monkeypatch):
     """The progress bar of the training is live there."""
+    import torch
+    from torch import nn
+
+    from scheduler_runtime import fit
+
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
