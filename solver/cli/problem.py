@@ -35,7 +35,14 @@ from solver.cli.progress import Progress
 from solver.cli.real_run import estimated
 from solver.cli.traced_step import NotTracedError, traced_step
 from solver.common import Say, parse_budget
-from solver.device import Target, check_budget_of, find_hardware, find_target, host_beside
+from solver.device import (
+    Target,
+    check_budget_of,
+    check_in_flight,
+    find_hardware,
+    find_target,
+    host_beside,
+)
 from solver.reporting import describe_costs, step_notes
 from solver.runtime_hooks import (
     N_REAL_STEPS,
@@ -153,6 +160,8 @@ def _graph_problem(arguments: Arguments) -> Problem:
                 f"hf:{arguments.problem}"
             ) from error
         raise
+    with_host = arguments.host is not None
+    check_in_flight(graph.n_in_flight, with_host=with_host, budget_of=arguments.budget_of)
     made_with = graph.meta.rewrites
     if (given := arguments.given("rewrites")) and (made_with or arguments.rewrites != "none"):
         made = f"made with {', '.join(made_with)}" if made_with else "the plain step"

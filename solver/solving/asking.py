@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.graph import Graph
 from graphs.rewrites import check_word
 from solver.common import check_time_limit, counted, now_s, parse_budget, parse_size, tell, telling
-from solver.device import HostLink, check_budget_of, find_hardware, host_beside
+from solver.device import HostLink, check_budget_of, check_in_flight, find_hardware, host_beside
 from solver.methods import METHODS
 from solver.schedule import Request, Solution, plan_line
 from solver.solving.answering import answer
@@ -121,11 +121,7 @@ def _request(
             "a part of the model is planned as one piece, which cannot be copied to the host; "
             "leave out host_budget"
         )
-    if host_budget is not None and graph.n_in_flight > 1:
-        raise ValueError(
-            f"{graph.n_in_flight} micro-batches are in flight, whose copies are not planned; leave "
-            "out host_budget"
-        )
+    check_in_flight(graph.n_in_flight, with_host=host_budget is not None, budget_of=budget_of)
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
     # A graph file may be planned for another device than it was traced on: no default reserve.
@@ -137,11 +133,6 @@ def _request(
         on_cuda=is_module and (on_cuda or (hardware is not None and hardware.kind == "cuda")),
         resident_bytes=graph.resident_bytes,
     )
-    if budget_of == "reserved" and graph.n_in_flight > 1:
-        raise ValueError(
-            "budget_of='reserved' plays one micro-batch at a time, and this stage has "
-            f"{graph.n_in_flight} in flight; leave it out, with a larger reserve"
-        )
     traced_on = str(graph.meta.environment.get("device")) if is_module else None
     check_budget_of(budget_of, kind=traced_on if hardware is None else hardware.kind)
     if hardware is None and is_module and host_budget is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -123,6 +124,23 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     assert json.loads(capsys.readouterr().out)["budget_of"] == "reserved"
     assert main(arguments) == 0
     assert "4.00 GB (3.73 GiB), of reserved memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--budget-of", "reserved"], "a budget of reserved memory"),
+        (["--host", "8GB", "--host-link", "50GB/s"], "copies to the host"),
+    ],
+)
+def test_stages_with_several_micro_batches_in_flight_are_refused(
+    words: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    graph = dataclasses.replace(Graph.load(GPT2), n_in_flight=4)
+    graph.save(tmp_path / "stage.json")
+    code, message = failed(capsys, str(tmp_path / "stage.json"), "--budget", "8GB", *words)
+    assert code == 2
+    assert f"{what}: not planned for a stage with 4 micro-batches in flight" in message
 
 
 def test_the_cpu_has_no_such_allocator(capsys: pytest.CaptureFixture[str]):
