@@ -271,7 +271,7 @@ def test_the_report_and_the_files(tmp_path, capsys):
     assert max(map(len, out.splitlines())) <= 80
     assert "Batch sizes" in text
     assert "samples/s" in text
-    assert "does not fit the budget" in text
+    assert "sqrt found none" in text
     assert "saturates at" in text
     assert "Verification passed" in text  # with the batch that was found
     assert Solution.load(schedule, graph=graph).simulation.peak_bytes <= 300_000
