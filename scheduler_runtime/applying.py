@@ -135,13 +135,12 @@ class AppliedForward(PlannedForward):
             values = [plan.environment.get(field) for plan in plans]
             if any(value != values[0] for value in values):
                 raise ValueError(f"the plans are for different steps: {field} is {values}")
-        super().__init__(model)
+        super().__init__(model, disk_directory=disk_directory)
         self.plans = tuple(plans)
         self._known = [plan.known for plan in plans]
         self._kept = [plan.kept for plan in plans if plan.kept is not None]
         self._n_plans = len(plans)
         self.on_mismatch = on_mismatch
-        self.disk_directory = disk_directory
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,9 +213,8 @@ class AppliedForward(PlannedForward):
             line = told(new.solution, is_reused=new.reused, took_s=now_s() - started_s)
             warn_of_another(line, reason, n_plans=self._n_plans)
             schedule = module_schedule(new.solution.schedule, step.graph.module_part())
-        places, directory = plan.request.places, self.disk_directory
         program = BoundProgram(
-            step, build_program(step, schedule, places=places, directory=directory)
+            step, build_program(step, schedule, places=plan.request.places, pools=self._pools)
         )
         if self._recordings is None:
             return program

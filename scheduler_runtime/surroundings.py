@@ -24,8 +24,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.calls import Call, TraceError, device_of
 from graphs.capture import at_each_checkpoint
+from graphs.costs import CostModel
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from solver.common import BudgetError, parse_budget, parse_size
+from solver.device import HostLink, find_hardware, host_beside
+from solver.schedule import Places
 
 
 def budget_for(
@@ -38,6 +41,27 @@ def budget_for(
         reserve,
         capacity_bytes=_capacity_bytes(device),
         on_cuda=device.type == "cuda",
+        resident_bytes=bytes_of(resident_tensors(model, (), ()), device),
+    )
+
+
+def host_for(
+    model: nn.Module,
+    host_budget: int | float | str | None,
+    host_link: HostLink | None,
+    costs: CostModel | None,
+) -> Places | None:
+    """`solver.device.host_beside` for a training step of this model where it is.
+
+    costs: as `fit` is given them.
+    """
+    if host_budget is None and host_link is None:
+        return None
+    device = device_of(model)
+    return host_beside(
+        host_budget,
+        host_link,
+        hardware=None if host_link is not None else find_hardware(str(device)),
         resident_bytes=bytes_of(resident_tensors(model, (), ()), device),
     )
 

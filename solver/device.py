@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 Rate: TypeAlias = str | int | float
 HostLink: TypeAlias = Rate | Sequence[Rate]
 
+WITH_OPAQUE_PARTS = (
+    "a part of the model is planned as one piece, which cannot be copied to the host; leave out "
+    "host_budget"
+)
 _CUDA = re.compile(r"cuda(?::([0-9]{1,3}))?")
 
 

@@ -2,6 +2,7 @@
 
 from scheduler_runtime.execute.again import kept_bytes
 from scheduler_runtime.execute.bound_program import BoundProgram
+from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
 from scheduler_runtime.execute.program import build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state

@@ -44,8 +44,11 @@ class Run:
         self.state.update(program.constants)
         self._device = step_device(tensors.values())
         self._copies: Copies | None = None
-        if program.pools is not None and program.copies is not None:
-            self._copies = self.state[program.copies] = program.pools.open(self._device)
+        if program.copies is not None:
+            assert program.pools is not None
+            assert program.copy_layout is not None
+            self._copies = program.pools.open(program.copy_layout, self._device)
+            self.state[program.copies] = self._copies
             # a step without backward pass, too, gives back what it has
             weakref.finalize(self, self._copies.close).atexit = False
         self.token = torch.empty(0, device=self._device, requires_grad=True)

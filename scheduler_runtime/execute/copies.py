@@ -11,56 +11,79 @@ from pathlib import Path
 
 import torch
 
-from scheduler_runtime.execute.copy_layout import CopyLayout
 from scheduler_runtime.execute.copy_streams import CopyStreams, Done, streams_for
 from scheduler_runtime.execute.spill_file import CopyError, Job, SpillFile
 from solver.common import format_both
+from solver.schedule import CopyLayout
 
 
 class Pools:
-    """The host memory and the file for the steps of one program.
+    """The host memory and the files for the steps of all programs of a module.
 
-    One block and one file serve step after step. While a step's backward pass is still to come,
-    another forward pass gets a block and a file of its own.
+    One block and one file serve step after step, whatever their programs. While a step's backward
+    pass is still to come, another forward pass gets a block and a file of its own.
 
-    directory: for files (None: the layout needs none).
+    directory: for files (None: plans that need one are refused).
     """
 
-    def __init__(self, layout: CopyLayout, directory: Path | None) -> None:
-        self.layout = layout
-        self._directory = directory
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory
         self._free: list[Pool] = []
 
-    def open(self, device: torch.device) -> Copies:
+    def open(self, layout: CopyLayout, device: torch.device) -> Copies:
         """For one step, whose forward pass begins. Raises CopyError where there is no room."""
-        pool = self._free.pop() if self._free else Pool.of(self.layout, device, self._directory)
+        pool = self._taken(layout, device)
         pool.streams.begin()
         return Copies(pool, self._free)
+
+    def _taken(self, layout: CopyLayout, device: torch.device) -> Pool:
+        """One that is large enough; a new one takes the place of one that is not."""
+        for index in reversed(range(len(self._free))):
+            if self._free[index].serves(layout, device):
+                return self._free.pop(index)
+        host_bytes, disk_bytes = layout.host_bytes, layout.disk_bytes
+        if self._free:
+            small = self._free.pop()
+            if small.device == device:
+                host_bytes = max(host_bytes, small.host.numel())
+                disk_bytes = max(disk_bytes, 0 if small.file is None else small.file.size_bytes)
+            del small  # its memory is free before more is asked for
+            if device.type == "cuda":
+                torch.accelerator.empty_host_cache()
+        return Pool.of(host_bytes, disk_bytes, device, self.directory)
 
 
 @dataclass(frozen=True)
 class Pool:
     """host: a block of bytes, pinned where the device is CUDA. file: None where none is needed."""
 
+    device: torch.device
     host: torch.Tensor
     file: SpillFile | None
     streams: CopyStreams
 
     @classmethod
-    def of(cls, layout: CopyLayout, device: torch.device, directory: Path | None) -> Pool:
+    def of(
+        cls, host_bytes: int, disk_bytes: int, device: torch.device, directory: Path | None
+    ) -> Pool:
         pinned = device.type == "cuda"
         try:
-            host = torch.empty(layout.host_bytes, dtype=torch.uint8, pin_memory=pinned)
+            host = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             raise CopyError(
-                f"the step needs {format_both(layout.host_bytes)} of {'pinned ' * pinned}host "
+                f"the step needs {format_both(host_bytes)} of {'pinned ' * pinned}host "
                 f"memory for copies of tensors, and the system refuses them: {error}"
             ) from error
         file = None
-        if layout.disk_bytes:
+        if disk_bytes:
             assert directory is not None
-            file = SpillFile(directory, layout.disk_bytes)
-        return cls(host, file, streams_for(device))
+            file = SpillFile(directory, disk_bytes)
+        return cls(device, host, file, streams_for(device))
+
+    def serves(self, layout: CopyLayout, device: torch.device) -> bool:
+        file_bytes = 0 if self.file is None else self.file.size_bytes
+        is_enough = layout.host_bytes <= self.host.numel() and layout.disk_bytes <= file_bytes
+        return is_enough and self.device == device
 
 
 @dataclass

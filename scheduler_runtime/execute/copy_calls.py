@@ -13,9 +13,8 @@ from typing import Any
 from torch import fx
 
 from graphs.graph import Graph, Node
-from scheduler_runtime.execute.copy_layout import CopyLayout
 from scheduler_runtime.execute.piece import Value
-from solver.schedule import Copy, Delete, Drop, Fetch, Load, Spill, Store, needs
+from solver.schedule import Copy, CopyLayout, Delete, Drop, Fetch, Load, Spill, Store, needs
 
 Values = Mapping[fx.Node, Value]
 """Traced node -> its live value."""

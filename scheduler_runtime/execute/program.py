@@ -17,7 +17,6 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +26,10 @@ from graphs.capture import OpaqueForward, Overwrite, is_random
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_calls import CopyCalls
-from scheduler_runtime.execute.copy_layout import CopyLayout, copy_layout
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from solver.common import format_both
-from solver.schedule import Compute, Free, Places, Schedule
+from solver.schedule import Compute, CopyLayout, Free, Places, Schedule, copy_layout
 
 LEAST_IN_PIECE = 24
 """Minimum of values that a piece of the backward pass defines, unless gradients accumulate."""
@@ -56,7 +54,7 @@ class Program:
     reachable: tensors that code outside can reach: inputs, constants, outputs.
     read_backward: what the backward pass depends on and does not compute itself.
     copies: the value that is the step's `Copies` (None: the schedule has none).
-    pools: where they come from.
+    copy_layout: where they lie. pools: where the memory comes from.
     """
 
     forward: Piece
@@ -72,6 +70,7 @@ class Program:
     reachable: tuple[Value, ...]
     read_backward: frozenset[Value]
     copies: Value | None = None
+    copy_layout: CopyLayout | None = None
     pools: Pools | None = None
 
 
@@ -80,12 +79,12 @@ def build_program(
     schedule: Schedule,
     *,
     places: Places | None = None,
-    directory: str | Path | None = None,
+    pools: Pools | None = None,
 ) -> Program:
     """Generate the program of a legal schedule of the module's part of `step.graph`.
 
     places: what the schedule copies to (None: as much as it takes).
-    directory: on the disk that it copies to, if it does.
+    pools: what it copies to, shared with other programs (None: some of its own, without a disk).
 
     Raises ValueError for copies that cannot be made.
     """
@@ -95,14 +94,17 @@ def build_program(
         return line.program(None)
     part = step.graph.module_part()
     layout = copy_layout(part, schedule, places)
-    if layout.disk_bytes and directory is None:
+    if excess := layout.excess(places):
+        raise ValueError(f"{excess}; plan again")
+    pools = pools or Pools()
+    if layout.disk_bytes and pools.directory is None:
         raise ValueError(
             f"the plan copies {format_both(layout.disk_bytes)} to a disk: name a directory there, "
             'apply(model, plan, disk_directory="/scratch")'
         )
     line = _Line(step, schedule, layout)
     line.emit()
-    return line.program(Pools(layout, None if directory is None else Path(directory)))
+    return line.program(pools)
 
 
 class _Line:
@@ -400,5 +402,6 @@ class _Line:
             reachable=(*self.sources.values(), *self.constants, *made),
             read_backward=frozenset(read_backward - indifferent),
             copies=copies,
+            copy_layout=self.copy_layout,
             pools=pools,
         )

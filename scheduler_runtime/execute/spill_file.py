@@ -48,6 +48,7 @@ class SpillFile:
     """`size_bytes` of a disk. Raises CopyError where the directory has no room for them."""
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
         what = f"{format_both(size_bytes)} for copies of tensors in {str(directory)!r}"
         try:
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115

@@ -27,10 +27,12 @@ from scheduler_runtime.fitting.unplanned import Watch
 from scheduler_runtime.planned import refuse_second
 from scheduler_runtime.surroundings import (
     budget_for,
+    host_for,
     refuse_auto_budget,
     refuse_checkpointing,
     why_not_planned,
 )
+from solver.device import HostLink
 from solver.methods import METHODS
 
 
@@ -47,6 +49,8 @@ def fit(
     seed: int = 0,
     costs: CostModel | None = None,
     rewrites: str = "bitwise",
+    host_budget: int | float | str | None = None,
+    host_link: HostLink | None = None,
     unplanned: str = "warn",
 ) -> nn.Module:
     """Plan the training step of `model` when it first runs; returns the same module.
@@ -68,6 +72,9 @@ def fit(
         from (`lambda output: output.logits`). None: all.
     method, time_limit_s, seed, rewrites: as in `solver.solve`, for each plan.
     costs: seconds and workspace of each operator (default: as in `graphs.trace.trace`).
+    host_budget, host_link: host memory that the plans may copy to, and how fast, as in
+        `solver.solve`. All plans share it: it is the most that one forward pass with its backward
+        pass takes. Of several that are open at once each has as much, and so has each process.
     unplanned: what to do if gradients reach the model before it was called in training mode, so
         that nothing is planned: "warn" (UserWarning) or "error" (FitError), at the end of that
         backward pass. Where the training calls a part that holds all that is trained, and not the
@@ -79,6 +86,8 @@ def fit(
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    if host_budget is not None and not METHODS[method].takes_places:
+        raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
     if unplanned not in UNPLANNED:
         raise ValueError(f"unplanned is {unplanned!r}; one of {', '.join(UNPLANNED)}")
     device = device_of(model)
@@ -86,6 +95,7 @@ def fit(
         budget_for(model, budget, reserve)
     elif not torch.cuda.is_available():  # with one, the model may still be moved there
         refuse_auto_budget(device)
+    host_for(model, host_budget, host_link, costs)
     refuse_second(model)
     reason = why_not_planned(model)
     if reason is not None:
@@ -103,6 +113,8 @@ def fit(
         seed,
         costs,
         check_word(rewrites),
+        host_budget,
+        host_link,
     )
     inner: list[FittedForward] = []
     for each in (*_parts_with_all(model), model):

@@ -43,11 +43,13 @@ from scheduler_runtime.surroundings import (
     buckets_of,
     budget_for,
     free_budget_bytes,
+    host_for,
     no_checkpoints,
     refuse_checkpointing,
     size_on,
 )
 from solver.common import counted, format_both, now_s, tell, telling_in_lines
+from solver.device import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
 from solver.schedule import Request
 
@@ -177,6 +179,8 @@ class FittedForward(PlannedForward):
                     costs=costs,
                     rewrites=(),
                 )
+            if request.places is not None and step.graph.meta.environment.get("opaque"):
+                raise FitError(WITH_OPAQUE_PARTS)
             if not held_bytes:  # the step that runs again is given what the first pass has kept
                 held_bytes = kept_bytes(step.captured, device)
             around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
@@ -205,7 +209,10 @@ class FittedForward(PlannedForward):
         return BoundProgram(
             step,
             build_program(
-                step, module_schedule(solution.schedule, part), places=solution.request.places
+                step,
+                module_schedule(solution.schedule, part),
+                places=solution.request.places,
+                pools=self._pools,
             ),
             other=functools.partial(self._for_gradients, returned_bytes=returned_bytes),
         )
@@ -269,6 +276,7 @@ class FittedForward(PlannedForward):
             time_limit_s=options.time_limit_s,
             seed=options.seed,
             rewrites=options.rewrites,
+            places=host_for(self._model, options.host_budget, options.host_link, options.costs),
         )
 
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphs.costs import CostModel
+from solver.device import HostLink
 from solver.schedule import Solution
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -49,3 +50,5 @@ class Options:
     seed: int
     costs: CostModel | None
     rewrites: str
+    host_budget: int | float | str | None
+    host_link: HostLink | None

@@ -10,6 +10,7 @@ import abc
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import CapturedStep, refuse_plans, trace_module
 from scheduler_runtime.execute import (
+    Pools,
     ReplacedForward,
     StepProgram,
     has_checkpoints,
@@ -70,12 +72,14 @@ class PlannedForward(ReplacedForward):
     """Keeps one program for each kind of call; calls that are not planned run the module's own.
 
     n_kept: programs at most.
+    disk_directory: for plans that copy to a disk.
     """
 
     n_kept = 32
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, disk_directory: str | Path | None = None) -> None:
         super().__init__(model)
+        self._pools = Pools(None if disk_directory is None else Path(disk_directory))
         self._programs = ProgramCache(n_kept=self.n_kept)
         self._argument_order = argument_order(self.own_forward)
 
@@ -139,8 +143,12 @@ class PlannedForward(ReplacedForward):
         return kind_of(self._model, call), self.situation()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Programs are not copied or pickled: the next forward pass builds them."""
-        return {**self.__dict__, "_programs": ProgramCache(n_kept=self.n_kept)}
+        """Programs and what they copy to are not copied or pickled, but made at the next call."""
+        return {
+            **self.__dict__,
+            "_programs": ProgramCache(n_kept=self.n_kept),
+            "_pools": Pools(self._pools.directory),
+        }
 
     def traced(
         self,

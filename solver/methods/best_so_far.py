@@ -9,7 +9,14 @@ from typing import Self
 from graphs.graph import Graph
 from solver.common import Deadline, OutOfTimeError
 from solver.methods.proposal import Proposal
-from solver.schedule import IllegalScheduleError, Places, Schedule, Simulation, simulate
+from solver.schedule import (
+    IllegalScheduleError,
+    Places,
+    Schedule,
+    Simulation,
+    copy_layout,
+    simulate,
+)
 
 
 class BestSoFar:
@@ -49,12 +56,16 @@ class BestSoFar:
             return False
 
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
-        """Whether it fits; remembered if it is the best so far."""
+        """Whether it fits, its copies side by side; remembered if it is the best so far."""
         host = None if self.places is None else self.places.host
         if simulation.host_peak_bytes > (0 if host is None else host.capacity_bytes):
             return False
         if simulation.peak_bytes > self.budget_bytes:
             return False
+        if schedule.has_copies:
+            layout = copy_layout(self.graph, schedule, self.places)
+            if layout.excess(self.places):
+                return False
         if self.best is None or _rank(simulation) < _rank(self.best[1]):
             self.best = schedule, simulation
         return True

@@ -1,5 +1,6 @@
 """The schedule, the judges of what it costs (simulator, PyTorch's allocator), and the Solution."""
 
+from solver.schedule.copy_addresses import CopyLayout, copy_layout
 from solver.schedule.in_a_line import plan_line
 from solver.schedule.memory import (
     CATEGORIES,

@@ -24,6 +24,7 @@ from solver.schedule import (
     Simulation,
     Solution,
     Status,
+    copy_layout,
     simulate,
     simulate_unplanned,
 )
@@ -215,7 +216,7 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
     except IllegalScheduleError as error:
         reason = str(error)
     else:
-        reason = request.excess(simulation)
+        reason = request.excess(simulation) or _layout_excess(graph, request, schedule)
         if not reason:
             return simulation
     warnings.warn(
@@ -224,6 +225,12 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
         stacklevel=3,
     )
     return None
+
+
+def _layout_excess(graph: Graph, request: Request, schedule: Schedule) -> str:
+    if not schedule.has_copies:
+        return ""
+    return copy_layout(graph, schedule, request.places).excess(request.places)
 
 
 def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:

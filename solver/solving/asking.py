@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from graphs.graph import Graph
 from graphs.rewrites import check_word
 from solver.common import check_time_limit, counted, now_s, parse_budget, parse_size, tell, telling
-from solver.device import HostLink, check_budget_of, check_in_flight, find_hardware, host_beside
+from solver.device import (
+    WITH_OPAQUE_PARTS,
+    HostLink,
+    check_budget_of,
+    check_in_flight,
+    find_hardware,
+    host_beside,
+)
 from solver.methods import METHODS
 from solver.schedule import Request, Solution, plan_line
 from solver.solving.answering import answer
@@ -117,10 +124,7 @@ def _request(
 ) -> Request:
     """What `solve` was asked, in bytes. hardware: the device that was named (None: none was)."""
     if host_budget is not None and graph.meta.environment.get("opaque"):
-        raise ValueError(
-            "a part of the model is planned as one piece, which cannot be copied to the host; "
-            "leave out host_budget"
-        )
+        raise ValueError(WITH_OPAQUE_PARTS)
     check_in_flight(graph.n_in_flight, with_host=host_budget is not None, budget_of=budget_of)
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes

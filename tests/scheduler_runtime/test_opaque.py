@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.trace import TraceError, trace
-from scheduler_runtime import apply, fit
+from scheduler_runtime import FitError, apply, fit
 from scheduler_runtime.measuring import measure
 from solver.schedule import Solution, simulate
 from solver.solving import solve
@@ -171,6 +171,9 @@ def test_host_memory_is_refused() -> None:
     model, batch = network("NumPy", n_blocks=1)
     with pytest.raises(ValueError, match="one piece, which cannot be copied to the host"):
         solve(model, batch, budget="1GB", host_budget="1GB", host_link="50GB/s")
+    fit(model, budget="1GB", optimizer=[], host_budget="1GB")
+    with pytest.raises(FitError, match="one piece, which cannot be copied to the host"):
+        model(batch)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ python -m tests.support.ddp_worker RANK RENDEZVOUS_FILE OUT_FILE
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,14 +38,23 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def train(rank: int, *, budget_bytes: int | None, **options: Any) -> tuple[list[Any], list[Any]]:
-    """Losses, gradients, parameters and buffers after three steps of two micro-batches; plans."""
+def train(
+    rank: int,
+    *,
+    budget_bytes: int | None,
+    host: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[Any], list[Any]]:
+    """Losses, gradients, parameters and buffers after three steps of two micro-batches; plans.
+
+    options: of DistributedDataParallel. host: of `fit`.
+    """
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.01, **options)
     if budget_bytes is not None:
-        fit(model, budget=budget_bytes, optimizer=optimizer)
+        fit(model, budget=budget_bytes, optimizer=optimizer, **(host or {}))
     torch.manual_seed(rank)
     results: list[Any] = []
     for step in range(3):
@@ -69,6 +79,7 @@ def described(plan: Any) -> dict[str, Any]:
     solution = plan.solution
     return {
         "n_recomputed": solution.simulation.n_recomputed,
+        "host_bytes": solution.simulation.host_peak_bytes,
         "resident_bytes": solution.graph.resident_bytes,
         "gradients": solution.environment["gradients"],
         "notes": plan.notes,
@@ -96,6 +107,9 @@ def main() -> None:
         plain, _ = train(rank, budget_bytes=None, **options)
         fitted, plans = train(rank, budget_bytes=400_000, **options)
         found[name] = {"plain": plain, "fitted": fitted, "plans": plans}
+    host = {"host_budget": "1GB", "host_link": "1TB/s"}
+    fitted, plans = train(rank, budget_bytes=400_000, host=host)
+    found["host"] = {"plain": found["copies"]["plain"], "fitted": fitted, "plans": plans}
     torch.save(found, out)
     dist.destroy_process_group()
 

@@ -64,13 +64,15 @@ class Gap:
 
 
 def never_copied(folded: FoldedGraph) -> frozenset[int]:
-    """Units that a node overwrites: what was there before must not come back. And those of outputs,
-    which the rules keep from being stored.
+    """Units that a node overwrites: what was there before must not come back. Those of outputs,
+    which the rules keep from being stored. And those that the caller makes, who holds them: the
+    gradients of outputs, from a loss outside.
     """
     graph = folded.graph
-    over = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
+    stay = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
+    stay |= {graph.root(name) for name in graph.producer} - graph.module_part().producer.keys()
     names = enumerate(folded.unit_names)
-    return frozenset(u for u, name in names if name in over or folded.is_output(u))
+    return frozenset(u for u, name in names if name in stay or folded.is_output(u))
 
 
 def find_gaps(folded: FoldedGraph, order: Sequence[str]) -> list[Gap]:

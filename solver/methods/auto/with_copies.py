@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from graphs.graph import Graph
 from solver.bound import (
@@ -56,6 +57,7 @@ from solver.schedule import (
     Schedule,
     Simulation,
     baseline,
+    copy_layout,
     simulate,
 )
 
@@ -69,6 +71,8 @@ ROUND_NODES, PROOF_NODES = 20, 50
 """Branch-and-bound nodes of one program."""
 COLUMNS = 4_000
 """Of a program with so many nodes; a larger one gets fewer."""
+MAX_LAYOUTS = 4
+"""Times that copies are placed anew, for less of the host."""
 MORE_SHARES = (1.0, 0.7, 0.4)
 """Of the bytes that the cut has on the host: so many more bytes for recomputation alone."""
 
@@ -245,9 +249,18 @@ def _written_out(
 
 
 def _place(search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
-    return place_copies(
-        search.folded, order, gaps, budget_bytes=search.budget_bytes, host=search.host
-    )
+    """On a host of its capacity; on a smaller one where the copies lie side by side in more."""
+    gaps, host = tuple(gaps), search.host
+    for _ in range(MAX_LAYOUTS):
+        placed = place_copies(
+            search.folded, order, gaps, budget_bytes=search.budget_bytes, host=host
+        )
+        layout = copy_layout(search.graph, placed.schedule, search.to)
+        over_bytes = layout.host_bytes - search.host.capacity_bytes
+        if over_bytes <= 0 or over_bytes >= host.capacity_bytes:
+            break
+        host = replace(host, capacity_bytes=host.capacity_bytes - over_bytes)
+    return placed
 
 
 def _prove(search: CopySearch) -> None:

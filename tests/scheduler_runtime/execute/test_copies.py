@@ -28,13 +28,13 @@ from scheduler_runtime import apply
 from scheduler_runtime.execute import copies as copies_module
 from scheduler_runtime.execute.again import step_device
 from scheduler_runtime.execute.bound_program import BoundProgram
-from scheduler_runtime.execute.copy_layout import copy_layout
 from scheduler_runtime.execute.copy_streams import Done, OnCuda
 from scheduler_runtime.execute.cuda_graph import CudaGraphError, check_program
 from scheduler_runtime.execute.spill_file import CopyError
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.schedule import (
+    CopyLayout,
     Drop,
     Link,
     Place,
@@ -44,6 +44,7 @@ from solver.schedule import (
     Solution,
     Store,
     baseline,
+    copy_layout,
     keep,
     simulate,
 )
@@ -62,6 +63,9 @@ from tests.support.models import (
     TiedLanguageModel,
 )
 from tests.support.paths import ROOT
+from tests.support.pools import made_pools
+
+__all__ = ["made_pools"]
 
 LARGE = 10**12
 LINK = Link(5e10, 5e10)
@@ -123,20 +127,6 @@ def by_disk(graph: Graph, schedule: Schedule, seed: int = 0) -> Schedule:
             return found
 
 
-@pytest.fixture
-def made_pools(monkeypatch: pytest.MonkeyPatch) -> list[copies_module.Pool]:
-    """Those that programs make during the test."""
-    made: list[copies_module.Pool] = []
-    plain = copies_module.Pool.of
-
-    def of(*args: Any) -> copies_module.Pool:
-        made.append(plain(*args))
-        return made[-1]
-
-    monkeypatch.setattr(copies_module.Pool, "of", of)
-    return made
-
-
 def step(model: nn.Module, batch: Any, seed: int, loss: Any = None) -> list[torch.Tensor | None]:
     torch.manual_seed(seed)
     args, kwargs = as_call(batch)
@@ -161,10 +151,10 @@ def assert_same_bits(plain: nn.Module, planned: nn.Module, batch: Any, loss: Any
             assert expected is None or torch.equal(expected, got)
 
 
-def pools_of(model: nn.Module) -> copies_module.Pools:
+def layout_of(model: nn.Module) -> CopyLayout:
     ((_, bound),) = model.forward._programs.programs  # type: ignore[union-attr]
-    pools: copies_module.Pools = bound.program.pools
-    return pools
+    layout: CopyLayout = bound.program.copy_layout
+    return layout
 
 
 @pytest.mark.slow(sample=3)
@@ -209,7 +199,7 @@ def test_examples_keep_their_bits_and_the_planned_bytes(name: str) -> None:
         assert measured_bytes == predicted_bytes
     assert measured_bytes > 0.95 * predicted_bytes
     host_bytes = solution.simulation.host_peak_bytes
-    assert host_bytes <= pools_of(planned).layout.host_bytes <= 1.03 * host_bytes
+    assert host_bytes <= layout_of(planned).host_bytes <= 1.03 * host_bytes
 
 
 def test_a_solved_plan_with_copies_runs() -> None:
@@ -402,13 +392,13 @@ def test_the_stream_of_an_abandoned_step_waits_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     cuda = torch.device("cuda")
     streams = OnCuda(cuda)
-    pool = copies_module.Pool(torch.empty(0, dtype=torch.uint8), None, streams)
+    pool = copies_module.Pool(cuda, torch.empty(0, dtype=torch.uint8), None, streams)
     monkeypatch.setattr(copies_module.Pool, "of", lambda *_: pool)
     graph = make_graph([op("f", "", "x"), op("b", "x", "g", phase="backward")], {"x": 4, "g": 4})
-    pools = copies_module.Pools(copy_layout(graph, plan(graph, "f b"), None), None)
+    pools, layout = copies_module.Pools(), copy_layout(graph, plan(graph, "f b"), None)
     for _ in range(2):  # the second step has the streams of the first
         forward_stream = current = FakeStream()
-        step_copies = pools.open(cuda)
+        step_copies = pools.open(layout, cuda)
         current = FakeStream()
         step_copies.close()
         for stream in (forward_stream, current):
@@ -598,5 +588,8 @@ def test_copies_that_do_not_fit_side_by_side() -> None:
     assert simulate(graph, schedule, places=PLACES).host_peak_bytes == 7
     fits = Places(host=Place(7, LINK))
     assert copy_layout(graph, schedule, fits).host_bytes == 7
-    with pytest.raises(ValueError, match="the copies on the host, side by side, take 7 B"):
-        copy_layout(graph, schedule, Places(host=Place(6, LINK)))
+    less = Places(host=Place(6, LINK))
+    assert "the copies on the host, side by side, take 7 B" in copy_layout(
+        graph, schedule, less
+    ).excess(less)
+    assert not copy_layout(graph, schedule, fits).excess(fits)

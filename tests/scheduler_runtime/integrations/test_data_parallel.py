@@ -47,7 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(out) for out in outs]
 
 
-@pytest.mark.parametrize("buckets", ["copies", "views", "unused"])
+@pytest.mark.parametrize("buckets", ["copies", "views", "unused", "host"])
 def test_each_process_has_the_same_bits_as_without_a_plan(
     found: list[dict[str, Any]], buckets: str
 ) -> None:
@@ -55,7 +55,8 @@ def test_each_process_has_the_same_bits_as_without_a_plan(
         run = process[buckets]
         assert len(run["plain"]) == len(run["fitted"])
         assert all(map(torch.equal, run["plain"], run["fitted"]))
-        assert all(plan["n_recomputed"] > 0 for plan in run["plans"])
+        what = "host_bytes" if buckets == "host" else "n_recomputed"
+        assert all(plan[what] > 0 for plan in run["plans"])
     losses, gradients = (slice(0, 3), slice(3, 10))
     first, second = (process[buckets]["fitted"] for process in found)
     assert not any(map(torch.equal, first[losses], second[losses]))  # each has its own batches

@@ -95,8 +95,14 @@ def train(module: Whole, callbacks: list[Callback], **options: Any) -> list[torc
         (InPart, FitCallback(budget="1.2MB", part=lambda module: module.model), {}, ["fresh"]),
         (InPart, FitCallback(budget="1.2MB"), {}, ["fresh"]),
         (WithoutForward, FitCallback(budget="1.2MB"), {}, ["fresh"]),
+        (
+            Whole,
+            FitCallback(budget="1.2MB", host_budget="1GB", host_link="1TB/s"),
+            {},
+            ["fresh"],
+        ),
     ],
-    ids=["whole", "bf16", "accumulation", "part", "part found", "no forward"],
+    ids=["whole", "bf16", "accumulation", "part", "part found", "no forward", "host"],
 )
 def test_the_trainer_has_the_same_losses_and_weights(
     make: Any, callback: FitCallback, options: dict[str, Any], gradients: list[str]
@@ -110,7 +116,9 @@ def test_the_trainer_has_the_same_losses_and_weights(
     assert [environment["gradients"] for environment in environments] == gradients
     for plan in callback.plans:
         assert plan.solution.simulation is not None
-        assert plan.solution.simulation.n_recomputed > 0
+        simulation = plan.solution.simulation
+        assert simulation.n_recomputed + simulation.host_peak_bytes > 0
+        assert (simulation.host_peak_bytes > 0) == (plan.solution.request.places is not None)
         assert plan.solution.environment["optimizer"]["name"] == "AdamW"
     with pytest.raises(ValueError, match="fit was not called"):
         plans_of(fitted)  # it is as it was

@@ -1,6 +1,7 @@
 """Copies placed on an order, and `auto` with a host beside the device."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -9,11 +10,23 @@ from graphs.synthetic import nets
 from solver.bound import FoldedGraph
 from solver.methods import find_obstacle
 from solver.methods.auto import auto
+from solver.methods.auto import with_copies as module
 from solver.methods.auto.placing import find_gaps, place_copies
 from solver.methods.proposal import Proposal
-from solver.schedule import Link, Place, Places, Store, baseline, keep, simulate
+from solver.schedule import (
+    CopyLayout,
+    Link,
+    Place,
+    Places,
+    Store,
+    baseline,
+    copy_layout,
+    keep,
+    simulate,
+)
 from tests.support.aliasing import aliasing_dag
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
+from tests.support.builders import make, op
 from tests.support.copying import leaving
 from tests.support.nets import chain, random_dag, residual
 from tests.support.overwriting import overwriting_dag
@@ -144,3 +157,49 @@ def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
     simulation = simulate(graph, proposal.schedule, places=host(rate))
     assert simulation.peak_bytes <= budget_bytes
     assert simulation.time_s < 1.001 * graph.baseline_time_s
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
+def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are refused whose copies leave gaps between them, and others are found."""
+    graph = random_dag(seed=3, n_forward=40, n_later=40)
+    resident_bytes = graph.resident_bytes
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = int(resident_bytes + 0.6 * (peak_bytes - resident_bytes))
+    free = auto(graph, budget_bytes=budget_bytes, time_limit_s=60, seed=0, places=host(2e10))
+    assert free.schedule is not None
+    most_bytes = simulate(graph, free.schedule, places=host(2e10)).host_peak_bytes
+    excesses = []
+
+    def recorded(*args: Any) -> CopyLayout:
+        layout = copy_layout(*args)
+        excesses.append(layout.excess(args[2]))
+        return layout
+
+    monkeypatch.setattr(module, "copy_layout", recorded)
+    places = host(2e10, int(share * most_bytes))
+    found = auto(graph, budget_bytes=budget_bytes, time_limit_s=60, seed=0, places=places)
+    assert found.schedule is not None
+    assert not copy_layout(graph, found.schedule, places).excess(places)
+    assert any(excesses)
+
+
+def test_gradients_that_the_caller_computes_stay() -> None:
+    """Of an output, held until the backward pass has come to where it is used: not a program's."""
+    graph = make(
+        [
+            op("f", "", "x"),
+            op("loss", "x", "early late", phase="outside"),
+            op("b1", "early", "big", phase="backward"),
+            op("b2", "big", "g", phase="backward"),
+            op("b3", "late g", "h", phase="backward"),
+        ],
+        {"x": 1, "early": 1, "late": 50, "big": 60, "g": 1, "h": 1},
+        outputs="x h",
+    )
+    folded = FoldedGraph.of(graph)
+    gaps = find_gaps(folded, baseline(graph).order)
+    assert "late" not in {folded.unit_names[gap.unit] for gap in gaps}
+    assert "early" not in {folded.unit_names[gap.unit] for gap in gaps}
+    proposal = auto(graph, budget_bytes=70, time_limit_s=60, seed=0, places=host(1e9))
+    assert proposal.schedule is None

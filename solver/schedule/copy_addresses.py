@@ -1,0 +1,141 @@
+"""Where each copy lies in the memory of the host and in the file on the disk.
+
+A schedule says when each copy comes and goes, so all addresses are known before the step: one block
+of host memory and one file serve every step, and nothing is allocated while it runs. The copies are
+placed one by one, each at the lowest address that is free for all of its stay. That may take more
+than the most bytes that are there at once, by what is lost between copies; where there is less,
+other orders of placing are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.graph import Graph
+from solver.common import format_both
+from solver.schedule.ops import Delete, Drop, Load, Schedule, Spill, Store, name_in
+from solver.schedule.places import Places
+
+ALIGNMENTS = (512, 1)
+"""In bytes: copies are faster from round addresses. The next is tried where one takes too much."""
+
+
+@dataclass(frozen=True)
+class CopyLayout:
+    """host_bytes, disk_bytes: of the block and of the file.
+
+    address: position in the schedule of a copy to the host or the disk -> its first byte there.
+    """
+
+    host_bytes: int
+    disk_bytes: int
+    address: Mapping[int, int]
+
+    def excess(self, places: Places | None) -> str:
+        """What the copies, side by side, take more of than there is, in words; "" if they fit."""
+        places = places or Places()
+        for title, place, total_bytes in (
+            ("host", places.host, self.host_bytes),
+            ("disk", places.disk, self.disk_bytes),
+        ):
+            if place is not None and total_bytes > place.capacity_bytes:
+                return (
+                    f"the copies on the {title}, side by side, take {format_both(total_bytes)}, "
+                    f"and the plan may use {format_both(place.capacity_bytes)} there"
+                )
+        return ""
+
+
+@dataclass(frozen=True)
+class _Stay:
+    start: int
+    stop: int
+    size_bytes: int
+
+
+def _largest_first(stay: _Stay) -> Any:
+    return -stay.size_bytes, stay.start
+
+
+def _longest_first(stay: _Stay) -> Any:
+    return stay.start - stay.stop, -stay.size_bytes
+
+
+def _largest_area_first(stay: _Stay) -> Any:
+    return (stay.start - stay.stop) * stay.size_bytes, stay.start
+
+
+ORDERS: Sequence[Callable[[_Stay], Any]] = (_largest_first, _largest_area_first, _longest_first)
+
+
+def copy_layout(graph: Graph, schedule: Schedule, places: Places | None) -> CopyLayout:
+    """The first layout that keeps to the capacities, else the smallest that was found.
+
+    places: their capacities; what is not there is as large as it takes.
+    """
+    places = places or Places()
+    addresses: dict[int, int] = {}
+    totals = []
+    for place, comes, goes in (
+        (places.host, (Store, Load), Drop),
+        (places.disk, (Spill,), Delete),
+    ):
+        stays = _stays(graph, schedule, comes, goes)
+        found, total_bytes = _within(stays, None if place is None else place.capacity_bytes)
+        addresses |= {stay.start: at for stay, at in zip(stays, found, strict=True)}
+        totals.append(total_bytes)
+    return CopyLayout(totals[0], totals[1], addresses)
+
+
+def _within(stays: Sequence[_Stay], most_bytes: int | None) -> tuple[Sequence[int], int]:
+    """The addresses, and the bytes that they take."""
+    best: tuple[Sequence[int], int] = ((), 0)
+    for align in ALIGNMENTS:
+        for rank in ORDERS:
+            found = _packed(stays, align, rank)
+            total_bytes = max(
+                (at + stay.size_bytes for at, stay in zip(found, stays, strict=True)), default=0
+            )
+            if not best[0] or total_bytes < best[1]:
+                best = found, total_bytes
+            if most_bytes is None or total_bytes <= most_bytes:
+                return found, total_bytes
+    return best
+
+
+def _stays(
+    graph: Graph, schedule: Schedule, comes: tuple[type, ...], goes: type
+) -> Sequence[_Stay]:
+    started: dict[str, int] = {}
+    stays = []
+
+    def end(storage: str, stop: int) -> None:
+        size_bytes = graph.tensor_by_name[storage].size_bytes
+        stays.append(_Stay(started.pop(storage), stop, size_bytes))
+
+    for position, op in enumerate(schedule.ops):
+        if isinstance(op, comes):
+            started[name_in(op)] = position
+        elif isinstance(op, goes):
+            end(name_in(op), position)
+    for storage in tuple(started):
+        end(storage, len(schedule.ops))
+    return stays
+
+
+def _packed(stays: Sequence[_Stay], align: int, rank: Callable[[_Stay], Any]) -> Sequence[int]:
+    """The address of each."""
+    found = [0] * len(stays)
+    placed: list[int] = []
+    for i in sorted(range(len(stays)), key=lambda i: rank(stays[i])):
+        stay, at = stays[i], 0
+        beside = (j for j in placed if stays[j].start < stay.stop and stay.start < stays[j].stop)
+        for start, stop in sorted((found[j], found[j] + stays[j].size_bytes) for j in beside):
+            if start - at >= stay.size_bytes:
+                break
+            at = max(at, -(-stop // align) * align)
+        found[i] = at
+        placed.append(i)
+    return found
