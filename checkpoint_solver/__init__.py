@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from solver import *
     from solver.analysis import default_budgets as default_budgets
     from solver.common import BudgetError as BudgetError
-    from solver.device import DeviceError as DeviceError
+    from solver.target_device import DeviceError as DeviceError
 
 _PACKAGES = ("graphs", "solver", "scheduler_runtime")
 """In the order of what they load: only the last one imports torch."""
 _FROM_FOLDERS = {
     "BudgetError": "solver.common",
-    "DeviceError": "solver.device",
+    "DeviceError": "solver.target_device",
     "LossOnly": "graphs.training_step",
     "TraceError": "graphs.calls",
     "default_budgets": "solver.analysis",

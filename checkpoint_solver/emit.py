@@ -1,5 +1,5 @@
-"""The closest setting of another training system, of `solver.emit`. Imports no torch."""
+"""The closest setting of another framework (`solver.framework_settings`). Imports no torch."""
 
-from solver.emit import SYSTEMS, Emitted, NoLayersError, layers, nearest
+from solver.framework_settings import SYSTEMS, Emitted, NoLayersError, layers, nearest
 
 __all__ = ["SYSTEMS", "Emitted", "NoLayersError", "layers", "nearest"]

@@ -8,6 +8,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 MOVED_TO = {
+    "graphs.eager_memory": "graphs.eager",
     "graphs.calls": "nested call strides",
     "graphs.capture": (
         "shell extract own_checkpoints eager_kernels eager_rnn autocast_casts fake_kernels "
@@ -37,14 +38,14 @@ MOVED_TO = {
     "solver.chain": "blocks dp revolve block_chain playback",
     "solver.cli": "usage solver.cli.hugging_face solver.cli.maximise solver.cli.submodules",
     "solver.common": "budget clock figures",
-    "solver.device": "target trace_target",
-    "solver.emit": "settings layers",
+    "solver.target_device": "solver.device target trace_target",
+    "solver.framework_settings": "solver.emit settings layers",
     "solver.methods": "proposal fastest every_block sqrt chain_methods ilp stages evict least",
     "solver.methods.auto": "auto search replay anchor refine recombine improve",
     "solver.module_checkpointing": "regions region_replay segments stretches by_module eager",
     "solver.reporting": "wording table page",
     "solver.reporting.plot": "plot",
-    "solver.runtime_hooks": "verification submodules",
+    "solver.runtime_calls": "solver.runtime_hooks submodules",
     "solver.schedule": "rematerialise breakdown occupancy solution",
 }
 """By new place, the old modules; those without a dot were in the same top-level package."""
@@ -57,7 +58,7 @@ _NEW_PLACE = {
 
 
 class MovedFinder(MetaPathFinder):
-    """Comes last, so it is asked only for what does not exist."""
+    """Comes first, so that an older installation does not answer for a module that has moved."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -70,4 +71,4 @@ class MovedFinder(MetaPathFinder):
 def announce_moves() -> None:
     """Install the finder, once."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
-        sys.meta_path.append(MovedFinder())
+        sys.meta_path.insert(0, MovedFinder())

@@ -27,8 +27,8 @@ from graphs.capture import at_each_checkpoint
 from graphs.costs import CostModel
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from solver.common import BudgetError, parse_budget, parse_size
-from solver.device import HostLink, find_hardware, host_beside
 from solver.schedule import Places
+from solver.target_device import HostLink, find_hardware, host_beside
 
 
 def budget_for(
@@ -51,7 +51,7 @@ def host_for(
     host_link: HostLink | None,
     costs: CostModel | None,
 ) -> Places | None:
-    """`solver.device.host_beside` for a training step of this model where it is.
+    """`solver.target_device.host_beside` for a training step of this model where it is.
 
     costs: as `fit` is given them.
     """

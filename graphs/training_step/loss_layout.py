@@ -1,7 +1,7 @@
 """The nodes of a loss that the caller computes, with what eager mode overwrites and drops early.
 
 The caller runs these nodes in eager mode, with a plan as well, so the graph itself says it. For the
-model's own nodes `graphs.eager` does, since a plan runs them one by one.
+model's own nodes `graphs.eager_memory` does, since a plan runs them one by one.
 """
 
 from __future__ import annotations

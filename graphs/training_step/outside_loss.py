@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from graphs.calls import Call, TraceError, find_loss, nested, same_strides, strided_like
 from graphs.capture import Capture, Layout, NodeCost, capture, extract, fake_output, rehearse
-from graphs.eager import held_by_functions
+from graphs.eager_memory import held_by_functions
 from graphs.graph import Graph, Node
 from graphs.training_step.loss_layout import LossLayout
 

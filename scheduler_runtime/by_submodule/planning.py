@@ -47,7 +47,7 @@ from solver.module_checkpointing import (
     by_module,
     plan_regions,
 )
-from solver.runtime_hooks import NoRowError, Planned
+from solver.runtime_calls import NoRowError, Planned
 from solver.schedule import (
     Compute,
     Obstacle,
@@ -284,7 +284,7 @@ def planned_for_command(
     reserve_bytes: int,
     time_limit_s: float,
 ) -> Planned:
-    """For the command `solve`. See solver.runtime_hooks.run_submodule_planner."""
+    """For the command `solve`. See solver.runtime_calls.run_submodule_planner."""
     real = model().to(device)
     example = nested.map_tensors(lambda tensor: tensor.to(device), batch())
     solution = plan_chain(

@@ -32,8 +32,8 @@ from scheduler_runtime.surroundings import (
     refuse_checkpointing,
     why_not_planned,
 )
-from solver.device import HostLink
 from solver.methods import METHODS
+from solver.target_device import HostLink
 
 
 def fit(

@@ -49,9 +49,9 @@ from scheduler_runtime.surroundings import (
     size_on,
 )
 from solver.common import counted, format_both, now_s, tell, telling_in_lines
-from solver.device import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
 from solver.schedule import Request
+from solver.target_device import WITH_OPAQUE_PARTS
 
 logger = logging.getLogger(__name__)
 

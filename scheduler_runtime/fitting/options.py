@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from graphs.costs import CostModel
-from solver.device import HostLink
 from solver.schedule import Solution
+from solver.target_device import HostLink
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

@@ -31,7 +31,7 @@ from scheduler_runtime.execute import (
 )
 from scheduler_runtime.planned.guards import kind_of
 from solver.common import telling_in_lines
-from solver.runtime_hooks import PLAN_BY_SUBMODULES
+from solver.runtime_calls import PLAN_BY_SUBMODULES
 from solver.schedule import Compute, Schedule, name_in
 
 logger = logging.getLogger(__name__)

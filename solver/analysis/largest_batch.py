@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from graphs.rewrites import Variants
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.common import interrupted
 from solver.schedule import Solution
 
@@ -170,7 +170,7 @@ def _expected(candidates: Sequence[Candidate]) -> int | None:
     available_bytes = candidates[0].solution.request.available_bytes / missed
     fits = []
     for pair in zip(steps[a].planned, steps[b].planned, strict=False):
-        least_a, least_b = (FoldedGraph.of(graph).least_bytes for graph in pair)
+        least_a, least_b = (StorageGraph.of(graph).least_bytes for graph in pair)
         if len(least_a) == len(least_b) and (grows := least_b > least_a).any():
             slope = (least_b - least_a)[grows] / (b - a)
             fits.append(a + int(((available_bytes - least_a[grows]) / slope).min()))

@@ -2,7 +2,6 @@
 
 from solver.bound.copies import CopyCut, CopyProgram
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
-from solver.bound.folded import FoldedGraph
 from solver.bound.in_flight import (
     Span,
     bounded,
@@ -22,3 +21,4 @@ from solver.bound.lower_bound import (
     proven_least_budget_bytes,
     relaxed_bound,
 )
+from solver.bound.storage_graph import StorageGraph

@@ -33,7 +33,7 @@ one after the other between the end of p and the start of q. What is lost there 
 lost after p: the recomputation, each r[n] = 1 at least once, and a. Together the schedule takes the
 time of the first runs and a + b + sum of time_s[n] * r[n]. The other rows are those of
 `solver.bound.cut`; but nothing is there anyway except what is resident, as what cannot be made
-again may be away too, and no alias keeps a node from being recomputed (`FoldedGraph.of`,
+again may be away too, and no alias keeps a node from being recomputed (`StorageGraph.of`,
 `may_leave`).
 
 **A sharper due.** Let n make w, read v, and let w be due at q, before v. If w is neither on the
@@ -59,8 +59,8 @@ from itertools import accumulate
 import numpy as np
 
 from solver.bound.cut import TIME_ERROR
-from solver.bound.folded import FoldedGraph
 from solver.bound.milp import Answer, Floats, Milp
+from solver.bound.storage_graph import StorageGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import Place, Places
 
@@ -95,7 +95,7 @@ class CopyProgram:
 
     def __init__(
         self,
-        folded: FoldedGraph,
+        folded: StorageGraph,
         *,
         position: int,
         budget_bytes: int,
@@ -404,5 +404,5 @@ class CopyProgram:
         return frozenset(kept), frozenset(away)
 
 
-def _there_anyway_bytes(folded: FoldedGraph, p: int) -> int:
+def _there_anyway_bytes(folded: StorageGraph, p: int) -> int:
     return int(folded.held_bytes[p]) + int(folded.own_bytes[p])

@@ -1,7 +1,7 @@
 """Cuts: positions of the step, and the least time that any schedule must lose because of them.
 
 **One cut.** Stand at the position at which node p is computed for the first time. By the two facts
-of `solver.bound.folded`, the device then holds everything pinned, the inputs of p beside its
+of `solver.bound.storage_graph`, the device then holds everything pinned, the inputs of p beside its
 outputs and workspace, and of the other forward units made so far some set S. What S lacks of that
 which later first computations (or the end) read is recomputed after this position, with whatever is
 missing for that in turn. So over all schedules within the budget the time lost is at least
@@ -39,8 +39,8 @@ First row: the reader needs the unit, so it was there all along or was made afte
 maker's first computation lies before p_k. Second row: the same for the inputs of what is
 recomputed; v was made before p_k as well, since n was. Byte row: the simulator's count while p_k
 runs, from which things are only left out. r[n,k] = 0 where n cannot fit even beside what every
-schedule holds (`FoldedGraph.may_recompute`). Recomputation costs its time on top of the baseline's,
-and r counts each node at most once in each span. Nothing is assumed about the order of
+schedule holds (`StorageGraph.may_recompute`). Recomputation costs its time on top of the
+baseline's, and r counts each node at most once in each span. Nothing is assumed about the order of
 recomputation, about the forward pass, or about outputs of the forward pass staying (they too may be
 dropped and recomputed). Positions of the forward pass serve as well. Units of size zero cost
 nothing to keep, so x = 1 for them.
@@ -57,8 +57,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solver.bound.folded import FoldedGraph
 from solver.bound.milp import Answer, Milp
+from solver.bound.storage_graph import StorageGraph
 from solver.common import NEVER, Deadline, OutOfTimeError
 
 TIME_ERROR = 1e-6
@@ -99,7 +99,7 @@ class CutMilp:
 
     def __init__(
         self,
-        folded: FoldedGraph,
+        folded: StorageGraph,
         *,
         positions: Sequence[int],
         budget_bytes: int,
@@ -347,7 +347,7 @@ class CutMilp:
 
 
 def solve_cuts(
-    folded: FoldedGraph,
+    folded: StorageGraph,
     *,
     positions: Sequence[int],
     budget_bytes: int,

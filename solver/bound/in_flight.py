@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.graph import Graph, Node, Tensor
-from solver.bound.folded import Bytes, FoldedGraph
 from solver.bound.lower_bound import relaxed_bound
+from solver.bound.storage_graph import Bytes, StorageGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import Compute, Free, Op, Schedule
 
@@ -55,7 +55,7 @@ class Span:
 
 def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
     """All that a schedule within the budget can save, not yet bounded; inf: none fits."""
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     least_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
     made_bytes = sum(folded.unit_bytes[u] for n in range(folded.n_forward) for u in folded.makes[n])
     most_bytes = min((budget_bytes - graph.resident_bytes) // graph.n_in_flight, made_bytes)
@@ -63,7 +63,7 @@ def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
     return Span(lost_share, least_bytes, most_bytes)
 
 
-def least_in_flight_bytes(folded: FoldedGraph) -> Bytes:
+def least_in_flight_bytes(folded: StorageGraph) -> Bytes:
     """By position: bytes that any schedule has on the device while p runs, others included."""
     graph = folded.graph
     least_saved_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
@@ -77,7 +77,7 @@ def least_in_flight_bytes(folded: FoldedGraph) -> Bytes:
 def bounded(graph: Graph, span: Span, *, budget_bytes: int, deadline: Deadline = NEVER) -> Span:
     """The span with what linear programs prove of it, in milliseconds."""
     lost_share = relaxed_bound(
-        FoldedGraph.of(span_graph(graph, span, budget_bytes=budget_bytes)),
+        StorageGraph.of(span_graph(graph, span, budget_bytes=budget_bytes)),
         budget_bytes=budget_bytes,
         n_positions=N_POSITIONS,
         deadline=deadline,

@@ -29,7 +29,7 @@ import numpy as np
 from graphs.graph import Graph
 from solver.bound.copies import CopyCut, CopyProgram
 from solver.bound.cut import Cuts, solve_cuts
-from solver.bound.folded import FoldedGraph
+from solver.bound.storage_graph import StorageGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import Places
 
@@ -51,10 +51,10 @@ def lower_bound_s(
     """
     deadline = Deadline.after(time_limit_s)
     if places is not None and places.host is not None:
-        free = FoldedGraph.of(graph, may_leave=True)
+        free = StorageGraph.of(graph, may_leave=True)
         copies = binding_copies(free, budget_bytes=budget_bytes, places=places, deadline=deadline)
         return least_time_s(graph, lost_share=copies.lost_share)
-    found = binding_cut(FoldedGraph.of(graph), budget_bytes=budget_bytes, deadline=deadline)
+    found = binding_cut(StorageGraph.of(graph), budget_bytes=budget_bytes, deadline=deadline)
     return least_time_s(graph, lost_share=found.lost_share)
 
 
@@ -65,7 +65,7 @@ def least_time_s(graph: Graph, *, lost_share: float) -> float:
 
 
 def proven_least_budget_bytes(
-    folded: FoldedGraph, *, deadline: Deadline = NEVER
+    folded: StorageGraph, *, deadline: Deadline = NEVER
 ) -> tuple[int, int]:
     """Bytes below which nothing fits, proven, and the position that proves it."""
     p = int(np.argmax(folded.least_bytes))
@@ -91,7 +91,7 @@ def proven_least_budget_bytes(
     return low, p
 
 
-def _first_infeasible(folded: FoldedGraph, *, budget_bytes: int, deadline: Deadline) -> int | None:
+def _first_infeasible(folded: StorageGraph, *, budget_bytes: int, deadline: Deadline) -> int | None:
     """A position among the fullest at which the cut's LP has no solution; None: none is known."""
     for p in _fullest(folded, budget_bytes=budget_bytes):
         if math.isinf(_lp_share(folded, p, budget_bytes, deadline)):
@@ -99,7 +99,7 @@ def _first_infeasible(folded: FoldedGraph, *, budget_bytes: int, deadline: Deadl
     return None
 
 
-def _lp_share(folded: FoldedGraph, p: int, budget_bytes: int, deadline: Deadline) -> float:
+def _lp_share(folded: StorageGraph, p: int, budget_bytes: int, deadline: Deadline) -> float:
     """What the LP of the single cut at p proves to be lost; inf: it has no solution."""
     return solve_cuts(
         folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
@@ -107,7 +107,7 @@ def _lp_share(folded: FoldedGraph, p: int, budget_bytes: int, deadline: Deadline
 
 
 def relaxed_bound(
-    folded: FoldedGraph, *, budget_bytes: int, n_positions: int, deadline: Deadline = NEVER
+    folded: StorageGraph, *, budget_bytes: int, n_positions: int, deadline: Deadline = NEVER
 ) -> float:
     """The share of the baseline's time that the LPs of the fullest positions prove to be lost.
 
@@ -132,7 +132,7 @@ class Binding:
 
 
 def binding_cut(
-    folded: FoldedGraph, *, budget_bytes: int, gap: float = GAP, deadline: Deadline = NEVER
+    folded: StorageGraph, *, budget_bytes: int, gap: float = GAP, deadline: Deadline = NEVER
 ) -> Binding:
     """Search the position whose cut loses the most time; see the module."""
     if int(np.max(folded.least_bytes)) > budget_bytes:
@@ -172,7 +172,7 @@ class CopyBinding:
 
 
 def binding_copies(
-    folded: FoldedGraph, *, budget_bytes: int, places: Places, deadline: Deadline = NEVER
+    folded: StorageGraph, *, budget_bytes: int, places: Places, deadline: Deadline = NEVER
 ) -> CopyBinding:
     """Search the position whose cut with copies loses the most time; folded: with `may_leave`."""
     if int(np.max(folded.least_bytes)) > budget_bytes:
@@ -187,7 +187,7 @@ def binding_copies(
     return CopyBinding(ranked[0].lost_share if ranked else 0.0, ranked)
 
 
-def _fullest(folded: FoldedGraph, *, budget_bytes: int) -> list[int]:
+def _fullest(folded: StorageGraph, *, budget_bytes: int) -> list[int]:
     """Positions to try: those where the baseline is furthest above the budget, each a local peak.
 
     Half of them the highest peaks, half spread over the step; none where the baseline fits.

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from graphs.rewrites import WORDS
 from solver.analysis import Size
 from solver.cli.installed import version
-from solver.emit import SYSTEMS
+from solver.framework_settings import SYSTEMS
 from solver.methods import METHODS
 from solver.schedule import BUDGETS_OF
 

@@ -42,12 +42,12 @@ from solver.common import (
     reject_missing_unit,
     untold,
 )
-from solver.device import DeviceError
-from solver.emit import NoLayersError, layers
+from solver.framework_settings import NoLayersError, layers
 from solver.methods import MissingSolverError, TooLargeError
 from solver.reporting import Report, best, terminal, to_json, write_snapshot
 from solver.schedule import Solution
 from solver.solving import attempt, explained
+from solver.target_device import DeviceError
 
 EXPLAIN = "explain"
 """Never a problem to plan: files end in .py or .json, and modules have a dot or a colon."""

@@ -14,9 +14,9 @@ from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
 from solver.common import counted, ctrl_c_ends_searches
-from solver.emit import nearest
+from solver.framework_settings import nearest
 from solver.reporting import Report, best, draw, write_page
-from solver.runtime_hooks import VerifyError
+from solver.runtime_calls import VerifyError
 from solver.schedule import Solution
 
 N_QUICK_BUDGETS = 8

@@ -35,16 +35,8 @@ from solver.cli.progress import Progress
 from solver.cli.real_run import estimated
 from solver.cli.traced_step import NotTracedError, traced_step
 from solver.common import Say, parse_budget
-from solver.device import (
-    Target,
-    check_budget_of,
-    check_in_flight,
-    find_hardware,
-    find_target,
-    host_beside,
-)
 from solver.reporting import describe_costs, step_notes
-from solver.runtime_hooks import (
+from solver.runtime_calls import (
     N_REAL_STEPS,
     NoRowError,
     Planned,
@@ -54,6 +46,14 @@ from solver.runtime_hooks import (
     run_verifier,
 )
 from solver.schedule import Places, Request, Solution
+from solver.target_device import (
+    Target,
+    check_budget_of,
+    check_in_flight,
+    find_hardware,
+    find_target,
+    host_beside,
+)
 
 if TYPE_CHECKING:
     pass

@@ -15,8 +15,8 @@ from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError, ModelFile, located
 from solver.cli.real_run import ModelSizes, estimated
 from solver.common import format_size
-from solver.device import Target
 from solver.reporting import step_notes
+from solver.target_device import Target
 
 if TYPE_CHECKING:
     from torch import nn

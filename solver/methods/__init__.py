@@ -1,6 +1,6 @@
 """The methods by name, and what they share. Each proposes a schedule; none says what it costs."""
 
-from solver.methods.ilp_stages import MissingSolverError, TooLargeError
+from solver.methods.ilp_variables import MissingSolverError, TooLargeError
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS

@@ -6,7 +6,7 @@ whose MLP goes backward. Then something on the way must be there already: a *gat
 paths from the node's inputs to what has no room lead through (a dominator of the graph of reads).
 It is recomputed at the last position where there is room for that, and held.
 
-Room is judged by what every schedule holds (`FoldedGraph.held_bytes`): an answer may still fail,
+Room is judged by what every schedule holds (`StorageGraph.held_bytes`): an answer may still fail,
 and where there is none, recomputing several units ahead of time might do.
 
 Cost: linear in the graph for each gate that is tried, hardly ever more than one.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Ahead:
     until: int
 
 
-def ahead_of(folded: FoldedGraph, q: int, *, budget_bytes: int) -> Iterator[Ahead]:
+def ahead_of(folded: StorageGraph, q: int, *, budget_bytes: int) -> Iterator[Ahead]:
     """Gates for the inputs of node q, the smallest first. Nothing where all has room.
 
     What has no room even alone comes before what has none beside the other inputs of q.
@@ -53,7 +53,7 @@ def ahead_of(folded: FoldedGraph, q: int, *, budget_bytes: int) -> Iterator[Ahea
 
 
 def _gates(
-    folded: FoldedGraph, nodes: Collection[int], wanted: Iterable[int], large: Iterable[int]
+    folded: StorageGraph, nodes: Collection[int], wanted: Iterable[int], large: Iterable[int]
 ) -> list[int]:
     """Units made by the nodes that all paths from what is wanted to a large node lead through."""
     import networkx  # takes 0.1 s, and hardly any search comes here
@@ -73,7 +73,7 @@ def _gates(
     return gates
 
 
-def _since(folded: FoldedGraph, u: int, q: int, budget_bytes: int) -> int | None:
+def _since(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | None:
     """The last position before q with room to recompute u, however much of it is missing, and to
     hold it from there on; None: there is none in the backward pass.
     """
@@ -87,14 +87,14 @@ def _since(folded: FoldedGraph, u: int, q: int, budget_bytes: int) -> int | None
     return None
 
 
-def _bytes_to_run(folded: FoldedGraph, n: int, beside: Iterable[int]) -> int:
+def _bytes_to_run(folded: StorageGraph, n: int, beside: Iterable[int]) -> int:
     """Bytes to recompute node n with these units on the device."""
     own = {*folded.reads[n], *folded.makes[n]}
     return int(folded.run_bytes[n]) + sum(folded.unit_bytes[u] for u in beside if u not in own)
 
 
 def _nodes_for(
-    folded: FoldedGraph, units: Iterable[int], q: int, *, held: int | None = None
+    folded: StorageGraph, units: Iterable[int], q: int, *, held: int | None = None
 ) -> set[int]:
     """Nodes to run for these units right before q if only `held` and what is pinned is there."""
     found: set[int] = set()

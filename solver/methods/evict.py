@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.common import NEVER, Deadline
 from solver.methods.ahead import Ahead, ahead_of
 from solver.schedule import Schedule, free_after_last_use, needs, without_dead_computes
@@ -34,7 +34,7 @@ MAX_RESTARTS = 12
 
 
 def evict(
-    folded: FoldedGraph,
+    folded: StorageGraph,
     *,
     budget_bytes: int,
     guide: Mapping[int, Collection[int]] | None = None,
@@ -71,7 +71,7 @@ def evict(
 
 @dataclass
 class _Run:
-    folded: FoldedGraph
+    folded: StorageGraph
     budget_bytes: int
     guide: dict[int, Collection[int]]
     patience: float

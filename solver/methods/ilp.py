@@ -11,7 +11,8 @@ rules hold:
 - Nodes with several outputs: while one is recomputed, outputs that are still there count twice.
 - Aliases have no bytes; the root is there as long as one of them is. A node is not recomputed while
   an alias that another node made holds the storage of one of its outputs: the alias is dropped
-  before and made again afterwards; where it cannot be, the node is locked (`solver.bound.locks`).
+  before and made again afterwards; where it cannot be, the node has a span without recomputation
+  (`solver.bound.no_recompute_spans`).
 - Workspace, tensors of size zero without aliases (never dropped), ops that may not be recomputed,
   outputs made in the forward pass (they may be dropped and recomputed), a last stage for what the
   end still lacks.
@@ -50,10 +51,10 @@ except ImportError:  # the other methods do without
     pulp = None
 
 from graphs.graph import Graph
-from solver.bound import TIME_ERROR, FoldedGraph, binding_cut, least_time_s, solve_cuts
+from solver.bound import TIME_ERROR, StorageGraph, binding_cut, least_time_s, solve_cuts
 from solver.common import NEVER, Deadline, interruptible
 from solver.methods.best_so_far import BestSoFar
-from solver.methods.ilp_stages import MissingSolverError, Stage, Stages
+from solver.methods.ilp_variables import MissingSolverError, Stage, Stages
 from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, free_after_last_use, without_dead_computes
 
@@ -78,7 +79,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
         )
     lost_share = 0.0
     with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
-        folded, deadline = FoldedGraph.of(graph), search.deadline
+        folded, deadline = StorageGraph.of(graph), search.deadline
         binding = binding_cut(folded, budget_bytes=budget_bytes, deadline=deadline)
         lost_share, search.timed_out = binding.lost_share, binding.timed_out
         if math.isinf(lost_share):

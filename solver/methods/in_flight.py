@@ -25,8 +25,8 @@ from typing import Any
 
 from graphs.graph import Graph
 from solver.bound import (
-    FoldedGraph,
     Span,
+    StorageGraph,
     binding_cut,
     bounded,
     halves,
@@ -165,7 +165,7 @@ class _Search(BestSoFar):
         baseline_s = self.graph.baseline_time_s or 1.0
         lost_share = proposal.lower_bound_s / baseline_s - 1.0
         if not proposal.lower_bound_s:  # the method proves nothing
-            folded = FoldedGraph.of(span_graph(self.graph, span, budget_bytes=self.budget_bytes))
+            folded = StorageGraph.of(span_graph(self.graph, span, budget_bytes=self.budget_bytes))
             lost_share = binding_cut(
                 folded, budget_bytes=self.budget_bytes, deadline=self.deadline
             ).lost_share

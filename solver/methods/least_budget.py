@@ -18,8 +18,8 @@ import numpy as np
 
 from graphs.graph import Graph
 from solver.bound import (
-    FoldedGraph,
     Span,
+    StorageGraph,
     least_in_flight_bytes,
     of_step,
     proven_least_budget_bytes,
@@ -70,7 +70,7 @@ def find_obstacle(
     places: what schedules may copy to; then only what one op itself needs is proven, and what is
         reached is reached without copies.
     """
-    folded = needed = FoldedGraph.of(graph)
+    folded = needed = StorageGraph.of(graph)
     if graph.n_in_flight > 1:
         least_bytes = least_in_flight_bytes(folded)
         p = int(np.argmax(least_bytes))
@@ -78,7 +78,7 @@ def find_obstacle(
     elif places is None or places.host is None:
         proven_bytes, p = proven_least_budget_bytes(folded, deadline=deadline)
     else:
-        needed = FoldedGraph.of(graph, may_leave=True)
+        needed = StorageGraph.of(graph, may_leave=True)
         p = int(np.argmax(needed.least_bytes))
         proven_bytes = int(needed.least_bytes[p])
     schedule = None
@@ -108,7 +108,7 @@ def find_obstacle(
 
 
 def least_schedule(
-    folded: FoldedGraph, *, proven_bytes: int, deadline: Deadline = NEVER
+    folded: StorageGraph, *, proven_bytes: int, deadline: Deadline = NEVER
 ) -> tuple[Schedule, int]:
     """The schedule of the smallest peak that reversals and greedy eviction find, and that peak.
 
@@ -167,7 +167,7 @@ def _least_in_flight(
         for share in SAVED_SHARES if whole.width_bytes >= 0 else ():
             cap_bytes = whole.least_bytes + int(share * whole.width_bytes)
             span = Span(0.0, cap_bytes, cap_bytes)
-            alone = FoldedGraph.of(span_graph(graph, span, budget_bytes=budget_bytes))
+            alone = StorageGraph.of(span_graph(graph, span, budget_bytes=budget_bytes))
             if not more():
                 break
             schedule, spent = evict(alone, budget_bytes=budget_bytes, deadline=deadline)

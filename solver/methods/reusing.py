@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph
 from graphs.rewrites import Variant, Variants
-from solver.bound import FoldedGraph, least_time_s, relaxed_bound
+from solver.bound import StorageGraph, least_time_s, relaxed_bound
 from solver.common import Deadline, now_s
 from solver.methods.auto import drop_recomputation
 from solver.schedule import (
@@ -88,7 +88,7 @@ def reused(variants: Variants, known: KnownPlan, request: Request) -> Solution |
     (graph,) = variants.planned
     started_s = now_s()
     deadline, budget_bytes = Deadline.after(request.time_limit_s), request.available_bytes
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     schedule = drop_recomputation(
         folded, transferred(graph, known.schedule), budget_bytes=budget_bytes, deadline=deadline
     )

@@ -1,6 +1,6 @@
 """Plans made of whole-module checkpoints, as torch.utils.checkpoint runs them."""
 
-from solver.module_checkpointing.eager import EagerStep
+from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.forecasts import forecast
 from solver.module_checkpointing.nested import SequentialSteps, best_in_loop
 from solver.module_checkpointing.region_plan import RegionPlan, plan_regions

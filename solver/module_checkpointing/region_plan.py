@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphs.graph import Graph, Node, is_under
-from solver.module_checkpointing.eager import EagerStep
+from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.regions import (
     CheckpointRegion,
     Nesting,

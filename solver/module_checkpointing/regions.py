@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from graphs.graph import Graph, is_under
-from solver.module_checkpointing.eager import EagerStep
+from solver.module_checkpointing.eager_effects import EagerStep
 
 
 class RegionError(ValueError):

@@ -1,8 +1,8 @@
 """Reports (terminal, JSON, HTML page), plots in `plot`, and the functions of the Python API."""
 
-from solver.reporting.api import draw, report, sweep, verify
 from solver.reporting.copy_rows import stall_rows, trip_rows
 from solver.reporting.html import write_page
+from solver.reporting.python_api import draw, report, sweep, verify
 from solver.reporting.report_data import (
     Report,
     best,

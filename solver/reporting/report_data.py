@@ -14,8 +14,8 @@ from graphs.graph import Graph, Node
 from graphs.rewrites import PROGRAM_REWRITES, results_of
 from solver.analysis import Advice, Curve, SizeSearch
 from solver.common import counted, format_time
-from solver.emit import Emitted
-from solver.runtime_hooks import Verification
+from solver.framework_settings import Emitted
+from solver.runtime_calls import Verification
 from solver.schedule import (
     Schedule,
     Simulation,

@@ -19,9 +19,9 @@ from solver.common import (
     format_size_up,
     format_time,
 )
-from solver.emit import Emitted
+from solver.framework_settings import Emitted
 from solver.reporting.report_data import Report, Rewritten, freed_early_bytes, rewritten
-from solver.runtime_hooks import Verification
+from solver.runtime_calls import Verification
 from solver.schedule import Places, Simulation, Solution, reserved_by_setting
 
 N_SHOWN = 4

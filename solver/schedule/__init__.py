@@ -1,6 +1,7 @@
 """The schedule, the judges of what it costs (simulator, PyTorch's allocator), and the Solution."""
 
 from solver.schedule.copy_addresses import CopyLayout, copy_layout
+from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.in_a_line import plan_line
 from solver.schedule.memory import (
     CATEGORIES,
@@ -33,7 +34,6 @@ from solver.schedule.ops import (
     needs,
     word_for,
 )
-from solver.schedule.places import Link, Place, Places
 from solver.schedule.recompute import (
     baseline,
     is_recomputable,

@@ -13,8 +13,8 @@ from itertools import accumulate, compress
 from typing import TypeVar
 
 from graphs.graph import Graph, Node, Tensor
+from solver.schedule.host_and_disk import Places
 from solver.schedule.ops import Compute, Delete, Drop, Load, Schedule, Spill, Store, name_in
-from solver.schedule.places import Places
 from solver.schedule.simulator import Simulation, Stay, starts_s, stays
 
 CATEGORY_OF_KIND: Mapping[str, str] = {

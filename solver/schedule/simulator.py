@@ -42,6 +42,7 @@ from itertools import accumulate
 from typing import Literal
 
 from graphs.graph import Graph, Node, Tensor
+from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.ops import (
     Compute,
     Copy,
@@ -55,7 +56,6 @@ from solver.schedule.ops import (
     needs,
     word_for,
 )
-from solver.schedule.places import Link, Place, Places
 from solver.schedule.streams import Event, MoveError, Streams
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from graphs.eager import as_eager
+from graphs.eager_memory import as_eager
 from graphs.files import FormatError, Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
@@ -24,8 +24,8 @@ from solver.common import (
     format_size,
     format_size_up,
 )
+from solver.schedule.host_and_disk import Places
 from solver.schedule.ops import Schedule, ops_from_json
-from solver.schedule.places import Places
 from solver.schedule.recompute import baseline as baseline_schedule
 from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Simulation, simulate
 
@@ -148,7 +148,7 @@ class Solution:
 
     @cached_property
     def unplanned(self) -> Graph:
-        """The plain step with what eager mode holds (`graphs.eager`): its baseline is PyTorch's."""
+        """The plain step with what eager mode holds (`graphs.eager_memory`)."""
         return as_eager(self.plain)
 
     @property

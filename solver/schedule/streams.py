@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from solver.schedule.host_and_disk import Places
 from solver.schedule.ops import Copy, Delete, Drop, Fetch, Spill, Store
-from solver.schedule.places import Places
 
 Stream = Literal["compute", "store", "fetch", "spill", "load"]
 

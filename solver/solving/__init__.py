@@ -1,6 +1,7 @@
 """From a model or graph and a budget in bytes to a simulated Solution."""
 
-from solver.solving.answering import (
+from solver.solving.entry_point import solve
+from solver.solving.solve_request import (
     KEPT_SHARE,
     NoPlainStepError,
     answer,
@@ -8,4 +9,3 @@ from solver.solving.answering import (
     explained,
     without_rewrites,
 )
-from solver.solving.asking import solve

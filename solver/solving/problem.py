@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.rewrites import Variants
-from solver.runtime_hooks import PLAN_BY_SUBMODULES
+from solver.runtime_calls import PLAN_BY_SUBMODULES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +57,7 @@ def as_step(
             "with: a tensor, a tuple or a dict of tensors"
         )
     from graphs.trace import TraceError, trace, trace_variants
-    from solver.device import find_target
+    from solver.target_device import find_target
 
     known = [*others, *inspect.signature(trace).parameters]
     for name in trace_options:

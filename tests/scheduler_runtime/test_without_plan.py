@@ -185,7 +185,9 @@ def test_verify_tells_a_baseline_that_is_not_the_predicted_one(
     found = verify(solution, **given)
     assert found.passed
     assert found.warnings == ()
-    monkeypatch.setattr("graphs.eager.held_by_functions", lambda nodes, *_, **__: tuple(nodes))
+    monkeypatch.setattr(
+        "graphs.eager_memory.held_by_functions", lambda nodes, *_, **__: tuple(nodes)
+    )
     wrong = solve(model, batch, budget="1GB", optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.warns(UserWarning, match="without the plan the measured peak is .* above"):
         assert len(verify(wrong, **given).warnings) == 1

@@ -15,7 +15,7 @@ from graphs.hardware import named
 from graphs.trace import trace
 from solver import solve
 from solver.common.sizes import CUDA_RESERVE_BYTES
-from solver.device import DeviceError, find_target
+from solver.target_device import DeviceError, find_target
 
 
 def model_and_batch() -> tuple[nn.Module, torch.Tensor]:

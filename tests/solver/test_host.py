@@ -9,9 +9,9 @@ from solver import solve, sweep
 from solver.analysis import copies
 from solver.cli.command import main
 from solver.common import BudgetError, describe_op, format_size
-from solver.device import host_beside
 from solver.reporting.copy_rows import N_TRIPS
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate
+from solver.target_device import host_beside
 from tests.support.builders import make, op
 from tests.support.command import failed
 from tests.support.nets import residual

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from graphs.graph import Graph
+from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.ops import (
     Compute,
     Delete,
@@ -21,7 +22,6 @@ from solver.schedule.ops import (
     Store,
     needs,
 )
-from solver.schedule.places import Link, Place, Places
 
 
 @dataclass(frozen=True)

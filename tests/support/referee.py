@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from graphs.graph import Graph
+from solver.schedule.host_and_disk import Places
 from solver.schedule.ops import Compute, Free, Op, Schedule
-from solver.schedule.places import Places
 
 FROM_TO = {
     "Store": ("device", "host"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import (
     Compute,
@@ -27,7 +27,7 @@ from solver.schedule import (
 
 
 def schedule_from_cuts(
-    folded: FoldedGraph, kept: Mapping[int, Collection[int]], *, deadline: Deadline = NEVER
+    folded: StorageGraph, kept: Mapping[int, Collection[int]], *, deadline: Deadline = NEVER
 ) -> Schedule:
     """The schedule that holds these units at these positions; see the module.
 
@@ -70,7 +70,7 @@ class FoldedSimulation:
     recomputed: frozenset[tuple[int, int]]
 
 
-def fold_simulation(folded: FoldedGraph, schedule: Schedule) -> FoldedSimulation:
+def fold_simulation(folded: StorageGraph, schedule: Schedule) -> FoldedSimulation:
     """Simulate the schedule and fold the trace onto the positions; the last one is the end."""
     simulation = simulate(folded.graph, schedule)
     stage = [0] * (folded.n_nodes + 1)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import (
     Compute,
@@ -30,7 +30,7 @@ MAX_PASSES = 20
 
 
 def drop_recomputation(
-    folded: FoldedGraph, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
+    folded: StorageGraph, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
 ) -> Schedule:
     """A schedule at most as slow, within the budget if the given one is. An illegal one is returned
     as it is.
@@ -48,7 +48,7 @@ def drop_recomputation(
 
 
 def _one_pass(
-    folded: FoldedGraph, schedule: Schedule, budget_bytes: int, deadline: Deadline
+    folded: StorageGraph, schedule: Schedule, budget_bytes: int, deadline: Deadline
 ) -> Schedule | None:
     """Take out all runs that fit, by the bytes there at the start and what was added since."""
     graph = folded.graph
@@ -96,7 +96,7 @@ class _Runs:
     repeats: positions of runs that are not a node's first.
     """
 
-    def __init__(self, folded: FoldedGraph, order: Sequence[str]) -> None:
+    def __init__(self, folded: StorageGraph, order: Sequence[str]) -> None:
         self.folded = folded
         self.nodes = [folded.position[name] for name in order]
         self.made: list[list[int]] = [[] for _ in range(folded.n_units)]

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphs.graph import Graph
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.schedule import (
     Compute,
     Drop,
@@ -63,7 +63,7 @@ class Gap:
     unit: int
 
 
-def never_copied(folded: FoldedGraph) -> frozenset[int]:
+def never_copied(folded: StorageGraph) -> frozenset[int]:
     """Units that a node overwrites: what was there before must not come back. Those of outputs,
     which the rules keep from being stored. And those that the caller makes, who holds them: the
     gradients of outputs, from a loss outside.
@@ -75,7 +75,7 @@ def never_copied(folded: FoldedGraph) -> frozenset[int]:
     return frozenset(u for u, name in names if name in stay or folded.is_output(u))
 
 
-def find_gaps(folded: FoldedGraph, order: Sequence[str]) -> list[Gap]:
+def find_gaps(folded: StorageGraph, order: Sequence[str]) -> list[Gap]:
     """All gaps of at least one run in between, of units that may be copied."""
     stays = never_copied(folded)
     made: dict[int, int] = {}
@@ -110,7 +110,7 @@ class Placed:
 
 
 def place_copies(
-    folded: FoldedGraph,
+    folded: StorageGraph,
     order: Sequence[str],
     gaps: Iterable[Gap],
     *,
@@ -134,7 +134,7 @@ class _Sweep:
 
     def __init__(
         self,
-        folded: FoldedGraph,
+        folded: StorageGraph,
         order: Sequence[str],
         gaps: Iterable[Gap],
         *,

@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from solver.bound import CutMilp, FoldedGraph
+from solver.bound import CutMilp, StorageGraph
 from solver.methods.auto.from_cuts import FoldedSimulation, schedule_from_cuts
 from solver.methods.auto.search import Search
 
@@ -81,7 +81,7 @@ def recombine(search: Search, *, base: int) -> None:
                     allowance_bytes[q] = allowance_bytes.get(q, 0) + live_bytes - budget_bytes
 
 
-def _positions(folded: FoldedGraph, menu: Menu, *, base: int, budget_bytes: int) -> list[int]:
+def _positions(folded: StorageGraph, menu: Menu, *, base: int, budget_bytes: int) -> list[int]:
     """Where something on the menu is recomputed, and where the baseline would overflow."""
     full = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
     places = {q for _, p in menu for q in (p - 1, p) if q >= 0}
@@ -93,7 +93,7 @@ class MenuMilp(CutMilp):
     """The program of the module."""
 
     def __init__(
-        self, folded: FoldedGraph, *, menu: Menu, base: int, positions: Sequence[int], **rest: Any
+        self, folded: StorageGraph, *, menu: Menu, base: int, positions: Sequence[int], **rest: Any
     ) -> None:
         """base: of the positions, the one that binds. The rest is as for CutMilp."""
         self._menu = menu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from solver.bound import Binding, FoldedGraph, least_time_s
+from solver.bound import Binding, StorageGraph, least_time_s
 from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
@@ -25,7 +25,7 @@ class Search(BestSoFar):
     work: of the evictions, as `evict` counts it.
     """
 
-    def __init__(self, folded: FoldedGraph, *, budget_bytes: int, time_limit_s: float) -> None:
+    def __init__(self, folded: StorageGraph, *, budget_bytes: int, time_limit_s: float) -> None:
         super().__init__(folded.graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
         self.folded = folded
         self.lost_share = 0.0

@@ -38,7 +38,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from graphs.graph import Graph
-from solver.bound import FoldedGraph, binding_cut, proven_least_budget_bytes, solve_cuts
+from solver.bound import StorageGraph, binding_cut, proven_least_budget_bytes, solve_cuts
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.local_optimum import drop_recomputation
@@ -47,7 +47,7 @@ from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.dp import dp
 from solver.methods.evict import MAX_RESTARTS, evict
-from solver.methods.ilp_stages import Stages, TooLargeError
+from solver.methods.ilp_variables import Stages, TooLargeError
 from solver.methods.least_budget import LEAST_PATIENCE, PATIENCE, least_schedule
 from solver.methods.proposal import Proposal
 from solver.methods.revolve import revolve
@@ -78,7 +78,7 @@ def recompute_only(
     starts: schedules known for this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
     """
-    search = Search(FoldedGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     with search:
         search.offer(baseline(graph))
         for schedule in starts:

@@ -31,7 +31,7 @@ from solver.bound import (
     CopyBinding,
     CopyCut,
     CopyProgram,
-    FoldedGraph,
+    StorageGraph,
     binding_copies,
     binding_cut,
     least_time_s,
@@ -100,8 +100,8 @@ class CopySearch(BestSoFar):
         self.to: Places = places
         self.host = host
         self.starts, self.quick = starts, quick
-        self.folded = FoldedGraph.of(graph)
-        self.free = FoldedGraph.of(graph, may_leave=True)
+        self.folded = StorageGraph.of(graph)
+        self.free = StorageGraph.of(graph, may_leave=True)
         self.binding = CopyBinding(0.0, ())
         self.lost_share = 0.0
 
@@ -312,7 +312,7 @@ def _copy_what_overflows(search: CopySearch) -> None:
 
 def offload_only(graph: Graph, *, budget_bytes: int, host: Place) -> Schedule:
     """The plain step with what overflows on the host; perhaps above the budget all the same."""
-    folded, order = FoldedGraph.of(graph), baseline(graph).order
+    folded, order = StorageGraph.of(graph), baseline(graph).order
     gaps = _overflowing(folded, order, budget_bytes)
     return place_copies(folded, order, gaps, budget_bytes=budget_bytes, host=host).schedule
 
@@ -340,7 +340,7 @@ def _away_bytes(search: CopySearch, cut: CopyCut) -> int:
 
 
 def _overflowing(
-    folded: FoldedGraph, order: Sequence[str], budget_bytes: int, *, away: Iterable[Gap] = ()
+    folded: StorageGraph, order: Sequence[str], budget_bytes: int, *, away: Iterable[Gap] = ()
 ) -> list[Gap]:
     """Gaps, the longest first, without whose storages the order would fit; or all that help.
 

@@ -14,7 +14,7 @@ from itertools import islice
 import pytest
 
 from graphs.graph import Graph
-from solver.bound import CopyProgram, FoldedGraph, solve_cuts
+from solver.bound import CopyProgram, StorageGraph, solve_cuts
 from solver.schedule import (
     IllegalScheduleError,
     Link,
@@ -59,7 +59,7 @@ def cells(kind: str, part: int) -> Iterator[tuple[Graph, int, HostLink]]:
     while True:
         graph, rng = KINDS[kind][0](seed), random.Random(f"cells {seed}")
         seed += 1
-        folded = FoldedGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_leave=True)
         if folded.n_units > MOST_UNITS or folded.n_nodes > MOST_NODES:
             continue
         total_bytes, total_s = sum(folded.unit_bytes) or 1, graph.baseline_time_s or 1.0
@@ -106,7 +106,7 @@ def test_every_position_bounds_the_truth(kind: str, part: int) -> None:
     for graph, budget_bytes, host, truth in islice(solved(cells(kind, part)), CELLS_EACH):
         check_truth(graph, budget_bytes, host, truth)
         lost = truth.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else 0.0
-        folded = FoldedGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_leave=True)
         for p in range(1, folded.n_nodes + 1):
             program = CopyProgram(
                 folded, position=p, budget_bytes=budget_bytes, places=places_of(host)
@@ -153,7 +153,7 @@ def test_every_position_bounds_random_schedules(first_seed: int) -> None:
     for graph, schedule, places in schedules(30, first_seed=first_seed):
         simulation = simulate(graph, schedule, places=places)
         lost = simulation.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else math.inf
-        folded = FoldedGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_leave=True)
         for p in range(1, folded.n_nodes + 1):
             program = CopyProgram(
                 folded, position=p, budget_bytes=simulation.peak_bytes, places=places
@@ -181,7 +181,7 @@ def host(bytes_per_s: float, capacity_bytes: int = 100) -> Places:
 
 
 def lost_s(places: Places, position: int, graph: Graph = CHAIN) -> float:
-    folded = FoldedGraph.of(graph, may_leave=True)
+    folded = StorageGraph.of(graph, may_leave=True)
     program = CopyProgram(folded, position=position, budget_bytes=12, places=places)
     return CHAIN.baseline_time_s * program.solve(whole=True).lost_share
 
@@ -210,7 +210,7 @@ def test_without_places_the_bound_is_that_of_the_cut() -> None:
         graph = larger_dag(seed)
         if any(graph.views.values()):
             continue  # what a lock proves is left out here
-        folded, free = FoldedGraph.of(graph), FoldedGraph.of(graph, may_leave=True)
+        folded, free = StorageGraph.of(graph), StorageGraph.of(graph, may_leave=True)
         budget_bytes = int(free.least_bytes.max()) + seed % 5
         for p in range(1, folded.n_nodes):
             cut = solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, whole=False)

@@ -1,6 +1,6 @@
 """A node stays as it is while an alias that cannot be made again holds one of its storages."""
 
-from solver.bound import FoldedGraph, lower_bound_s
+from solver.bound import StorageGraph, lower_bound_s
 from solver.methods.evict import evict
 from solver.schedule.simulator import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
@@ -21,7 +21,7 @@ GRAPH = make(
     aliases={"a.over": "a"},
     outputs="e",
 )
-FOLDED = FoldedGraph.of(GRAPH)
+FOLDED = StorageGraph.of(GRAPH)
 A, S, T = 0, 1, 2
 
 

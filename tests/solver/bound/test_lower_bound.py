@@ -10,8 +10,8 @@ import pytest
 from graphs.graph import Graph, Node, Tensor
 from graphs.synthetic.tape import Tape
 from solver.bound.cut import TIME_ERROR, CutMilp, solve_cuts
-from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import GAP, binding_cut, lower_bound_s, proven_least_budget_bytes
+from solver.bound.storage_graph import StorageGraph
 from solver.methods.least_budget import find_obstacle
 from solver.schedule.ops import Compute, Free, Schedule
 from solver.schedule.recompute import baseline
@@ -44,7 +44,7 @@ def budgets(graph: Graph, least_bytes: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(0, N_RANDOM, 20))
 def test_bound_is_below_the_truth_on_random_graphs(seed: int) -> None:
     for graph in map(tiny, range(seed, seed + 20)):
-        folded = FoldedGraph.of(graph)
+        folded = StorageGraph.of(graph)
         least_bytes = least_peak_bytes(graph)
         proven_bytes, _ = proven_least_budget_bytes(folded)
         assert proven_bytes <= least_bytes
@@ -59,7 +59,7 @@ def test_bound_is_below_the_truth_on_random_graphs(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1000, 1060, 20))
 def test_every_set_of_moments_bounds(seed: int) -> None:
     for graph in map(tiny, range(seed, seed + 20)):
-        folded = FoldedGraph.of(graph)
+        folded = StorageGraph.of(graph)
         rng = random.Random(seed)
         budget_bytes = least_peak_bytes(graph)
         truth = fastest(graph, budget_bytes=budget_bytes)
@@ -75,7 +75,7 @@ def test_every_set_of_moments_bounds(seed: int) -> None:
 
 def test_all_moments_bound_at_least_as_much_as_each() -> None:
     for graph in map(tiny, range(2000, 2030)):
-        folded = FoldedGraph.of(graph)
+        folded = StorageGraph.of(graph)
         budget_bytes = least_peak_bytes(graph)
         every = range(1, folded.n_nodes + 1)
         options = {"budget_bytes": budget_bytes, "whole": True, "gap": 0.0}
@@ -100,7 +100,7 @@ def repeated_blocks(seed: int) -> Graph:
 @pytest.mark.parametrize("seed", range(0, 40, 10))
 def test_counting_what_is_alike_bounds_as_before(seed: int) -> None:
     for graph in map(repeated_blocks, range(seed, seed + 10)):
-        folded = FoldedGraph.of(graph)
+        folded = StorageGraph.of(graph)
         least_bytes = least_peak_bytes(graph)
         for budget_bytes in budgets(graph, least_bytes):
             truth = fastest(graph, budget_bytes=budget_bytes)
@@ -122,7 +122,7 @@ def test_equal_blocks_are_proven_in_few_nodes() -> None:
     graph = gpt2()
     least_bytes = find_obstacle(graph).reached_bytes
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    folded, budget_bytes = FoldedGraph.of(graph), (least_bytes + peak_bytes) // 2
+    folded, budget_bytes = StorageGraph.of(graph), (least_bytes + peak_bytes) // 2
     position, _ = binding_cut(folded, budget_bytes=budget_bytes).ranked[0]
     cuts = solve_cuts(
         folded,
@@ -174,7 +174,7 @@ def test_a_chain_has_the_bound_that_counting_gives() -> None:
 
 def test_lower_budgets_have_higher_bounds() -> None:
     for graph in (residual(n_blocks=8), u_shape(depth=3), gpt2()):
-        folded = FoldedGraph.of(graph)
+        folded = StorageGraph.of(graph)
         low, high = (
             proven_least_budget_bytes(folded)[0],
             simulate(graph, baseline(graph)).peak_bytes,
@@ -200,8 +200,8 @@ def test_least_budget_counts_what_may_not_run_again() -> None:
         tensors=(Tensor("x", 4), Tensor("y", 6), Tensor("big", 9), Tensor("z", 0)),
         outputs=("z",),
     )
-    assert int(FoldedGraph.of(graph).least_bytes.max()) == 10
-    assert proven_least_budget_bytes(FoldedGraph.of(graph))[0] == 13 == least_peak_bytes(graph)
+    assert int(StorageGraph.of(graph).least_bytes.max()) == 10
+    assert proven_least_budget_bytes(StorageGraph.of(graph))[0] == 13 == least_peak_bytes(graph)
 
 
 def test_an_output_made_forward_may_be_dropped_and_made_again() -> None:
@@ -237,7 +237,7 @@ def test_views_are_folded_into_their_storage() -> None:
         ),
         outputs=("h",),
     )
-    assert FoldedGraph.of(graph).unit_names == ("x", "y", "g", "h")
+    assert StorageGraph.of(graph).unit_names == ("x", "y", "g", "h")
     assert lower_bound_s(graph, budget_bytes=9) == pytest.approx(5.0)
     truth = fastest(graph, budget_bytes=8)
     assert truth.time_s == 7.0
@@ -245,7 +245,7 @@ def test_views_are_folded_into_their_storage() -> None:
 
 
 def test_same_answer_twice() -> None:
-    folded = FoldedGraph.of(gpt2())
+    folded = StorageGraph.of(gpt2())
     budget_bytes = gpt2_budget_bytes(0.8)
     assert binding_cut(folded, budget_bytes=budget_bytes) == binding_cut(
         folded, budget_bytes=budget_bytes
@@ -263,7 +263,7 @@ def test_what_a_cut_keeps_fits_to_the_byte() -> None:
         small = tape.op(f"small{i}", [wide], size_bytes=rng.randint(1, 40), time_s=0.5)
         x = tape.op(f"join{i}", [wide, small], size_bytes=1 << 31, time_s=1.0)
     graph = tape.graph(tape.op("loss", [x], size_bytes=4, time_s=0.0))
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     small_bytes = [size for size in folded.unit_bytes if size <= 40]
     p = int(folded.baseline_bytes.argmax())
     for n_wide in range(4, 30, 6):

@@ -17,7 +17,7 @@ import solver.cli.arguments
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
 from solver.cli.command import main
-from solver.methods.ilp_stages import TooLargeError
+from solver.methods.ilp_variables import TooLargeError
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline

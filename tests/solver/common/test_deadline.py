@@ -19,9 +19,9 @@ from graphs.files import FormatError
 from graphs.graph import Graph
 from solver import solve
 from solver.bound.cut import CutMilp, solve_cuts
-from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import proven_least_budget_bytes
 from solver.bound.milp import Answer, Milp
+from solver.bound.storage_graph import StorageGraph
 from solver.common import deadline as clock
 from solver.common.deadline import NEVER, Deadline, OutOfTimeError
 from solver.methods.auto.from_cuts import schedule_from_cuts
@@ -29,7 +29,7 @@ from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.recombine import MenuMilp
 from solver.methods.evict import evict
 from solver.methods.ilp import ilp
-from solver.methods.ilp_stages import Stages
+from solver.methods.ilp_variables import Stages
 from solver.methods.least_budget import find_obstacle
 from solver.methods.revolve import reversals
 from solver.schedule.recompute import baseline
@@ -77,7 +77,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 
 def budget_at(share: float) -> int:
-    least_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(GRAPH))
+    least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(GRAPH))
     peak_bytes = simulate(GRAPH, baseline(GRAPH)).peak_bytes
     return least_bytes + int(share * (peak_bytes - least_bytes))
 
@@ -118,7 +118,7 @@ def test_the_speed_of_the_clock_decides_nothing(
     graph: Graph, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine a search sees more of its time gone; it finds the same all the same."""
-    least_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
+    least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
     for method in ("auto", "dp"):
@@ -133,7 +133,7 @@ def test_the_speed_of_the_clock_decides_nothing(
 
 
 def test_parts_end_at_a_deadline_in_the_past() -> None:
-    step, budget_bytes = FoldedGraph.of(GRAPH), budget_at(0.3)
+    step, budget_bytes = StorageGraph.of(GRAPH), budget_at(0.3)
     base = int(step.least_bytes.argmax())
     thrifty = schedule_from_cuts(step, {base: frozenset()})
     assert drop_recomputation(step, thrifty, budget_bytes=10**15) != thrifty

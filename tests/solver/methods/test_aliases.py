@@ -8,7 +8,7 @@ import math
 import pytest
 
 from graphs.graph import Graph
-from solver.bound import FoldedGraph, lower_bound_s, proven_least_budget_bytes
+from solver.bound import StorageGraph, lower_bound_s, proven_least_budget_bytes
 from solver.methods import METHODS, find_obstacle
 from solver.schedule import OPTIMAL_GAP, Request, baseline, keep, simulate
 from solver.schedule.ops import Compute, Free, Schedule
@@ -78,7 +78,7 @@ def check_graph(graph: Graph, i: int) -> None:
         time_s, peak_bytes, _ = play(graph, Schedule(ops, graph.graph_id))
         assert math.isclose(time_s, truth.time_s)
         assert peak_bytes <= given_bytes
-    proven_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
+    proven_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
     assert proven_bytes <= least_bytes <= find_obstacle(graph).reached_bytes
     bound_s = lower_bound_s(graph, budget_bytes=given_bytes)
     assert bound_s <= truth.time_s * (1 + 1e-9)
@@ -104,7 +104,7 @@ def test_a_step_that_takes_no_time_and_fits_nowhere() -> None:
 def test_every_method_proposes_what_is_legal() -> None:
     for graph in map(aliasing_dag, range(5000, 5060)):
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-        least_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
+        least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
         for method in METHODS.keys() - {"ilp", "auto"}:
             request = Request((least_bytes + peak_bytes) // 2, method=method, time_limit_s=600)
             attempt(graph, request)  # a refused proposal warns

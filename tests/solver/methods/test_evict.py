@@ -1,7 +1,7 @@
 """Greedy eviction where it used to get stuck: what is dead stays, what is needed comes too late."""
 
 from graphs.graph import Graph
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.methods import find_obstacle
 from solver.methods.ahead import Ahead, ahead_of
 from solver.methods.evict import evict
@@ -45,7 +45,7 @@ def wide_blocks() -> Graph:
 
 def test_made_ahead_of_time_where_just_in_time_has_no_room() -> None:
     graph = wide_blocks()
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     least_bytes = least_peak_bytes(graph)
     h1, since, until = folded.unit_names.index("h1"), 5, 6  # widen2, narrow2
     gates = ahead_of(folded, until, budget_bytes=least_bytes)
@@ -57,7 +57,7 @@ def test_made_ahead_of_time_where_just_in_time_has_no_room() -> None:
 
 
 def test_nothing_is_made_ahead_where_there_is_room() -> None:
-    folded = FoldedGraph.of(wide_blocks())
+    folded = StorageGraph.of(wide_blocks())
     for q in range(folded.n_nodes + 1):
         assert not list(ahead_of(folded, q, budget_bytes=100))
 
@@ -73,7 +73,7 @@ def test_what_runs_once_goes_after_its_last_use() -> None:
         {"x": 1, "h": 1, "z": 10, "g": 1, "g0": 1},
         outputs="g0",
     )
-    schedule, _ = evict(FoldedGraph.of(graph), budget_bytes=13)
+    schedule, _ = evict(StorageGraph.of(graph), budget_bytes=13)
     assert schedule is not None
     assert simulate(graph, schedule).peak_bytes == least_peak_bytes(graph) == 13
 
@@ -84,7 +84,7 @@ def test_the_least_budget_of_all() -> None:
     for seed in range(n_graphs):
         graph = random_dag(seed=seed, n_forward=6, n_later=4)
         least_bytes = least_peak_bytes(graph)
-        folded = FoldedGraph.of(graph)
+        folded = StorageGraph.of(graph)
         assert evict(folded, budget_bytes=least_bytes - 1)[0] is None
         schedule, _ = evict(folded, budget_bytes=least_bytes)
         if schedule is not None:

@@ -6,11 +6,11 @@ import random
 import pytest
 
 from graphs.graph import Graph, Node, Tensor
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.common import Deadline
 from solver.methods import ilp as module
 from solver.methods.ilp import ilp, solve_stages
-from solver.methods.ilp_stages import Stages, TooLargeError
+from solver.methods.ilp_variables import Stages, TooLargeError
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -19,7 +19,7 @@ from tests.support.nets import chain, random_dag, residual
 
 
 def solve_once(graph: Graph, *, budget_bytes: int, n_sweeps: int = 1) -> Schedule | None:
-    stages = Stages(FoldedGraph.of(graph), budget_bytes=budget_bytes, n_sweeps=n_sweeps)
+    stages = Stages(StorageGraph.of(graph), budget_bytes=budget_bytes, n_sweeps=n_sweeps)
     schedule, _ = solve_stages(stages, deadline=Deadline.after(600))
     return schedule
 

@@ -7,7 +7,7 @@ import pytest
 
 from graphs.graph import Graph
 from graphs.synthetic import nets
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.methods import find_obstacle
 from solver.methods.auto import auto
 from solver.methods.auto import with_copies as module
@@ -48,14 +48,14 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
     for seed in range(first_seed, first_seed + 200):
         graph, rng = some_graph(seed), random.Random(f"placed {seed}")
         order = keep(graph, [n for n in graph.producer if rng.random() < 0.6]).order
-        folded = FoldedGraph.of(graph)
+        folded = StorageGraph.of(graph)
         gaps = [gap for gap in find_gaps(folded, order) if rng.random() < 0.7]
         if not gaps:
             continue
         total_bytes = sum(folded.unit_bytes)
         rate = rng.choice((0.3, 1.0, 5.0)) * total_bytes / (graph.baseline_time_s or 1.0)
         places = host(rate, max(1, int(rng.choice((0.5, 2)) * total_bytes)), rng.choice((0, 0.1)))
-        least_bytes = int(FoldedGraph.of(graph, may_leave=True).least_bytes.max())
+        least_bytes = int(StorageGraph.of(graph, may_leave=True).least_bytes.max())
         budget_bytes = least_bytes + int(rng.random() * total_bytes)
         assert places.host is not None
         placed = place_copies(folded, order, gaps, budget_bytes=budget_bytes, host=places.host)
@@ -82,7 +82,7 @@ def found(graph: Graph, proposal: Proposal, places: Places) -> float:
 def test_bound_truth_and_schedule_are_in_order(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 5):
         graph = random_dag(seed=seed, n_forward=seed % 3 + 2, n_later=seed % 2 + 2)
-        folded = FoldedGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_leave=True)
         rate = sum(folded.unit_bytes) / (graph.baseline_time_s or 1.0) or 1.0
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
         budget_bytes = (int(folded.least_bytes.max()) + peak_bytes) // 2
@@ -197,7 +197,7 @@ def test_gradients_that_the_caller_computes_stay() -> None:
         {"x": 1, "early": 1, "late": 50, "big": 60, "g": 1, "h": 1},
         outputs="x h",
     )
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     gaps = find_gaps(folded, baseline(graph).order)
     assert "late" not in {folded.unit_names[gap.unit] for gap in gaps}
     assert "early" not in {folded.unit_names[gap.unit] for gap in gaps}

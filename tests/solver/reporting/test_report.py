@@ -21,7 +21,7 @@ from solver.methods.registry import METHODS
 from solver.reporting.report_data import Report, best, to_json
 from solver.reporting.rows import dtype_table, memory_table
 from solver.reporting.terminal import show
-from solver.runtime_hooks import Verification
+from solver.runtime_calls import Verification
 from solver.schedule.memory import CATEGORIES, memory_at, node_at
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate

@@ -16,9 +16,9 @@ from solver import solve
 from solver.analysis.by_block import block_rows
 from solver.analysis.explain import peak, why_recomputed
 from solver.cli.command import Exit, main
+from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.memory import away_for_backward, occupancy, saved_for_backward
 from solver.schedule.ops import Schedule
-from solver.schedule.places import Link, Place, Places
 from solver.schedule.recompute import keep
 from solver.schedule.simulator import IllegalScheduleError, simulate
 from solver.schedule.solution import Request, SavedSchedule, Solution

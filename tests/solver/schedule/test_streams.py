@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from graphs.graph import Graph
+from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.memory import live_bytes_by, memory_at
 from solver.schedule.ops import (
     Delete,
@@ -19,7 +20,6 @@ from solver.schedule.ops import (
     Store,
     ops_from_json,
 )
-from solver.schedule.places import Link, Place, Places
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import (
     IllegalScheduleError,

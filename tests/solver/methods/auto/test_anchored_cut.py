@@ -12,8 +12,8 @@ from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.analysis.pareto import sweep
 from solver.bound.cut import solve_cuts
-from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
+from solver.bound.storage_graph import StorageGraph
 from solver.methods.auto import auto
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.from_cuts import schedule_from_cuts
@@ -28,7 +28,7 @@ RECURRENT = nets.recurrent(n_steps=60)
 
 def budget_at(graph: Graph, share: float) -> int:
     """Bytes at this share of the way from the least budget to the baseline's peak."""
-    least_bytes, _ = proven_least_budget_bytes(FoldedGraph.of(graph))
+    least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     return least_bytes + int(share * (peak_bytes - least_bytes))
 
@@ -37,7 +37,7 @@ def budget_at(graph: Graph, share: float) -> int:
 @pytest.mark.parametrize(("share", "gap"), [(0.5, 1e-3), (0.4, 1e-3), (0.3, 0.02), (0.1, 0.02)])
 def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> None:
     graph = nets.recurrent(n_steps=200)
-    folded, budget_bytes = FoldedGraph.of(graph), budget_at(graph, share)
+    folded, budget_bytes = StorageGraph.of(graph), budget_at(graph, share)
     base, lost_share = binding_cut(folded, budget_bytes=budget_bytes, gap=1e-3).ranked[0]
     alone = solve_cuts(folded, positions=[base], budget_bytes=budget_bytes, whole=True)
     assert alone.kept is not None
@@ -85,7 +85,7 @@ def test_a_sweep_hands_each_search_the_schedule_before(monkeypatch: pytest.Monke
         handed.append((options["budget_bytes"], tuple(starts), found.schedule))
         return found
 
-    front_door = importlib.import_module("solver.solving.answering")
+    front_door = importlib.import_module("solver.solving.solve_request")
     monkeypatch.setattr(front_door, "METHODS", {"auto": Method(spy, takes_starts=True)})
     budgets = [budget_at(RECURRENT, share) for share in (0.5, 0.6, 0.7)]
     sweep(RECURRENT, budgets=budgets)

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from graphs.graph import Graph
-from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import proven_least_budget_bytes
+from solver.bound.storage_graph import StorageGraph
 from solver.methods.auto import auto
 from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.search import DONE_GAP
@@ -46,7 +46,7 @@ def overhead(graph: Graph, time_s: float) -> float:
 
 def budget(graph: Graph, share: float) -> int:
     """The budget at this place between the proven least budget and the baseline's peak."""
-    low = proven_least_budget_bytes(FoldedGraph.of(graph))[0]
+    low = proven_least_budget_bytes(StorageGraph.of(graph))[0]
     return low + int(share * (simulate(graph, baseline(graph)).peak_bytes - low))
 
 
@@ -156,7 +156,7 @@ def test_no_time_gives_the_best_so_far() -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_eviction_stays_within_the_budget_and_improvement_never_harms(name: str) -> None:
     graph = NETS[name]
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     for share in (0.7, 0.4, 0.2):
         budget_bytes = budget(graph, share)
         schedule = evict(folded, budget_bytes=budget_bytes)[0]
@@ -174,6 +174,6 @@ def test_the_answer_is_a_local_optimum_even_where_the_search_ends_near_the_bound
     budget_bytes = graph.resident_bytes + int(0.75 * (peak_bytes - graph.resident_bytes))
     found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
     assert found.schedule is not None
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     again = drop_recomputation(folded, found.schedule, budget_bytes=budget_bytes)
     assert again == found.schedule

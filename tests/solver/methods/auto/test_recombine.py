@@ -10,8 +10,8 @@ import pytest
 
 from graphs.graph import Graph
 from solver.bound.cut import CutMilp, solve_cuts
-from solver.bound.folded import FoldedGraph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
+from solver.bound.storage_graph import StorageGraph
 from solver.methods import find_obstacle
 from solver.methods.auto import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
@@ -35,11 +35,11 @@ NETS = {
 
 
 def budget(graph: Graph, share: float) -> int:
-    low = proven_least_budget_bytes(FoldedGraph.of(graph))[0]
+    low = proven_least_budget_bytes(StorageGraph.of(graph))[0]
     return low + int(share * (simulate(graph, baseline(graph)).peak_bytes - low))
 
 
-def lp_share(folded: FoldedGraph, positions: list[int], budget_bytes: int) -> float:
+def lp_share(folded: StorageGraph, positions: list[int], budget_bytes: int) -> float:
     return solve_cuts(
         folded, positions=positions, budget_bytes=budget_bytes, whole=False
     ).lost_share
@@ -48,7 +48,7 @@ def lp_share(folded: FoldedGraph, positions: list[int], budget_bytes: int) -> fl
 @pytest.mark.parametrize("name", NETS)
 def test_several_cuts_bound_as_well_as_each_alone_already_as_an_lp(name: str) -> None:
     graph = NETS[name]
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     rng = random.Random(0)
     for share in (0.2, 0.5):
         budget_bytes = budget(graph, share)
@@ -61,7 +61,7 @@ def test_several_cuts_bound_as_well_as_each_alone_already_as_an_lp(name: str) ->
 @pytest.mark.parametrize("name", NETS)
 def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
     graph = NETS[name]
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     budget_bytes = budget(graph, 0.4)
     full = list(range(folded.n_forward, folded.n_nodes))
     positions = full[:: max(1, len(full) // 4)]
@@ -78,7 +78,7 @@ def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
     graph = random_dag(seed=seed, n_forward=8, n_later=6)
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     budget_bytes = budget(graph, 0.3)
     for p in range(folded.n_forward, folded.n_nodes):
         program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
@@ -95,7 +95,7 @@ def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
 
 def searched(graph: Graph, share: float) -> tuple[Search, int]:
     """A search whose menu holds what cuts and evictions recomputed, and the position that binds."""
-    folded = FoldedGraph.of(graph)
+    folded = StorageGraph.of(graph)
     search = Search(folded, budget_bytes=budget(graph, share), time_limit_s=math.inf)
     binding = binding_cut(folded, budget_bytes=search.budget_bytes)
     search.prove(binding.lost_share)

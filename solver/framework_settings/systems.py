@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from graphs.graph import Graph, Node
-from solver.emit.model_layers import FUSED_ATTENTION, Layer, attention_nodes, mlp_parts, norm_parts
+from solver.framework_settings.model_layers import (
+    FUSED_ATTENTION,
+    Layer,
+    attention_nodes,
+    mlp_parts,
+    norm_parts,
+)
 from solver.methods import segment_counts
 from solver.module_checkpointing import CheckpointRegion
 

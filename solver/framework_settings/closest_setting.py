@@ -1,8 +1,8 @@
 """The closest setting of another system: of all that it offers, the fastest that fits.
 
-Every candidate (`solver.emit.systems`) is simulated on the same graph as our plan, so the figures
-can be compared. They are forecasts of that system: it runs other kernels, and what it allocates
-beside the model is not in the graph.
+Every candidate (`solver.framework_settings.systems`) is simulated on the same graph
+as our plan, so the figures can be compared. They are forecasts of that system: it runs other
+kernels, and what it allocates beside the model is not in the graph.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from solver.emit.model_layers import layers
-from solver.emit.systems import SYSTEMS, Candidate, Family
+from solver.framework_settings.model_layers import layers
+from solver.framework_settings.systems import SYSTEMS, Candidate, Family
 from solver.module_checkpointing import forecast
 from solver.schedule import Simulation, simulate
 

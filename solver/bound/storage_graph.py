@@ -1,4 +1,4 @@
-"""A graph in numbers: what the cut bound, the ILP and `auto` need to know, once per graph.
+"""A graph of numbered storages: what the cut bound, the ILP and `auto` need, once per graph.
 
 Tensors are folded into storages, called units here: a unit is there when any tensor on it is. A
 node reads the units of its inputs and those of which it makes an alias, and makes the units whose
@@ -14,8 +14,9 @@ have been computed and no other):
   what a node from p on, or the end, still reads is on the device now.
 - A forward unit made before p that a node from p on, or the end, still reads is on the device now
   or its maker is recomputed after this position. If p reads it, it is on the device now.
-- Within a lock (`solver.bound.locks`) that begins at p, the maker is not recomputed: what else it
-  made and a node up to the end of the lock reads is on the device now, as if p read it, and stays.
+- Within a span without recomputation (`solver.bound.no_recompute_spans`) that begins at p, its
+  maker is not recomputed: what else it made and a node up to the end of the span reads is on the
+  device now, as if p read it, and stays.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ import numpy as np
 import numpy.typing as npt
 
 from graphs.graph import Graph
-from solver.bound.locks import find_locks, may_run_again
+from solver.bound.no_recompute_spans import find_no_recompute_spans, may_run_again
 from solver.schedule import needs
 
 Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class FoldedGraph:
+class StorageGraph:
     """The folded graph. Nodes and units are numbered; forward nodes are 0 .. n_forward - 1.
 
     time_s, workspace_bytes, reads, makes: by node. recomputable: the node may run more than once.
-    locks: by node, spans (first, last): not between the first runs of nodes first - 1 and last.
+    no_recompute: by node, spans (first, last): not recomputed between the first runs of nodes
+        first - 1 and last.
     unit_bytes, maker: by unit. uses: by unit, the nodes that read it, in order, and n_nodes (the
     end) if it holds an output of the graph. pinned: by unit, spans (first, last) of nodes during
     which it must be on the device whatever else is decided.
@@ -51,7 +53,7 @@ class FoldedGraph:
     time_s: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     recomputable: tuple[bool, ...]
-    locks: Mapping[int, Sequence[tuple[int, int]]]
+    no_recompute: Mapping[int, Sequence[tuple[int, int]]]
     reads: tuple[tuple[int, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     unit_names: tuple[str, ...]
@@ -61,11 +63,12 @@ class FoldedGraph:
     pinned: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def of(cls, graph: Graph, *, may_leave: bool = False) -> FoldedGraph:
+    def of(cls, graph: Graph, *, may_leave: bool = False) -> StorageGraph:
         """Fold the graph; linear in its size.
 
         may_leave: storages may be away, in another place, and come back by a copy. Then nothing is
-        pinned, and as an alias may be away while its storage is made again, nothing is locked.
+        pinned, and as an alias may be away while its storage is made again, every recomputable
+        node may be recomputed at any time.
         """
         roots = [
             (name, p)
@@ -98,25 +101,25 @@ class FoldedGraph:
             else []
             for u, p in enumerate(maker)
         ]
-        locks: dict[int, list[tuple[int, int]]] = {}
-        for lock in () if may_leave else find_locks(graph):
-            locks.setdefault(lock.maker, []).append((lock.first + 1, lock.last))
-            for u in makes[lock.maker]:
-                held = [use for use in uses[u] if lock.first < use <= lock.last]
-                if u == unit[lock.root]:
-                    pinned[u].append((lock.first + 1, lock.last))
+        no_recompute: dict[int, list[tuple[int, int]]] = {}
+        for span in () if may_leave else find_no_recompute_spans(graph):
+            no_recompute.setdefault(span.maker, []).append((span.first + 1, span.last))
+            for u in makes[span.maker]:
+                held = [use for use in uses[u] if span.first < use <= span.last]
+                if u == unit[span.root]:
+                    pinned[u].append((span.first + 1, span.last))
                 elif held:
-                    pinned[u].append((lock.first + 1, held[-1]))
-                    if u not in reads[lock.first]:
-                        reads[lock.first] += (u,)
-                        insort(uses[u], lock.first)
+                    pinned[u].append((span.first + 1, held[-1]))
+                    if u not in reads[span.first]:
+                        reads[span.first] += (u,)
+                        insort(uses[u], span.first)
         return cls(
             graph=graph,
             n_forward=n_forward,
             time_s=tuple(node.time_s for node in graph.nodes),
             workspace_bytes=tuple(node.workspace_bytes for node in graph.nodes),
             recomputable=recomputable,
-            locks=locks,
+            no_recompute=no_recompute,
             reads=tuple(reads),
             makes=makes,
             unit_names=tuple(name for name, _ in roots),
@@ -239,16 +242,16 @@ class FoldedGraph:
             window = min(self.last_need[n], before) - after - 1
             window = min(window, len(least_gap) - 1)
             may[n] = window >= 0 and least_gap[window] + self.run_bytes[n] <= budget_bytes
-            if may[n] and n in self.locks:
+            if may[n] and n in self.no_recompute:
                 fits = self.held_bytes[: after + window + 2] + self.run_bytes[n] <= budget_bytes
-                for first, last in self.locks[n]:
+                for first, last in self.no_recompute[n]:
                     fits[first : last + 1] = False
                 may[n] = fits[after + 1 :].any()
         return may
 
     def is_locked(self, n: int, p: int) -> bool:
         """Whether node n cannot be recomputed between the first runs of nodes p - 1 and p."""
-        return any(first <= p <= last for first, last in self.locks.get(n, ()))
+        return any(first <= p <= last for first, last in self.no_recompute.get(n, ()))
 
     @cached_property
     def run_bytes(self) -> Bytes:

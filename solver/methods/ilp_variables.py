@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from solver.bound import FoldedGraph
+from solver.bound import StorageGraph
 from solver.common import NEVER, Deadline
 from solver.schedule import needs
 
@@ -57,7 +57,7 @@ class Stages:
 
     def __init__(
         self,
-        folded: FoldedGraph,
+        folded: StorageGraph,
         *,
         budget_bytes: int,
         n_sweeps: int,
@@ -131,7 +131,7 @@ class Stages:
                 yield from ((p, root) for first, last in spans for p in range(first, last + 1))
 
 
-def _items(folded: FoldedGraph) -> tuple[Item, ...]:
+def _items(folded: StorageGraph) -> tuple[Item, ...]:
     """Tensors made by forward nodes whose storage has bytes or aliases; the others never go."""
     graph = folded.graph
     names = [
@@ -160,7 +160,7 @@ def _items(folded: FoldedGraph) -> tuple[Item, ...]:
     )
 
 
-def _first_stage(folded: FoldedGraph, budget_bytes: int) -> int:
+def _first_stage(folded: StorageGraph, budget_bytes: int) -> int:
     """The first stage at which keeping everything could overflow: nothing is recomputed up to it.
 
     What would be recomputed before it could as well have been kept.

@@ -1,4 +1,4 @@
-"""Locks: spans of a step in which a forward node cannot be recomputed, whatever is decided.
+"""Spans of a step in which a forward node cannot be recomputed, whatever is decided.
 
 A storage is not made again while an alias holds the old one. The alias of a node that runs only
 once (a view or an overwrite in the backward pass) cannot be freed before its last use, so up to
@@ -14,7 +14,7 @@ from graphs.graph import Graph, Node
 
 
 @dataclass(frozen=True)
-class Lock:
+class NoRecomputeSpan:
     """maker, root: the node, by position, and its output with the alias.
 
     first, last: positions of the node that makes the alias and of its last use (n_nodes: the end).
@@ -27,8 +27,8 @@ class Lock:
     last: int
 
 
-def find_locks(graph: Graph) -> Iterator[Lock]:
-    """The locks on nodes that may be recomputed elsewhere."""
+def find_no_recompute_spans(graph: Graph) -> Iterator[NoRecomputeSpan]:
+    """The spans of nodes that may be recomputed elsewhere."""
     position = {node.name: p for p, node in enumerate(graph.nodes)}
     outputs = set(graph.outputs)
     for root, aliases in graph.views.items():
@@ -39,7 +39,7 @@ def find_locks(graph: Graph) -> Iterator[Lock]:
             last = max((position[node.name] for node in graph.consumers[alias]), default=-1)
             last = len(graph.nodes) if alias in outputs else last
             if last > position[once.name]:
-                yield Lock(position[maker.name], root, position[once.name], last)
+                yield NoRecomputeSpan(position[maker.name], root, position[once.name], last)
 
 
 def may_run_again(node: Node) -> bool:

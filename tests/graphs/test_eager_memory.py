@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphs.eager import as_eager
+from graphs.eager_memory import as_eager
 from graphs.graph import Graph, Node, Tensor
 from solver.schedule import baseline, simulate
 

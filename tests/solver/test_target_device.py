@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphs.hardware import DEVICES
-from solver.device import DeviceError, card_called, find_hardware
 from solver.reporting import describe_costs
+from solver.target_device import DeviceError, card_called, find_hardware
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from graphs.rewrites import Variants
 from solver.analysis import Curve, SizeSearch, advise, pareto
 from solver.common import counted, format_time, now_s, parse_size, tell, telling
 from solver.reporting.report_data import Report, describe_costs, step_notes
-from solver.runtime_hooks import Verification, run_verifier
+from solver.runtime_calls import Verification, run_verifier
 from solver.schedule import Solution
 
 if TYPE_CHECKING:

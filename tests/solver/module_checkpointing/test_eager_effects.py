@@ -10,7 +10,7 @@ from torch import nn
 
 from graphs.graph import Graph, Node, Tensor
 from graphs.trace import trace
-from solver.module_checkpointing.eager import EagerStep
+from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.region_plan import plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by
 from solver.schedule.ops import Compute, Free

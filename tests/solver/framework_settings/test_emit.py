@@ -16,9 +16,9 @@ from graphs.graph import Graph
 from graphs.trace import trace
 from scheduler_runtime.measuring import measure
 from solver.cli.command import main
-from solver.emit.closest_setting import nearest
-from solver.emit.model_layers import NoLayersError, layers
-from solver.emit.systems import SYSTEMS
+from solver.framework_settings.closest_setting import nearest
+from solver.framework_settings.model_layers import NoLayersError, layers
+from solver.framework_settings.systems import SYSTEMS
 from solver.module_checkpointing.forecasts import forecast
 from solver.module_checkpointing.regions import CheckpointRegion
 from solver.schedule.recompute import baseline
