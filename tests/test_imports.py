@@ -42,7 +42,7 @@ def imported_by(program: str, *arguments: str) -> set[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     loaded = json.loads(done.stdout.splitlines()[-1])
@@ -72,6 +72,7 @@ def test_planning_a_saved_graph_imports_nothing_heavy(tmp_path):
     assert imported_by(program, str(GRAPH), *options) == {"scipy"}
 
 
+@pytest.mark.slow
 def test_tests_of_the_solver_collect_without_torch():
     folders = ("bound", "chain", "common", "methods", "schedule", "analysis")
     paths = [f"tests/solver/{name}" for name in folders]
@@ -93,7 +94,7 @@ def test_the_version_loads_nothing_else():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     version, loaded = done.stdout.splitlines()
