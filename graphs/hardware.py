@@ -1,10 +1,15 @@
-"""Known devices: peak compute rates, memory bandwidth and capacity.
+"""Known devices: peak compute rates, memory bandwidth and capacity, and the link to their host.
 
 Rates are the vendors' dense peaks (no sparsity). No kernel reaches them, but a plan depends only on
 ratios between operators, and costs can be measured instead. "float32" is the rate without TF32;
 "tfloat32" is the TF32 rate, which PyTorch uses by default in convolutions but not in matrix
 products. Only matrix products, convolutions and attention are costed by these rates, so they are
 tensor-core rates wherever the card has them for the dtype.
+
+Rates of links are what others measured and published, for one direction at a time and pinned
+memory: PCI Express reaches 0.8 to 0.9 of its nominal rate. How much host memory there is, and how
+fast a disk is, depends on the machine and not on the card: of those only a superchip's memory is
+here.
 """
 
 from __future__ import annotations
@@ -14,10 +19,66 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16")
-_PCIE_3, _PCIE_4, _PCIE_5 = 16, 32, 64
-"""GB/s of a PCI Express link of 16 lanes, one way, of which about 0.9 is reached."""
 _GEFORCE = ", appendix A; fp16 accumulated in fp32, fp64 1/64 of fp32"
 _DENSE = ", halved where it states sparsity; fp64 by its tensor cores"
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Copies between a device and its host's memory, away from the device (out) and back (in).
+
+    out_bytes_per_s, in_bytes_per_s: of large copies.
+    latency_s: what each copy takes besides, whatever its size.
+    source: where the figures come from.
+    capacity_bytes: of the host's memory, where it belongs to the device (None: the machine's).
+
+    Raises ValueError for a rate that is not above zero and for a latency below zero.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    latency_s: float
+    source: str
+    capacity_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("out_bytes_per_s", "in_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not self.latency_s >= 0:
+            raise ValueError(f"latency_s is {self.latency_s}; it must be 0 or more")
+
+
+_CALL_S = 6e-6
+_OF_CALL = (
+    "; latency: 5 to 7 microseconds for each cudaMemcpyAsync (Wu et al. 2026, arXiv 2602.21548, "
+    "section 5.2)"
+)
+_PCIE_3 = HostCopies(
+    13.2e9, 12.4e9, _CALL_S, "nvbandwidth's copies over 16 lanes of PCI Express 3" + _OF_CALL
+)
+_PCIE_4 = HostCopies(
+    25.2e9,
+    25.2e9,
+    _CALL_S,
+    "nvbandwidth 0.5 on an A10 over 16 lanes of PCI Express 4, towards the device; away from it "
+    "taken to be the same" + _OF_CALL,
+)
+_PCIE_5 = HostCopies(
+    55.2e9,
+    55.4e9,
+    _CALL_S,
+    "nvbandwidth 0.10 on eight cards over 16 lanes of PCI Express 5; NVIDIA's article on the tool "
+    "has 55.6 towards the device" + _OF_CALL,
+)
+_C2C = HostCopies(
+    295.2e9,
+    337.6e9,
+    _CALL_S,
+    "nvbandwidth 0.6 on a GH200 480GB, from the tests of Microsoft's superbenchmark (nominal: 450 "
+    "each way; both at once are slower)" + _OF_CALL,
+    capacity_bytes=480 * 10**9,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +93,7 @@ class Hardware:
     bytes_per_s: memory bandwidth.
     capacity_bytes: memory as sold (the driver may keep back a percent of it); None: unknown, and a
         budget cannot be given as a share of it.
-    host_link_bytes_per_s: to the host, one way.
+    host_copies: to the host's memory and back.
     source: where the figures come from.
     compute_capability: of a CUDA card, major and minor; None: not a card, or unknown.
     """
@@ -43,7 +104,7 @@ class Hardware:
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
     capacity_bytes: int | None
-    host_link_bytes_per_s: float
+    host_copies: HostCopies
     source: str
     compute_capability: tuple[int, int] | None = None
 
@@ -53,7 +114,6 @@ class Hardware:
         figures = {
             **{f"flops_per_s[{dtype!r}]": rate for dtype, rate in self.flops_per_s.items()},
             "bytes_per_s": self.bytes_per_s,
-            "host_link_bytes_per_s": self.host_link_bytes_per_s,
         }
         if self.capacity_bytes is not None:
             figures["capacity_bytes"] = self.capacity_bytes
@@ -68,10 +128,10 @@ class Hardware:
 
 # fmt: off
 _CARDS: tuple[
-    tuple[str, str, tuple[int, int], tuple[float, ...], float, int, float, str], ...
+    tuple[str, str, tuple[int, int], tuple[float, ...], float, int, HostCopies, str], ...
 ] = (
     # name, title, compute capability, TFLOP/s of the dtypes in _DTYPES, memory GB/s, memory GB,
-    # link GB/s, source
+    # link, source
     # no tf32, no bf16
     ("t4", "NVIDIA T4 16 GB", (7, 5), (0.254, 8.1, 8.1, 65, 8.1), 320, 16, _PCIE_3,
      "NVIDIA T4 datasheet (2019), fp64 1/32 of fp32; bandwidth: 256 bits at 10 Gbit/s"),
@@ -87,6 +147,8 @@ _CARDS: tuple[
      "NVIDIA H100 datasheet (2023), SXM column" + _DENSE),
     ("h100-pcie", "NVIDIA H100 80 GB PCIe", (9, 0), (51, 51, 378, 756.5, 756.5), 2000, 80, _PCIE_5,
      "NVIDIA H100 datasheet (2022), PCIe column" + _DENSE),
+    ("gh200", "NVIDIA GH200 96 GB", (9, 0), (67, 67, 494.5, 989.5, 989.5), 4000, 96, _C2C,
+     "NVIDIA GH200 Grace Hopper datasheet (2023), HBM3" + _DENSE),
     ("h200", "NVIDIA H200 141 GB SXM", (9, 0), (67, 67, 494.5, 989.5, 989.5), 4800, 141, _PCIE_5,
      "NVIDIA H200 datasheet (2024), SXM column" + _DENSE),
     ("b200", "NVIDIA B200 180 GB SXM", (10, 0), (37, 75, 1100, 2250, 2250), 7700, 180, _PCIE_5,
@@ -102,7 +164,7 @@ _DEVICES = (
         flops_per_s={"float32": 1e11, "float64": 5e10, "bfloat16": 1e11, "float16": 1e11},
         bytes_per_s=2e10,
         capacity_bytes=None,
-        host_link_bytes_per_s=2e10,
+        host_copies=HostCopies(1e10, 1e10, 0.0, "half of the memory bandwidth: read and written"),
         source="round figures of a few cores with AVX2 and two channels of DDR4; no one machine",
     ),
     *(
@@ -113,7 +175,7 @@ _DEVICES = (
             flops_per_s={d: 1e12 * rate for d, rate in zip(_DTYPES, tera_rates, strict=True)},
             bytes_per_s=1e9 * bandwidth_gb,
             capacity_bytes=10**9 * capacity_gb,
-            host_link_bytes_per_s=1e9 * link_gb,
+            host_copies=link,
             source=source,
             compute_capability=capability,
         )
@@ -124,7 +186,7 @@ _DEVICES = (
             tera_rates,
             bandwidth_gb,
             capacity_gb,
-            link_gb,
+            link,
             source,
         ) in _CARDS
     ),

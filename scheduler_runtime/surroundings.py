@@ -53,15 +53,14 @@ def host_for(
 ) -> Places | None:
     """`solver.target_device.host_beside` for a training step of this model where it is.
 
-    costs: as `fit` is given them.
+    costs: of the step's operators, which may know the link (None: they do not).
     """
-    if host_budget is None and host_link is None:
-        return None
     device = device_of(model)
     return host_beside(
         host_budget,
         host_link,
-        hardware=None if host_link is not None else find_hardware(str(device)),
+        hardware=find_hardware(str(device), needs_rates=False),
+        costs=costs,
         resident_bytes=bytes_of(resident_tensors(model, (), ()), device),
     )
 

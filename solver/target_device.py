@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.hardware import DEVICES, Hardware, card_called, named
-from solver.common import BudgetError, parse_rate, parse_size, reject_missing_unit
+from solver.common import (
+    BudgetError,
+    format_both,
+    parse_rate,
+    parse_size,
+    reject_missing_unit,
+)
 from solver.schedule import Link, Place, Places
 
 if TYPE_CHECKING:
@@ -104,16 +110,19 @@ def host_beside(
     link: HostLink | None = None,
     *,
     hardware: Hardware | None,
+    costs: CostModel | None = None,
     resident_bytes: int = 0,
 ) -> Places | None:
     """Host memory that a plan may copy to; None where no budget of it is given.
 
     budget: bytes of pinned host memory: "64GB", 64e9.
     link: bytes per second, "50GB/s", or of the two directions, away from the device and back to it:
-        "50GB/s,40GB/s", ("50GB/s", "40GB/s"). None: that of the hardware.
+        "50GB/s,40GB/s", ("50GB/s", "40GB/s"). None: measured if the costs are, else that of the
+        hardware. The latency of a copy is the hardware's where the link is given (0: unknown).
     resident_bytes: of the step, to reject "64" where 64 GB was meant.
 
-    Raises BudgetError for an invalid size or rate, a link without a budget, and an unknown link.
+    Raises BudgetError for an invalid size or rate, a link without a budget, an unknown link, and
+    for more than the host of a superchip has.
     """
     if budget is None:
         if link is not None:
@@ -126,20 +135,28 @@ def host_beside(
         raise BudgetError(f"invalid host budget {budget!r}: write 64GB or a number of bytes")
     capacity_bytes = parse_size(budget, what="host budget")
     reject_missing_unit(budget, resident_bytes=resident_bytes, what="host budget")
+    copies = None if hardware is None else hardware.host_copies
+    most_bytes = None if copies is None else copies.capacity_bytes
+    if most_bytes is not None and capacity_bytes > most_bytes:
+        raise BudgetError(
+            f"invalid host budget {budget!r}: the host of this device has {format_both(most_bytes)}"
+        )
     if link is None:
-        if hardware is None:
+        copies = getattr(costs, "host_copies", None) or copies
+        if copies is None:
             raise BudgetError(
                 "how fast the host is reached is unknown; give the link (--host-link 50GB/s, or in "
                 "Python host_link='50GB/s') or name a device (--device h100, device='h100')"
             )
-        rates = [hardware.host_link_bytes_per_s] * 2
+        rates = [copies.out_bytes_per_s, copies.in_bytes_per_s]
     else:
         words = link.split(",") if isinstance(link, str) else link
         parts = words if isinstance(words, Sequence) else [words]
         if len(parts) not in (1, 2):
             raise BudgetError(f"invalid host link {link!r}: write 50GB/s, or OUT,IN: 50GB/s,40GB/s")
         rates = [parse_rate(part, what="host link") for part in parts]
-    return Places(host=Place(capacity_bytes, Link(rates[0], rates[-1])))
+    latency_s = 0.0 if copies is None else copies.latency_s
+    return Places(host=Place(capacity_bytes, Link(rates[0], rates[-1], latency_s)))
 
 
 def find_hardware(name: str, *, needs_rates: bool = True) -> Hardware:

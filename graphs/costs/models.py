@@ -6,6 +6,7 @@ distinct call on the device of this machine. Both have the method `cost(call)`.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -20,12 +21,13 @@ from graphs.costs.attention_seeds import real_seeds
 from graphs.costs.cache import CostCache
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
 from graphs.costs.free_memory import free_bytes
+from graphs.costs.host_copies import measured_host_copies
 from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.costs.observed import observed_run
 from graphs.costs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.workspace import cpu_workspace_bytes
-from graphs.hardware import Hardware, card_called, named
+from graphs.hardware import Hardware, HostCopies, card_called, named
 
 DISPATCH_S = 5e-6
 """Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
@@ -52,7 +54,11 @@ class Cost:
 
 
 class CostModel(Protocol):
-    """Gives the cost of a call; `description` goes into the graph's meta and the report."""
+    """Gives the cost of a call; `description` goes into the graph's meta and the report.
+
+    It may have `host_copies` too (`graphs.hardware.HostCopies`), for plans with host memory; else
+    those of the device count.
+    """
 
     @property
     def description(self) -> Mapping[str, Any]: ...
@@ -171,6 +177,11 @@ class Measured:
         if self._cache is not None and is_new:
             self._cache.put(key, cost.time_s, cost.workspace_bytes)
         return cost
+
+    @functools.cached_property
+    def host_copies(self) -> HostCopies:
+        """The link to the host, measured when it is first asked for."""
+        return measured_host_copies(self.device)
 
     def save(self) -> None:
         """Write new costs to the cache, if there is one."""

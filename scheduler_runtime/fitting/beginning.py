@@ -95,7 +95,7 @@ def fit(
         budget_for(model, budget, reserve)
     elif not torch.cuda.is_available():  # with one, the model may still be moved there
         refuse_auto_budget(device)
-    host_for(model, host_budget, host_link, costs)
+    host_for(model, host_budget, host_link, None)
     refuse_second(model)
     reason = why_not_planned(model)
     if reason is not None:

@@ -50,7 +50,7 @@ from scheduler_runtime.surroundings import (
 )
 from solver.common import counted, format_both, now_s, tell, telling_in_lines
 from solver.methods import KnownPlan
-from solver.schedule import Request
+from solver.schedule import Places, Request
 from solver.target_device import WITH_OPAQUE_PARTS
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class FittedForward(PlannedForward):
         self._whole: Callable[[], nn.Module | None] | None = weakref.ref(whole)
         self._parts = tuple(parts)
         self._budget_bytes: int | None = None
+        self._host: Places | None = None
         self._reached: tuple[int, ...] | None = None
 
     @property
@@ -167,8 +168,8 @@ class FittedForward(PlannedForward):
         started_s = now_s()
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
-        request = self._request(call, device, buckets)
         costs = self.options.costs or default_costs(device)
+        request = self._request(call, device, buckets, costs)
         name = type(self._model).__name__
         with telling_in_lines(f"tracing {name}...") as say:
             with no_checkpoints():
@@ -257,7 +258,9 @@ class FittedForward(PlannedForward):
             return True
         return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
 
-    def _request(self, call: Call, device: torch.device, buckets: Buckets | None) -> Request:
+    def _request(
+        self, call: Call, device: torch.device, buckets: Buckets | None, costs: CostModel
+    ) -> Request:
         options = self.options
         budget: int | float | str = options.budget
         if self._budget_bytes is not None:  # later plans share the budget of the first
@@ -269,6 +272,8 @@ class FittedForward(PlannedForward):
                 whole, call, self._optimizers, device, bucket_bytes=bucket_bytes
             )
         self._budget_bytes, reserve_bytes = budget_for(self._model, budget, options.reserve)
+        if options.host_budget is not None and self._host is None:  # later plans share it, too
+            self._host = host_for(self._model, options.host_budget, options.host_link, costs)
         return Request(
             budget_bytes=self._budget_bytes,
             reserve_bytes=reserve_bytes,
@@ -276,7 +281,7 @@ class FittedForward(PlannedForward):
             time_limit_s=options.time_limit_s,
             seed=options.seed,
             rewrites=options.rewrites,
-            places=host_for(self._model, options.host_budget, options.host_link, options.costs),
+            places=self._host,
         )
 
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:

@@ -56,7 +56,8 @@ from solver.target_device import (
 )
 
 if TYPE_CHECKING:
-    pass
+    from graphs.costs import CostModel
+
 
 NOTE_ON_ALLOCATOR = (
     "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator loses more "
@@ -180,7 +181,9 @@ def _graph_problem(arguments: Arguments) -> Problem:
     )
 
 
-def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
+def _memory(
+    arguments: Arguments, hardware: Hardware | None, costs: CostModel | None = None
+) -> dict[str, Any]:
     """The fields of a Problem for budget, reserve, the reason of a default reserve, and host."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
     if arguments.budget is None and capacity_bytes is None:
@@ -202,7 +205,7 @@ def _memory(arguments: Arguments, hardware: Hardware | None) -> dict[str, Any]:
         "budget_bytes": budget_bytes,
         "reserve_bytes": reserve_bytes,
         "reserve_reason": reason,
-        "places": host_beside(arguments.host, arguments.host_link, hardware=hardware),
+        "places": host_beside(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
     }
 
 
@@ -212,7 +215,7 @@ def _model_problem(
 ) -> Iterator[Problem]:
     with progress.says("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs)
-    memory, largest = _memory(arguments, target.hardware), arguments.largest
+    memory, largest = _memory(arguments, target.hardware, target.costs), arguments.largest
     allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
     if largest is not None:

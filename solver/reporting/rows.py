@@ -99,6 +99,8 @@ def request_rows(report: Report) -> Iterator[Row]:
     if request.places is not None and (host := request.places.host) is not None:
         link = f"{format_size(host.link.out_bytes_per_s)}/s out"
         link += f", {format_size(host.link.in_bytes_per_s)}/s in"
+        if host.link.latency_s:
+            link += f", {format_time(host.link.latency_s)} for each copy"
         yield "host", f"{format_both(host.capacity_bytes)}, {link}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from solver.target_device import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from graphs.costs import CostModel
     from graphs.hardware import Hardware
 
 
@@ -86,10 +88,11 @@ def solve(
     name = name_of(problem)
     with telling(f"{'planning' if is_traced(problem) else 'tracing'} {name}...") as say:
         others = inspect.signature(solve).parameters
-        step, hardware = as_step(problem, batch, trace_options, others=others)
+        step, hardware, costs = as_step(problem, batch, trace_options, others=others)
         request = _request(
             step.plain,
             hardware,
+            costs,
             is_module=not is_traced(problem),
             budget=budget,
             reserve=reserve,
@@ -111,6 +114,7 @@ def solve(
 def _request(
     graph: Graph,
     hardware: Hardware | None,
+    costs: CostModel | None,
     *,
     is_module: bool,
     budget: int | float | str,
@@ -122,7 +126,11 @@ def _request(
     budget_of: str,
     **options: Any,
 ) -> Request:
-    """What `solve` was asked, in bytes. hardware: the device that was named (None: none was)."""
+    """What `solve` was asked, in bytes.
+
+    hardware: the device that was named (None: none was). costs: those given for the trace, or of
+    the device that was named.
+    """
     if host_budget is not None and graph.meta.environment.get("opaque"):
         raise ValueError(WITH_OPAQUE_PARTS)
     check_in_flight(graph.n_in_flight, with_host=host_budget is not None, budget_of=budget_of)
@@ -140,14 +148,25 @@ def _request(
     traced_on = str(graph.meta.environment.get("device")) if is_module else None
     check_budget_of(budget_of, kind=traced_on if hardware is None else hardware.kind)
     if hardware is None and is_module and host_budget is not None:
-        hardware = find_hardware(str(graph.meta.environment["device"]))  # where it was traced
+        from graphs.costs import from_description
+
+        described = graph.meta.costs
+        if costs is None and isinstance(described, Mapping):
+            costs = from_description(described)
+        is_known = host_link is not None or hasattr(costs, "host_copies")
+        where = str(graph.meta.environment["device"])  # where it was traced
+        hardware = find_hardware(where, needs_rates=not is_known)
     return Request(
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         rewrites=(rewrites or "bitwise") if is_module else "none",
         budget_of=budget_of,
         places=host_beside(
-            host_budget, host_link, hardware=hardware, resident_bytes=graph.resident_bytes
+            host_budget,
+            host_link,
+            hardware=hardware,
+            costs=costs,
+            resident_bytes=graph.resident_bytes,
         ),
         **options,
     )

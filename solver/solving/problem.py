@@ -16,6 +16,7 @@ from solver.runtime_calls import PLAN_BY_SUBMODULES
 if TYPE_CHECKING:
     from torch import nn
 
+    from graphs.costs import CostModel
     from graphs.hardware import Hardware
 
 
@@ -37,8 +38,8 @@ def as_step(
     trace_options: Mapping[str, Any],
     *,
     others: Iterable[str],
-) -> tuple[Variants, Hardware | None]:
-    """The variants of the step, and the device that was named (None: none was).
+) -> tuple[Variants, Hardware | None, CostModel | None]:
+    """The variants of the step, the device that was named, and the costs (None: none were).
 
     others: the options of `solve` that are not for tracing, one of which may have been meant.
     """
@@ -47,7 +48,7 @@ def as_step(
             given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
             raise TypeError(f"a graph is traced already: {given} would have no effect")
         graph = problem if isinstance(problem, Graph) else _loaded(problem)
-        return Variants.of(graph), None
+        return Variants.of(graph), None, None
     if isinstance(problem, type):
         name = problem.__name__
         raise TypeError(f"{name} is a class; give a module: solve({name}(...), batch, budget=...)")
@@ -71,7 +72,7 @@ def as_step(
         device = next((parameter.device for parameter in problem.parameters()), "cpu")
     try:
         if device is None:  # the device of the model, found and checked by trace
-            return trace_variants(problem, batch, **options, costs=costs), None
+            return trace_variants(problem, batch, **options, costs=costs), None, costs
         target = find_target(device, costs)
         step = trace_variants(
             problem, batch, **options, device=target.torch_device, costs=target.costs
@@ -80,7 +81,7 @@ def as_step(
         if error.runs_in_eager:
             error.add_note(PLAN_BY_SUBMODULES)
         raise
-    return step, target.hardware
+    return step, target.hardware, target.costs
 
 
 def _loaded(path: str | Path) -> Graph:

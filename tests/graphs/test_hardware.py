@@ -16,7 +16,7 @@ MATRIX_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16")
 
 def test_what_people_train_on_is_there() -> None:
     assert {"cpu", "t4", "rtx3090", "rtx4090", "a100-40gb", "a100-80gb"} <= set(DEVICES)
-    assert {"h100", "h100-pcie", "h200", "b200"} <= set(DEVICES)
+    assert {"h100", "h100-pcie", "gh200", "h200", "b200"} <= set(DEVICES)
     assert all(device.name == name for name, device in DEVICES.items())
     assert len({device.title for device in DEVICES.values()}) == len(DEVICES)
 
@@ -26,7 +26,11 @@ def test_every_figure_is_a_rate_that_a_device_can_have(device: Hardware) -> None
     for dtype in MATRIX_DTYPES:
         assert 1e10 <= device.rate(dtype) <= 1e16
     assert 1e10 <= device.bytes_per_s <= 2e13
-    assert 1e9 <= device.host_link_bytes_per_s <= device.bytes_per_s
+    copies = device.host_copies
+    for rate in (copies.out_bytes_per_s, copies.in_bytes_per_s):
+        assert 1e9 <= rate <= device.bytes_per_s / 2
+    assert 0 <= copies.latency_s <= 1e-4
+    assert copies.source
     assert device.kind in ("cpu", "cuda")
     assert device.source
 
@@ -64,7 +68,7 @@ def test_a_card_does_more_arithmetic_than_it_moves_numbers(device: Hardware) -> 
 def test_later_cards_are_no_slower(slower: str, faster: str) -> None:
     one, other = DEVICES[slower], DEVICES[faster]
     assert one.rate("bfloat16") <= other.rate("bfloat16")
-    assert one.host_link_bytes_per_s <= other.host_link_bytes_per_s or one.kind == "cpu"
+    assert one.host_copies.in_bytes_per_s <= other.host_copies.in_bytes_per_s
     assert (one.capacity_bytes or 0) <= (other.capacity_bytes or 0)
     if other.name != "h100-pcie":  # HBM2e, as the A100 before it has
         assert one.bytes_per_s < other.bytes_per_s
@@ -128,7 +132,6 @@ def test_unknown_names_are_answered_with_those_that_there_are(name: str) -> None
         ({"flops_per_s": {"float32": 0.0}}, "float32"),
         ({"flops_per_s": {"float32": float("nan")}}, "float32"),
         ({"bytes_per_s": -1.0}, "bytes_per_s"),
-        ({"host_link_bytes_per_s": 0.0}, "host_link_bytes_per_s"),
         ({"capacity_bytes": 0}, "capacity_bytes"),
     ],
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from graphs.hardware import named
+from graphs.hardware import HostCopies, named
 from solver import solve, sweep
 from solver.analysis import copies
 from solver.cli.command import main
@@ -32,7 +32,10 @@ def test_sizes_and_rates_as_people_write_them() -> None:
         2**30, 50e9, hardware=None
     )
     assert host_beside("64GB", hardware=named("h100")) == Places(
-        host=Place(64 * 10**9, Link(64e9, 64e9))
+        host=Place(64 * 10**9, Link(55.2e9, 55.4e9, 6e-6))
+    )
+    assert host_beside("64GB", "50GB/s", hardware=named("h100")) == Places(
+        host=Place(64 * 10**9, Link(50e9, 50e9, 6e-6))
     )
     assert host_beside(None, hardware=named("h100")) is None
 
@@ -68,6 +71,34 @@ def test_sizes_and_rates_as_people_write_them() -> None:
 def test_what_is_wrong_is_said(budget, link, message) -> None:
     with pytest.raises(BudgetError, match=message):
         host_beside(budget, link, hardware=None, resident_bytes=10**9)
+
+
+def test_no_more_than_the_memory_of_a_superchip() -> None:
+    assert host_beside("480GB", hardware=named("gh200")) is not None
+    with pytest.raises(BudgetError, match=r"'500GB': the host of this device has 480\.0 GB"):
+        host_beside("500GB", hardware=named("gh200"))
+
+
+def test_costs_that_know_the_link_say_it(monkeypatch) -> None:
+    """Measured costs measure it; not where the link is given."""
+    copies = HostCopies(4e9, 3e9, 2e-6, "measured")
+    measured_on = []
+    monkeypatch.setattr(
+        "graphs.costs.models.measured_host_copies",
+        lambda device: measured_on.append(str(device)) or copies,
+    )
+    torch = pytest.importorskip("torch")
+    model, batch = torch.nn.Linear(4, 4), torch.ones(3, 4)
+    options = {"loss": lambda output, _: output.sum(), "budget": "1GB", "host_budget": "1GB"}
+    for kind in ({"costs": "measured"}, {"costs": "measured", "device": "cpu"}):
+        solution = solve(model, batch, **options, **kind)
+        assert solution.request.places == Places(host=Place(10**9, Link(4e9, 3e9, 2e-6)))
+    assert measured_on == ["cpu", "cpu"]
+    solution = solve(model, batch, **options, costs="measured", host_link="1GB/s")
+    assert solution.request.places == Places(host=Place(10**9, Link(1e9, 1e9)))
+    solution = solve(model, batch, **options)
+    assert solution.request.places == Places(host=Place(10**9, Link(1e10, 1e10)))
+    assert measured_on == ["cpu", "cpu"]
 
 
 def test_a_host_of_bytes_where_gigabytes_were_meant(tmp_path, capsys) -> None:
