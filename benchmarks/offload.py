@@ -20,7 +20,7 @@ from benchmarks.harness import Row, percent, table
 from benchmarks.zoo.graphs import GRAPHS
 from graphs.graph import Graph
 from solver.methods import METHODS, find_obstacle
-from solver.methods.auto.with_copies import offload_only
+from solver.methods.auto.overflow import offload_only
 from solver.schedule import Link, Place, Places, Schedule, baseline, simulate
 
 DEFAULT_GRAPHS = ["gpt2-instance", "gpt2", "llama-4", "resnet50", "unet"]

@@ -79,8 +79,8 @@ def apply(
         anew with any of them.
     cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
         addresses are then fixed; see `scheduler_runtime.execute.cuda_graph` for what is refused.
-    disk_directory: on the disk that the plan copies tensors to, if it does. Nothing is left there
-        when the process has ended, however it ends.
+    disk_directory: on the disk that the plan copies tensors to, if it does (default: the one that
+        it was made for). Nothing is left there when the process has ended, however it ends.
 
     Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
     different steps; applied twice), TypeError (not a module and a plan).
@@ -135,7 +135,10 @@ class AppliedForward(PlannedForward):
             values = [plan.environment.get(field) for plan in plans]
             if any(value != values[0] for value in values):
                 raise ValueError(f"the plans are for different steps: {field} is {values}")
-        super().__init__(model, disk_directory=disk_directory)
+        of_plans = (plan.request.places for plan in plans)
+        planned = (each.disk_directory for each in of_plans if each is not None)
+        directory = disk_directory or next(filter(None, planned), None)
+        super().__init__(model, disk_directory=directory)
         self.plans = tuple(plans)
         self._known = [plan.known for plan in plans]
         self._kept = [plan.kept for plan in plans if plan.kept is not None]

@@ -15,6 +15,7 @@ from graphs.graph import Graph, Node
 from solver.schedule import (
     Compute,
     Copy,
+    Delete,
     Drop,
     Event,
     Fetch,
@@ -76,8 +77,9 @@ class Trip:
     """One storage on the host.
 
     maker: the op that produces it.
-    out_s, back_s: start and end of the copy there and of the last one back (None: it comes by way
-        of the disk, or is not brought back).
+    out_s, back_s: start and end of the copy there and of the last one back (None: it comes from the
+        disk, or is not brought back from here).
+    to_disk_s, from_disk_s: of its copies to the disk and from there (None: there is none).
     from_s, until_s: when the host holds bytes for it.
     reader: the first op after the last copy back that reads it.
     """
@@ -90,6 +92,8 @@ class Trip:
     from_s: float
     until_s: float
     reader: Node | None
+    to_disk_s: tuple[float, float] | None = None
+    from_disk_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Copies:
         return Stream(
             name=name,
             n_ops=len(events),
-            size_bytes=sum(self.graph.tensor_by_name[op.storage].size_bytes for op in copied),
+            size_bytes=sum(map(self._size_bytes, copied)),
             busy_s=busy_s,
             share=busy_s / (self.end_s or 1.0),
         )
@@ -175,6 +179,7 @@ class Copies:
         storage = name_in(self.ops[first])
         is_out, is_back = isinstance(self.ops[first], Store), isinstance(self.ops[last], Fetch)
         ends_s = [at[position].end_s for position in positions]
+        spans = {type(self.ops[p]): (at[p].start_s, at[p].end_s) for p in positions}
         return Trip(
             storage=storage,
             size_bytes=self.graph.tensor_by_name[storage].size_bytes,
@@ -184,6 +189,8 @@ class Copies:
             from_s=at[first].start_s,
             until_s=max(until_s, *ends_s),
             reader=self._reader(storage, last) if is_back else None,
+            to_disk_s=spans.get(Spill),
+            from_disk_s=spans.get(Load),
         )
 
     def _reader(self, storage: str, after: int) -> Node | None:
@@ -206,15 +213,43 @@ class Copies:
 
     def host_bytes(self) -> tuple[tuple[float, int], ...]:
         """(seconds, bytes on the host from then on), where they change."""
-        change: dict[float, int] = defaultdict(int)
-        for trip in self.trips:
-            change[trip.from_s] += trip.size_bytes
-            change[trip.until_s] -= trip.size_bytes
-        held, found = 0, []
-        for at_s in sorted(change):
-            held += change[at_s]
-            found.append((at_s, held))
-        return tuple(found)
+        return _held((trip.from_s, trip.until_s, trip.size_bytes) for trip in self.trips)
+
+    def disk_bytes(self) -> tuple[tuple[float, int], ...]:
+        """(seconds, bytes on the disk from then on), where they change."""
+        at = {event.position: event for event in self.events}
+        clock = self._clock(at)
+        came_s: dict[str, float] = {}
+        busy_s: dict[str, float] = {}
+        stays = []
+        for position, op in enumerate(self.ops):
+            if isinstance(op, Spill | Load):
+                busy_s[op.storage] = at[position].end_s
+                came_s.setdefault(op.storage, at[position].start_s)
+            elif isinstance(op, Delete):
+                until_s = max(clock[position], busy_s.pop(op.storage))
+                stays.append((came_s.pop(op.storage), until_s, self._size_bytes(op)))
+        stays += [
+            (start_s, self.end_s, self.graph.tensor_by_name[storage].size_bytes)
+            for storage, start_s in came_s.items()
+        ]
+        return _held(stays)
+
+    def _size_bytes(self, op: Op) -> int:
+        return self.graph.tensor_by_name[name_in(op)].size_bytes
+
+
+def _held(stays: Iterable[tuple[float, float, int]]) -> tuple[tuple[float, int], ...]:
+    """stays: (from, until, bytes)."""
+    change: dict[float, int] = defaultdict(int)
+    for from_s, until_s, size_bytes in stays:
+        change[from_s] += size_bytes
+        change[until_s] -= size_bytes
+    held, found = 0, []
+    for at_s in sorted(change):
+        held += change[at_s]
+        found.append((at_s, held))
+    return tuple(found)
 
 
 def copies(solution: Solution) -> Copies | None:

@@ -167,6 +167,19 @@ class Arguments:
         SEARCH,
         metavar="RATE[,RATE]",
     )
+    disk: str | None = _option(
+        "--disk",
+        "disk that the plan may copy to by way of --host, and a directory on it, such as "
+        "500GB:/scratch (default: none)",
+        SEARCH,
+        metavar="SIZE:PATH",
+    )
+    disk_rate: str | None = _option(
+        "--disk-rate",
+        "bytes per second that the disk writes and reads, such as 5GB/s,6GB/s",
+        SEARCH,
+        metavar="RATE[,RATE]",
+    )
     time_limit: float = _option(
         "--time-limit",
         "time limit of each method in seconds (default: 60); shared where many plans are made",
@@ -280,10 +293,12 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
     if arguments.fsdp is not None and arguments.verify:
         raise UsageError("--verify runs the step in one process: it cannot be combined with --fsdp")
-    if arguments.host is not None and arguments.methods != ("auto",):
+    if arguments.host is not None:
+        _check_copying(arguments)
+    if arguments.disk is not None and ":" not in arguments.disk:
         raise UsageError(
-            f"--host: only the method auto copies to the host; leave out "
-            f"{arguments.given('method', 'compare')}"
+            f"--disk {arguments.disk}: which disk? Name a directory on it: "
+            f"--disk {arguments.disk}:/scratch"
         )
     if arguments.host is not None and arguments.emit is not None:
         raise UsageError("--emit: no setting of another system has these copies; leave out --host")
@@ -293,6 +308,15 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("--throughput requires --max-batch or --max-seq")
     _check_outputs(arguments)
     return arguments
+
+
+def _check_copying(arguments: Arguments) -> None:
+    copying = [name for name, method in METHODS.items() if method.takes_places]
+    if not set(arguments.methods) <= set(copying):
+        raise UsageError(
+            f"--host: only the methods {', '.join(copying)} copy to the host; leave out "
+            f"{arguments.given('method', 'compare')}"
+        )
 
 
 def parser() -> argparse.ArgumentParser:

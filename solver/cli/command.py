@@ -144,6 +144,8 @@ def _run(arguments: Arguments, watch: Watch) -> int:
         resident_bytes = problem.graph.resident_bytes
         reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
         reject_missing_unit(arguments.host, resident_bytes=resident_bytes, what="host budget")
+        disk = (arguments.disk or "").partition(":")[0]
+        reject_missing_unit(disk, resident_bytes=resident_bytes, what="disk budget")
         if arguments.emit is not None:
             if made_with := problem.graph.meta.rewrites:
                 raise UsageError(

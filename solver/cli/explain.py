@@ -178,6 +178,8 @@ def _copy_rows(found: Copies, solution: Solution) -> Iterator[tuple[str, str]]:
     """The largest storages on the host, the streams, and what waits."""
     assert solution.simulation is not None
     yield "on the host", f"at most {format_both(solution.simulation.host_peak_bytes)}"
+    if solution.simulation.disk_peak_bytes:
+        yield "on the disk", f"at most {format_both(solution.simulation.disk_peak_bytes)}"
     for stream in found.streams[1:]:
         share = format_percent(stream.share, digits=1)
         size = f"{format_size(stream.size_bytes)} in {counted(stream.n_ops, 'copy', 'copies')}"

@@ -46,6 +46,7 @@ from solver.runtime_calls import (
     run_verifier,
 )
 from solver.schedule import Places, Request, Solution
+from solver.solving import disk_behind
 from solver.target_device import (
     Target,
     check_budget_of,
@@ -205,7 +206,11 @@ def _memory(
         "budget_bytes": budget_bytes,
         "reserve_bytes": reserve_bytes,
         "reserve_reason": reason,
-        "places": host_beside(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
+        "places": disk_behind(
+            host_beside(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
+            arguments.disk,
+            arguments.disk_rate,
+        ),
     }
 
 
@@ -284,7 +289,7 @@ def _planned_by_submodules(
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
     names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "emit"]
-    names += ["max_batch", "max_seq", "host", "budget_of"]
+    names += ["max_batch", "max_seq", "host", "disk", "budget_of"]
     names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []
     names += ["device"] if target.hardware.kind != target.kind else []  # not on this machine

@@ -57,8 +57,10 @@ class BestSoFar:
 
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
         """Whether it fits, its copies side by side; remembered if it is the best so far."""
-        host = None if self.places is None else self.places.host
-        if simulation.host_peak_bytes > (0 if host is None else host.capacity_bytes):
+        places = self.places or Places()
+        if simulation.host_peak_bytes > places.host_bytes:
+            return False
+        if simulation.disk_peak_bytes > places.disk_bytes:
             return False
         if simulation.peak_bytes > self.budget_bytes:
             return False

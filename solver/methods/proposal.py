@@ -64,6 +64,6 @@ class Method:
         common = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
         options = {"starts": starts, "quick": quick} if self.takes_starts else {}
         if places is not None and not self.takes_places:
-            raise ValueError("a host is given; only the method auto copies to it")
+            raise ValueError("a host is given, and this method copies nothing to it")
         beside = {} if places is None else {"places": places}
         return self.propose(graph, **common, **options, **beside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from solver.analysis import Copies, Stall, Trip
@@ -68,8 +68,8 @@ def _trip_row(trip: Trip) -> tuple[str, ...]:
         trip.maker.module,
         "" if trip.reader is None else trip.reader.name,
         format_size(trip.size_bytes),
-        _span(trip.out_s),
-        _span(trip.back_s),
+        _span(trip.out_s) or "from the disk",
+        _span(trip.back_s) or ("to the disk" if trip.to_disk_s else ""),
     )
 
 
@@ -82,7 +82,11 @@ def trip_rows(trips: Iterable[Trip]) -> Iterator[Row]:
     for trip in trips:
         if trip.out_s is not None:
             yield "copied out", f"{format_size(trip.size_bytes)}, {_during(trip.out_s)}"
+        if trip.from_disk_s is not None:
+            yield "from the disk", _during(trip.from_disk_s)
         yield "on the host", f"until {format_time(trip.until_s)}"
+        if trip.to_disk_s is not None:
+            yield "to the disk", _during(trip.to_disk_s)
         if trip.back_s is not None:
             reader = f", for {describe_op(trip.reader)}" if trip.reader else ""
             yield "copied back", f"{_during(trip.back_s)}{reader}"
@@ -93,19 +97,25 @@ def _during(span_s: tuple[float, float]) -> str:
 
 
 def timeline_rows(found: Copies) -> Iterator[Row]:
-    """Each stream over the step in N_COLUMNS letters, and the memory of the host."""
+    """Each stream over the step in N_COLUMNS letters, and what is on the host and the disk."""
     edges_s = [found.end_s * column / N_COLUMNS for column in range(N_COLUMNS + 1)]
     for stream in found.streams:
         spans = [(e.start_s, e.end_s) for e in found.events if e.stream == stream.name]
         yield stream.title, _letters(spans, edges_s)
-    held = [*found.host_bytes(), (found.end_s, 0)]
-    most_bytes = max((size_bytes for _, size_bytes in held), default=0) or 1
-    weighted = [
-        (start_s, stop_s, size_bytes / most_bytes)
-        for (start_s, size_bytes), (stop_s, _) in pairwise(held)
-    ]
-    yield "on the host", _weighted_letters(weighted, edges_s)
+    yield "on the host", _held_letters(found.host_bytes(), edges_s)
+    if any(stream.name == "spill" for stream in found.streams):
+        yield "on the disk", _held_letters(found.disk_bytes(), edges_s)
     yield "", f"a column is {format_time(found.end_s / N_COLUMNS)}; # busy, or full, all of it"
+
+
+def _held_letters(held: Sequence[tuple[float, int]], edges_s: list[float]) -> str:
+    """held: (seconds, bytes from then on). As a share of the most."""
+    most_bytes = max((size_bytes for _, size_bytes in held), default=0) or 1
+    spans = pairwise([*held, (edges_s[-1], 0)])
+    return _weighted_letters(
+        ((start_s, stop_s, n_bytes / most_bytes) for (start_s, n_bytes), (stop_s, _) in spans),
+        edges_s,
+    )
 
 
 def _letters(spans_s: Iterable[tuple[float, float]], edges_s: list[float]) -> str:

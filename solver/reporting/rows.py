@@ -22,7 +22,7 @@ from solver.common import (
 from solver.framework_settings import Emitted
 from solver.reporting.report_data import Report, Rewritten, freed_early_bytes, rewritten
 from solver.runtime_calls import Verification
-from solver.schedule import Places, Simulation, Solution, reserved_by_setting
+from solver.schedule import Link, Places, Simulation, Solution, reserved_by_setting
 
 N_SHOWN = 4
 """Tensors at the bottleneck op, or differing values, that are named."""
@@ -96,21 +96,30 @@ def request_rows(report: Report) -> Iterator[Row]:
         reason = f" ({report.reserve_reason})" if report.reserve_reason else ""
         yield "reserve", f"{format_both(request.reserve_bytes)}{reason}"
         yield "available", f"{format_both(request.available_bytes)} after the reserve"
-    if request.places is not None and (host := request.places.host) is not None:
-        link = f"{format_size(host.link.out_bytes_per_s)}/s out"
-        link += f", {format_size(host.link.in_bytes_per_s)}/s in"
-        if host.link.latency_s:
-            link += f", {format_time(host.link.latency_s)} for each copy"
-        yield "host", f"{format_both(host.capacity_bytes)}, {link}"
+    places = request.places or Places()
+    for name, place in (("host", places.host), ("disk", places.disk)):
+        if place is not None:
+            link = f"{format_size(place.link.out_bytes_per_s)}/s out"
+            link += f", {format_size(place.link.in_bytes_per_s)}/s in"
+            if place.link.latency_s:
+                link += f", {format_time(place.link.latency_s)} for each copy"
+            where = f", {places.disk_directory}" * (name == "disk" and bool(places.disk_directory))
+            yield name, f"{format_both(place.capacity_bytes)}, {link}{where}"
 
 
 def describe_host(places: Places) -> str:
-    """The host and its link, in short; "" without one."""
-    if (host := places.host) is None:
-        return ""
-    rates = dict.fromkeys((host.link.out_bytes_per_s, host.link.in_bytes_per_s))
-    link = " and ".join(f"{format_size(rate)}/s" for rate in rates)
-    return f"{format_size(host.capacity_bytes)} of host memory at {link}"
+    """Host and disk with their links, in short; "" without."""
+    kinds = (("host memory", places.host), ("a disk", places.disk))
+    return " and ".join(
+        f"{format_size(place.capacity_bytes)} of {kind} at {_rates(place.link)}"
+        for kind, place in kinds
+        if place is not None
+    )
+
+
+def _rates(link: Link) -> str:
+    rates = dict.fromkeys((link.out_bytes_per_s, link.in_bytes_per_s))
+    return " and ".join(f"{format_size(rate)}/s" for rate in rates)
 
 
 def _pipeline_text(graph: Graph) -> str:
@@ -229,6 +238,8 @@ def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
     yield "on the host", format_both(simulation.host_peak_bytes)
     if simulation.disk_peak_bytes:
         yield "on the disk", format_both(simulation.disk_peak_bytes)
+    elif solution.request.places is not None and solution.request.places.disk is not None:
+        yield "on the disk", "nothing"
     busy = (
         f"{TITLE_OF_STREAM[stream]} {format_time(time_s)} "
         f"({format_percent(time_s / (simulation.time_s or 1.0), digits=1)} of the step)"

@@ -64,26 +64,42 @@ class Places:
 
     host: pinned host memory; its link is the one to the device.
     disk: its link is between host and disk, so it needs a host.
+    disk_directory: where the disk's file is made ("": to be named when the plan is applied).
 
-    Raises ValueError for a disk without a host.
+    Raises ValueError for a disk without a host, and a directory without a disk.
     """
 
     host: Place | None = None
     disk: Place | None = None
+    disk_directory: str = ""
 
     def __post_init__(self) -> None:
         if self.disk is not None and self.host is None:
             raise ValueError("places have a disk and no host; a copy to disk goes through the host")
+        if self.disk_directory and self.disk is None:
+            raise ValueError("places have a directory and no disk")
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self.host is None else self.host.capacity_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return 0 if self.disk is None else self.disk.capacity_bytes
 
     def to_json(self) -> dict[str, Any]:
-        return {name: place for name, place in asdict(self).items() if place is not None}
+        return {name: value for name, value in asdict(self).items() if value}
 
     @classmethod
     def from_json(cls, value: object, *, source: str) -> Places:
         """Raises FormatError, which names the field."""
         record = Record(value, where=source)
         try:
-            return cls(host=_place(record, "host"), disk=_place(record, "disk"))
+            return cls(
+                host=_place(record, "host"),
+                disk=_place(record, "disk"),
+                disk_directory=record.string("disk_directory", default=""),
+            )
         except ValueError as error:
             raise FormatError(f"{source}: {error}") from error
 

@@ -77,8 +77,7 @@ class Request:
     def excess(self, simulation: Simulation) -> str:
         """What the schedule takes more of than there is, in words; "" if it fits."""
         places = self.places or Places()
-        host_bytes = 0 if places.host is None else places.host.capacity_bytes
-        disk_bytes = 0 if places.disk is None else places.disk.capacity_bytes
+        host_bytes, disk_bytes = places.host_bytes, places.disk_bytes
         if simulation.peak_bytes > self.available_bytes:
             what, found, most = "the peak", simulation.peak_bytes, self.available_bytes
         elif simulation.host_peak_bytes > host_bytes:

@@ -12,6 +12,7 @@ from graphs.rewrites import check_word
 from solver.common import check_time_limit, counted, now_s, parse_budget, parse_size, tell, telling
 from solver.methods import METHODS
 from solver.schedule import Request, Solution, plan_line
+from solver.solving.disk import DiskRate, disk_behind
 from solver.solving.problem import as_step, is_traced, name_of
 from solver.solving.solve_request import answer
 from solver.target_device import (
@@ -43,6 +44,8 @@ def solve(
     rewrites: str | None = None,
     host_budget: int | float | str | None = None,
     host_link: HostLink | None = None,
+    disk_budget: int | float | str | None = None,
+    disk_rate: DiskRate | None = None,
     budget_of: str = "allocated",
     **trace_options: Any,
 ) -> Solution:
@@ -60,9 +63,12 @@ def solve(
     "none" (`graphs.rewrites`). A graph is planned with those that it was made with.
 
     host_budget: bytes of host memory that the plan may copy to beside recomputing ("64GB"; default:
-        none). Only the method auto does.
+        none). Some methods do.
     host_link: bytes per second to the host and back, "50GB/s", or both directions: "50GB/s,40GB/s",
         (50e9, 40e9) (default: those of the device that was named).
+    disk_budget: bytes of a disk that the plan may copy to by way of the host, with or without the
+        directory that `apply` uses there ("500GB:/scratch", "500GB"; default: none).
+    disk_rate: bytes per second that the disk writes and reads, "5GB/s,6GB/s".
 
     budget_of: "allocated": the budget is for what tensors hold, with the reserve for the rest;
         "reserved": for what PyTorch's caching allocator takes from a CUDA device, as simulated
@@ -99,6 +105,8 @@ def solve(
             capacity_bytes=capacity_bytes,
             host_budget=host_budget,
             host_link=host_link,
+            disk_budget=disk_budget,
+            disk_rate=disk_rate,
             rewrites=rewrites,
             budget_of=budget_of,
             method=method,
@@ -122,6 +130,8 @@ def _request(
     capacity_bytes: int | None,
     host_budget: int | float | str | None,
     host_link: HostLink | None,
+    disk_budget: int | float | str | None,
+    disk_rate: DiskRate | None,
     rewrites: str | None,
     budget_of: str,
     **options: Any,
@@ -156,17 +166,15 @@ def _request(
         is_known = host_link is not None or hasattr(costs, "host_copies")
         where = str(graph.meta.environment["device"])  # where it was traced
         hardware = find_hardware(where, needs_rates=not is_known)
+    resident_bytes = graph.resident_bytes
+    places = host_beside(
+        host_budget, host_link, hardware=hardware, costs=costs, resident_bytes=resident_bytes
+    )
     return Request(
         budget_bytes=budget_bytes,
         reserve_bytes=reserve_bytes,
         rewrites=(rewrites or "bitwise") if is_module else "none",
         budget_of=budget_of,
-        places=host_beside(
-            host_budget,
-            host_link,
-            hardware=hardware,
-            costs=costs,
-            resident_bytes=graph.resident_bytes,
-        ),
+        places=disk_behind(places, disk_budget, disk_rate, resident_bytes=resident_bytes),
         **options,
     )

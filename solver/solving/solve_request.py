@@ -186,7 +186,10 @@ def _attempt_one(
     bound_s = max(proposal.lower_bound_s, graph.baseline_time_s)
     if not method.proves_bound:
         cut_s = lower_bound_s(
-            graph, budget_bytes=request.available_bytes, time_limit_s=deadline.left_s
+            graph,
+            budget_bytes=request.available_bytes,
+            time_limit_s=deadline.left_s,
+            places=request.places,
         )
         bound_s = max(bound_s, cut_s)
     simulation = _accepted(graph, request, proposal.schedule)

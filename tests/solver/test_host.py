@@ -230,7 +230,7 @@ def test_the_command_refuses_what_copies_nothing(tmp_path, capsys) -> None:
         code, line = failed(capsys, more, *options)
         assert code == 2
         assert line == (
-            "solve: --host: only the method auto copies to the host; leave out " + named_option
+            "solve: --host: only the methods auto copy to the host; leave out " + named_option
         )
     code, line = failed(capsys, "--emit", "megatron", *options)
     assert code == 2

@@ -1,10 +1,10 @@
-"""The truth for tiny graphs with copies to the host: a search over every state and its clocks.
+"""The truth for tiny graphs with copies: a search over every state and its clocks.
 
 A state is how many first runs are done, which tensors are on the device and which storages on the
-host. How long it takes to get there is a vector: when the compute stream, the two directions of the
-link, and the copies from and to each storage are over. Of two ways to a state, one that is nowhere
-later than the other makes it needless. Bytes do not depend on the clocks. It shares no code with
-the solver.
+host and on the disk. How long it takes to get there is a vector: when the compute stream, the two
+directions of each link, and the copies from and to each storage are over. Of two ways to a state,
+one that is nowhere later than the other makes it needless. Bytes do not depend on the clocks. It
+shares no code with the solver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ops = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class HostLink:
-    """The host: its bytes, and seconds for a byte in each direction."""
+    """Of the host or the disk: its bytes, and seconds for a byte in each direction."""
 
     capacity_bytes: int
     out_s_per_byte: float
@@ -31,20 +31,22 @@ class HostLink:
 
 
 class State(NamedTuple):
-    """done: first runs. live: tensors on the device. host: storages there. lost: tensors that have
-    been overwritten.
+    """done: first runs. live: tensors on the device. host, disk: storages there. lost: tensors that
+    have been overwritten.
     """
 
     done: int
     live: int
     host: int
     lost: int
+    disk: int = 0
 
 
 class Clocks(NamedTuple):
     """When streams and copies are over. ready: of the fetch of each storage on the device. busy: of
-    any copy from or to it there. whole: of its store. host_busy: of any copy from or to the host's.
-    free: when all that was dropped from the host may be written over.
+    any copy from or to it there. whole: of the copy to the host. host_busy: of any copy from or to
+    the host's. free: when all that was dropped from the host may be written over. kept, disk_busy,
+    disk_free: the same for the disk.
     """
 
     compute: float
@@ -55,6 +57,11 @@ class Clocks(NamedTuple):
     busy: tuple[float, ...]
     whole: tuple[float, ...]
     host_busy: tuple[float, ...]
+    kept: tuple[float, ...]
+    disk_busy: tuple[float, ...]
+    spill: float = 0.0
+    load: float = 0.0
+    disk_free: float = 0.0
 
 
 class TooManyStatesError(Exception):
@@ -63,17 +70,25 @@ class TooManyStatesError(Exception):
 
 @dataclass(frozen=True)
 class Truth:
-    """time_s: of the fastest schedule within budget and host (inf: none). ops: one such."""
+    """time_s: of the fastest schedule within budget, host and disk (inf: none). ops: one such."""
 
     time_s: float
     ops: Ops | None
 
 
-def fastest(graph: Graph, *, budget_bytes: int, host: HostLink, max_labels: int = 40_000) -> Truth:
+def fastest(
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    host: HostLink,
+    disk: HostLink | None = None,
+    max_labels: int = 40_000,
+) -> Truth:
     """The least time over all legal schedules with copies. Raises TooManyStatesError."""
-    step = _Step(graph, host)
+    step = _Step(graph, host, disk)
+    disk_bytes = 0 if disk is None else disk.capacity_bytes
     none = (0.0,) * len(step.roots)
-    start = (State(0, 0, 0, 0), Clocks(0.0, 0.0, 0.0, 0.0, none, none, none, none))
+    start = (State(0, 0, 0, 0), Clocks(0.0, 0.0, 0.0, 0.0, *[none] * 6))
     known: dict[State, list[Clocks]] = {start[0]: [start[1]]}
     came: dict[tuple[State, Clocks], tuple[tuple[State, Clocks], tuple[str, str]]] = {}
     queue = [(0.0, 0, start)]
@@ -86,6 +101,8 @@ def fastest(graph: Graph, *, budget_bytes: int, host: HostLink, max_labels: int 
             return Truth(_end_s(clocks), _ops(came, (state, clocks)))
         for op, after, times, peak_bytes in step.moves(state, clocks):
             if peak_bytes > budget_bytes or step.host_bytes(after.host) > host.capacity_bytes:
+                continue
+            if step.host_bytes(after.disk) > disk_bytes:
                 continue
             times = step.settled(after, times)
             others = known.setdefault(after, [])
@@ -102,17 +119,13 @@ def fastest(graph: Graph, *, budget_bytes: int, host: HostLink, max_labels: int 
 
 
 def _end_s(clocks: Clocks) -> float:
-    return max(clocks.compute, clocks.out, clocks.in_)
+    return max(clocks.compute, clocks.out, clocks.in_, clocks.spill, clocks.load)
 
 
 def _no_later(one: Clocks, other: Clocks) -> bool:
-    if one.compute > other.compute or one.out > other.out or one.in_ > other.in_:
-        return False
-    pairs = ((one.ready, other.ready), (one.busy, other.busy), (one.whole, other.whole))
-    return (
-        one.free <= other.free
-        and all(a <= b for x, y in pairs for a, b in zip(x, y, strict=True))
-        and all(a <= b for a, b in zip(one.host_busy, other.host_busy, strict=True))
+    return all(
+        all(c <= d for c, d in zip(a, b, strict=True)) if isinstance(a, tuple) else a <= b
+        for a, b in zip(one, other, strict=True)
     )
 
 
@@ -131,8 +144,8 @@ def _set(values: tuple[float, ...], i: int, value: float) -> tuple[float, ...]:
 class _Step:
     """The moves from one state to the next."""
 
-    def __init__(self, graph: Graph, host: HostLink) -> None:
-        self.graph, self.host = graph, host
+    def __init__(self, graph: Graph, host: HostLink, disk: HostLink | None) -> None:
+        self.graph, self.host, self.disk = graph, host, disk
         made = [tensor for tensor in graph.tensors if tensor.name in graph.producer]
         self.names = [tensor.name for tensor in made]
         self.bit = {name: 1 << i for i, name in enumerate(self.names)}
@@ -203,14 +216,7 @@ class _Step:
             return tuple(max(now, time) for time in times)
 
         return Clocks(
-            now,
-            max(now, clocks.out),
-            max(now, clocks.in_),
-            max(now, clocks.free),
-            after(clocks.ready),
-            after(clocks.busy),
-            after(clocks.whole),
-            after(clocks.host_busy),
+            *(after(value) if isinstance(value, tuple) else max(now, value) for value in clocks)
         )
 
     def moves(
@@ -219,6 +225,8 @@ class _Step:
         """(op, next state, next clocks, bytes on the device during it)."""
         yield from self._frees(state, clocks)
         yield from self._copies(state, clocks)
+        if self.disk is not None:
+            yield from self._disk_copies(self.disk, state, clocks)
         for p in range(min(state.done + 1, len(self.graph.nodes))):
             yield from self._compute(p, state, clocks)
 
@@ -276,6 +284,39 @@ class _Step:
                 )
                 yield ("drop", name), state._replace(host=state.host & ~(1 << u)), times, 0
 
+    def _disk_copies(
+        self, disk: HostLink, state: State, clocks: Clocks
+    ) -> Iterator[tuple[tuple[str, str], State, Clocks, int]]:
+        for u, name in enumerate(self.roots):
+            on_host, on_disk, bit = state.host >> u & 1, state.disk >> u & 1, 1 << u
+            if on_host and not on_disk:
+                start_s = max(clocks.compute, clocks.spill, clocks.whole[u], clocks.disk_free)
+                end_s = start_s + disk.latency_s + self.size[u] * disk.out_s_per_byte
+                times = clocks._replace(
+                    spill=end_s,
+                    host_busy=_set(clocks.host_busy, u, max(clocks.host_busy[u], end_s)),
+                    kept=_set(clocks.kept, u, end_s),
+                    disk_busy=_set(clocks.disk_busy, u, end_s),
+                )
+                yield ("spill", name), state._replace(disk=state.disk | bit), times, 0
+            if on_disk and not on_host:
+                start_s = max(clocks.compute, clocks.load, clocks.kept[u], clocks.free)
+                end_s = start_s + disk.latency_s + self.size[u] * disk.in_s_per_byte
+                times = clocks._replace(
+                    load=end_s,
+                    whole=_set(clocks.whole, u, end_s),
+                    host_busy=_set(clocks.host_busy, u, end_s),
+                    disk_busy=_set(clocks.disk_busy, u, max(clocks.disk_busy[u], end_s)),
+                )
+                yield ("load", name), state._replace(host=state.host | bit), times, 0
+            if on_disk:
+                times = clocks._replace(
+                    disk_free=max(clocks.disk_free, clocks.disk_busy[u]),
+                    kept=_set(clocks.kept, u, 0.0),
+                    disk_busy=_set(clocks.disk_busy, u, 0.0),
+                )
+                yield ("delete", name), state._replace(disk=state.disk & ~bit), times, 0
+
     def _made(self, done: int) -> int:
         mask = 0
         for outputs in self.outputs[:done]:
@@ -293,7 +334,7 @@ class _Step:
         if again and not self._may_repeat(p, live):
             return
         over = self.over[p]
-        if over is not None and state.host >> over & 1:
+        if over is not None and (state.host | state.disk) >> over & 1:
             return
         start_s = max([clocks.compute, *(clocks.ready[u] for u in self.reads[p])])
         times = clocks._replace(compute=start_s + node.time_s)
@@ -306,7 +347,7 @@ class _Step:
         if over is not None:
             lost |= self.members[over] & self._made(state.done) & ~self.outputs[p]
         done = state.done + (not again)
-        after = State(done, live | self.outputs[p], state.host, lost)
+        after = State(done, live | self.outputs[p], state.host, lost, state.disk)
         yield ("compute", node.name), after, times, peak_bytes
 
     def _may_repeat(self, p: int, live: int) -> bool:

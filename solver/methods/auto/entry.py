@@ -1,4 +1,4 @@
-"""`auto`: recompute, or copy to the host as well where there is one."""
+"""`auto`: recompute, or copy as well where there is a host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def auto(
     seed: not used, as for every method without randomness.
     starts: schedules known for this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
-    places: host memory that schedules may copy to.
+    places: host memory and disk that schedules may copy to.
     """
     if places is None or places.host is None:
         return recompute_only(

@@ -1,8 +1,8 @@
 """Copies in a schedule: which storage leaves when, and when it comes back.
 
 Given are an order of nodes, recomputation written out, and the gaps that are to be spent on the
-host: spans between two uses of a storage in which nothing reads it. The sweep goes through the
-order once, with the clock of every stream:
+host or the disk: spans between two uses of a storage in which nothing reads it. The sweep goes
+through the order once, with the clock of every stream:
 
 - A storage is stored right after it is made, in the order of making; where the host is full, as
   soon as something was dropped there.
@@ -10,6 +10,8 @@ order once, with the clock of every stream:
   stream waits, only where the budget asks for it. What is over first goes first.
 - It is fetched by earliest deadline, as soon as the link is free and its bytes fit at every node up
   to its use; at the use at the latest.
+- What goes on to the disk (`beside`) is loaded by earliest deadline, too: in time before its use,
+  and once nothing more is to be stored as soon as the host has room.
 
 Whether the budget holds is known for each node: what would leave too late is waited for, and where
 even that does not help the position is reported. Time and peak are for the simulator to say.
@@ -22,7 +24,6 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,21 +33,21 @@ import numpy.typing as npt
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph
+from solver.methods.auto.beside import Beside, goes_to_disk
 from solver.schedule import (
     Compute,
-    Drop,
-    Fetch,
     Free,
     Op,
-    Place,
+    Places,
     Schedule,
-    Store,
     free_after_last_use,
     simulate,
 )
 
 N_LOOKED_AT = 4
 """Fetches by deadline that are looked at for one that fits."""
+LOADED_AHEAD = 2.0
+"""Of the time from the disk to the device: so long before its use a storage is loaded."""
 
 
 @dataclass(frozen=True, order=True)
@@ -115,11 +116,24 @@ def place_copies(
     gaps: Iterable[Gap],
     *,
     budget_bytes: int,
-    host: Place,
+    places: Places,
+    to_disk: frozenset[int] = frozenset(),
 ) -> Placed:
-    """The schedule that spends these gaps on the host; see the module."""
-    sweep = _Sweep(folded, order, gaps, budget_bytes=budget_bytes, host=host)
+    """The schedule that spends these gaps on the host; see the module.
+
+    to_disk: units that go on to the disk.
+    """
+    sweep = _Sweep(folded, order, gaps, budget_bytes=budget_bytes, places=places, to_disk=to_disk)
     return sweep.run()
+
+
+def longest_to_disk(folded: StorageGraph, gaps: Iterable[Gap], places: Places) -> frozenset[int]:
+    """What goes to the disk so that the host has room for the rest (`goes_to_disk`)."""
+    last: dict[tuple[int, int], int] = {}
+    for gap in gaps:
+        last[gap.made, gap.unit] = max(gap.last, last.get((gap.made, gap.unit), 0))
+    stays = [(made, until, u) for (made, u), until in sorted(last.items())]
+    return goes_to_disk(stays, folded.unit_bytes, places)
 
 
 def live_bytes_by_run(graph: Graph, order: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -139,9 +153,10 @@ class _Sweep:
         gaps: Iterable[Gap],
         *,
         budget_bytes: int,
-        host: Place,
+        places: Places,
+        to_disk: frozenset[int],
     ) -> None:
-        self.folded, self.order, self.budget_bytes, self.host = folded, order, budget_bytes, host
+        self.folded, self.order, self.budget_bytes = folded, order, budget_bytes
         graph = folded.graph
         plain = free_after_last_use(graph, order)
         self.frees: list[list[str]] = []
@@ -173,12 +188,16 @@ class _Sweep:
         self.ops: list[Op] = []
         self.on: set[str] = set()  # tensors that a node made and that are on the device
         self.ran: set[str] = set()
-        self.now_s = self.out_s = self.in_s = 0.0
-        self.host_bytes, self.host_free_s = 0, 0.0
-        self.waiting: deque[int] = deque()  # units to be stored
-        self.whole_s: dict[int, float] = {}  # by unit on the host, the end of its store
+        self.now_s = 0.0
+        self.beside = Beside(
+            places,
+            names=folded.unit_names,
+            unit_bytes=folded.unit_bytes,
+            to_disk=to_disk,
+            ops=self.ops,
+        )
+        self.last_store = max(self.stored_at, default=-1)
         self.fetched_s: dict[int, float] = {}
-        self.busy_s: dict[int, float] = {}  # by unit on the device, the end of its store
         self.wanted: dict[Gap, frozenset[str]] = {}  # tensors on the storage with uses after it
         self.staying: dict[int, tuple[Gap, int]] = {}  # with the position up to which live has it
         self.away: list[tuple[int, int, Gap]] = []
@@ -194,9 +213,7 @@ class _Sweep:
             self._after(i)
         self._before(len(self.order))
         schedule = Schedule(tuple(self.ops), self.folded.graph.graph_id)
-        return Placed(
-            schedule, self.over_bytes, self.waits_s, max(self.now_s, self.out_s, self.in_s)
-        )
+        return Placed(schedule, self.over_bytes, self.waits_s, max(self.now_s, self.beside.end_s))
 
     def _before(self, i: int) -> None:
         """What leaves and what is fetched before the run at i."""
@@ -206,7 +223,7 @@ class _Sweep:
                 del self.staying[gap.unit]
                 self.back.add(gap)
         for u, (gap, until) in list(self.staying.items()):
-            if self.whole_s.get(u, math.inf) <= self.now_s:
+            if self.beside.stored_s.get(u, math.inf) <= self.now_s:
                 self._leave(u, i)
             elif until <= i:
                 self.live[i] += self.folded.unit_bytes[u]
@@ -220,12 +237,15 @@ class _Sweep:
 
     def _make_room(self, i: int) -> None:
         while self.live[i] > self.budget_bytes:
-            stored = [u for u in self.staying if u in self.whole_s]
+            stored_s = self.beside.stored_s
+            stored = [u for u in self.staying if u in stored_s]
             if not stored:
+                if self.beside.store_at_once(self.staying, self.now_s):
+                    continue
                 self.over_bytes[i] = int(self.live[i]) - self.budget_bytes
                 return
-            u = min(stored, key=lambda u: (self.whole_s[u], u))
-            self._wait(u, self.whole_s[u])
+            u = min(stored, key=lambda u: (stored_s[u], u))
+            self._wait(u, stored_s[u])
             self._leave(u, i)
 
     def _leave(self, u: int, i: int) -> None:
@@ -236,21 +256,36 @@ class _Sweep:
             if name in self.on:
                 self.ops.append(Free(name))
                 self.on.discard(name)
-        heapq.heappush(self.away, (gap.last, u, gap))
+        self.away.append((gap.last, u, gap))
 
     def _prefetch(self, i: int) -> None:
         end_s = self.now_s + self.time_s[i]
-        while self.away and self.in_s < end_s:
-            for last, _, gap in heapq.nsmallest(N_LOOKED_AT, self.away):
+        self._load_ahead(i, end_s)
+        while self.away and self.beside.fetches_end_s < end_s:
+            on_host = (each for each in self.away if self.beside.is_on_host(each[1]))
+            for last, _, gap in heapq.nsmallest(N_LOOKED_AT, on_host):
                 size_bytes = self.folded.unit_bytes[gap.unit]
                 if gap in self.back or self._fits(i, last, size_bytes):
                     break
             else:
                 return
             self.away.remove((gap.last, gap.unit, gap))
-            heapq.heapify(self.away)
             if gap not in self.back:
                 self._fetch(gap, i)
+
+    def _load_ahead(self, i: int, end_s: float) -> None:
+        """From the disk to the host, what is due first."""
+        all_stored = i > self.last_store and not self.beside.waiting
+        on_disk = (each for each in self.away if not self.beside.is_on_host(each[1]))
+        for last, u, gap in sorted(on_disk):
+            if gap in self.back:
+                continue
+            left_s = self.since_s[last] - self.since_s[i]
+            is_time = all_stored or left_s <= LOADED_AHEAD * self.beside.back_s(u)
+            if not is_time or self.beside.loads_end_s >= end_s:
+                return
+            if not self.beside.load(u, self.now_s, at_once=False):
+                return
 
     def _fits(self, i: int, last: int, size_bytes: int) -> bool:
         return last <= i or int(self.live[i:last].max()) + size_bytes <= self.budget_bytes
@@ -260,10 +295,7 @@ class _Sweep:
         size_bytes = self.folded.unit_bytes[u]
         self.back.add(gap)
         self.live[i : gap.last] += size_bytes
-        start_s = max(self.in_s, self.now_s, self.whole_s[u])
-        self.in_s = self.fetched_s[u] = start_s + self.host.link.in_s(size_bytes)
-        storage = self.folded.unit_names[u]
-        self.ops.append(Fetch(storage))
+        self.fetched_s[u] = self.beside.fetch(u, self.now_s)
         wanted = self.wanted[gap]
         for name in self.members[u]:
             if self.folded.graph.producer[name].name in self.ran:
@@ -285,20 +317,20 @@ class _Sweep:
     def _after(self, i: int) -> None:
         for gap in self.due.pop(i, ()):
             if self.last_gap[gap.unit, gap.made] == gap.last:
-                self._drop(gap.unit)
+                self.beside.forget(gap.unit)
         for name in self.frees[i]:
             self.ops.append(Free(name))
             self.on.discard(name)
             u = self.folded.unit_of.get(name)
             if u is not None and self.on.isdisjoint(self.members[u]):
                 self._wait_for_copies(u)
-        self.waiting.extend(self.stored_at.get(i, ()))
+        self.beside.waiting.extend(self.stored_at.get(i, ()))
         self._store_waiting()
         for gap in self.begins.get(i, ()):
             self._begin(gap, i)
 
     def _wait_for_copies(self, u: int) -> None:
-        self._wait(u, max(self.fetched_s.pop(u, 0.0), self.busy_s.pop(u, 0.0)))
+        self._wait(u, max(self.fetched_s.pop(u, 0.0), self.beside.busy_s.pop(u, 0.0)))
 
     def _wait(self, u: int, until_s: float) -> None:
         if until_s > self.now_s:
@@ -309,32 +341,13 @@ class _Sweep:
         u = gap.unit
         self.wanted[gap] = frozenset(name for name in self.members[u] if name in self.on)
         until = i + 1
-        if u in self.whole_s:
-            until = bisect_left(self.since_s, self.whole_s[u] - self.now_s + self.since_s[i + 1])
+        over_s = self.beside.stored_s.get(u)
+        if over_s is not None:
+            until = bisect_left(self.since_s, over_s - self.now_s + self.since_s[i + 1])
             until = max(i + 1, min(until, gap.last))
         self.live[i + 1 : until] += self.folded.unit_bytes[u]
         self.staying[u] = gap, until
         self.due.setdefault(gap.last, []).append(gap)
 
     def _store_waiting(self) -> None:
-        while self.waiting:
-            size_bytes = self.folded.unit_bytes[self.waiting[0]]
-            if self.host_bytes + size_bytes > self.host.capacity_bytes:
-                return
-            u = self.waiting.popleft()
-            if self.on.isdisjoint(self.members[u]):
-                continue
-            start_s = max(self.out_s, self.now_s, self.host_free_s)
-            self.out_s = self.whole_s[u] = self.busy_s[u] = start_s + self.host.link.out_s(
-                size_bytes
-            )
-            self.host_bytes += size_bytes
-            self.ops.append(Store(self.folded.unit_names[u]))
-
-    def _drop(self, u: int) -> None:
-        if u in self.waiting:
-            self.waiting.remove(u)
-        if u in self.whole_s:
-            self.ops.append(Drop(self.folded.unit_names[u]))
-            self.host_free_s = max(self.host_free_s, self.whole_s.pop(u), self.fetched_s.get(u, 0))
-            self.host_bytes -= self.folded.unit_bytes[u]
+        self.beside.store_waiting(self.now_s, lambda u: not self.on.isdisjoint(self.members[u]))

@@ -1,4 +1,4 @@
-"""Keep, recompute or copy to the host: one choice, from the cut with copies.
+"""Keep, recompute or copy to host or disk: one choice, from the cut with copies.
 
 1. `solver.bound.binding_copies` finds the position at which the most time is lost, and the bound.
 2. **The cut's choice.** Its program, with recomputation counted where it is needed
@@ -13,8 +13,11 @@
    is not searched for where its own bound is no better than what has been found.
 
 The bound is that of the cuts with copies, so it holds for every schedule, whatever it copies. A
-best schedule without copies that meets it proves that the host does not help. Schedules copy to the
-host only; the bound allows the disk, too, where there is one.
+best schedule without copies that meets it proves that the host does not help.
+
+**With a disk** the host alone is planned for first, so the answer is never worse than without the
+disk. Where the bound leaves something to gain the stages run again: what the host has no room for
+goes on to the disk, what is away for the longest first (`beside.goes_to_disk`).
 
 Work is limited by counts. Where the copies are few and large the choice is a knapsack with
 deadlines, and a gap is left.
@@ -23,7 +26,7 @@ deadlines, and a gap is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from graphs.graph import Graph
@@ -37,11 +40,12 @@ from solver.bound import (
     least_time_s,
 )
 from solver.methods.auto.from_cuts import schedule_from_cuts
+from solver.methods.auto.overflow import overflowing
 from solver.methods.auto.placing import (
     Gap,
     Placed,
     find_gaps,
-    live_bytes_by_run,
+    longest_to_disk,
     never_copied,
     place_copies,
 )
@@ -56,6 +60,7 @@ from solver.schedule import (
     Places,
     Schedule,
     Simulation,
+    Spill,
     baseline,
     copy_layout,
     simulate,
@@ -77,6 +82,9 @@ MORE_SHARES = (1.0, 0.7, 0.4)
 """Of the bytes that the cut has on the host: so many more bytes for recomputation alone."""
 
 
+Stage = Callable[["CopySearch"], None]
+
+
 class CopySearch(BestSoFar):
     """The best schedule and the best bound so far.
 
@@ -92,13 +100,11 @@ class CopySearch(BestSoFar):
         budget_bytes: int,
         time_limit_s: float,
         places: Places,
-        host: Place,
         starts: Sequence[Schedule],
         quick: bool,
     ) -> None:
         super().__init__(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places)
         self.to: Places = places
-        self.host = host
         self.starts, self.quick = starts, quick
         self.folded = StorageGraph.of(graph)
         self.free = StorageGraph.of(graph, may_leave=True)
@@ -135,6 +141,12 @@ class CopySearch(BestSoFar):
             quick=quick,
         )
 
+    @property
+    def disk_may_help(self) -> bool:
+        """Whether there is a disk, and the host has no room for all."""
+        has_room = sum(self.free.unit_bytes) <= self.to.host_bytes
+        return self.to.disk is not None and not has_room
+
     def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyProgram:
         return CopyProgram(
             self.free,
@@ -155,28 +167,30 @@ def with_copies(
     starts: Sequence[Schedule] = (),
     quick: bool = False,
 ) -> Proposal:
-    """The best schedule found with copies to the host or without, and the proven bound.
+    """The best schedule found with copies or without, and the proven bound.
 
     starts: schedules known for this graph. quick: only what takes seconds.
     """
-    assert places.host is not None
     search = CopySearch(
         graph,
         budget_bytes=budget_bytes,
         time_limit_s=time_limit_s,
         places=places,
-        host=places.host,
         starts=starts,
         quick=quick,
     )
+    stages: tuple[Stage, ...] = STAGES
     with search:
         for schedule in (baseline(graph), *starts):
             search.offer(schedule)
+        if places.disk is not None:
+            _with_the_host_alone(search)
+            stages = COPYING if search.disk_may_help else (_prove,)
         search.binding = binding_copies(
             search.free, budget_bytes=budget_bytes, places=places, deadline=search.deadline
         )
         search.lost_share = search.binding.lost_share
-        for stage in STAGES:
+        for stage in stages:
             enough = quick and stage is _copy_what_overflows and search.best is not None
             if search.done or math.isinf(search.lost_share) or enough:
                 break
@@ -186,6 +200,25 @@ def with_copies(
         lower_bound_s=least_time_s(graph, lost_share=search.lost_share),
         timed_out=search.timed_out,
     )
+
+
+def _with_the_host_alone(search: CopySearch) -> None:
+    """Half of the time at most."""
+    proposal = with_copies(
+        search.graph,
+        budget_bytes=search.budget_bytes,
+        time_limit_s=search.deadline.left_s / 2,
+        places=Places(host=search.to.host),
+        starts=[schedule for schedule in search.starts if not _uses_disk(schedule)],
+        quick=search.quick,
+    )
+    search.timed_out = search.timed_out or proposal.timed_out
+    if proposal.schedule is not None:
+        search.offer(proposal.schedule)
+
+
+def _uses_disk(schedule: Schedule) -> bool:
+    return any(isinstance(op, Spill) for op in schedule.ops)
 
 
 def _choose(search: CopySearch) -> None:
@@ -249,18 +282,32 @@ def _written_out(
 
 
 def _place(search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
-    """On a host of its capacity; on a smaller one where the copies lie side by side in more."""
-    gaps, host = tuple(gaps), search.host
+    """Within the capacities; within smaller ones where the copies lie side by side in more."""
+    gaps, places = tuple(gaps), search.to
     for _ in range(MAX_LAYOUTS):
         placed = place_copies(
-            search.folded, order, gaps, budget_bytes=search.budget_bytes, host=host
+            search.folded,
+            order,
+            gaps,
+            budget_bytes=search.budget_bytes,
+            places=places,
+            to_disk=longest_to_disk(search.folded, gaps, places),
         )
         layout = copy_layout(search.graph, placed.schedule, search.to)
-        over_bytes = layout.host_bytes - search.host.capacity_bytes
-        if over_bytes <= 0 or over_bytes >= host.capacity_bytes:
+        host = _smaller(places.host, layout.host_bytes - search.to.host_bytes)
+        disk = _smaller(places.disk, layout.disk_bytes - search.to.disk_bytes)
+        if host is None or (host, disk) == (places.host, places.disk):
             break
-        host = replace(host, capacity_bytes=host.capacity_bytes - over_bytes)
+        places = Places(host, disk)
     return placed
+
+
+def _smaller(place: Place | None, over_bytes: int) -> Place | None:
+    """None: nothing is left."""
+    if place is None or over_bytes <= 0:
+        return place
+    left_bytes = place.capacity_bytes - over_bytes
+    return replace(place, capacity_bytes=left_bytes) if left_bytes > 0 else None
 
 
 def _prove(search: CopySearch) -> None:
@@ -310,51 +357,23 @@ def _copy_what_overflows(search: CopySearch) -> None:
         search.offer(_overflow_copied(search, order))
 
 
-def offload_only(graph: Graph, *, budget_bytes: int, host: Place) -> Schedule:
-    """The plain step with what overflows on the host; perhaps above the budget all the same."""
-    folded, order = StorageGraph.of(graph), baseline(graph).order
-    gaps = _overflowing(folded, order, budget_bytes)
-    return place_copies(folded, order, gaps, budget_bytes=budget_bytes, host=host).schedule
-
-
 def _overflow_copied(
     search: CopySearch, order: Sequence[str], gaps: Sequence[Gap] = ()
 ) -> Schedule:
     """The order with these copies, and others of what overflows all the same."""
-    more = _overflowing(search.folded, order, search.budget_bytes, away=gaps)
+    more = overflowing(search.folded, order, search.budget_bytes, away=gaps)
     return _place(search, order, [*gaps, *more]).schedule
 
 
-STAGES = (
+COPYING: tuple[Stage, ...] = (
     _copy_overflow_of_plain_step,
     _choose,
     _prove,
     _choose_elsewhere,
     _copy_what_overflows,
-    _without_copies,  # last: it may take all the time
 )
+STAGES = (*COPYING, _without_copies)  # the last may take all the time
 
 
 def _away_bytes(search: CopySearch, cut: CopyCut) -> int:
     return sum(search.folded.unit_bytes[u] for u in cut.away or ())
-
-
-def _overflowing(
-    folded: StorageGraph, order: Sequence[str], budget_bytes: int, *, away: Iterable[Gap] = ()
-) -> list[Gap]:
-    """Gaps, the longest first, without whose storages the order would fit; or all that help.
-
-    away: gaps that are spent on the host already.
-    """
-    live = live_bytes_by_run(folded.graph, order)
-    for gap in away:
-        live[gap.first + 1 : gap.last] -= folded.unit_bytes[gap.unit]
-    gaps = sorted(set(find_gaps(folded, order)).difference(away))
-    gaps.sort(key=lambda gap: gap.first - gap.last)
-    chosen = []
-    for gap in gaps:
-        span = live[gap.first + 1 : gap.last]
-        if int(span.max()) > budget_bytes:
-            span -= folded.unit_bytes[gap.unit]
-            chosen.append(gap)
-    return chosen

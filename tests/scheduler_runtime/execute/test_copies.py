@@ -304,6 +304,57 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
     assert_same_bits(model, planned, batch)
 
 
+def planned_for_disk(directory: Path) -> tuple[nn.Module, torch.Tensor, Solution]:
+    """What `auto` plans where the host has room for little."""
+    torch.manual_seed(0)
+    model, batch = Tower(), Tower.batch()
+    graph = trace(model, batch)
+    plain = simulate(graph, baseline(graph))
+    budget_bytes = graph.resident_bytes + int(0.7 * (plain.peak_bytes - graph.resident_bytes))
+    solution = solve(
+        graph,
+        budget=budget_bytes,
+        host_budget=plain.peak_bytes // 10,
+        host_link=1e14,
+        disk_budget=f"1GB:{directory}",
+        disk_rate=1e14,
+        time_limit_s=600,
+    )
+    return model, batch, solution
+
+
+def test_a_plan_for_a_disk_runs_with_the_directory_that_it_was_made_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write = os.pwrite
+
+    def counted(file: int, data: Any, at: int) -> int:
+        written.append(len(data))
+        return write(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    model, batch, solution = planned_for_disk(tmp_path)
+    assert solution.simulation is not None
+    assert solution.simulation.n_recomputed == 0
+    assert solution.simulation.disk_peak_bytes > 0
+    assert_same_bits(model, apply(copy.deepcopy(model), solution), batch)
+    assert sum(written) >= solution.simulation.disk_peak_bytes
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_directory_of_a_plan_may_be_gone_or_another(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    model, batch, solution = planned_for_disk(tmp_path / "first")
+    solution.save(tmp_path / "schedule.json")
+    (tmp_path / "first").rmdir()
+    planned = apply(copy.deepcopy(model), tmp_path / "schedule.json")
+    with pytest.raises(CopyError, match=r"first', and the disk refuses them: No such file"):
+        planned(batch)
+    planned = apply(copy.deepcopy(model), tmp_path / "schedule.json", disk_directory=tmp_path)
+    assert_same_bits(model, planned, batch)
+
+
 class Late:
     """Copies that are made as late as the waits allow: at the first of them, or at the end."""
 

@@ -89,14 +89,15 @@ def places_of(host: HostLink) -> Places:
     return Places(host=Place(host.capacity_bytes, link))
 
 
-def check_truth(graph: Graph, budget_bytes: int, host: HostLink, truth: Truth) -> None:
+def check_truth(graph: Graph, budget_bytes: int, places: Places, truth: Truth) -> None:
     """The search obeys the simulator, and they agree on the time."""
     if truth.ops is None:
         return
     schedule = Schedule(tuple(WORDS[word](name) for word, name in truth.ops), graph.graph_id)
-    simulation = simulate(graph, schedule, places=places_of(host))
+    simulation = simulate(graph, schedule, places=places)
     assert simulation.peak_bytes <= budget_bytes
-    assert simulation.host_peak_bytes <= host.capacity_bytes
+    assert simulation.host_peak_bytes <= places.host_bytes
+    assert simulation.disk_peak_bytes <= places.disk_bytes
     assert simulation.time_s == pytest.approx(truth.time_s, rel=1e-9, abs=1e-12)
 
 
@@ -104,7 +105,7 @@ def check_truth(graph: Graph, budget_bytes: int, host: HostLink, truth: Truth) -
 @pytest.mark.parametrize(("kind", "part"), CASES)
 def test_every_position_bounds_the_truth(kind: str, part: int) -> None:
     for graph, budget_bytes, host, truth in islice(solved(cells(kind, part)), CELLS_EACH):
-        check_truth(graph, budget_bytes, host, truth)
+        check_truth(graph, budget_bytes, places_of(host), truth)
         lost = truth.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else 0.0
         folded = StorageGraph.of(graph, may_leave=True)
         for p in range(1, folded.n_nodes + 1):
@@ -112,6 +113,58 @@ def test_every_position_bounds_the_truth(kind: str, part: int) -> None:
                 folded, position=p, budget_bytes=budget_bytes, places=places_of(host)
             )
             assert program.solve(whole=True).lost_share <= lost + 1e-9  # no less than its LP
+
+
+DISK_UNITS, DISK_NODES = 5, 6
+"""Of graphs that the search is to get through with a disk as well."""
+
+
+def cells_with_disk(kind: str, part: int) -> Iterator[tuple[Graph, int, HostLink, HostLink]]:
+    """A host that has room for a part, and a disk that is slower, or as fast."""
+    for n, (graph, budget_bytes, host) in enumerate(cells(kind, part)):
+        folded = StorageGraph.of(graph, may_leave=True)
+        if folded.n_units > DISK_UNITS or folded.n_nodes > DISK_NODES:
+            continue
+        rng, sizes = random.Random(f"disk {kind} {part} {n}"), [*filter(None, folded.unit_bytes), 1]
+        host_bytes = rng.choice((min(sizes), max(sizes), sum(sizes) // 2))
+        out_s, in_s = host.out_s_per_byte * rng.choice((1, 2)), host.in_s_per_byte
+        disk = HostLink(rng.choice((max(sizes), sum(sizes))), out_s, in_s, host.latency_s)
+        yield graph, budget_bytes, replace(host, capacity_bytes=host_bytes), disk
+
+
+def with_disk(host: HostLink, disk: HostLink) -> Places:
+    return Places(host=places_of(host).host, disk=places_of(disk).host)
+
+
+DISK_CASES = [
+    (kind, part)
+    for kind, parts in (("dag", 80), ("overwriting", 40), ("aliasing", 20))
+    for part in range(parts)
+]
+DISK_CASES.sort(key=lambda case: case[1])
+
+
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize(("kind", "part"), DISK_CASES)
+def test_every_position_bounds_the_truth_with_a_disk(kind: str, part: int) -> None:
+    n_solved = 0
+    for graph, budget_bytes, host, disk in cells_with_disk(kind, part):
+        places = with_disk(host, disk)
+        try:
+            truth = fastest(
+                graph, budget_bytes=budget_bytes, host=host, disk=disk, max_labels=MOST_LABELS
+            )
+        except TooManyStatesError:
+            continue
+        n_solved += 1
+        check_truth(graph, budget_bytes, places, truth)
+        lost = truth.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else 0.0
+        folded = StorageGraph.of(graph, may_leave=True)
+        for p in range(1, folded.n_nodes + 1):
+            program = CopyProgram(folded, position=p, budget_bytes=budget_bytes, places=places)
+            assert program.solve(whole=True).lost_share <= lost + 1e-9
+        if n_solved == CELLS_EACH:
+            return
 
 
 def schedules(n: int, *, first_seed: int) -> Iterator[tuple[Graph, Schedule, Places]]:

@@ -11,13 +11,14 @@ from solver.bound import StorageGraph
 from solver.methods import find_obstacle
 from solver.methods.auto import auto
 from solver.methods.auto import with_copies as module
-from solver.methods.auto.placing import find_gaps, place_copies
+from solver.methods.auto.placing import find_gaps, longest_to_disk, place_copies
 from solver.methods.proposal import Proposal
 from solver.schedule import (
     CopyLayout,
     Link,
     Place,
     Places,
+    Spill,
     Store,
     baseline,
     copy_layout,
@@ -58,7 +59,7 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
         least_bytes = int(StorageGraph.of(graph, may_leave=True).least_bytes.max())
         budget_bytes = least_bytes + int(rng.random() * total_bytes)
         assert places.host is not None
-        placed = place_copies(folded, order, gaps, budget_bytes=budget_bytes, host=places.host)
+        placed = place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=places)
         simulation = simulate(graph, placed.schedule, places=places)
         assert simulation.time_s == pytest.approx(placed.time_s, rel=1e-9, abs=1e-12)
         assert (simulation.peak_bytes <= budget_bytes) == (not placed.over_bytes)
@@ -68,6 +69,44 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
         n_placed += placed.schedule.has_copies
         n_fit += not placed.over_bytes
     assert n_placed > 60
+    assert n_fit > 30
+
+
+@pytest.mark.parametrize("first_seed", range(0, 900, 300))
+def test_what_goes_on_to_the_disk_is_legal_and_as_fast_and_as_large_as_said(
+    first_seed: int,
+) -> None:
+    n_spilled = n_fit = 0
+    for seed in range(first_seed, first_seed + 300):
+        graph, rng = some_graph(seed), random.Random(f"on disk {seed}")
+        order = keep(graph, [n for n in graph.producer if rng.random() < 0.6]).order
+        folded = StorageGraph.of(graph)
+        gaps = [gap for gap in find_gaps(folded, order) if rng.random() < 0.8]
+        if not gaps:
+            continue
+        total_bytes, largest_bytes = sum(folded.unit_bytes), max(folded.unit_bytes)
+        rate = rng.choice((0.5, 2.0, 8.0)) * total_bytes / (graph.baseline_time_s or 1.0)
+        link = Link(rate, rate * rng.choice((0.5, 1)), rng.choice((0, 0.1)))
+        slower = Link(rate * rng.choice((0.2, 1)), rate / 2, rng.choice((0, 0.1)))
+        host_bytes = max(largest_bytes, int(rng.choice((0.2, 0.4, 0.8)) * total_bytes))
+        places = Places(Place(host_bytes, link), Place(total_bytes, slower))
+        chosen = longest_to_disk(folded, gaps, places)
+        if rng.random() < 0.5:
+            chosen = frozenset(gap.unit for gap in gaps if rng.random() < 0.5)
+        least_bytes = int(StorageGraph.of(graph, may_leave=True).least_bytes.max())
+        budget_bytes = least_bytes + int(rng.random() * total_bytes)
+        placed = place_copies(
+            folded, order, gaps, budget_bytes=budget_bytes, places=places, to_disk=chosen
+        )
+        simulation = simulate(graph, placed.schedule, places=places)
+        assert simulation.time_s == pytest.approx(placed.time_s, rel=1e-9, abs=1e-12)
+        assert (simulation.peak_bytes <= budget_bytes) == (not placed.over_bytes)
+        assert simulation.host_peak_bytes <= host_bytes
+        spilled = {op.storage for op in placed.schedule.ops if isinstance(op, Spill)}
+        assert spilled <= {folded.unit_names[u] for u in chosen}
+        n_spilled += bool(spilled)
+        n_fit += not placed.over_bytes
+    assert n_spilled > 60
     assert n_fit > 30
 
 
@@ -99,6 +138,47 @@ def test_bound_truth_and_schedule_are_in_order(first_seed: int) -> None:
         assert proposal.lower_bound_s <= truth.time_s + 1e-9
         if proposal.schedule is not None:
             assert found(graph, proposal, host(rate)) >= truth.time_s - 1e-9
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("first_seed", range(0, 200, 5))
+def test_bound_truth_and_schedule_are_in_order_with_a_disk(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 5):
+        graph, rng = random_dag(seed=seed, n_forward=3, n_later=2), random.Random(seed)
+        folded = StorageGraph.of(graph, may_leave=True)
+        sizes = [*filter(None, folded.unit_bytes), 1]
+        per_byte_s = (graph.baseline_time_s or 1.0) / sum(sizes) / rng.choice((1, 4))
+        to_host = HostLink(rng.choice((min(sizes), max(sizes))), per_byte_s, per_byte_s)
+        to_disk = HostLink(sum(sizes), per_byte_s, per_byte_s / 2)
+        places = places_of(to_host, to_disk)
+        budget_bytes = int(folded.least_bytes.max()) + rng.choice((0, 1, 3))
+        options = {"budget_bytes": budget_bytes, "time_limit_s": 60.0, "seed": 0}
+        behind = auto(graph, places=places, **options)
+        beside = auto(graph, places=Places(host=places.host), **options)
+        if beside.schedule is not None:
+            assert found(graph, behind, places) <= found(graph, beside, places)
+        try:
+            truth = fastest(
+                graph, budget_bytes=budget_bytes, host=to_host, disk=to_disk, max_labels=3_000
+            )
+        except TooManyStatesError:
+            continue
+        assert behind.lower_bound_s <= truth.time_s + 1e-9
+        if behind.schedule is not None:
+            simulation = simulate(graph, behind.schedule, places=places)
+            assert simulation.peak_bytes <= budget_bytes
+            assert simulation.host_peak_bytes <= places.host_bytes
+            assert simulation.disk_peak_bytes <= places.disk_bytes
+            assert simulation.time_s >= truth.time_s - 1e-9
+
+
+def places_of(to_host: HostLink, to_disk: HostLink) -> Places:
+    return Places(
+        *(
+            Place(each.capacity_bytes, Link(1 / each.out_s_per_byte, 1 / each.in_s_per_byte))
+            for each in (to_host, to_disk)
+        )
+    )
 
 
 def test_a_fast_link_makes_recomputation_needless() -> None:

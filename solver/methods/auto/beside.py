@@ -1,0 +1,223 @@
+"""Host and disk while copies are placed: what is there, and when each copy stream ends.
+
+A unit either stays on the host while it is away, or goes on to the disk: then its copy on the host
+is in passing, given up when the disk has it and its bytes are asked for. Part of the host is left
+for these, as much as the largest of them takes twice, at least once: so whatever is on the disk can
+come back at any time. Ops are written in the order in which the copies are issued; the clocks
+follow the rules of `solver.schedule.streams`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
+
+from solver.schedule import Delete, Drop, Fetch, Load, Op, Places, Spill, Store
+
+
+class Beside:
+    """ops: where the copies are written to.
+
+    waiting: units to be stored, in their order. stored_s: by unit on the host or the disk, the end
+    of the copy that took it off the device. busy_s: the same, until whoever frees it takes it out.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        *,
+        names: Sequence[str],
+        unit_bytes: Sequence[int],
+        to_disk: Collection[int],
+        ops: list[Op],
+    ) -> None:
+        """to_disk: the units that go on to the disk."""
+        assert places.host is not None
+        self.host, self.disk = places.host, places.disk
+        self.names, self.unit_bytes, self.ops = names, unit_bytes, ops
+        self.to_disk = frozenset(to_disk)
+        largest = max((unit_bytes[u] for u in self.to_disk), default=0)
+        most_bytes = self.host.capacity_bytes
+        self._most_kept_bytes = most_bytes - largest * (2 if 4 * largest <= most_bytes else 1)
+        self._kept_bytes = self._host_bytes = 0
+        self._out_s = self._in_s = self._write_s = self._read_s = 0.0
+        self._host_free_s = self._disk_free_s = 0.0
+        self._on_host: dict[int, tuple[float, float]] = {}  # when it is whole, and untouched
+        self._on_disk: dict[int, tuple[float, float]] = {}
+        self._wanted: set[int] = set()  # loaded, to be fetched
+        self.waiting: list[int] = []
+        self.stored_s: dict[int, float] = {}
+        self.busy_s: dict[int, float] = {}
+
+    @property
+    def end_s(self) -> float:
+        return max(self._out_s, self._in_s, self._write_s, self._read_s)
+
+    @property
+    def fetches_end_s(self) -> float:
+        return self._in_s
+
+    @property
+    def loads_end_s(self) -> float:
+        return self._read_s
+
+    def is_on_host(self, u: int) -> bool:
+        return u in self._on_host
+
+    def back_s(self, u: int) -> float:
+        """Seconds that the unit takes from the disk to the device."""
+        assert self.disk is not None
+        size_bytes = self.unit_bytes[u]
+        return self.disk.link.in_s(size_bytes) + self.host.link.in_s(size_bytes)
+
+    def store_waiting(self, now_s: float, on_device: Callable[[int], bool]) -> None:
+        """Store what there is room for. on_device: whether a waiting unit is still there."""
+        self._give_up_passing(now_s)
+        blocked: set[bool] = set()
+        for u in tuple(self.waiting):
+            if not on_device(u):
+                self.waiting.remove(u)
+            elif (u in self.to_disk) not in blocked:
+                if self._has_room(u):
+                    self._store(u, now_s)
+                else:
+                    blocked.add(u in self.to_disk)
+
+    def store_at_once(self, units: Collection[int], now_s: float) -> bool:
+        """Store the first of these that waits, once bytes in passing are free; False: none can."""
+        for u in tuple(self.waiting):
+            may = u in units and (u in self.to_disk or self._may_stay(u))
+            if may and self._make_room(self.unit_bytes[u]):
+                self._store(u, now_s)
+                return True
+        return False
+
+    def load(self, u: int, now_s: float, *, at_once: bool) -> bool:
+        """From the disk to the host, if there is room; at once: give up others in passing."""
+        assert self.disk is not None
+        size_bytes = self.unit_bytes[u]
+        self._give_up_passing(now_s)
+        if at_once:
+            self._make_room(size_bytes)
+        if self._host_bytes + size_bytes > self.host.capacity_bytes:
+            return False
+        whole_s, busy_s = self._on_disk[u]
+        start_s = max(self._read_s, now_s, whole_s, self._host_free_s)
+        self._read_s = end_s = start_s + self.disk.link.in_s(size_bytes)
+        self._on_disk[u] = whole_s, max(busy_s, end_s)
+        self._on_host[u] = end_s, end_s
+        self._host_bytes += size_bytes
+        self._wanted.add(u)
+        self.ops.append(Load(self.names[u]))
+        return True
+
+    def fetch(self, u: int, now_s: float) -> float:
+        """When the unit is back on the device; from the disk if it has to be."""
+        if u not in self._on_host:
+            self.load(u, now_s, at_once=True)
+        whole_s, busy_s = self._on_host[u]
+        self._in_s = max(self._in_s, now_s, whole_s) + self.host.link.in_s(self.unit_bytes[u])
+        self._on_host[u] = whole_s, max(busy_s, self._in_s)
+        self._wanted.discard(u)
+        self.ops.append(Fetch(self.names[u]))
+        return self._in_s
+
+    def forget(self, u: int) -> None:
+        """It need not come back any more."""
+        if u in self.waiting:
+            self.waiting.remove(u)
+        self.stored_s.pop(u, None)
+        if u in self._on_host:
+            self._drop(u)
+        if u in self._on_disk:
+            self._disk_free_s = max(self._disk_free_s, self._on_disk.pop(u)[1])
+            self.ops.append(Delete(self.names[u]))
+
+    def _may_stay(self, u: int) -> bool:
+        return self._kept_bytes + self.unit_bytes[u] <= self._most_kept_bytes
+
+    def _has_room(self, u: int) -> bool:
+        fits = self._host_bytes + self.unit_bytes[u] <= self.host.capacity_bytes
+        return fits and (u in self.to_disk or self._may_stay(u))
+
+    def _store(self, u: int, now_s: float) -> None:
+        size_bytes = self.unit_bytes[u]
+        self.waiting.remove(u)
+        start_s = max(self._out_s, now_s, self._host_free_s)
+        end_s = self._out_s = start_s + self.host.link.out_s(size_bytes)
+        self.stored_s[u] = self.busy_s[u] = end_s
+        self._host_bytes += size_bytes
+        self._on_host[u] = end_s, end_s
+        self.ops.append(Store(self.names[u]))
+        if u not in self.to_disk:
+            self._kept_bytes += size_bytes
+            return
+        assert self.disk is not None
+        start_s = max(self._write_s, now_s, end_s, self._disk_free_s)
+        self._write_s = start_s + self.disk.link.out_s(size_bytes)
+        self._on_disk[u] = self._write_s, self._write_s
+        self._on_host[u] = end_s, self._write_s
+        self.ops.append(Spill(self.names[u]))
+
+    def _passing(self) -> list[int]:
+        """Units whose copy on the host may be given up, those that nothing waits for first."""
+        found = [u for u in self._on_host if u in self._on_disk]
+        return sorted(found, key=lambda u: (u in self._wanted, self._on_host[u][1], u))
+
+    def _give_up_passing(self, now_s: float) -> None:
+        """What the disk has by now, and what has been fetched."""
+        for u in self._passing():
+            if u not in self._wanted and self._on_host[u][1] <= now_s:
+                self._drop(u)
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Give up copies in passing, however long the copies from and to them take."""
+        for u in self._passing():
+            if self._host_bytes + size_bytes <= self.host.capacity_bytes:
+                break
+            self._drop(u)
+        return self._host_bytes + size_bytes <= self.host.capacity_bytes
+
+    def _drop(self, u: int) -> None:
+        size_bytes = self.unit_bytes[u]
+        self._host_free_s = max(self._host_free_s, self._on_host.pop(u)[1])
+        self._host_bytes -= size_bytes
+        self._kept_bytes -= 0 if u in self.to_disk else size_bytes
+        self._wanted.discard(u)
+        self.ops.append(Drop(self.names[u]))
+
+
+def goes_to_disk(
+    stays: Sequence[tuple[int, int, int]], unit_bytes: Sequence[int], places: Places
+) -> frozenset[int]:
+    """The units that go on to the disk so that the host has room for the others.
+
+    stays: (first, last, unit): a unit is away between these positions, all of its gaps together.
+    What is away for the longest goes first, as long as the disk has room; none where the host has
+    room for all.
+    """
+    if places.host is None or places.disk is None:
+        return frozenset()
+    most_bytes, left_bytes = places.host_bytes, places.disk_bytes
+    candidates: list[int] = []
+    for _, _, u in sorted(stays, key=lambda stay: (stay[0] - stay[1], stay[2])):
+        if u not in candidates and unit_bytes[u] <= min(left_bytes, most_bytes):
+            candidates.append(u)
+            left_bytes -= unit_bytes[u]
+
+    def fits(n_chosen: int) -> bool:
+        chosen = frozenset(candidates[:n_chosen])
+        passing_bytes = 2 * max((unit_bytes[u] for u in chosen), default=0)
+        kept = [stay for stay in stays if stay[2] not in chosen]
+        return _most_at_once(kept, unit_bytes) + passing_bytes <= most_bytes
+
+    return frozenset(candidates[: bisect_left(range(len(candidates)), True, key=fits)])
+
+
+def _most_at_once(stays: Sequence[tuple[int, int, int]], unit_bytes: Sequence[int]) -> int:
+    change: dict[int, int] = {}
+    for first, last, u in stays:
+        change[first] = change.get(first, 0) + unit_bytes[u]
+        change[last] = change.get(last, 0) - unit_bytes[u]
+    return max(accumulate(change[position] for position in sorted(change)), default=0)

@@ -1,0 +1,39 @@
+"""What overflows in an order of nodes, to be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from graphs.graph import Graph
+from solver.bound import StorageGraph
+from solver.methods.auto.placing import Gap, find_gaps, live_bytes_by_run, place_copies
+from solver.schedule import Place, Places, Schedule, baseline
+
+
+def offload_only(graph: Graph, *, budget_bytes: int, host: Place) -> Schedule:
+    """The plain step with what overflows on the host; perhaps above the budget all the same."""
+    folded, order = StorageGraph.of(graph), baseline(graph).order
+    gaps = overflowing(folded, order, budget_bytes)
+    places = Places(host=host)
+    return place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=places).schedule
+
+
+def overflowing(
+    folded: StorageGraph, order: Sequence[str], budget_bytes: int, *, away: Iterable[Gap] = ()
+) -> list[Gap]:
+    """Gaps, the longest first, without whose storages the order would fit; or all that help.
+
+    away: gaps that are spent on the host already.
+    """
+    live = live_bytes_by_run(folded.graph, order)
+    for gap in away:
+        live[gap.first + 1 : gap.last] -= folded.unit_bytes[gap.unit]
+    gaps = sorted(set(find_gaps(folded, order)).difference(away))
+    gaps.sort(key=lambda gap: gap.first - gap.last)
+    chosen = []
+    for gap in gaps:
+        span = live[gap.first + 1 : gap.last]
+        if int(span.max()) > budget_bytes:
+            span -= folded.unit_bytes[gap.unit]
+            chosen.append(gap)
+    return chosen

@@ -1,0 +1,151 @@
+"""A disk behind the host, from the front doors: sizes and rates, refusals, reports, files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from solver import solve
+from solver.analysis import copies
+from solver.cli.command import main
+from solver.common import BudgetError
+from solver.reporting.copy_rows import trip_table
+from solver.schedule import Link, Place, Places, Solution, baseline, simulate
+from solver.solving.disk import disk_behind
+from tests.support.command import failed
+from tests.support.nets import residual
+
+NET = residual(n_blocks=5)
+PEAK = simulate(NET, baseline(NET)).peak_bytes
+BUDGET = int(0.7 * PEAK)
+HOST = Places(host=Place(PEAK // 10, Link(1e14, 1e14)))
+FAST = {"host_budget": PEAK // 10, "host_link": 1e14}
+
+
+def test_sizes_and_rates_as_people_write_them(tmp_path: Path) -> None:
+    assert HOST.host is not None
+    disk = Place(500 * 10**9, Link(5e9, 6e9))
+    for budget in ("500GB", 5e11, 500 * 10**9):
+        for rate in ("5GB/s,6GB/s", (5e9, 6e9), ["5GB/s", 6e9]):
+            assert disk_behind(HOST, budget, rate) == Places(HOST.host, disk)
+    assert disk_behind(HOST, f"500GB:{tmp_path}", "5GB/s, 6GB/s") == Places(
+        HOST.host, disk, str(tmp_path)
+    )
+    assert disk_behind(HOST, "500GB", 5e9) == Places(HOST.host, Place(5 * 10**11, Link(5e9, 5e9)))
+    assert disk_behind(HOST, None) == HOST
+    assert disk_behind(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "budget", "rate", "message"),
+    [
+        (HOST, None, "5GB/s", "a rate of the disk is given .* and no disk"),
+        (None, "500GB:/tmp", "5GB/s", "no host memory, through which every copy to it goes"),
+        (HOST, "500GB:/tmp", None, "how fast the disk is is unknown; measure it"),
+        (HOST, "50%:/tmp", "5GB/s", "invalid disk budget '50%:/tmp': write 500GB"),
+        (HOST, "much:/tmp", "5GB/s", "invalid disk budget 'much'"),
+        (HOST, "0GB", "5GB/s", "invalid disk budget '0GB': must be above zero"),
+        (HOST, "500:/tmp", "5GB/s", "invalid disk budget '500': 500 bytes"),
+        (HOST, "500GB:", "5GB/s", "no directory after the colon"),
+        (HOST, "500GB:/nowhere/at/all", "5GB/s", "'/nowhere/at/all': no such directory"),
+        (HOST, "500GB:/tmp", "5Gb/s", "invalid disk rate '5Gb/s': a lower-case b is for bits"),
+        (HOST, "500GB:/tmp", "5GB/s,6gb", "invalid disk rate '6gb': a lower-case b is for bits"),
+        (HOST, "500GB:/tmp", "fast", "invalid disk rate 'fast'"),
+        (HOST, "500GB:/tmp", "5", "invalid disk rate '5': 5 B/s"),
+        (HOST, "500GB:/tmp", "1GB/s,2GB/s,3GB/s", "invalid disk rate .*: write 5GB/s, or OUT,IN"),
+    ],
+)
+def test_what_is_wrong_is_said(places, budget, rate, message) -> None:
+    with pytest.raises(BudgetError, match=message):
+        disk_behind(places, budget, rate, resident_bytes=10**9)
+
+
+def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    message = "no file can be written there .Permission denied.; name another"
+    with pytest.raises(BudgetError, match=message):
+        disk_behind(HOST, "500GB:/tmp", "5GB/s")
+
+
+def test_what_the_host_has_no_room_for_goes_to_the_disk(tmp_path: Path) -> None:
+    beside = solve(NET, budget=BUDGET, **FAST)
+    behind = solve(NET, budget=BUDGET, **FAST, disk_budget=f"500GB:{tmp_path}", disk_rate="100TB/s")
+    assert beside.simulation is not None
+    assert behind.simulation is not None
+    assert behind.simulation.time_s < beside.simulation.time_s - 1e-3 * NET.baseline_time_s
+    assert behind.simulation.disk_peak_bytes > 0
+    assert behind.simulation.host_peak_bytes <= PEAK // 10
+    assert behind.lower_bound_s <= beside.lower_bound_s
+    behind.save(tmp_path / "schedule.json")
+    read = Solution.load(tmp_path / "schedule.json", graph=NET)
+    assert read.simulation == behind.simulation
+    assert read.request == behind.request
+    assert read.request.places is not None
+    assert read.request.places.disk_directory == str(tmp_path)
+
+
+def test_a_slow_disk_is_left_alone() -> None:
+    beside = solve(NET, budget=BUDGET, **FAST)
+    behind = solve(NET, budget=BUDGET, **FAST, disk_budget="500GB", disk_rate="1MB/s")
+    assert behind.schedule == beside.schedule
+
+
+def test_the_command_says_what_is_on_the_disk(tmp_path: Path, capsys) -> None:
+    path = str(tmp_path / "graph.json")
+    NET.save(path)
+    host = ["--host", f"{PEAK // 10}B", "--host-link", "100TB/s"]
+    disk = ["--disk", f"500GB:{tmp_path}", "--disk-rate", "90TB/s,100TB/s"]
+    options = ["--budget", str(BUDGET), *host, *disk]
+    schedule, drawn = str(tmp_path / "schedule.json"), str(tmp_path / "p.svg")
+    assert main([*options, "-o", schedule, "--plot", drawn, path]) == 0
+    printed = capsys.readouterr().out
+    assert "500.0 GB (465.66 GiB), 90.00 TB/s out, 100.0 TB/s in," in " ".join(printed.split())
+    section = printed[printed.index("Copies to the host") :]
+    assert "host to disk" in section
+    assert "disk to host" in section
+    assert "\n  on the disk" in section
+    solution = Solution.load(schedule, graph=NET)
+    found = copies(solution)
+    assert found is not None
+    assert any("from the disk" in row for row in trip_table(found).rows)
+    assert max(n for _, n in found.disk_bytes()) == solution.simulation.disk_peak_bytes
+    assert max(n for _, n in found.host_bytes()) == solution.simulation.host_peak_bytes
+    trip = next(trip for trip in found.trips if trip.to_disk_s)
+    assert main(["explain", schedule, path, "--op", trip.maker.name]) == 0
+    explained = capsys.readouterr().out
+    assert "to the disk" in explained
+    assert "from the disk" in explained
+    assert main([*options, "--json", path]) == 0
+    said = f'"disk_peak_bytes": {solution.simulation.disk_peak_bytes}'
+    assert said in json.dumps(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--disk", "500GB", "--disk-rate", "5GB/s"], "--disk 500GB: which disk? Name a directory"),
+        (["--disk", "500GB:/tmp"], "how fast the disk is is unknown"),
+        (["--disk", "500:/tmp", "--disk-rate", "5GB/s"], "invalid disk budget '500': 500 bytes"),
+        (["--disk-rate", "5GB/s"], "a rate of the disk is given ('5GB/s') and no disk"),
+        (["--disk", "5GB:/tmp", "--disk-rate", "5Gb/s"], "a lower-case b is for bits"),
+    ],
+)
+def test_the_command_refuses(options, message, tmp_path: Path, capsys) -> None:
+    path = str(tmp_path / "graph.json")
+    NET.save(path)
+    host = ["--host", "64GB", "--host-link", "1GB/s"]
+    code, line = failed(capsys, "--budget", str(BUDGET), *host, *options, path)
+    assert code == 2
+    assert message in line
+
+
+def test_the_command_refuses_a_disk_without_a_host(tmp_path: Path, capsys) -> None:
+    path = str(tmp_path / "graph.json")
+    NET.save(path)
+    disk = ["--disk", "500GB:/tmp", "--disk-rate", "5GB/s"]
+    code, line = failed(capsys, "--budget", str(BUDGET), *disk, path)
+    assert code == 2
+    assert "no host memory, through which every copy to it goes; give some (--host 8GB" in line
