@@ -62,6 +62,7 @@ from graphs.rewrites import (
     variants_of,
 )
 from graphs.training_step import (
+    GivenOptimizer,
     MetaOutputs,
     OutsideLoss,
     check_stage,
@@ -120,7 +121,7 @@ def trace(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: GivenOptimizer | None = None,
     gradients: str = "fresh",
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
@@ -140,7 +141,8 @@ def trace(
         (`output.loss`), the loss is the model's.
     inputs: a function that selects the part of the batch that the model is called with (`lambda
         batch: batch[0]`, where the rest is for the loss). None: all of it.
-    optimizer: its state and the memory of its step are counted; None: no optimizer.
+    optimizer: its state and the memory of its step are counted; None: no optimizer. It, its class,
+        a function from the trainable parameters to it, or its name in torch.optim.
     gradients: "fresh": None before the step; "accumulate": allocated before the step.
     device: of the graph's tensors (default: the model's; meta means CPU).
     costs: seconds and workspace of each operator (default: measured on a CUDA device, the roofline
@@ -212,7 +214,7 @@ def _traced(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: GivenOptimizer | None = None,
     gradients: str = "fresh",
     device: torch.device | str | None = None,
     costs: CostModel | None = None,

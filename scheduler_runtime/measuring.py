@@ -20,6 +20,7 @@ from torch import nn
 
 from graphs.calls import TraceError, as_call, check_call, device_of, find_loss, nested
 from graphs.costs import CudaPeaks, cpu_peak_bytes
+from graphs.training_step import GivenOptimizer, read_optimizer
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def measure(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: GivenOptimizer | None = None,
     autocast: torch.dtype | None = None,
     gradients: str = "fresh",
     n_steps: int = 3,
@@ -116,7 +117,7 @@ def measure(
     """Run training steps and measure them. An optimizer changes the model's parameters.
 
     loss, inputs: as in `graphs.trace.trace`.
-    optimizer, autocast: as in `TrainingStep`.
+    optimizer: as in `graphs.trace.trace`. autocast: as in `TrainingStep`.
     gradients: "fresh" (set to None before each step) or "accumulate".
     n_steps: how many are timed; one before them warms up (the optimizer creates its state then),
         and memory is measured on one after them.
@@ -144,7 +145,7 @@ def measure_in_turns(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: GivenOptimizer | None = None,
     autocast: torch.dtype | None = None,
     gradients: str = "fresh",
     n_steps: int = 3,
@@ -153,9 +154,8 @@ def measure_in_turns(
     machine does, and how fast it runs, changes with time and is then the same for all."""
     if gradients not in ("fresh", "accumulate"):
         raise ValueError(f"gradients is {gradients!r}; 'fresh' or 'accumulate'")
-    step = TrainingStep(
-        model, batch, loss=loss, inputs=inputs, optimizer=optimizer, autocast=autocast
-    )
+    own = None if optimizer is None else read_optimizer(optimizer, model)
+    step = TrainingStep(model, batch, loss=loss, inputs=inputs, optimizer=own, autocast=autocast)
     device = step.device
     is_cuda = device.type == "cuda"
     times_s: list[list[float]] = [[] for _ in sides]
@@ -165,7 +165,7 @@ def measure_in_turns(
                 step.clear_gradients()
             with side():
                 of_side.append(seconds_of(step.run, device))
-    optimizers = () if optimizer is None else (optimizer,)
+    optimizers = () if own is None else (own,)
     found = []
     for side, (_, *timed_s) in zip(sides, times_s, strict=True):
         if gradients == "fresh":

@@ -130,6 +130,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
         positions[sources[node].index]: node for node in sources if sources[node].kind == "tangent"
     }
     _refuse_shared(outputs, shell.chosen)
+    _refuse_written_backward(module.graph, sources)
     _refuse_overlapping(sources, mutations, shell)
     if shell.spec is None:
         raise TraceError("the model was never called while it was traced")
@@ -166,6 +167,24 @@ def _refuse_shared(outputs: list[Any], chosen: tuple[int, ...]) -> None:
             raise TraceError(
                 f"outputs {other} and {index} of the model share memory, and one of them gets a "
                 "gradient; return a clone of it"
+            )
+
+
+def _refuse_written_backward(
+    graph: torch.fx.Graph, sources: Mapping[torch.fx.Node, Source]
+) -> None:
+    """Raise TraceError where the backward pass writes an input: the only change that is no output.
+
+    AOTAutograd leaves it in the graph as a `copy_`.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        source = sources.get(node.args[0])
+        if source is not None:
+            raise TraceError(
+                f"the backward pass of an autograd.Function or a hook changes {source.title} in "
+                "place, which a planned step would not do; change it in forward, or after "
+                "backward()",
+                runs_in_eager=True,
             )
 
 

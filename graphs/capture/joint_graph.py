@@ -307,21 +307,27 @@ _READS_VALUES_ADVICE = (
 
 def _refused(model: nn.Module, error: Exception) -> TraceError:
     """In one line: what failed, and where in the user's code."""
-    name = type(model).__name__
+    name, place = type(model).__name__, _line_of(error)
     if isinstance(error, SideEffectError):
-        why = f"{name} cannot be planned: {error}"
+        why = f"{name} cannot be planned{place}: {error}"
         return TraceError(why, runs_in_eager=True, short=str(error))
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     what, advice = f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         what, advice = _READS_VALUES, _READS_VALUES_ADVICE
+    why = f"{name} cannot be traced{place}: {what}{advice}"
+    return TraceError(why, runs_in_eager=True, short=f"{what}{place}")
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the user's code that it passed, for messages."""
     place = ""
     frame = error.__traceback__
     while frame is not None:
         path = frame.tb_frame.f_code.co_filename
         ours = Path(path).is_relative_to(Path(__file__).parents[1])
-        if "/torch/" not in path and not ours and not path.startswith("<"):
+        at_exit = path == contextlib.__file__  # found when forward had ended
+        if "/torch/" not in path and not ours and not at_exit and not path.startswith("<"):
             place = f" ({path}, line {frame.tb_lineno})"
         frame = frame.tb_next
-    why = f"{name} cannot be traced{place}: {what}{advice}"
-    return TraceError(why, runs_in_eager=True, short=f"{what}{place}")
+    return place

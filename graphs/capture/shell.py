@@ -20,7 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.calls import HOLE, Call, TraceError, nested, strided_like
 from graphs.capture.as_eager import KnowingMode, Leaf, casts_once
 from graphs.capture.opaque import StandIn
-from graphs.capture.refuse import buffers_of, random_states_untouched, refuse_replaced_buffers
+from graphs.capture.refuse import (
+    buffers_of,
+    no_unseen_changes,
+    random_states_untouched,
+    refuse_replaced_buffers,
+)
 
 
 class _Forward(nn.Module):
@@ -32,9 +37,10 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = buffers_of(self.inner)
-        with random_states_untouched(self.inner), _InPlaceNoted():
-            output = self.inner.forward(*args, **kwargs)
-        refuse_replaced_buffers(before, self.inner)
+        inner = self.inner
+        with random_states_untouched(inner), no_unseen_changes(inner), _InPlaceNoted():
+            output = inner.forward(*args, **kwargs)
+        refuse_replaced_buffers(before, inner)
         return output
 
 

@@ -7,7 +7,13 @@ from graphs.training_step.around import (
     with_unknown_loss,
 )
 from graphs.training_step.device_bytes import cublas_workspace_bytes, with_device_bytes
+from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
 from graphs.training_step.loss_only import LossOnly
-from graphs.training_step.optimizer import optimizer_costs, together
+from graphs.training_step.optimizer import (
+    check_parameters,
+    optimizer_costs,
+    together,
+    without_state,
+)
 from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss
 from graphs.training_step.stage import check_stage, indices_with_gradient

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from graphs import hardware
 from graphs.calls import TraceError, strided_like
 from graphs.costs import CostModel, Tracker
 from graphs.fsdp import shard_rows
+from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
 
 _HOOKED = ("step", "state_dict", "load_state_dict")
 _HOOKS = [f"_optimizer_{method}_{when}_hooks" for method in _HOOKED for when in ("pre", "post")]
@@ -40,7 +41,7 @@ Large, as in most of training: RAdam and ASGD allocate more after their first fe
 
 
 def optimizer_costs(
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+    optimizer: GivenOptimizer,
     model: nn.Module,
     *,
     device: torch.device,
@@ -54,8 +55,8 @@ def optimizer_costs(
     (resident from the first step on), workspace_bytes (the peak that a later step allocates
     besides), and the time_s of a step.
 
-    optimizer: an optimizer of the model's parameters (real or on the meta device), or a function
-        from the trainable parameters to one. Parameters without gradients have no state.
+    optimizer: of the model's parameters (real or on the meta device). Those without gradients have
+        no state.
     device: of the fake tensors.
     foreach: use the implementation of CUDA (the default on a CUDA device, and where `costs` are
         those of one), unless the optimizer chooses one itself.
@@ -65,17 +66,9 @@ def optimizer_costs(
     reads values, and for one that has none of the model's parameters. Warns of one that has others
     besides them.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        given, trainable = optimizer, [p for p in model.parameters() if p.requires_grad]
-        optimizer = given(trainable) if callable(given) else given
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            what = "what optimizer(parameters) returned" if callable(given) else "optimizer"
-            raise TypeError(
-                f"{what} is a {type(optimizer).__name__}; give the torch.optim.Optimizer that "
-                "trains the model, or a function from its parameters to one (torch.optim.AdamW)"
-            )
+    optimizer = read_optimizer(optimizer, model)
     name = type(optimizer).__name__
-    _check_parameters(optimizer, model)
+    check_parameters(optimizer, model)
     foreach = foreach or device.type == "cuda" or hardware.is_cuda(costs.description)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -98,7 +91,7 @@ def optimizer_costs(
         ) from error
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise TraceError for an optimizer of another model or of a copy; warn of a mixture."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     own = {id(p) for p in model.parameters()}
@@ -117,6 +110,18 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
         "others; the state of the others is counted, but not their bytes and gradients",
         stacklevel=3,
     )
+
+
+def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Another optimizer of the same parameters with the same options, before its first step."""
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in held}
+    other: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = other
+    own = copy.deepcopy(_without(optimizer.__dict__, *_NOT_COPIED), memo)
+    groups = copy.deepcopy(optimizer.param_groups, memo)
+    other.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
+    return other
 
 
 def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

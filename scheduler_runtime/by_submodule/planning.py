@@ -32,7 +32,7 @@ from graphs.calls import TraceError, device_of, nested
 from graphs.costs import Roofline
 from graphs.hardware import named
 from graphs.rewrites import Variants
-from graphs.training_step import optimizer_costs, with_optimizer
+from graphs.training_step import GivenOptimizer, optimizer_costs, with_optimizer
 from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
@@ -74,7 +74,7 @@ def plan_chain(
     budget: int | float | str,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: GivenOptimizer | None = None,
     reserve: int | float | str | None = None,
     time_limit_s: float = 30.0,
 ) -> SubmoduleSolution:
@@ -116,7 +116,7 @@ def _observed_and_planned(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None,
     inputs: Callable[[Any], Any] | None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    optimizer: GivenOptimizer | None,
     budget_bytes: int,
     reserve_bytes: int,
     time_limit_s: float,

@@ -24,7 +24,7 @@ from torch import nn
 from graphs import hardware
 from graphs.calls import Call, as_call, device_of
 from graphs.costs import Roofline
-from graphs.training_step import optimizer_costs
+from graphs.training_step import GivenOptimizer, optimizer_costs, read_optimizer
 from scheduler_runtime.applying import remove
 from scheduler_runtime.compiler.fused_costs import FusedCosts
 from scheduler_runtime.compiler.loop import Attempt, CompileLoop, Target, format_peak
@@ -81,7 +81,7 @@ def compile(
     reserve: int | float | str | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: GivenOptimizer | None = None,
     backend: str = "inductor",
     method: str = "auto",
     time_limit_s: float = 60.0,
@@ -126,9 +126,9 @@ def compile(
             BudgetPartitioner, method=method, time_limit_s=time_limit_s, seed=seed, costs=costs
         ),
     )
-    forward = CompiledForward(
-        model, target, optimizer=optimizer, covers_training=batch is None or model.training
-    )
+    own = None if optimizer is None else read_optimizer(optimizer, model)
+    covers_training = batch is None or model.training
+    forward = CompiledForward(model, target, optimizer=own, covers_training=covers_training)
     if batch is not None:
         if not model.training:
             warnings.warn(

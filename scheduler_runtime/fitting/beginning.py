@@ -11,7 +11,7 @@ budget. `plans_of(model)` returns the plans.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from graphs.calls import device_of
 from graphs.costs import CostModel
 from graphs.rewrites import check_word
+from graphs.training_step import read_optimizer
 from scheduler_runtime.execute import ReplacedForward, has_checkpoints
 from scheduler_runtime.fitting.forward import FittedForward
 from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers, Options
@@ -63,7 +64,8 @@ def fit(
 
     budget: bytes of the device for the whole step, "16GB"; "auto": what is free on the CUDA device
         at the first forward pass, plus what the step itself occupies there.
-    optimizer: the one that trains the model, or several; their state and their step are counted.
+    optimizer: the one that trains the model, or several, in a form that `solve` takes; their state
+        and their step are counted.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES on CUDA,
         else 0).
     loss_reserve: bytes that a loss outside takes besides its inputs and their gradients (default:
@@ -101,8 +103,8 @@ def fit(
     if reason is not None:
         raise FitError(reason)
     refuse_checkpointing(model)
-    several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    optimizers = () if optimizer is None else tuple(map(_unwrapped, several))
+    several: Any = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = () if optimizer is None else tuple(read_optimizer(o, model) for o in several)
     options = Options(
         budget,
         reserve,
@@ -160,15 +162,3 @@ def _parts_with_all(model: nn.Module) -> list[nn.Module]:
         and not has_checkpoints(each)
     ]
     return found[::-1] if trained else []
-
-
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers that other libraries put around it."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"optimizer is an object of type {type(optimizer).__name__}; pass the "
-            "torch.optim.Optimizer that trains the model, or a list of several"
-        )
-    return optimizer

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
-
 from graphs.costs import CostModel
+from graphs.training_step import GivenOptimizer
 from solver.schedule import Solution
 from solver.target_device import HostLink
 
-Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+Optimizers: TypeAlias = GivenOptimizer | Sequence[GivenOptimizer] | None
 
 
 class FitError(ValueError):

@@ -122,6 +122,7 @@ class PlannedForward(ReplacedForward):
             tensor.requires_grad for tensor in call.tensors
         ):  # nothing to differentiate: the adapters are switched off, say
             return self.own_forward(*args, **kwargs)
+        _refuse_saved_tensors_hooks()
         self.begin()
         kind = self.kind(call)
         program = self._programs.find(kind, model, call)
@@ -212,6 +213,24 @@ def _is_transformed() -> bool:
     without a tensor.
     """
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def _refuse_saved_tensors_hooks() -> None:
+    """Raise RuntimeError inside hooks of saved tensors, which a program does not call.
+
+    PyTorch's own (of checkpoints, `save_on_cpu`) leave values as they are.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and not _is_torchs(hooks[0]):
+        raise RuntimeError(
+            "a planned module is called inside of torch.autograd.graph.saved_tensors_hooks, whose "
+            "hooks it would not call: the plan decides what is kept for backward. Call it outside "
+            "of that block, or use the plain model (checkpoint_solver.remove(model))"
+        )
+
+
+def _is_torchs(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def refuse_second(model: nn.Module) -> None:

@@ -22,6 +22,8 @@ from solver.schedule import Solution
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
+    from graphs.training_step import GivenOptimizer
+
 PLOT_SUFFIXES = (".png", ".svg")
 
 
@@ -139,15 +141,15 @@ def verify(
     batch: Callable[[], Any],
     loss: Callable[[Any, Any], Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    optimizer: Callable[[nn.Module], optim.Optimizer] | None = None,
+    optimizer: GivenOptimizer | None = None,
     device: str = "cpu",
     autocast: str | None = None,
 ) -> Verification:
     """Run the step with and without the plan here, and compare peaks, times and every bit.
 
     model, batch: functions that create them.
-    optimizer: a function of the model (None: AdamW).
-    loss, inputs: as in `solve`.
+    loss, inputs, optimizer: as in `solve` (no optimizer: AdamW). One that is given must be of the
+        parameters of `model()`; its own state is not changed.
     autocast: "bf16", "fp16" or None.
 
     Needs the memory of the step without the plan. `.passed` of the result is the verdict. Warns
@@ -172,7 +174,7 @@ def verify(
             batch=batch,
             loss=loss,
             inputs=inputs,
-            optimizer=_adamw if optimizer is None else optimizer,
+            optimizer=_maker("AdamW" if optimizer is None else optimizer),
             device=device,
             autocast=autocast,
             say=lambda what: say(f"verifying the plan of {name}: {what}"),
@@ -183,7 +185,13 @@ def verify(
     return found
 
 
-def _adamw(model: nn.Module) -> optim.Optimizer:
-    import torch
+def _maker(given: GivenOptimizer) -> Callable[[nn.Module], optim.Optimizer]:
+    """The function from a model to a new optimizer of it. Raises what `solve` raises, and names."""
+    from graphs.training_step import check_parameters, read_optimizer, without_state
 
-    return torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    def made(model: nn.Module) -> optim.Optimizer:
+        optimizer = read_optimizer(given, model)
+        check_parameters(optimizer, model)
+        return without_state(optimizer)
+
+    return made

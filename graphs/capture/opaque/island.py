@@ -99,6 +99,8 @@ class _Box:
         self.packed.append(_Packed(tensor.detach()))
         return self.packed[-1]
 
+    pack.is_of_trace = True  # type: ignore[attr-defined]
+
     def unpack(self, packed: _Packed) -> torch.Tensor:
         if packed.view is None:
             assert packed.tensor is not None

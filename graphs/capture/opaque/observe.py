@@ -30,6 +30,7 @@ from graphs.capture.refuse import (
     HOOKS,
     SideEffectError,
     attributes_unchanged,
+    no_unseen_changes,
     objects_unchanged,
 )
 from graphs.costs import ObservedRun, OperatorCalls
@@ -128,9 +129,10 @@ class _Watch:
         try:
             island, tensors = self._island(Call.of(args, kwargs))
             random = RandomSources.of(self.module, self._device)
-            Bench(island, tensors, random).forward()  # fills what a first call fills
-            with attributes_unchanged(self.module), objects_unchanged(self.module):
-                call, outs = self._observed(island, tensors, random)
+            with no_unseen_changes(self.module):
+                Bench(island, tensors, random).forward()  # fills what a first call fills
+                with attributes_unchanged(self.module), objects_unchanged(self.module):
+                    call, outs = self._observed(island, tensors, random)
         except SideEffectError as error:
             raise self._refuse(str(error)) from error
         finally:

@@ -20,3 +20,4 @@ from graphs.capture.refuse.side_effects import (
     refuse_parametrization_cache,
     refuse_replaced_buffers,
 )
+from graphs.capture.refuse.unseen_changes import no_unseen_changes

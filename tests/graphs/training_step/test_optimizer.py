@@ -352,14 +352,3 @@ def test_an_optimizer_of_another_model_is_refused_and_one_of_more_parameters_war
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         trace(model, torch.ones(2, 4), optimizer=part, **call)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [("adam", "optimizer is a str; give the"), (lambda _: None, "returned is a NoneType; give")],
-)
-def test_a_wrong_type_of_optimizer_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        trace(
-            nn.Linear(4, 4), torch.ones(2, 4), optimizer=given, loss=lambda output, _: output.mean()
-        )

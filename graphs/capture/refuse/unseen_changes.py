@@ -1,0 +1,87 @@
+"""Refuses Python calls in forward that change gradients where a trace does not see it.
+
+A trace runs hooks of tensors and nodes of the autograd graph, and records what they compute. It
+does not run those of saved tensors, nor those that a parameter calls when its gradient is
+accumulated. A hook that forward puts on a parameter stays there, one more in each step, and a
+tensor that is put in another's `.data` is no operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint  # its hooks are known below by their module
+from torch import nn
+
+from graphs.capture.refuse.side_effects import SideEffectError
+
+_CHECKPOINTS = torch.utils.checkpoint.__name__
+_SAVED_TENSORS = (
+    "forward uses hooks of saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu), "
+    "which a planned step would not call; remove them: the plan decides what is kept for backward, "
+    "and with host= what is copied to the host"
+)
+_ON_PARAMETER = (
+    "forward registers a hook on a parameter, one more in each step; a planned step would not: "
+    "register it once, before training"
+)
+_AFTER_BACKWARD = (
+    "forward registers a hook that runs once gradients are there ({name}), which a planned step "
+    "would not call; register it on parameters, before training, or do this after backward()"
+)
+_DATA = (
+    "forward assigns to the .data of a tensor, which a planned step would not do; write values in "
+    "place under torch.no_grad() (copy_), or compute x + (new - x).detach()"
+)
+
+
+@contextlib.contextmanager
+def no_unseen_changes(module: nn.Module) -> Iterator[None]:
+    """Raise SideEffectError for such calls inside and in this thread, where they are made.
+
+    module: whose parameters may not get hooks.
+    """
+    here = threading.get_ident()
+
+    def refused(why: Callable[..., str | None], original: Callable[..., Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here and (message := why(*args)) is not None:
+                raise SideEffectError(message)
+            return original(*args, **kwargs)
+
+        return call
+
+    def on_parameter(tensor: torch.Tensor, *_hook: Any) -> str | None:
+        return _ON_PARAMETER if any(tensor is p for p in module.parameters()) else None
+
+    def after_backward(name: str) -> Callable[..., str]:
+        return lambda *_: _AFTER_BACKWARD.format(name=name)
+
+    data: Any = torch._C.TensorBase.data
+    autograd: Any = torch._C._autograd
+    accumulated, several = "register_post_accumulate_grad_hook", "register_multi_grad_hook"
+    refusals: list[tuple[Any, str, Callable[..., str | None]]] = [
+        (autograd, "_push_saved_tensors_default_hooks", _of_saved_tensors),
+        (torch.Tensor, "register_hook", on_parameter),
+        (torch.Tensor, accumulated, after_backward(accumulated)),
+        (torch.autograd.graph, several, after_backward(several)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for place, name, why in refusals:
+            new = refused(why, getattr(place, name))
+            stack.enter_context(mock.patch.object(place, name, new))
+        setter = refused(lambda *_: _DATA, data.__set__)
+        stack.enter_context(mock.patch.object(torch.Tensor, "data", property(data.__get__, setter)))
+        yield
+
+
+def _of_saved_tensors(pack: Callable[..., Any], _unpack: Any) -> str | None:
+    """Hooks of a part that is observed, and of checkpoints, leave values as they are."""
+    is_ours = getattr(pack, "is_of_trace", False)
+    is_checkpoint = getattr(pack, "__module__", None) == _CHECKPOINTS
+    return None if is_ours or is_checkpoint else _SAVED_TENSORS

@@ -1,0 +1,64 @@
+"""What a caller gives as `optimizer=`, read in one place for all entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+GivenOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | str
+"""An optimizer of the model's parameters, also in the wrapper of another library; a class or a
+function from the trainable parameters, or from the model, to one; the name of a class of
+`torch.optim` ("AdamW")."""
+
+
+def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that is meant; one that is given is returned as it is, out of its wrappers.
+
+    Raises TypeError for anything else; ValueError for an unknown name; what the function raises.
+    """
+    made: Any = given
+    if isinstance(made, str):
+        made = _named(made)
+    is_function = callable(made) and not isinstance(made, torch.optim.Optimizer)
+    if is_function and not _is_wrapper(made):
+        made = _made(made, model)
+    while _is_wrapper(made):
+        made = made.optimizer
+    if not isinstance(made, torch.optim.Optimizer):
+        what = "what optimizer(parameters) returned" if is_function else "optimizer"
+        raise TypeError(
+            f"{what} is an object of type {type(made).__name__}; give the torch.optim.Optimizer "
+            "that trains the model, a function from its parameters to one (torch.optim.AdamW), or "
+            'the name of a class of torch.optim ("AdamW")'
+        )
+    return made
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether another library has put this around an optimizer (accelerate does)."""
+    return not isinstance(value, type) and isinstance(
+        getattr(value, "optimizer", None), torch.optim.Optimizer
+    )
+
+
+def _named(name: str) -> Any:
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(
+            f'optimizer is {name!r}, which is no class of torch.optim; "AdamW", say, or the '
+            "optimizer itself"
+        )
+    return found
+
+
+def _made(function: Callable[[Any], Any], model: nn.Module) -> Any:
+    try:
+        return function([p for p in model.parameters() if p.requires_grad])
+    except (AttributeError, TypeError) as error:
+        try:
+            return function(model)  # lambda model: AdamW(model.parameters())
+        except (AttributeError, TypeError):
+            raise error from None

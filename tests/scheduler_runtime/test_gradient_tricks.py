@@ -1,0 +1,130 @@
+"""Forward passes that change gradients by means of Python: as in eager mode, or refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from graphs.trace import TraceError
+from scheduler_runtime import apply, remove
+from solver import Solution, solve
+from solver.solving import answer
+from tests.support.gradient_tricks import (
+    PARTS_ONLY,
+    REFUSED,
+    SAME,
+    TrickyNet,
+    batch,
+    checkpointed_with_dropout,
+)
+
+SHARES = (1.0, 0.8, 0.6)
+"""Of what lies between the memory that is resident and the peak without a plan."""
+
+WITHOUT_LINE = (
+    "full_backward_hook_in_forward",
+    "function_that_writes_a_buffer",
+    "checkpointed_reentrant",
+)
+"""Found when forward has returned."""
+
+
+def trained(model: TrickyNet) -> list[Tensor | None]:
+    """Losses, gradients and buffers of two steps."""
+    torch.manual_seed(2)
+    found: list[Tensor | None] = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(batch())
+        loss.backward()
+        found.append(loss.detach())
+        found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        found += [buffer.clone() for buffer in model.buffers()]
+    return found
+
+
+def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return len(one) == len(other) and all(
+        a is b if a is None or b is None else torch.equal(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def at_shares(model: TrickyNet) -> list[Solution]:
+    free = solve(model, batch(), budget="1GB")
+    assert free.variants is not None
+    low, high = free.graph.resident_bytes, free.baseline.peak_bytes
+    budgets = [int(low + share * (high - low)) for share in SHARES]
+    requests = [dataclasses.replace(free.request, budget_bytes=each) for each in budgets]
+    return [answer(free.variants, request) for request in requests]
+
+
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
+@pytest.mark.parametrize("name", SAME)
+def test_same_as_eager_mode(name: str, inside: bool) -> None:
+    plain = TrickyNet(SAME[name], inside=inside)
+    model, state = copy.deepcopy(plain), copy.deepcopy(plain.state_dict())
+    if name in PARTS_ONLY and not inside:
+        with pytest.raises(TraceError, match=r"cannot be traced .*gradient_tricks\.py, line"):
+            solve(model, batch(), budget="1GB")
+        return
+    wanted, n_run = trained(plain), 0
+    for solution in at_shares(model):
+        if solution.schedule is not None:
+            model.load_state_dict(state)
+            apply(model, solution)
+            assert same(trained(model), wanted)
+            remove(model)
+            n_run += 1
+    assert n_run >= 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_line(name: str, inside: bool) -> None:
+    trick, why = REFUSED[name]
+    model = TrickyNet(trick, inside=inside)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TraceError, match=why) as refused:
+        solve(model, batch(), budget="1GB")
+    line = re.search(r"gradient_tricks\.py, line (\d+)", str(refused.value))
+    assert (line is None) == (name in WITHOUT_LINE)
+    if line is not None:
+        first = trick.__code__.co_firstlineno
+        assert first < int(line[1]) < first + 12
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_draws_other_numbers_is_planned_as_one_that_draws_the_same() -> None:
+    """In eager mode its gradients are those of a loss that was never computed."""
+    preserving, other = (
+        TrickyNet(checkpointed_with_dropout(preserve_rng_state=p), inside=False)
+        for p in (True, False)
+    )
+    wanted = trained(preserving)
+    assert not same(trained(copy.deepcopy(other)), wanted)
+    for solution in at_shares(other):
+        if solution.schedule is not None:
+            apply(other, solution)
+            assert same(trained(other), wanted)
+            remove(other)
+
+
+def test_hooks_of_saved_tensors_around_a_planned_module() -> None:
+    model = TrickyNet(SAME["tensor_hook"], inside=False)
+    apply(model, solve(model, batch(), budget="1GB"))
+    wanted = trained(model)
+    with save_on_cpu():
+        assert same(trained(model), wanted)
+    halved = saved_tensors_hooks(lambda t: t.detach() / 2, lambda t: t)
+    with halved, pytest.raises(RuntimeError, match=r"called inside of .*saved_tensors_hooks"):
+        model(batch())
+    assert same(trained(model), wanted)
