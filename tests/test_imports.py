@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx
@@ -216,7 +217,7 @@ def _imports(path: Path, *, names: bool = True) -> Iterator[str]:
 
     names: `from folder import file` imports the file; else it asks the folder for a name.
     """
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -234,11 +235,14 @@ def _exists(module: str) -> bool:
     return path.with_suffix(".py").exists() or _is_folder(module)
 
 
+@cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def _names_the_runtime(path: Path) -> bool:
     """Whether a string that could be imported by name is in the code."""
-    constants = (
-        n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)
-    )
+    constants = (n.value for n in _nodes(path) if isinstance(n, ast.Constant))
     return any(
         isinstance(value, str) and value.startswith("scheduler_runtime") and " " not in value
         for value in constants

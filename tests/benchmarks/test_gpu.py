@@ -66,6 +66,7 @@ def test_the_part_on_budgets_tells_whether_they_were_kept():
     assert row["peak_bytes"] <= row["budget_bytes"] < row["plain_peak_bytes"]
 
 
+@pytest.mark.slow
 def test_the_part_on_bits_compares_a_plan_that_recomputes():
     row = run("bits", "attention with dropout/ours")
     assert row["n_again"] > 0

@@ -28,7 +28,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.norm = nn.BatchNorm1d(16)
         self.drop = nn.Dropout(0.1)
         self.scale = torch.tensor(1.5)

@@ -213,6 +213,7 @@ def padded_llama(n_padded: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("n_padded", [0, 5])
 def test_a_padding_mask_that_masks_nothing_leaves_the_fused_attention(n_padded: int) -> None:
     model, batch = padded_llama(n_padded)

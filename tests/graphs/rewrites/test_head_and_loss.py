@@ -191,6 +191,7 @@ def test_the_gradient_of_the_loss_is_multiplied_in_the_backward_pass(scale) -> N
     assert not any(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("frozen", ["trunk", "head", "weight"])
 def test_gradients_that_nobody_wants_are_not_made(frozen) -> None:
     torch.manual_seed(1)
@@ -218,6 +219,7 @@ def test_a_batch_without_a_row_that_counts_is_as_in_the_plain_step() -> None:
     assert all(torch.equal(found[n], plain[n]) for n in plain if n != "loss")
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -264,7 +266,7 @@ def test_memory_and_time_are_those_of_chunks() -> None:
     """No logits: a chunk of them and its gradient; predicted as measured."""
     x, y = batch(4099)
     model = Model(mean, n_classes=4099)
-    for n_chunks in (2, 4, 8):
+    for n_chunks in (2, 8):
         step, call = captured(model, x, y, (f"head_and_loss_in_{n_chunks}_chunks", "in_place"))
         simulation = simulate(step.graph, baseline(step.graph))
         extra_bytes = simulation.peak_bytes - step.graph.resident_bytes

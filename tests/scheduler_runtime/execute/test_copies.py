@@ -84,11 +84,11 @@ MODELS: list[Any] = [
 class Tower(nn.Module):
     """Blocks with dropout and batch norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_blocks: int = 2) -> None:
         super().__init__()
-        self.up = nn.ModuleList(nn.Linear(16, 64) for _ in range(3))
-        self.norm = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(64, 16) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(16, 64) for _ in range(n_blocks))
+        self.norm = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(n_blocks))
+        self.down = nn.ModuleList(nn.Linear(64, 16) for _ in range(n_blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, norm, down in zip(self.up, self.norm, self.down, strict=True):
@@ -204,7 +204,7 @@ def test_examples_keep_their_bits_and_the_planned_bytes(name: str) -> None:
 
 def test_a_solved_plan_with_copies_runs() -> None:
     torch.manual_seed(0)
-    model, batch = Tower(), Tower.batch()
+    model, batch = Tower(3), Tower.batch()
     plain = solve(model, batch, budget="1GB", time_limit_s=600)
     budget_bytes = (plain.graph.resident_bytes + plain.baseline.peak_bytes) // 2
     solution = solve(

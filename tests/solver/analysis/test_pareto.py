@@ -166,7 +166,7 @@ def test_the_reserve_is_on_top_of_the_default_budgets():
 
 
 def test_a_quick_curve_goes_down_to_the_least_feasible_budget():
-    graph = residual(n_blocks=12)
+    graph = residual(n_blocks=4)
     obstacle = find_obstacle(graph)
     curve = sweep(graph, n_budgets=4, time_limit_s=600, quick=True)
     assert len(curve.points) == 4

@@ -40,7 +40,7 @@ def budgets(graph: Graph, least_bytes: int) -> list[int]:
     return sorted({least_bytes, least_bytes + 1, (least_bytes + peak_bytes) // 2})
 
 
-@pytest.mark.slow(sample=8)
+@pytest.mark.slow(sample=5)
 @pytest.mark.parametrize("seed", range(0, N_RANDOM, 20))
 def test_bound_is_below_the_truth_on_random_graphs(seed: int) -> None:
     for graph in map(tiny, range(seed, seed + 20)):

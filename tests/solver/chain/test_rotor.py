@@ -96,6 +96,7 @@ def budgets(rng: random.Random, chain: Chain, *, n: int) -> list[int]:
     return [rng.randint(peak_bytes // 2, peak_bytes) for _ in range(n)]
 
 
+@pytest.mark.slow(sample=100)
 @pytest.mark.parametrize("seed", range(250))
 def test_equals_brute_force_over_persistent_schedules(seed: int) -> None:
     rng = random.Random(seed)

@@ -146,6 +146,7 @@ def test_the_best_plan_so_far_is_reported_and_written(graph: str, tmp_path: Path
     assert Solution.load(path, graph=graph).status == "feasible"
 
 
+@pytest.mark.slow
 def test_json_says_what_ended_the_search(graph: str) -> None:
     code, out, _ = interrupted(HARD + COMMAND, *FOREVER, "--json", graph, FOUND)
     answer = json.loads(out)

@@ -197,7 +197,7 @@ def test_a_missing_file_and_a_forgotten_prefix_are_told(tmp_path, capsys):
 
 
 def test_the_longest_sequence_is_that_of_one_sample_and_within_the_table(tmp_path, capsys):
-    problem = written(tmp_path, GPT2)
+    problem = written(tmp_path, GPT2, n_layer=1)
     options = ("--budget", "1GB", "--max-seq", "--seq-length", "16", *OPTIONS)
     assert main([*options, problem]) == 0
     report = json.loads(capsys.readouterr().out)

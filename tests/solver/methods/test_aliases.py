@@ -102,7 +102,7 @@ def test_a_step_that_takes_no_time_and_fits_nowhere() -> None:
 
 
 def test_every_method_proposes_what_is_legal() -> None:
-    for graph in map(aliasing_dag, range(5000, 5060)):
+    for graph in map(aliasing_dag, range(5000, 5030)):
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
         least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
         for method in METHODS.keys() - {"ilp", "auto"}:

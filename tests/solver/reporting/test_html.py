@@ -303,8 +303,8 @@ def test_the_headline_and_the_titles_name_step_and_device(planned, curve):
     assert told.count("GPT2 on NVIDIA H100: overhead against budget") >= 1
 
 
-@pytest.mark.slow(sample=2)
-@pytest.mark.parametrize("width", [390, 360])
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("width", [360, 390])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_phone_shows_all_of_it(whole, wide, chromium, dark, width, tmp_path):
     for text in (whole, wide):

@@ -77,6 +77,7 @@ def covered(axes) -> list[str]:
     return found
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("width_in", [plot_style.WIDE_IN, plot_style.NARROW_IN])
 @pytest.mark.parametrize("share", [0.75, 0.999, 1.3])
 def test_no_name_covers_a_line(share, width_in):
