@@ -42,14 +42,17 @@ from graphs.capture import (
     Rehearsed,
     at_each_checkpoint,
     caching_configs,
+    can_trace_absent,
     capture,
     extract,
+    for_absent_card,
     one_at_a_time,
     rehearse,
 )
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
+from graphs.hardware import Hardware
 from graphs.meta import GraphMeta
 from graphs.pipeline import Pipeline, with_pipeline
 from graphs.rewrites import (
@@ -214,12 +217,12 @@ def _traced(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
-    optimizer: GivenOptimizer | None = None,
     gradients: str = "fresh",
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
     fsdp: int | Sharding | None = None,
     pipeline: Pipeline | None = None,
+    **options: Any,
 ) -> _Traced:
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
@@ -227,16 +230,43 @@ def _traced(
     args, kwargs = as_call(batch, inputs)
     check_call(model, args, kwargs)
     call = Call.of(args, kwargs, order=argument_order(model.forward))
-    returned = loss_index
     if pipeline is not None:
         check_stage(model, call, pipeline, has_loss=loss is not None, is_sharded=fsdp is not None)
         if pipeline.n_microbatches > 1:
             gradients = OF_MICRO_BATCHES
-        if not pipeline.is_last:
-            returned = indices_with_gradient
-    target = _device(model, call, device)
-    if costs is None:
-        costs = default_costs(target)
+    card = NodeCosts(costs).hardware
+    target = _device(model, call, device, card)
+    with for_absent_card(target, None if card is None else card.compute_capability):
+        return _traced_on(
+            target,
+            model,
+            batch,
+            call,
+            choose,
+            loss=loss,
+            gradients=gradients,
+            costs=default_costs(target) if costs is None else costs,
+            fsdp=fsdp,
+            pipeline=pipeline,
+            **options,
+        )
+
+
+def _traced_on(
+    target: torch.device,
+    model: nn.Module,
+    batch: Any,
+    call: Call,
+    choose: Callable[[CapturedStep], list[CapturedStep]],
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    gradients: str,
+    costs: CostModel,
+    fsdp: int | Sharding | None,
+    pipeline: Pipeline | None,
+    optimizer: GivenOptimizer | None = None,
+) -> _Traced:
+    returned = loss_index if pipeline is None or pipeline.is_last else indices_with_gradient
     outside: OutsideLoss | None = None
     chosen: tuple[int, ...] = ()
     if loss is not None:
@@ -475,8 +505,13 @@ def refuse_other(device: torch.device) -> None:
         )
 
 
-def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> torch.device:
-    """The device of the step; meta tensors are planned as CPU tensors."""
+def _device(
+    model: nn.Module, call: Call, device: torch.device | str | None, card: Hardware | None
+) -> torch.device:
+    """The device of the step; meta tensors are planned as CPU tensors.
+
+    card: that the costs are of, which can be traced for where it is not.
+    """
     if device is not None:
         target = torch.device(device)
     else:
@@ -494,9 +529,15 @@ def _device(model: nn.Module, call: Call, device: torch.device | str | None) -> 
         target = torch.device("cpu")
     refuse_other(target)
     if target.type == "cuda" and not torch.cuda.is_available():
-        # fake CUDA tensors abort the process of a CPU-only build; no `except` catches it
-        raise TraceError(
-            "a graph for CUDA can only be traced where CUDA is available; trace on the CPU and "
-            "plan with the named device's rates"
-        )
+        if card is None or card.kind != "cuda":
+            raise TraceError(
+                "no CUDA device is available: to trace for one all the same, give the costs of a "
+                "named card (costs=Roofline(named('h100'))), or name it to solve (device='h100')"
+            )
+        if not can_trace_absent():
+            raise TraceError(
+                "a graph for CUDA cannot be traced by this build of PyTorch without a card; trace "
+                "on the CPU and plan with the named device's rates"
+            )
+        return torch.device("cuda", target.index or 0)
     return target

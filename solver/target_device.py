@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from graphs.hardware import DEVICES, Hardware, card_called, named
 from solver.common import (
@@ -30,6 +30,7 @@ WITH_OPAQUE_PARTS = (
     "a part of the model is planned as one piece, which cannot be copied to the host; leave out "
     "host_budget"
 )
+_Step = TypeVar("_Step")
 _CUDA = re.compile(r"cuda(?::([0-9]{1,3}))?")
 
 
@@ -45,33 +46,69 @@ class Target:
     torch_device: of the traced tensors: "cpu", "cuda" or "cuda:1".
     costs: seconds and workspace of each operator.
     notes: sentences for the report.
+    is_absent: a card that is not in this machine.
     """
 
     hardware: Hardware
     torch_device: str
     costs: CostModel
     notes: tuple[str, ...] = ()
+    is_absent: bool = False
 
     @property
-    def kind(self) -> str:
-        """torch_device without its index."""
-        return self.torch_device.split(":")[0]
+    def local_device(self) -> str:
+        """Where real tensors and steps of the model can be here."""
+        return "cpu" if self.is_absent else self.torch_device
+
+    def traced_with(self, trace: Callable[[Target], _Step]) -> tuple[_Step, Target]:
+        """What `trace` returns for this target, or for the CPU where the operators of a card that
+        is absent cannot be traced; and the target that it was. Raises what `trace` raises."""
+        from graphs.trace import TraceError
+
+        try:
+            return trace(self), self
+        except TraceError as error:
+            if not (self.is_absent and self.torch_device != "cpu"):
+                raise
+            on_cpu = self.on_cpu(error.short)
+            try:
+                return trace(on_cpu), on_cpu
+            except TraceError as same:
+                raise same from None
+
+    def running_here(self) -> Target:
+        """The same for what runs on this machine: traced on the CPU where the card is absent."""
+        return self.on_cpu("what is planned runs here") if self.is_absent else self
+
+    def on_cpu(self, why: str) -> Target:
+        """The same, traced on the CPU. why: what is in the way of tracing for the card."""
+        note = (
+            f"Traced on the CPU, not for the card ({why}): a forecast for {self.hardware.title}. "
+            "Some operators differ there, attention in particular; create the plan to run on a "
+            "machine with the device."
+        )
+        return dataclasses.replace(self, torch_device="cpu", notes=(note,))
 
 
 def find_target(
-    device: str | torch.device | None = None, costs: str | CostModel | None = None
+    device: str | torch.device | None = None,
+    costs: str | CostModel | None = None,
+    *,
+    runs_here: bool = False,
 ) -> Target:
     """Resolve the device and the cost model that were asked for. Imports torch.
 
     device: "cpu", "cuda", "cuda:1", a torch.device, or a named card such as "h100", which is traced
-        on CUDA where available and on the CPU otherwise. None: CUDA if available, else the CPU.
+        for CUDA whether a card is here or not. None: CUDA if available, else the CPU.
     costs: "roofline", "measured" or a cost model. None: measured on a CUDA device of this machine,
         otherwise the roofline.
+    runs_here: the plan must run on this machine: without a card, the step is traced on the CPU.
 
     Raises DeviceError.
     """
     import torch
 
+    from graphs.capture import can_trace_absent
     from graphs.costs import Roofline, measured
 
     if isinstance(costs, str) and costs not in ("roofline", "measured"):
@@ -95,14 +132,18 @@ def find_target(
     elif model is None:
         model = Roofline(hardware)
     target = Target(hardware, torch_device, model)
-    if hardware.kind == target.kind:
+    if hardware.kind == "cpu" or on_cuda:
         return target
+    target = dataclasses.replace(target, is_absent=True)
+    if runs_here:
+        return target.running_here()
+    if not can_trace_absent():
+        return target.on_cpu("this build of PyTorch has no fake CUDA tensors")
     note = (
-        f"Traced on the CPU because no CUDA device is available: a forecast for {hardware.title}. "
-        "Some operators differ there, attention in particular; create the plan to run on a "
-        "machine with the device."
+        f"No card is in this machine: a forecast for {hardware.title}, with the operators that "
+        "PyTorch picks for it by the rules of its source."
     )
-    return dataclasses.replace(target, notes=(note,))
+    return dataclasses.replace(target, torch_device="cuda", notes=(note,))
 
 
 def host_beside(

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.published.errors import NotPredictedError
 from benchmarks.published.llama import Llama
+from graphs.capture import can_trace_absent
 from graphs.costs import Roofline
 from graphs.hardware import Hardware, named
 from graphs.trace import trace
@@ -58,6 +59,7 @@ def model_step(row: Mapping[str, Any]) -> tuple[float, float, float | None]:
         Llama(**shape, n_tokens=128256, length=row["seq"]),
         (tokens, tokens),
         optimizer=torch.optim.AdamW,
+        device=torch.device("cuda" if can_trace_absent() else "cpu"),
         costs=Roofline(_card(row["gpu"])),
     )
     unit = _UNITS[field.rpartition("_")[2]]

@@ -16,6 +16,7 @@ from benchmarks.published.models import model_step
 from benchmarks.published.scripts import SCRIPTS, Script
 from benchmarks.published.shares import fitted_share
 from graphs.calls import Call
+from graphs.capture import can_trace_absent, for_absent_card
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import Hardware, card_called
@@ -85,14 +86,16 @@ def _capacity_bytes(gpu: str) -> int:
 
 def graph_of(script: Script, hardware: Hardware) -> Graph:
     """The graph of one call, on fake tensors, with what is held besides."""
-    graph = trace_module(
-        script.module,
-        Call.of(script.batch, {}),
-        device=torch.device("cpu"),
-        choose=loss_index if script.gradient == "none" else _every_output,
-        gradients="accumulate" if script.accumulates else "fresh",
-        costs=Roofline(hardware),
-    ).graph
+    device = torch.device("cuda" if can_trace_absent() else "cpu")
+    with for_absent_card(device, hardware.compute_capability):
+        graph = trace_module(
+            script.module,
+            Call.of(script.batch, {}),
+            device=device,
+            choose=loss_index if script.gradient == "none" else _every_output,
+            gradients="accumulate" if script.accumulates else "fresh",
+            costs=Roofline(hardware),
+        ).graph
     if script.gradient == "made":
         graph = _held(with_unknown_loss(graph, workspace_bytes=0), _tangents(graph))
     if script.retains_graph:

@@ -1,5 +1,6 @@
 """From a module and a batch to one traced program of forward and backward, and to graph nodes."""
 
+from graphs.capture.absent_card import can_trace_absent, for_absent_card
 from graphs.capture.captured import Capture, Source
 from graphs.capture.extraction import (
     CPU_RANDOM_STATE_BYTES,

@@ -33,6 +33,7 @@ def _attention_backward(call: OpCall) -> int:
     128, head size to 32; where queries share keys, gradients of the keys and values for each query
     head (dk_expanded, dv_expanded). transformers/cuda/attention_backward.cu, which runs float32,
     sums the gradient in place: the row sums alone (delta). CPU fakes show the CPU's operator.
+    cuDNN's kernel sums in the same way; what it takes besides, only the card knows.
     """
     query: torch.Tensor = call.args[1]
     key: torch.Tensor = call.args[2]
@@ -95,6 +96,7 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
         getattr(aten, f"_scaled_dot_product_{kind}"): _attention_backward
         for kind in (
             "flash_attention_backward",
+            "cudnn_attention_backward",
             "efficient_attention_backward",
             "flash_attention_for_cpu_backward",
         )

@@ -219,7 +219,7 @@ def _model_problem(
     arguments: Arguments, source: ModelSource, progress: Progress
 ) -> Iterator[Problem]:
     with progress.says("loading PyTorch"):
-        target = find_target(arguments.device, arguments.costs)
+        target = find_target(arguments.device, arguments.costs, runs_here=arguments.verify)
     memory, largest = _memory(arguments, target.hardware, target.costs), arguments.largest
     allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
@@ -250,7 +250,7 @@ def _model_problem(
             size,
             device=target.hardware.title,
             costs=describe_costs(step.plain.meta.cost_model),
-            notes=(*target.notes, *allocator, *notes),
+            notes=(*allocator, *notes),
             rewrites=arguments.rewrites,
             resized=None
             if largest is None
@@ -262,7 +262,9 @@ def _model_problem(
         return problem_of(
             file,
             Variants.of(found.solution.graph),
-            device="the CPU of this machine" if target.kind == "cpu" else target.hardware.title,
+            device="the CPU of this machine"
+            if target.local_device == "cpu"
+            else target.hardware.title,
             costs="measured on this machine, by submodule",
             notes=(*found.notes, *file.notes),
             planned=found.solution,
@@ -292,11 +294,11 @@ def _planned_by_submodules(
     names += ["max_batch", "max_seq", "host", "disk", "budget_of"]
     names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []
-    names += ["device"] if target.hardware.kind != target.kind else []  # not on this machine
+    names += ["device"] if target.is_absent else []
     given = arguments.given(*names)
     if given:
         raise LoadError(f"{refused}; the command does so without {given}") from refused
-    run = estimated(refused.sizes, target.torch_device, with_gradients=True)
+    run = estimated(refused.sizes, target.local_device, with_gradients=True)
     if not run.fits:
         raise LoadError(
             f"{refused.why}; real steps, to plan it by whole submodules, do not fit here: {run}"
@@ -308,7 +310,7 @@ def _planned_by_submodules(
     try:
         return run_submodule_planner(
             **file.functions,
-            device=target.torch_device,
+            device=target.local_device,
             budget_bytes=memory["budget_bytes"],
             reserve_bytes=memory["reserve_bytes"],
             time_limit_s=arguments.time_limit,
@@ -323,7 +325,7 @@ def _verified(
     file: ModelFile, target: Target, autocast: str | None, solution: Solution, say: Say
 ) -> Verification:
     """Raises LoadError for the model file, VerifyError for the run."""
-    device = target.torch_device
+    device = target.local_device
     try:
         step = {**file.functions, "device": device, "autocast": autocast}
         return run_verifier(solution, **step, say=say)

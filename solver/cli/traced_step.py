@@ -62,11 +62,11 @@ def traced_step(
     from graphs.training_step import with_optimizer
 
     notes = list(file.notes)
-    batch = _with_values(file, target.torch_device, notes)
+    batch = _with_values(file, target.local_device, notes)
 
-    def variants(model: nn.Module) -> Variants:
+    def variants(model: nn.Module, target: Target) -> Variants:
         optimizer = file.optimizer(model) if optimizer_costs is None else None
-        with _autocast(arguments.autocast, target.kind), _quiet_logs():
+        with _autocast(arguments.autocast, target.local_device), _quiet_logs():
             return trace_variants(
                 model,
                 batch,
@@ -80,10 +80,10 @@ def traced_step(
                 rewrites=arguments.rewrites,
             )
 
-    def with_weights(refused: TraceError) -> Variants:
+    def with_weights(refused: TraceError) -> tuple[Variants, Target]:
         """A part that cannot be traced is run and measured, which takes values."""
         if refused.runs_in_eager:
-            run = estimated(sizes, target.torch_device, with_gradients=False)
+            run = estimated(sizes, target.local_device, with_gradients=False)
             if not run.fits:
                 raise refused
             tells(
@@ -91,7 +91,8 @@ def traced_step(
                 f"that part here and plan it as one piece ({run})"
             )
             try:
-                return variants(file.model().to(target.torch_device))
+                built, here = file.model().to(target.local_device), target.running_here()
+                return variants(built, here), here
             except Exception as error:  # the code of the model may raise anything
                 raise _refused_again(refused, error, file) from error
         raise refused
@@ -100,9 +101,9 @@ def traced_step(
     sizes = ModelSizes.of(model, batch)
     try:
         try:
-            step = variants(model)
+            step, traced_for = target.traced_with(lambda to: variants(model, to))
         except TraceError as error:
-            step = with_weights(error)
+            step, traced_for = with_weights(error)
     except ShardingError as error:
         raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
     except TraceError as error:
@@ -119,6 +120,7 @@ def traced_step(
         )
     plain, *planned = (with_optimizer(g, optimizer_costs) for g in (step.plain, *step.planned))
     step = Variants(plain, tuple(planned))
+    notes[:0] = traced_for.notes
     notes.extend(step_notes(step.plain))
     notes.extend(_note_on_outputs(step.plain))
     return step, notes

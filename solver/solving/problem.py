@@ -74,8 +74,10 @@ def as_step(
         if device is None:  # the device of the model, found and checked by trace
             return trace_variants(problem, batch, **options, costs=costs), None, costs
         target = find_target(device, costs)
-        step = trace_variants(
-            problem, batch, **options, device=target.torch_device, costs=target.costs
+        step, target = target.traced_with(
+            lambda to: trace_variants(
+                problem, batch, **options, device=to.torch_device, costs=to.costs
+            )
         )
     except TraceError as error:
         if error.runs_in_eager:

@@ -324,7 +324,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     model = TiedLanguageModel()
-    with pytest.raises(TraceError, match="can only be traced where CUDA is available"):
+    with pytest.raises(TraceError, match="no CUDA device is available"):
         trace(model, model.batch(), device="cuda")
 
 

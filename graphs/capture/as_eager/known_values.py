@@ -97,6 +97,8 @@ class KnowingMode(FakeTensorMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FunctionalTensor):
+            return args[0].elem.device
         self.read.note(func, (*args, *(kwargs or {}).values()))
         refuse_mixed_dtypes(func, args, kwargs or {})
         recipe = self._recipe(func, args, kwargs or {})
@@ -202,7 +204,8 @@ def is_unknown(tensor: object) -> bool:
 def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
     """Compute the value on real tensors, outside of all tracing."""
     values: dict[Value, Any] = {leaf: leaves[leaf] for leaf in recipe.leaves}
-    device = next((tensor.device for tensor in values.values()), None)
+    here = None if torch.cuda.is_available() else torch.device("cpu")  # traced for an absent card
+    device = next((tensor.device for tensor in values.values()), here)
     with _outside_of_tracing(), torch.no_grad(), torch._C._DisableAutocast():
         for each in _in_order(recipe):
             flat = [

@@ -43,7 +43,7 @@ def test_a_card_that_is_here_is_measured_unless_something_else_is_asked_for(card
     for device in (None, "cuda", "cuda:0"):
         target = find_target(device)
         assert isinstance(target.costs, Measured)
-        assert target.costs.device.type == target.kind == "cuda"
+        assert target.costs.device.type == torch.device(target.torch_device).type == "cuda"
         assert target.hardware.capacity_bytes == 10**9
         assert target.notes == ()
     assert isinstance(find_target("cuda", "roofline").costs, Roofline)
@@ -56,7 +56,7 @@ def test_a_card_that_is_here_is_measured_unless_something_else_is_asked_for(card
 def test_the_second_card_is_named_by_its_index(cards):
     target = find_target("cuda:1")
     assert target.costs.device == torch.device("cuda:1")
-    assert (target.torch_device, target.kind) == ("cuda:1", "cuda")
+    assert target.torch_device == target.local_device == "cuda:1"
     assert target.hardware.capacity_bytes == 2 * 10**9
     with pytest.raises(DeviceError, match="2 CUDA devices, from cuda:0"):
         find_target("cuda:2")

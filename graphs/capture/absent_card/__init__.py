@@ -1,0 +1,61 @@
+"""Traces the operators that CUDA runs, on a machine without a card.
+
+Fake CUDA tensors dispatch to CUDA's operators, autocast and autograd formulas, which are part of
+every build of PyTorch. What a build without a card lacks is put in place while a step is traced:
+
+- `device_guard`: autograd asks for CUDA's device guard, which a build without CUDA does not have
+  and ends the process for;
+- `engine`: autograd's engine asks for the card's current stream;
+- `operators`: operators that PyTorch picks by asking the card or cuDNN (attention, batch norm,
+  recurrent layers, autocast to bfloat16), by the rules of its source (`attention_choice`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from graphs.capture.absent_card.attention_choice import AttentionCall, attention_of
+from graphs.capture.absent_card.device_guard import has_device_guard
+from graphs.capture.absent_card.engine import without_streams
+from graphs.capture.absent_card.operators import operators_of
+
+__all__ = ["AttentionCall", "attention_of", "can_trace_absent", "for_absent_card"]
+
+
+def can_trace_absent() -> bool:
+    """Whether steps can be traced for CUDA here although no card is available."""
+    return has_device_guard()
+
+
+@contextlib.contextmanager
+def for_absent_card(
+    device: torch.device, compute_capability: tuple[int, int] | None
+) -> Iterator[None]:
+    """Trace for a card of this compute capability (None: as an H100), while inside.
+
+    Ambient autocast of the CPU counts as the card's, which PyTorch does not enable without one.
+    Nothing changes for another device, and where a card is available.
+    """
+    if device.type != "cuda" or torch.cuda.is_available():
+        yield
+        return
+    with without_streams(), operators_of(compute_capability or (9, 0)), _autocast_of_cpu():
+        yield
+
+
+@contextlib.contextmanager
+def _autocast_of_cpu() -> Iterator[None]:
+    if not torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        yield
+        return
+    dtype, before = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)

@@ -1,0 +1,61 @@
+"""CUDA's device guard, in builds of PyTorch without a card.
+
+Autograd asks the guard of a tensor's device for its stream, and a missing guard ends the process.
+PyTorch has a guard that does nothing for this purpose, and puts it in place of CUDA's where there
+is one and it finds no device (`ensureCUDADeviceGuardSet` in
+c10/core/impl/DeviceGuardImplInterface.cpp). A build without CUDA has none to be replaced. So there
+one is registered for a moment whose every method returns 0, also the number of devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+_CUDA = 1
+"""c10::DeviceType::CUDA"""
+_N_METHODS = 128
+"""More than the virtual methods of a guard; each is the same function."""
+_REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+@functools.cache
+def has_device_guard() -> bool:
+    """Whether fake CUDA tensors can be used here; puts the guard that does nothing in place."""
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure is None:
+        return False
+    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        ensure()
+        return True
+    library = _c10()
+    if library is None:
+        return False
+    registry = (ctypes.c_void_p * (_CUDA + 1)).in_dll(library, _REGISTRY)
+    if registry[_CUDA] is not None:
+        return True
+    zero = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda _guard: 0)
+    method = ctypes.cast(zero, ctypes.c_void_p).value
+    methods = (ctypes.c_void_p * _N_METHODS)(*[method] * _N_METHODS)
+    guard = ctypes.c_void_p(ctypes.addressof(methods))
+    register = getattr(library, _REGISTER)
+    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
+    register(_CUDA, ctypes.addressof(guard))
+    ensure()
+    if registry[_CUDA] == ctypes.addressof(guard):  # not replaced: it must not outlive this call
+        registry[_CUDA] = None
+    return registry[_CUDA] is not None
+
+
+def _c10() -> ctypes.CDLL | None:
+    """PyTorch's core library, where it exports what is needed (not on Windows)."""
+    for name in ("libc10.so", "libc10.dylib"):
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            library = ctypes.CDLL(str(path))
+            return library if all(hasattr(library, s) for s in (_REGISTER, _REGISTRY)) else None
+    return None

@@ -1,0 +1,71 @@
+"""Autograd's engine on fake CUDA tensors, without asking a card for its stream.
+
+A gradient on an accelerator is summed up on the stream that has made it, and without one on the
+device's current stream (torch/csrc/autograd/input_buffer.cpp), which a build without CUDA refuses.
+So the engine, and it alone, is told that gradients are on the CPU. Fake tensors answer from Python
+on which device they are; the wrappers that make a trace functional are made to do so too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_DISPATCH_DEVICE = 10
+"""Position of `dispatch_device` among the arguments of `_make_wrapper_subclass` after the class."""
+_WRAPPERS = ("_compile.py", "eval_frame.py")
+"""Files of PyTorch whose functions wrap a dispatch mode's method."""
+
+
+@contextlib.contextmanager
+def without_streams() -> Iterator[None]:
+    """While inside, gradients of fake CUDA tensors can be computed without a card."""
+    make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+    def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is FunctionalTensor and len(args) > _DISPATCH_DEVICE:
+            args = (*args[:_DISPATCH_DEVICE], True, *args[_DISPATCH_DEVICE + 1 :])
+        return make_wrapper(cls, *args, **kwargs)
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with _EngineOnCpu():  # type: ignore[no-untyped-call]
+            return _engine_run_backward(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for where, name, new in (
+            (torch.autograd, "_engine_run_backward", run_backward),
+            (torch.Tensor, "_make_wrapper_subclass", staticmethod(made)),
+        ):
+            stack.enter_context(mock.patch.object(where, name, new))
+        own_device = property(lambda tensor: tensor.elem.device)
+        stack.enter_context(mock.patch.object(FunctionalTensor, "device", own_device, create=True))
+        yield
+
+
+class _EngineOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers the engine's own question for a device with the CPU; those of Python code, and of
+    operators that it calls, with the tensor's device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default and _asked_by(sys._getframe(1)):
+            return torch.device("cpu")
+        return value
+
+
+def _asked_by(frame: FrameType | None) -> bool:
+    """Whether the engine is what asks: its caller is the first frame of Python."""
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _engine_run_backward.__code__
