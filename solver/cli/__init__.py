@@ -17,28 +17,36 @@ INTERRUPTED = 128 + int(signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code. argv: without the name of the program."""
-    if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
-        from solver.cli.installed import version
+    """Run the command in this process and leave it as it was; returns the exit code.
 
-        print(f"solve {version()}")
-        return 0
+    argv: without the name of the program (None: that of this process).
+    """
+    if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
+        return _say_version()
     from solver.cli import command
 
     return command.main(argv)
 
 
 def process() -> int:
-    """The command as a process of its own (`solve`, `python -m solver`): `main`, and Ctrl-C ends it
-    from the first import on."""
+    """The command as a process of its own (`solve`, `python -m solver`): Ctrl-C ends it from the
+    first import on, and its settings of the process stay."""
     try:
-        if sys.argv[1:] != ["--version"]:
-            with _ctrl_c_ends_it():
-                from solver.cli import command as _loaded
-        return main()
+        if sys.argv[1:] == ["--version"]:
+            return _say_version()
+        with _ctrl_c_ends_it():
+            from solver.cli import command
+        return command.process()
     except KeyboardInterrupt:  # before or after what `command.main` watches
         _say_interrupted()
         return INTERRUPTED
+
+
+def _say_version() -> int:
+    from solver.cli.installed import version
+
+    print(f"solve {version()}")
+    return 0
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from solver.common import (
     calls_are_left,
     counted,
     ctrl_c_ends_searches,
+    end_idle_calls,
     format_both,
     reject_missing_unit,
     untold,
@@ -69,11 +70,39 @@ class Exit(IntEnum):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code. argv: without the name of the program."""
-    if argv is None:
-        _own_process()
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run the command; returns the exit code, and leaves the process as it was.
+
+    argv: without the name of the program (None: that of this process).
+    """
+    try:
+        return _run_words(list(sys.argv[1:] if argv is None else argv), Watch())
+    except BrokenPipeError:  # the reader of the pipe has closed it
+        return Exit.SOLVED
+    finally:
+        end_idle_calls()
+
+
+def process() -> int:
+    """`main` where the process is the command's own: its settings stay until the process ends."""
+    _own_process()
+    words = sys.argv[1:]
     watch = Watch()
+    watch.say = partial(
+        _failed, Exit.INTERRUPTED, "interrupted", as_json="--json" in words, out=sys.stdout
+    )
+    watch.start()
+    try:
+        code = _run_words(words, watch)
+    except BrokenPipeError:
+        # Keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = Exit.SOLVED
+    if watch.heard or calls_are_left():
+        leave(code)
+    return code
+
+
+def _run_words(words: list[str], watch: Watch) -> int:
     if words[:1] == [EXPLAIN]:
         run, as_json = partial(explain.main, words[1:]), "--json" in words
     else:
@@ -84,16 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run, as_json = partial(_run, arguments, watch), arguments.json
     # What is loaded in the main thread may print elsewhere meanwhile.
     watch.say = partial(_failed, Exit.INTERRUPTED, "interrupted", as_json=as_json, out=sys.stdout)
-    if argv is None:
-        watch.start()
-    code = _ended(run, watch, as_json=as_json)
-    if argv is None and (watch.heard or calls_are_left()):
-        leave(code)
-    return code
+    return _ended(run, watch, as_json=as_json)
 
 
 def _own_process() -> None:
-    """Settings of the whole process, for when the command is all that it runs."""
+    """Settings of the whole process."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What C code prints (HiGHS now and then prints a line, whatever it is told) must stay out
         # of the report and the JSON object: they get a descriptor of their own, and 1 is stderr.
@@ -118,10 +142,6 @@ def _ended(run: Callable[[], int], watch: Watch, *, as_json: bool) -> int:
         return _failed(Exit.USAGE, str(error), as_json=as_json)
     except (LoadError, FormatError, GraphError) as error:
         return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
-    except BrokenPipeError:
-        # The reader of the pipe has closed it; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.SOLVED
     except KeyboardInterrupt:
         watch.take_last_word()
         return _failed(Exit.INTERRUPTED, "interrupted", as_json=as_json)

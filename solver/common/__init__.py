@@ -1,6 +1,6 @@
 """Sizes, deadlines, number formats, progress lines, and C code that Ctrl-C can end."""
 
-from solver.common.c_calls import calls_are_left, interruptible
+from solver.common.c_calls import calls_are_left, end_idle_calls, interruptible
 from solver.common.deadline import (
     NEVER,
     Deadline,

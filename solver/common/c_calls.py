@@ -88,6 +88,15 @@ def _is_done(future: Future[Any]) -> bool:
     return True
 
 
+def end_idle_calls() -> None:
+    """End the thread that waits for the next call; that call starts another. Of the main thread."""
+    global _idle
+    if _idle is not None and threading.current_thread() is threading.main_thread():
+        worker, _idle = _idle, None
+        worker.calls.put(None)
+        worker.thread.join()
+
+
 def calls_are_left() -> bool:
     """Whether calls that nobody waits for are still running."""
     _left[:] = [worker for worker in _left if worker.thread.is_alive()]

@@ -59,8 +59,8 @@ HARD = """
     scipy.optimize.milp = milp
 """
 COMMAND = """
-    from solver.cli import main
-    sys.exit(main())
+    from solver.cli import process
+    sys.exit(process())
 """
 IN_PYTHON = """
     import os
@@ -176,7 +176,7 @@ STUCK = """
             except BaseException:
                 pass
 """
-RUN = "import sys; from solver.cli import main; sys.exit(main())"
+RUN = "import sys; from solver.cli import process; sys.exit(process())"
 
 
 IMPORTING = """
