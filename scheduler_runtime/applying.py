@@ -48,7 +48,7 @@ from scheduler_runtime.planned import (
     told,
     warn_of_another,
 )
-from solver.common import format_time, now_s, tell
+from solver.common import format_time, names_checked, now_s, tell
 from solver.methods import KnownPlan
 from solver.schedule import simulate
 
@@ -59,6 +59,7 @@ class PlanMismatchError(ValueError):
     """The module, its batch or its environment is not what was planned; says what differs."""
 
 
+@names_checked
 def apply(
     model: nn.Module,
     plan: AnyPlan | Sequence[AnyPlan],
@@ -143,6 +144,7 @@ class AppliedForward(PlannedForward):
         self._known = [plan.known for plan in plans]
         self._kept = [plan.kept for plan in plans if plan.kept is not None]
         self._n_plans = len(plans)
+        self._said: set[str] = set()
         self.on_mismatch = on_mismatch
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
 
@@ -214,7 +216,7 @@ class AppliedForward(PlannedForward):
                 self._known.append(KnownPlan.of(new.solution))
             self._n_plans += 1
             line = told(new.solution, is_reused=new.reused, took_s=now_s() - started_s)
-            warn_of_another(line, reason, n_plans=self._n_plans)
+            warn_of_another(line, reason, n_plans=self._n_plans, said=self._said)
             schedule = module_schedule(new.solution.schedule, step.graph.module_part())
         program = BoundProgram(
             step, build_program(step, schedule, places=plan.request.places, pools=self._pools)

@@ -21,6 +21,7 @@ from torch import nn
 from graphs.calls import TraceError, as_call, check_call, device_of, find_loss, nested
 from graphs.costs import CudaPeaks, cpu_peak_bytes
 from graphs.training_step import GivenOptimizer, read_optimizer
+from solver.common import names_checked
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class TrainingStep:
             parameter.grad = None
 
 
+@names_checked
 def measure(
     model: nn.Module,
     batch: Any,

@@ -109,6 +109,23 @@ def test_a_usage_error_imports_nothing_slow():
     assert not imported_by(program)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--budget", "16XB"),
+        ("--budget", "-3GB"),
+        ("--budget", "1GB", "--reserve", "x"),
+        ("--budget", "1GB", "--host", "12Q"),
+        ("--budget", "1GB", "--host", "8GB", "--host-link", "5Gb/s"),
+        ("--budget", "1GB", "--host", "8GB", "--disk", "50QB:/scratch"),
+        ("--budget", "1GB", "--host", "8GB", "--disk", "50GB:/scratch", "--disk-rate", "1"),
+    ],
+)
+def test_a_wrong_size_is_refused_before_torch_is_loaded(wrong):
+    words = [*wrong, "examples/gpt2.py"]
+    assert not imported_by(f"from solver.cli import main; assert main({words!r}) == 2")
+
+
 @pytest.mark.parametrize(("package", "path"), SOURCES, ids=str)
 def test_packages_import_one_way(package, path):
     ours = {module.partition(".")[0] for module in _imports(path)} & set(MAY_IMPORT)

@@ -38,7 +38,7 @@ from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
 from scheduler_runtime.surroundings import budget_for
-from solver.common import counted, format_size, now_s, tell, telling
+from solver.common import counted, format_size, names_checked, now_s, tell, telling
 from solver.module_checkpointing import (
     ModuleTree,
     NoModulesFitError,
@@ -67,6 +67,7 @@ class FallbackError(NoRowError):
     """The model cannot be planned by submodules either; says why."""
 
 
+@names_checked
 def plan_chain(
     model: nn.Module,
     batch: Any,

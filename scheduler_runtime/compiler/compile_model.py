@@ -33,7 +33,16 @@ from scheduler_runtime.compiler.rehearsal import Rehearsal
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import PlannedForward, refuse_second
 from scheduler_runtime.surroundings import budget_for
-from solver.common import BudgetError, counted, format_share, format_size, format_time, now_s, tell
+from solver.common import (
+    BudgetError,
+    counted,
+    format_share,
+    format_size,
+    format_time,
+    names_checked,
+    now_s,
+    tell,
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ class CompileReport:
         return "\n".join(lines)
 
 
+@names_checked
 def compile(
     model: nn.Module,
     batch: Any = None,

@@ -33,10 +33,12 @@ from scheduler_runtime.surroundings import (
     refuse_checkpointing,
     why_not_planned,
 )
+from solver.common import names_checked
 from solver.methods import METHODS
 from solver.target_device import HostLink
 
 
+@names_checked
 def fit(
     model: nn.Module,
     *,

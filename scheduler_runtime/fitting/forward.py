@@ -83,6 +83,7 @@ class FittedForward(PlannedForward):
         self.options = options
         self.watch: Watch | None = None
         self._own_plans: list[Fitted] = []
+        self._said: set[str] = set()
         self._optimizers = optimizers
         self._whole: Callable[[], nn.Module | None] | None = weakref.ref(whole)
         self._parts = tuple(parts)
@@ -250,7 +251,8 @@ class FittedForward(PlannedForward):
             tell(line)
             return
         took_s = sum(each.took_s for each in self._own_plans)
-        warn_of_another(line, reason, n_plans=len(self._own_plans), all_took_s=took_s)
+        n_plans = len(self._own_plans)
+        warn_of_another(line, reason, n_plans=n_plans, said=self._said, all_took_s=took_s)
 
     def _accumulates(self, buckets: Buckets | None) -> bool:
         """Whether gradients exist before the step."""

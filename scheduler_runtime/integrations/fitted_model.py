@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 
 from scheduler_runtime.applying import remove
 from scheduler_runtime.fitting import Fitted, FittedForward, Optimizers, fit, plans_of
+from solver.common import check_names
 
 
 class FittedModel:
@@ -16,6 +18,7 @@ class FittedModel:
     def __init__(self, options: dict[str, Any]) -> None:
         if "optimizer" in options:
             raise ValueError("optimizer= is the Trainer's own: leave it out")
+        check_names("fit", options, inspect.signature(fit).parameters)
         self._options = {"unplanned": "error", **options}
         self._model: nn.Module | None = None
         self._plans: tuple[Fitted, ...] = ()

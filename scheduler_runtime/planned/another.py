@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scheduler_runtime.planned.mismatch import Difference, Resized
@@ -15,23 +15,33 @@ logger = logging.getLogger(__name__)
 def told(solution: Solution, *, is_reused: bool, took_s: float) -> str:
     """The finished plan in one line, with the shapes that it is for.
 
-    is_reused: made from an earlier plan, without a search.
+    is_reused: made without a search, from what an earlier plan recomputes, if that is anything.
     took_s: what the call has waited, tracing included.
     """
-    how = "planned from an earlier plan" if is_reused else "planned"
+    graph, found = solution.graph, solution.simulation
+    carries = bool(graph.meta.rewrites or (found is not None and found.n_recomputed))
+    how = "planned from an earlier plan" if is_reused and carries else "planned"
     return plan_line(solution, how=f"{how} for {_shapes(solution.environment)}", took_s=took_s)
 
 
 def warn_of_another(
-    line: str, difference: Difference, *, n_plans: int, all_took_s: float | None = None
+    line: str,
+    difference: Difference,
+    *,
+    n_plans: int,
+    said: set[str],
+    all_took_s: float | None = None,
 ) -> None:
     """Say that one more kind of call was planned, why, and how to need fewer plans.
 
     line: of `told`. n_plans: made so far, this one included; all_took_s: in so many seconds.
+    said: the remedies that this model's warnings have given; none is given twice.
     """
     so_far = "" if all_took_s is None else f", {all_took_s:.1f} s in all"
-    remedy = _remedy(difference.resized, n_plans)
-    logger.warning("%s. Plan %d%s: %s%s", line, n_plans, so_far, difference, remedy)
+    remedies = [each for each in _remedies(difference.resized, n_plans) if each not in said]
+    said.update(remedies)
+    text = "".join(f". {each}" for each in remedies)
+    logger.warning("%s. Plan %d%s: %s%s", line, n_plans, so_far, difference, text)
 
 
 def _shapes(environment: Mapping[str, Any]) -> str:
@@ -47,13 +57,15 @@ def _shapes(environment: Mapping[str, Any]) -> str:
     return ", ".join(told) or "no tensors"
 
 
-def _remedy(resized: Resized | None, n_plans: int) -> str:
+def _remedies(resized: Resized | None, n_plans: int) -> Iterator[str]:
     if resized is None:
-        return ""
+        return
     if resized.dimensions == {0} and not resized.is_larger and n_plans == 2:
-        return ". A short last batch is planned once; DataLoader(drop_last=True) leaves it out"
-    order = ", and begin with the largest" if resized.is_larger else ""
-    return (
-        ". Remedy: pad the batches to a few sizes (pad_to_multiple_of=64 of the data collator, "
-        f'padding="max_length" of the tokenizer){order}'
+        yield "A short last batch is planned once; DataLoader(drop_last=True) leaves it out"
+        return
+    yield (
+        "Remedy: pad the batches to a few sizes (pad_to_multiple_of=64 of the data collator, "
+        'padding="max_length" of the tokenizer)'
     )
+    if resized.is_larger:
+        yield "Begin with the largest"

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from graphs.rewrites import WORDS
 from solver.analysis import Size
 from solver.cli.installed import version
+from solver.common import BudgetError, parse_rate, parse_size
 from solver.framework_settings import SYSTEMS
 from solver.methods import METHODS
 from solver.schedule import BUDGETS_OF
@@ -293,6 +294,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
     if arguments.fsdp is not None and arguments.verify:
         raise UsageError("--verify runs the step in one process: it cannot be combined with --fsdp")
+    _check_sizes(arguments)
     if arguments.host is not None:
         _check_copying(arguments)
     if arguments.disk is not None and ":" not in arguments.disk:
@@ -308,6 +310,27 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("--throughput requires --max-batch or --max-seq")
     _check_outputs(arguments)
     return arguments
+
+
+def _check_sizes(arguments: Arguments) -> None:
+    """Refuse what is no size or rate before PyTorch is loaded; shares wait for the device."""
+    directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
+    sizes = {
+        "--budget": (arguments.budget, "budget", 1),
+        "--reserve": (arguments.reserve, "reserve", 0),
+        "--host": (arguments.host, "host budget", 1),
+        "--disk": (directory_apart, "disk budget", 1),
+    }
+    rates = {"host link": arguments.host_link, "disk rate": arguments.disk_rate}
+    try:
+        for size, what, least_bytes in sizes.values():
+            if size is not None and "%" not in size:
+                parse_size(size, what=what, least_bytes=least_bytes)
+        for what, rate in rates.items():
+            for each in () if rate is None else rate.split(","):
+                parse_rate(each, what=what)
+    except BudgetError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_copying(arguments: Arguments) -> None:

@@ -1,5 +1,6 @@
 """Sizes, deadlines, number formats, progress lines, and C code that Ctrl-C can end."""
 
+from solver.common.argument_names import check_names, names_checked
 from solver.common.c_calls import calls_are_left, end_idle_calls, interruptible
 from solver.common.deadline import (
     NEVER,

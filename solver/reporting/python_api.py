@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.analysis import Curve, SizeSearch, advise, pareto
-from solver.common import counted, format_time, now_s, parse_size, tell, telling
+from solver.common import counted, format_time, names_checked, now_s, parse_size, tell, telling
 from solver.reporting.report_data import Report, describe_costs, step_notes
 from solver.runtime_calls import Verification, run_verifier
 from solver.schedule import Solution
@@ -90,6 +90,7 @@ def draw(
     plot.save(axes, path)
 
 
+@names_checked
 def sweep(
     problem: Solution | Graph | Variants,
     *,
@@ -134,6 +135,7 @@ def sweep(
     return curve
 
 
+@names_checked
 def verify(
     solution: Solution,
     *,

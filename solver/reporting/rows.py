@@ -301,8 +301,8 @@ def _obstacle_rows(solution: Solution) -> Iterator[Row]:
     if solution.minimum_budget_bytes is not None:
         minimum = format_size_up(solution.minimum_budget_bytes)
         yield "minimum budget", f"{minimum}, the smallest at which {solution.method} found a plan"
-    if obstacle.proven_bytes:
-        floor = format_both(obstacle.proven_bytes + request.reserve_bytes)
+    if proven_bytes := solution.proven_minimum_bytes:
+        floor = format_both(proven_bytes)
         yield "proven", f"no schedule{scope} fits below {floor}"
     if (node := graph.node_by_name.get(obstacle.op)) is not None:
         yield "bottleneck op", describe_op(node)

@@ -191,11 +191,20 @@ class Solution:
         return self.obstacle.reached_bytes + self.request.reserve_bytes
 
     @property
+    def proven_minimum_bytes(self) -> int:
+        """Below this budget, reserve included, no schedule of any method fits (0: unknown)."""
+        if self.obstacle is None or not self.obstacle.proven_bytes:
+            return 0
+        return self.obstacle.proven_bytes + self.request.reserve_bytes
+
+    @property
     def obstacle_text(self) -> str:
         """The minimum budget and the bottleneck op, to append to "nothing fits"; "" if unknown."""
         if self.obstacle is None:
             return ""
         text = f"; minimum budget found: {format_size_up(self.minimum_budget_bytes or 0)}"
+        if proven_bytes := self.proven_minimum_bytes:
+            text += f", proven: at least {format_size(proven_bytes)}"
         if self.request.reserve_bytes:
             text += ", reserve included"
         node = self.graph.node_by_name.get(self.obstacle.op)

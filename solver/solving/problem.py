@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.rewrites import Variants
+from solver.common import check_names
 from solver.runtime_calls import PLAN_BY_SUBMODULES
 
 if TYPE_CHECKING:
@@ -61,11 +61,7 @@ def as_step(
     from solver.target_device import find_target
 
     known = [*others, *inspect.signature(trace).parameters]
-    for name in trace_options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"solve() takes no argument {name!r}{hint}")
+    check_names("solve", trace_options, known)
     options = dict(trace_options)
     device, costs = options.pop("device", None), options.pop("costs", None)
     if device is None and isinstance(costs, str):

@@ -132,6 +132,7 @@ def test_an_answer_without_a_plan_says_what_is_in_the_way(graph):
     words = repr(solve(graph, budget=graph.resident_bytes))
     assert "infeasible" in words
     assert "minimum budget found: " in words
+    assert ", proven: at least " in words
     assert "bottleneck op: " in words
     reserved = solve(graph, budget=graph.resident_bytes, reserve=1000)
     assert "reserve included" in repr(reserved)

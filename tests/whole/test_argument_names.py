@@ -1,0 +1,48 @@
+"""A misspelt keyword argument is refused with the name that was meant, by every entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoint_solver import apply, compile, fit, measure, solve, sweep, verify
+from checkpoint_solver.fallback import plan_chain
+
+MODEL, BATCH = nn.Linear(2, 2), torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "meant"),
+    [
+        (lambda **k: fit(MODEL, **k), "buget", "budget"),
+        (lambda **k: fit(MODEL, **k), "time_limit", "time_limit_s"),
+        (lambda **k: fit(MODEL, **k), "optimiser", "optimizer"),
+        (lambda **k: solve(MODEL, BATCH, budget="1GB", **k), "optimiser", "optimizer"),
+        (lambda **k: apply(MODEL, None, **k), "on_missmatch", "on_mismatch"),
+        (lambda **k: compile(MODEL, BATCH, budget="1GB", **k), "optimiser", "optimizer"),
+        (lambda **k: plan_chain(MODEL, BATCH, budget="1GB", **k), "optimiser", "optimizer"),
+        (lambda **k: measure(MODEL, BATCH, **k), "optimiser", "optimizer"),
+        (lambda **k: verify(None, **k), "optimiser", "optimizer"),
+        (lambda **k: sweep(None, **k), "budget", "budgets"),
+    ],
+)
+def test_the_name_that_was_meant(call: Callable[..., Any], given: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"takes no argument '{given}'; did you mean '{meant}'\?"):
+        call(**{given: 1})
+
+
+def test_a_name_like_none() -> None:
+    with pytest.raises(TypeError, match=r"fit\(\) takes no argument 'xyzzy'$"):
+        fit(MODEL, xyzzy=1)
+
+
+def test_a_callback_says_so_when_it_is_made() -> None:
+    pytest.importorskip("transformers")
+    from checkpoint_solver.integrations.hugging_face import FitCallback
+
+    with pytest.raises(TypeError, match="did you mean 'reserve'"):
+        FitCallback(resrve="1GB")
