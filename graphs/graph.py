@@ -349,7 +349,7 @@ def _check_overwrite(node: Node, graph: Graph) -> None:
         return GraphError(f"node {node.name!r} overwrites {old!r}, {reason}")
 
     if old not in node.inputs:
-        raise illegal("which is none of its inputs")
+        raise illegal("which is not one of its inputs")
     if maker is None or graph.root(old) not in graph.producer:
         raise illegal("which is resident")
     on_storage = (graph.root(old), *graph.views.get(graph.root(old), ()))

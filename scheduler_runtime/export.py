@@ -220,8 +220,8 @@ def _nothing_fits(model: nn.Module, solution: Solution, error: NoModulesFitError
         finer = f"these are bytes {words}; "
     return ExportError(
         f"the budget is {solution.request.available_bytes} bytes, and checkpointing modules of "
-        f"{type(model).__name__} takes at least {least_bytes}: PyTorch recomputes a module as a "
-        f"whole, and operators called outside of its blocks not at all. {finer}solve with a budget "
+        f"{type(model).__name__} takes at least {least_bytes}: PyTorch recomputes modules as a "
+        f"whole, and no operators called outside of them. {finer}solve with a budget "
         f'of {least_bytes} bytes, or give on_excess="least"'
     )
 

@@ -186,7 +186,7 @@ def host_beside(
         copies = getattr(costs, "host_copies", None) or copies
         if copies is None:
             raise BudgetError(
-                "how fast the host is reached is unknown; give the link (--host-link 50GB/s, or in "
+                "the rate of the link to the host is unknown; give it (--host-link 50GB/s, or in "
                 "Python host_link='50GB/s') or name a device (--device h100, device='h100')"
             )
         rates = [copies.out_bytes_per_s, copies.in_bytes_per_s]

@@ -48,7 +48,7 @@ def _named(name: str) -> Any:
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(
-            f'optimizer is {name!r}, which is no class of torch.optim; "AdamW", say, or the '
+            f'optimizer is {name!r}, which is not a class of torch.optim; "AdamW", say, or the '
             "optimizer itself"
         )
     return found

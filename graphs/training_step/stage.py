@@ -19,7 +19,7 @@ def check_stage(
     if is_sharded:
         raise PipelineError("fsdp and pipeline cannot be combined: plan the stage without fsdp")
     if not any(True for _ in model.parameters()):
-        raise PipelineError(f"{name} has no parameters: it is no stage of its own ({where})")
+        raise PipelineError(f"{name} has no parameters: it cannot be a stage ({where})")
     if has_loss and not pipeline.is_last:
         raise PipelineError(
             f"loss is given, but {where} receives the gradients of its outputs from the next "

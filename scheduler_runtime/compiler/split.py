@@ -49,8 +49,8 @@ def split(joined: Joined, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphM
     for node in saved:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise UnsplittableError(
-                f"{node.name} ({node.target}) is read by the backward pass and is no tensor, but "
-                f"{type(node.meta.get('val')).__name__}; compile with fixed shapes"
+                f"{node.name} ({node.target}) is read by the backward pass and is not a tensor "
+                f"but {type(node.meta.get('val')).__name__}; compile with fixed shapes"
             )
     saved_bytes = joined.bytes_of([writer.origin[node] for node in saved])
     forward, backward = _extract_fwd_bwd_modules(

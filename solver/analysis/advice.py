@@ -104,10 +104,10 @@ def _state(solution: Solution) -> Iterator[str]:
 def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
     """The table's figures, and why they are others than those of the end of the step."""
     here_bytes = sum(run.bytes_of[name] for name in STATE)
-    fewer = ", as not all gradients are there yet" if here_bytes < end_bytes else ""
+    fewer = ", as not all gradients exist yet" if here_bytes < end_bytes else ""
     return (
         f"At the peak of the {run.name}, {format_size(run.total_bytes)}, they take "
-        f"{format_size(here_bytes)} ({format_percent(run.share(*STATE), digits=1)}) beside "
+        f"{format_size(here_bytes)} ({format_percent(run.share(*STATE), digits=1)}) besides "
         f"{format_size(run.bytes_of['activations'])} of activations "
         f"({format_percent(run.share('activations'), digits=1)}){fewer}."
     )

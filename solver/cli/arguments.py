@@ -149,7 +149,7 @@ class Arguments:
     )
     budget_of: str = _option(
         "--budget-of",
-        "what the budget is of: allocated, what tensors hold (default), or reserved, what "
+        "what the budget limits: allocated (default), the bytes of tensors, or reserved, what "
         "PyTorch's allocator takes from the card for them, as simulated",
         SEARCH,
         default="allocated",
@@ -158,7 +158,7 @@ class Arguments:
     )
     host: str | None = _option(
         "--host",
-        "host memory that the plan may copy to, beside recomputing (default: none)",
+        "host memory that the plan may copy to, besides recomputing (default: none)",
         SEARCH,
         metavar="SIZE",
     )
@@ -219,7 +219,7 @@ class Arguments:
     )
     rewrites: str = _option(
         "--rewrites",
-        "how the plan may rewrite the step: bitwise (every bit of the results stays; the default), "
+        "how the plan may rewrite the step: bitwise (default; results stay bitwise identical), "
         "allclose (last bits may change) or none",
         STEP,
         default="bitwise",
@@ -299,13 +299,15 @@ def parse(argv: Sequence[str]) -> Arguments:
         _check_copying(arguments)
     if arguments.disk is not None and ":" not in arguments.disk:
         raise UsageError(
-            f"--disk {arguments.disk}: which disk? Name a directory on it: "
+            f"--disk {arguments.disk}: name a directory on the disk: "
             f"--disk {arguments.disk}:/scratch"
         )
     if arguments.host is not None and arguments.emit is not None:
-        raise UsageError("--emit: no setting of another system has these copies; leave out --host")
+        raise UsageError(
+            "--emit: other systems have no setting for copies to the host; leave out --host"
+        )
     if arguments.pareto and arguments.budget_of == "reserved":
-        raise UsageError("--pareto: its budgets are of allocated memory; leave out --budget-of")
+        raise UsageError("--pareto sweeps budgets of allocated memory; leave out --budget-of")
     if arguments.throughput is not None and not largest:
         raise UsageError("--throughput requires --max-batch or --max-seq")
     _check_outputs(arguments)

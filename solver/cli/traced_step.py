@@ -209,6 +209,6 @@ def _note_on_outputs(graph: Graph) -> Iterator[str]:
     all_bytes = sum(t.size_bytes for t in graph.tensors if t.alias_of is None)
     if returned_bytes > max(NOTABLE_OUTPUT_BYTES, NOTABLE_OUTPUT_SHARE * all_bytes):
         yield (
-            f"The model returns {format_size(returned_bytes)} of tensors beside the loss, which "
+            f"The model returns {format_size(returned_bytes)} of tensors besides the loss, which "
             "stay live to the end of the step. Returning only the loss frees them."
         )

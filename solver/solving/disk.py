@@ -35,7 +35,7 @@ def disk_behind(
     if budget is None:
         if rate is not None:
             raise BudgetError(
-                f"a rate of the disk is given ({rate!r}) and no disk; say how much of which a plan "
+                f"a rate of the disk is given ({rate!r}) but no disk; say how much of one a plan "
                 "may use (--disk 500GB:/scratch, or in Python disk_budget='500GB:/scratch')"
             )
         return places
@@ -51,7 +51,7 @@ def disk_behind(
     reject_missing_unit(size, resident_bytes=resident_bytes, what="disk budget")
     if rate is None:
         raise BudgetError(
-            "how fast the disk is is unknown; measure it, and give its rates of writing and reading"
+            "the disk's rates are unknown; measure them, and give those of writing and reading"
             " (--disk-rate 5GB/s,6GB/s, or in Python disk_rate='5GB/s,6GB/s')"
         )
     words = rate.split(",") if isinstance(rate, str) else rate

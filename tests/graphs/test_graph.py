@@ -334,7 +334,7 @@ def test_an_overwrite_is_part_of_the_structure_and_of_the_file(in_place: Graph) 
 MUTANTS = {
     "the old tensor is read afterwards": ("e", {"inputs": ("k", "h")}, "reads 'h', which 'd' has"),
     "its root is read afterwards": ("d", {"inputs": ("h", "g")}, "reads 'g', which 'c' has"),
-    "it is no input": ("c", {"inputs": ("a",)}, "none of its inputs"),
+    "it is no input": ("c", {"inputs": ("a",)}, "not one of its inputs"),
     "it is a saved activation": ("c", {"overwrites": "a"}, "makes or reads it, may run again"),
     "it is resident": ("c", {"inputs": ("x", "g"), "overwrites": "x"}, "which is resident"),
     "the output has a storage of its own": ("e", {"overwrites": "k"}, "an alias on that storage"),

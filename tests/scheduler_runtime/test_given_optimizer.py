@@ -77,8 +77,8 @@ def test_compile(form: str) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "why"),
     [
-        ("Adamw", ValueError, "optimizer is 'Adamw', which is no class of torch.optim"),
-        ("lr_scheduler", ValueError, "no class of torch.optim"),
+        ("Adamw", ValueError, "optimizer is 'Adamw', which is not a class of torch.optim"),
+        ("lr_scheduler", ValueError, "not a class of torch.optim"),
         (3, TypeError, "optimizer is an object of type int; give the torch.optim.Optimizer"),
         (lambda _parameters: 3, TypeError, r"what optimizer\(parameters\) returned is an object"),
         (lambda: SGD, TypeError, "takes 0 positional arguments"),

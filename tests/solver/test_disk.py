@@ -39,9 +39,9 @@ def test_sizes_and_rates_as_people_write_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "budget", "rate", "message"),
     [
-        (HOST, None, "5GB/s", "a rate of the disk is given .* and no disk"),
+        (HOST, None, "5GB/s", "a rate of the disk is given .* but no disk"),
         (None, "500GB:/tmp", "5GB/s", "no host memory, through which every copy to it goes"),
-        (HOST, "500GB:/tmp", None, "how fast the disk is is unknown; measure it"),
+        (HOST, "500GB:/tmp", None, "the disk's rates are unknown; measure them"),
         (HOST, "50%:/tmp", "5GB/s", "invalid disk budget '50%:/tmp': write 500GB"),
         (HOST, "much:/tmp", "5GB/s", "invalid disk budget 'much'"),
         (HOST, "0GB", "5GB/s", "invalid disk budget '0GB': must be above zero"),
@@ -126,10 +126,10 @@ def test_the_command_says_what_is_on_the_disk(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--disk", "500GB", "--disk-rate", "5GB/s"], "--disk 500GB: which disk? Name a directory"),
-        (["--disk", "500GB:/tmp"], "how fast the disk is is unknown"),
+        (["--disk", "500GB", "--disk-rate", "5GB/s"], "--disk 500GB: name a directory"),
+        (["--disk", "500GB:/tmp"], "the disk's rates are unknown"),
         (["--disk", "500:/tmp", "--disk-rate", "5GB/s"], "invalid disk budget '500': 500 bytes"),
-        (["--disk-rate", "5GB/s"], "a rate of the disk is given ('5GB/s') and no disk"),
+        (["--disk-rate", "5GB/s"], "a rate of the disk is given ('5GB/s') but no disk"),
         (["--disk", "5GB:/tmp", "--disk-rate", "5Gb/s"], "a lower-case b is for bits"),
     ],
 )

@@ -44,7 +44,7 @@ def test_sizes_and_rates_as_people_write_them() -> None:
     ("budget", "link", "message"),
     [
         (None, "50GB/s", "a link to the host is given .* and no host memory"),
-        ("64GB", None, "how fast the host is reached is unknown; give the link"),
+        ("64GB", None, "the rate of the link to the host is unknown; give it"),
         ("64%", "50GB/s", "invalid host budget '64%': write 64GB"),
         ("much", "50GB/s", "invalid host budget 'much'"),
         ("0GB", "50GB/s", "invalid host budget '0GB': must be above zero"),
@@ -234,4 +234,4 @@ def test_the_command_refuses_what_copies_nothing(tmp_path, capsys) -> None:
         )
     code, line = failed(capsys, "--emit", "megatron", *options)
     assert code == 2
-    assert "no setting of another system has these copies" in line
+    assert "other systems have no setting for copies" in line

@@ -31,7 +31,7 @@ _ON_PARAMETER = (
     "register it once, before training"
 )
 _AFTER_BACKWARD = (
-    "forward registers a hook that runs once gradients are there ({name}), which a planned step "
+    "forward registers a hook that runs once gradients exist ({name}), which a planned step "
     "would not call; register it on parameters, before training, or do this after backward()"
 )
 _DATA = (

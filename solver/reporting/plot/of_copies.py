@@ -50,7 +50,7 @@ def streams(solution: Solution, found: Copies, axes: Axes, *, s_per_unit: float)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(-0.6, len(rows) + 0.6)
     stalls = f"{format_time(solution.simulation.stall_s)} of it not hidden"
-    style.finish(axes, f"Copies to the host beside the computation; {stalls}")
+    style.finish(axes, f"Copies to the host during the computation; {stalls}")
     axes.grid(visible=False)
     return axes
 

@@ -97,7 +97,7 @@ def test_model_state_at_the_peak_is_what_the_table_says(acts, spare):
     cells = {name: (size, share) for name, size, share in parts}
     run = peaks(solution)[-1]
     assert f"At the peak of the {run.name}, {total[1]}, they take " in text
-    assert f"beside {cells['activations'][0]} of activations ({cells['activations'][1]})" in text
+    assert f"besides {cells['activations'][0]} of activations ({cells['activations'][1]})" in text
     shares = [float(share.split()[0]) for _, share in cells.values() if share]
     state = float(re.search(r"they take [0-9.]+ [KM]?B \(([0-9.]+) %\)", text)[1])
     others = [cells[name][1] for name in ("activations", "batch", "buffers", "workspace")]

@@ -155,7 +155,8 @@ def test_infeasible_names_the_least_budget_and_the_op(capsys):
     assert "minimum budget" in printed.out
     assert "no schedule fits below 2.80 GB" in printed.out
     assert "bottleneck op" in printed.out
-    assert printed.err.startswith("solve: infeasible: no schedule fits 2.00 GB (1.86 GiB); ")
+    line = printed.err.splitlines()[-1]  # those before it say what takes long on a busy machine
+    assert line.startswith("solve: infeasible: no schedule fits 2.00 GB (1.86 GiB); ")
     assert "_log_softmax_backward_data" in printed.err
 
 
