@@ -59,7 +59,7 @@ def compared(rows: Iterable[Row]) -> list[Row]:
             continue
         _compare(result, prediction.value, prediction.measured)
         if prediction.rate_share is not None:
-            result["rate_share"] = prediction.rate_share
+            result |= {"rate_share": prediction.rate_share, "ratio": prediction.ratio}
     for each in series.values():
         _compare_series(each)
     return results

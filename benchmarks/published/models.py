@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from benchmarks.published.errors import NotPredictedError
 from benchmarks.published.llama import Llama
+from benchmarks.published.shares import ratio_range
 from graphs.capture import can_trace_absent
 from graphs.costs import Roofline
 from graphs.hardware import Hardware, named
 from graphs.trace import trace
+from solver.analysis import split_s
 from solver.module_checkpointing import plan_regions
 
 _REASONS = {
@@ -32,12 +34,13 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": {"n_layers": 32, "h": 4096, "a": 32, "n_kv": 8, "i": 14336, "tied": False},
 }
 """Meta's configurations; all have 128 256 tokens."""
+ModelStep: TypeAlias = tuple[float, float, float | None, tuple[float, float] | None]
 _UNITS = {"GiB": 2**30, "GB": 10**9}
 
 
-def model_step(row: Mapping[str, Any]) -> tuple[float, float, float | None]:
-    """Predicted and measured peak, in the row's unit, and the share of the card's peak rates that
-    the measured speed is (None: not measured).
+def model_step(row: Mapping[str, Any]) -> ModelStep:
+    """Predicted and measured peak, in the row's unit, the share of the card's peak rates that the
+    measured speed is, and the range of `ratio_range` (None: not measured).
 
     Predicted are full fine-tunings of Llama 3 on one card, eager, without checkpointing: bfloat16
     weights and AdamW, packed sequences, as torchtune's recipe for a single device runs them.
@@ -64,8 +67,11 @@ def model_step(row: Mapping[str, Any]) -> tuple[float, float, float | None]:
     )
     unit = _UNITS[field.rpartition("_")[2]]
     step_s = tokens.numel() / row["tps"] if "tps" in row else None
-    share = None if step_s is None else graph.baseline_time_s / step_s
-    return plan_regions(graph, ()).peak_bytes / unit, row[field], share
+    peak = plan_regions(graph, ()).peak_bytes / unit
+    if step_s is None:
+        return peak, row[field], None, None
+    ratio = ratio_range(*split_s(graph.nodes), step_s)
+    return peak, row[field], graph.baseline_time_s / step_s, ratio
 
 
 def _card(gpu: str) -> Hardware:

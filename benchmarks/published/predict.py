@@ -14,7 +14,7 @@ from benchmarks.published.eager import dropped_after, held_by_variables, in_plac
 from benchmarks.published.errors import NotPredictedError
 from benchmarks.published.models import model_step
 from benchmarks.published.scripts import SCRIPTS, Script
-from benchmarks.published.shares import fitted_share
+from benchmarks.published.shares import fitted_share, ratio_range
 from graphs.calls import Call
 from graphs.capture import can_trace_absent, for_absent_card
 from graphs.costs import Roofline
@@ -22,6 +22,7 @@ from graphs.graph import Graph
 from graphs.hardware import Hardware, card_called
 from graphs.trace import loss_index, trace_module
 from graphs.training_step import cublas_workspace_bytes, with_resident, with_unknown_loss
+from solver.analysis import split_s
 from solver.module_checkpointing import plan_regions
 from solver.schedule import Schedule, simulate
 
@@ -35,19 +36,20 @@ PYTORCHS_OWN = ("huggingface", "torch")
 class Prediction:
     """value, measured: in the row's unit. is_up_to_a_constant: earlier calls in the process have
     left bytes on the card that the row does not tell; value is without them. rate_share: of the
-    card's peak rates, what the measured speed is."""
+    card's peak rates, what the measured speed is. ratio: see `shares.ratio_range`."""
 
     value: float
     measured: float
     is_up_to_a_constant: bool = False
     rate_share: float | None = None
+    ratio: tuple[float, float] | None = None
 
 
 def predicted(row: Mapping[str, Any]) -> Prediction:
     """Raises NotPredictedError."""
     if row["level"] == "model":
-        value, measured, rate_share = model_step(row)
-        return Prediction(value, measured, rate_share=rate_share)
+        value, measured, rate_share, ratio = model_step(row)
+        return Prediction(value, measured, rate_share=rate_share, ratio=ratio)
     if row["provider"] not in PYTORCHS_OWN:
         raise NotPredictedError(
             f"provider {row['provider']}: its own kernels, whose memory no traced operator shows"
@@ -64,7 +66,10 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
     if row["metric"] == TIME:
         at_peak_rates = time_ms(graph, hardware)
         value = at_peak_rates / (fitted_share(hardware.name) or 1.0)
-        return Prediction(value, row["value"], rate_share=at_peak_rates / row["value"])
+        products_ms = 1e3 * split_s(graph.nodes)[0]
+        ratio = ratio_range(products_ms, at_peak_rates - products_ms, row["value"])
+        share = at_peak_rates / row["value"]
+        return Prediction(value, row["value"], rate_share=share, ratio=ratio)
     return Prediction(peak_mib(script, graph), row["value"], script.compiles)
 
 

@@ -93,6 +93,7 @@ def of_times(rows: Sequence[Row]) -> str:
         lines.append(
             f"{card}: {shares[0]:.2f} to {shares[-1]:.2f}, median {statistics.median(shares):.2f}."
         )
+    lines += [ratios] if (ratios := _of_ratios(rows)) else []
     return " ".join(lines)
 
 
@@ -103,7 +104,19 @@ def of_models(rows: Sequence[Row]) -> str:
     return (
         f"Set-ups that are described well enough: {len(rows)}; the largest error is "
         f"{100 * worst:.2f} %. Shares of the peak rates that their steps have reached: "
-        f"{', '.join(shares) or 'not measured'}."
+        f"{', '.join(shares) or 'not measured'}. {_of_ratios(rows)}"
+    ).strip()
+
+
+def _of_ratios(rows: Sequence[Row]) -> str:
+    """What the rows say of the share of products over that of other operators."""
+    found = [row["ratio"] for row in rows if row.get("ratio")]
+    if not found:
+        return ""
+    least, largest = min(low for low, _ in found), max(high for _, high in found)
+    return (
+        f"The share of products over that of other operators is between {least:.2f} and "
+        f"{largest:.2f}, as no share is above 1: one measured time for both tells no more."
     )
 
 

@@ -31,3 +31,9 @@ from solver.analysis.largest_batch import (
 )
 from solver.analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
 from solver.analysis.peak_memory import PeakMemory, peaks
+from solver.analysis.rate_shares import (
+    LARGEST_RATIO,
+    LEAST_RATIO,
+    overhead_range,
+    split_s,
+)

@@ -12,7 +12,7 @@ from typing import Any
 from graphs.fsdp import sharding_of, sharding_words
 from graphs.graph import Graph, Node
 from graphs.rewrites import PROGRAM_REWRITES, results_of
-from solver.analysis import Advice, Curve, SizeSearch
+from solver.analysis import Advice, Curve, SizeSearch, overhead_range
 from solver.common import counted, format_time
 from solver.framework_settings import Emitted
 from solver.runtime_calls import Verification
@@ -241,6 +241,7 @@ def _answer(solution: Solution) -> dict[str, Any]:
         "schedule": run,
         "rewrites": _rewrites(solution),
         "overhead": solution.overhead,
+        "overhead_range": overhead_range(solution),
         "lower_bound_s": _finite(solution.lower_bound_s),
         "lower_bound_overhead": _finite(solution.lower_bound_overhead),
         "gap": solution.gap,

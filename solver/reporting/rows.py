@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph
 from graphs.pipeline import pipeline_of
-from solver.analysis import TITLE_OF_STREAM, Candidate, Curve, PeakMemory, SizeSearch, peaks
+from solver.analysis import (
+    TITLE_OF_STREAM,
+    Candidate,
+    Curve,
+    PeakMemory,
+    SizeSearch,
+    overhead_range,
+    peaks,
+)
 from solver.common import (
     counted,
     describe_op,
@@ -199,7 +207,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
             yield "rewrites", _rewrite_text(solution, changed)
         baseline_time = format_time(solution.baseline.time_s)
         yield "step time", f"{format_time(simulation.time_s)} (baseline: {baseline_time})"
-        yield "overhead", format_share(solution.overhead)
+        yield "overhead", format_share(solution.overhead) + _range_text(solution)
     bound = solution.lower_bound_overhead
     if not math.isinf(bound):
         text = f"no schedule{_scope(solution)} within the budget is faster"
@@ -246,6 +254,15 @@ def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
         for stream, time_s in simulation.busy_s.items()
     )
     yield "copies", f"{', '.join(busy)}; {format_time(simulation.stall_s)} not hidden"
+
+
+def _range_text(solution: Solution) -> str:
+    """The range of the overhead, where it shows at the digits of the report."""
+    found = overhead_range(solution)
+    if found is None:
+        return ""
+    least, largest = map(format_share, found)
+    return "" if least == largest else f" ({least} to {largest}, by the rates that kernels reach)"
 
 
 def _rewrite_text(solution: Solution, changed: Rewritten) -> str:

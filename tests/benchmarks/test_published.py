@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.published.__main__ import DATA, compared
-from benchmarks.published.shares import FITTED
+from benchmarks.published.shares import FITTED, ratio_range
 from benchmarks.published.tables import is_met, markdown
+from solver.analysis import LARGEST_RATIO, LEAST_RATIO
 
 ROWS: list[dict[str, Any]] = json.loads((DATA / "modules.json").read_text())["rows"]
 ALONE = ("cross_entropy", "swiglu", "rms_norm", "layer_norm", "rope", "fused_linear_jsd")
@@ -88,6 +89,22 @@ def test_the_peak_of_a_whole_model_is_predicted():
     (result,) = compared([row for row in rows if row.get("technique") == "+packed"])
     assert abs(result["off"]) < 0.015
     assert result["rate_share"] == pytest.approx(FITTED["a100"], abs=0.01)
+    assert result["ratio"] == pytest.approx((LEAST_RATIO, LARGEST_RATIO), abs=0.01)
+
+
+def test_the_ratio_of_two_shares_gives_the_measured_time():
+    """At both ends one share is 1, and the other one gives the rest of the measured time."""
+    least, largest = ratio_range(6.0, 2.0, 10.0)
+    assert 6.0 / least + 2.0 == pytest.approx(10.0)
+    assert 6.0 + 2.0 * largest == pytest.approx(10.0)
+    assert ratio_range(6.0, 5.0, 10.0) is None
+
+
+def test_times_of_modules_leave_no_wider_range():
+    results = compared(row for row in ROWS if row["op"].startswith("tiled"))
+    ratios = [result["ratio"] for result in results if result["ratio"] is not None]
+    assert len(ratios) > 5
+    assert all(LEAST_RATIO < low < high < LARGEST_RATIO for low, high in ratios)
 
 
 @pytest.mark.slow
