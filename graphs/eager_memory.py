@@ -1,8 +1,7 @@
 """The step as eager mode runs it without a plan: what it holds longer, and what it overwrites.
 
 A graph is functional and made of single operators, and a schedule frees each tensor after its last
-use. PyTorch's own step differs in four ways, of which `graphs.trace` has noted the first
-three in the graph's meta:
+use. PyTorch's own step differs in three ways, which `graphs.trace` has noted in the graph's meta:
 
 functions   The backward pass runs whole functions, each of one or more operators. What a function
             has read, and what it computes on the way (`grad * (2 * self.pow(1))` for a square),
@@ -12,8 +11,6 @@ functions   The backward pass runs whole functions, each of one or more operator
 sums        Where a tensor gets several gradients, the engine adds the next one to the sum so far,
             in place if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
 in place    Operators that overwrite their first argument.
-outputs     The gradients of a loss outside of the model end with their last reader. With a plan,
-            the engine holds them while the whole backward pass of the model runs as one function.
 
 What Python variables of `forward` hold is not known here; the backward pass, where a step has its
 peak, begins after `forward` has returned.
@@ -34,8 +31,6 @@ def as_eager(graph: Graph) -> Graph:
 
     Cost: linear in the size of the graph.
     """
-    kinds = {tensor.name: tensor.kind for tensor in graph.tensors}
-    graph = replace(graph, outputs=tuple(n for n in graph.outputs if kinds[n] != "tangent"))
     nodes = held_by_functions(
         graph.nodes, graph.meta.backward_functions, dropped=graph.meta.dropped
     )

@@ -102,7 +102,7 @@ def graph_of(script: Script, hardware: Hardware) -> Graph:
             costs=Roofline(hardware),
         ).graph
     if script.gradient == "made":
-        graph = _held(with_unknown_loss(graph, workspace_bytes=0), _tangents(graph))
+        graph = _held(with_unknown_loss(graph, reserved_bytes=0), _tangents(graph))
     if script.retains_graph:
         graph = _held(graph, _saved(graph))
     graph = in_place(graph)

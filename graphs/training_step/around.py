@@ -78,14 +78,19 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
 
 
 LOSS = "loss.of_the_caller"
+_VALUE, _VALUE_BYTES = "loss.value", 16
+"""The loss and the gradient that `backward` starts from, in float64 at most."""
 
 
-def with_unknown_loss(graph: Graph, *, workspace_bytes: int) -> Graph:
+def with_unknown_loss(graph: Graph, *, reserved_bytes: int, held_bytes: int = 0) -> Graph:
     """Add a loss of which only this is known: it reads the outputs and returns their gradients.
 
     It is one node between forward and backward, before which these gradients are not live.
 
-    workspace_bytes: what it allocates besides them.
+    reserved_bytes: what it takes besides them.
+    held_bytes: the part of that which is live for the whole step: targets, and what the loss of the
+        step before keeps, then that of this one (the terms of `mse_loss`, whose storage its value
+        is in).
     """
     tangents = tuple(tensor.name for tensor in graph.tensors if tensor.kind == "tangent")
     forward = {name for node in graph.forward_nodes for name in node.outputs}
@@ -93,17 +98,20 @@ def with_unknown_loss(graph: Graph, *, workspace_bytes: int) -> Graph:
         name=LOSS,
         op="the loss, computed by the caller",
         inputs=tuple(name for name in graph.outputs if name in forward),
-        outputs=tangents,
+        outputs=(*tangents, _VALUE),
         time_s=0.0,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=reserved_bytes - held_bytes,
         phase="outside",
         recomputable=False,
     )
-    return dataclasses.replace(
+    graph = dataclasses.replace(
         graph,
         nodes=(*graph.forward_nodes, loss, *graph.later_nodes),
+        tensors=(*graph.tensors, Tensor(_VALUE, _VALUE_BYTES, "activation")),
+        outputs=(*graph.outputs, _VALUE),
         meta=graph.meta.with_environment(loss="outside"),
     )
+    return with_resident(graph, "loss.held", held_bytes)
 
 
 def with_resident(graph: Graph, name: str, size_bytes: int) -> Graph:

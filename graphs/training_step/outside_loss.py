@@ -123,11 +123,11 @@ class OutsideLoss:
                 extra.append(dataclasses.replace(tensor, name=name, alias_of=None))
                 if tensor.name in loss_layout.dtypes:
                     dtypes.setdefault(loss_layout.dtypes[tensor.name], []).append(name)
-        loss_names = [tangents.get(n, n) for n in (names[o] for o in loss_layout.outputs)]
+        kept = [names[n] for n in loss_layout.outputs if names[n] not in tangents]
         return Graph(
             nodes=(*graph.forward_nodes, *outside, *graph.later_nodes),
             tensors=(*graph.tensors, *extra),
-            outputs=tuple(dict.fromkeys((*graph.outputs, *loss_names))),
+            outputs=tuple(dict.fromkeys((*graph.outputs, *kept))),
             meta=dataclasses.replace(graph.meta, dtypes=dtypes).with_environment(loss="outside"),
         )
 

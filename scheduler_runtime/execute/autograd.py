@@ -4,10 +4,12 @@ One autograd function returns all its gradients at once, so they would all be he
 backward ends: with accumulation two copies of every gradient, and hooks that fire late. A chain of
 functions that pass an empty token returns each gradient as soon as it is complete:
 
-    token -> Link(leaves of the last piece) -> ... -> Link(leaves of the first piece) -> loss
+    token -> Link(leaves of the last piece) -> ... -> Link(leaves of the first piece) -> Outputs
 
-The engine runs them from the right and accumulates into `.grad` before the next link. The last link
-in the order of the forward pass runs the whole forward piece.
+The engine runs them from the right and accumulates into `.grad` before the next one. `Outputs` runs
+the whole forward piece. In the backward pass it only takes the gradients of the outputs: the engine
+holds what it gives to a function until that function returns, and the pieces drop these gradients
+where the plan frees them.
 """
 
 from __future__ import annotations
@@ -165,6 +167,32 @@ class Run:
             raise
 
 
+class Outputs(torch.autograd.Function):
+    """The forward pass; its backward receives the gradients of the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, token: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        outputs = run.forward()
+        reached = dict(run.program.tangents)
+        ctx.tangents = [reached.get(index) for index in range(len(outputs))]
+        ctx.mark_non_differentiable(
+            *(t for i, t in enumerate(outputs) if i not in run.program.differentiable)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a planned step can be differentiated once: create_graph=True needs the plain "
+                "model (checkpoint_solver.remove(model))"
+            )
+        ctx.run.start_backward(ctx.tangents, gradients)
+        return None, ctx.run.token_gradient
+
+
 class Link(torch.autograd.Function):
     """One piece of the backward pass, with the leaves whose gradients it completes.
 
@@ -179,30 +207,13 @@ class Link(torch.autograd.Function):
         leaf_nodes: tuple[fx.Node, ...],
         token: torch.Tensor,
         *leaves: torch.Tensor,
-    ) -> Any:
-        ctx.set_materialize_grads(False)
+    ) -> torch.Tensor:
         ctx.run, ctx.position, ctx.leaf_nodes = run, position, leaf_nodes
-        if position > 0:
-            return token.new_empty(0)
-        outputs = run.forward()
-        reached = dict(run.program.tangents)
-        ctx.tangents = [reached.get(index) for index in range(len(outputs))]
-        ctx.mark_non_differentiable(
-            *(t for i, t in enumerate(outputs) if i not in run.program.differentiable)
-        )
-        return outputs
+        return token.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, _token: torch.Tensor) -> Any:
         run: Run = ctx.run
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a planned step can be differentiated once: create_graph=True needs the plain "
-                "model (checkpoint_solver.remove(model))"
-            )
-        if ctx.position == 0:
-            run.start_backward(ctx.tangents, gradients)
-        del gradients
         made = run.backward(ctx.position)
         return (
             None,
@@ -230,4 +241,5 @@ def run_step(
         if position == 0:  # no gradient is planned for these
             nodes += tuple(others)
         token = Link.apply(run, position, nodes, token, *(tensors[node] for node in nodes))
-    return token if isinstance(token, tuple) else (token,)
+    outputs: Any = Outputs.apply(run, token)
+    return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -22,14 +22,15 @@ from graphs.training_step import (
     together,
     with_optimizer,
     with_resident,
-    with_unknown_loss,
 )
 from scheduler_runtime.execute import BoundProgram, build_program, kept_bytes, restore_forward
+from scheduler_runtime.fitting.loss_outside import LossBytes
 from scheduler_runtime.fitting.options import FitError, Fitted, Options
 from scheduler_runtime.fitting.unplanned import Watch
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import (
     Difference,
+    NewPlan,
     Plan,
     PlannedForward,
     difference,
@@ -185,15 +186,10 @@ class FittedForward(PlannedForward):
                 raise FitError(WITH_OPAQUE_PARTS)
             if not held_bytes:  # the step that runs again is given what the first pass has kept
                 held_bytes = kept_bytes(step.captured, device)
+            loss = self._loss_outside(step, device)
             around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
             say(f"planning {name} ({counted(len(step.graph.nodes), 'op')})...")
-            found = new_plan(
-                step,
-                around,
-                request,
-                planned=variants_of(self.options.rewrites),
-                known=[KnownPlan.of(each.solution) for each in self._own_plans if not each.reused],
-            )
+            found = self._found(step, around, loss, request)
             finish_measuring(costs)  # after planning, which may measure ops of other variants
         solution = found.solution
         if solution.schedule is None:
@@ -203,6 +199,8 @@ class FittedForward(PlannedForward):
                 f"{solution.obstacle_text}"
             )
         reason = self._why_another(call, step)
+        if loss is not None:
+            notes = (loss.note, *notes)
         self._own_plans.append(Fitted(solution, notes, found.reused, took_s=now_s() - started_s))
         self._tell(reason)
         step = step.with_rewrites(solution.graph.meta.rewrites)
@@ -218,6 +216,38 @@ class FittedForward(PlannedForward):
             ),
             other=functools.partial(self._for_gradients, returned_bytes=returned_bytes),
         )
+
+    def _found(
+        self,
+        step: CapturedStep,
+        around: Callable[[Graph], Graph],
+        loss: LossBytes | None,
+        request: Request,
+    ) -> NewPlan:
+        known = [KnownPlan.of(each.solution) for each in self._own_plans if not each.reused]
+
+        def plan(loss: LossBytes | None) -> NewPlan:
+            return new_plan(
+                step,
+                lambda graph: around(graph if loss is None else loss.around(graph)),
+                request,
+                planned=variants_of(self.options.rewrites),
+                known=known,
+            )
+
+        found = plan(loss)
+        if found.solution.schedule is not None or loss is None or not loss.held:
+            return found
+        least = plan(loss.without_held)
+        if least.solution.schedule is None:
+            return found
+        warnings.warn(
+            f"fit: the budget holds only for a loss that keeps nothing while the model's backward "
+            f"pass runs: targets as large as the outputs, and the value of mse_loss, take up to "
+            f"{format_both(loss.held)} more (loss_reserve= says what the loss takes)",
+            stacklevel=2,
+        )
+        return least
 
     def _why_another(self, call: Call, step: CapturedStep) -> Difference | None:
         """How this call differs from the planned ones; None: it is the first of its step.
@@ -311,6 +341,18 @@ class FittedForward(PlannedForward):
             )
         return indices
 
+    def _loss_outside(self, step: CapturedStep, device: torch.device) -> LossBytes | None:
+        """None: the model returns the loss."""
+        options, captured = self.options, step.captured
+        outputs = [captured.outputs[i].meta["val"] for i in captured.gradient_outputs]
+        returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
+        if returns_loss and options.loss_outputs is None:
+            return None
+        reserve = options.loss_reserve
+        if reserve is None:
+            return LossBytes.of(outputs, None)
+        return LossBytes.of(outputs, size_on(device, reserve, what="loss_reserve"))
+
     def _around(
         self,
         step: CapturedStep,
@@ -320,22 +362,8 @@ class FittedForward(PlannedForward):
         *,
         held_bytes: int,
     ) -> tuple[Callable[[Graph], Graph], tuple[str, ...]]:
-        """What puts the loss, the optimizers and the buckets around a module's graph, and notes."""
+        """What puts the optimizers and the buckets around a module's graph, and notes."""
         notes = list(step.graph.meta.notes)
-        loss_bytes: int | None = None
-        outputs = [step.captured.outputs[i].meta["val"] for i in step.captured.gradient_outputs]
-        returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
-        if not returns_loss or self.options.loss_outputs is not None:
-            if self.options.loss_reserve is not None:
-                loss_bytes = size_on(device, self.options.loss_reserve, what="loss_reserve")
-            else:  # a float32 copy for logarithms and one for their gradient; 16 bits: also a cast
-                loss_bytes = sum(
-                    t.numel() * 4 * (2 if t.element_size() >= 4 else 3) for t in outputs
-                )
-            notes.append(
-                f"the loss is computed outside of the model; {format_both(loss_bytes)} are "
-                "reserved for it besides its inputs and their gradients (or loss_reserve=)"
-            )
         figures = [
             optimizer_costs(each, self._model, device=device, costs=costs)
             for each in self._optimizers
@@ -354,8 +382,6 @@ class FittedForward(PlannedForward):
 
         def around(graph: Graph) -> Graph:
             graph = with_resident(graph, "rest_of_the_module", beside_bytes)
-            if loss_bytes is not None:
-                graph = with_unknown_loss(graph, workspace_bytes=loss_bytes)
             graph = with_optimizer(graph, together(figures))
             if buckets is not None and buckets.separate_bytes:
                 graph = with_resident(graph, "gradient_buckets", buckets.separate_bytes)

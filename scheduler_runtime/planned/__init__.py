@@ -9,5 +9,5 @@ from scheduler_runtime.planned.mismatch import (
     difference_of_bits,
 )
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
-from scheduler_runtime.planned.planning import new_plan
+from scheduler_runtime.planned.planning import NewPlan, new_plan
 from scheduler_runtime.planned.replanning import ReplanError, replan
