@@ -1,8 +1,17 @@
-"""A graph as a chain of blocks, and exact solvers for chains (rotor, binomial)."""
+"""A graph as a chain of blocks, and exact solvers for chains (rotor, binomial, levels)."""
 
 from solver.chain.binomial import n_extra_steps, reversal
 from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
+from solver.chain.levels import Action as LevelAction
+from solver.chain.levels import (
+    Level,
+    cost_of,
+    disk_revolve,
+    hrevolve,
+    multistage,
+    periodic_disk_revolve,
+)
 from solver.chain.problem import (
     Backward,
     Chain,

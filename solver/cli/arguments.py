@@ -255,8 +255,15 @@ class Arguments:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods to run."""
-        return tuple(METHODS) if self.compare else (self.method or "auto",)
+        """The methods to run; with a host, those that can use it."""
+        if not self.compare:
+            return (self.method or "auto",)
+        return tuple(
+            name
+            for name, method in METHODS.items()
+            if (method.needs_places if self.host is None else method.takes_places)
+            == (self.host is not None)
+        )
 
     @property
     def largest(self) -> Size | None:
@@ -295,8 +302,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     if arguments.fsdp is not None and arguments.verify:
         raise UsageError("--verify runs the step in one process: it cannot be combined with --fsdp")
     _check_sizes(arguments)
-    if arguments.host is not None:
-        _check_copying(arguments)
+    _check_copying(arguments)
     if arguments.disk is not None and ":" not in arguments.disk:
         raise UsageError(
             f"--disk {arguments.disk}: name a directory on the disk: "
@@ -336,11 +342,20 @@ def _check_sizes(arguments: Arguments) -> None:
 
 
 def _check_copying(arguments: Arguments) -> None:
-    copying = [name for name, method in METHODS.items() if method.takes_places]
-    if not set(arguments.methods) <= set(copying):
+    """Raises UsageError for a host without a method for it, and the reverse."""
+    method = METHODS[arguments.method or "auto"]
+    if arguments.compare:
+        return
+    if arguments.host is not None and not method.takes_places:
+        copying = ", ".join(name for name, each in METHODS.items() if each.takes_places)
         raise UsageError(
-            f"--host: only the methods {', '.join(copying)} copy to the host; leave out "
-            f"{arguments.given('method', 'compare')}"
+            f"--host: method {arguments.method} copies nothing to the host; leave out --method, or "
+            f"name one of {copying}"
+        )
+    if arguments.host is None and method.needs_places:
+        raise UsageError(
+            f"--method {arguments.method} is for host memory and disks beside the device; give "
+            "--host 64GB, and --disk 500GB:/scratch --disk-rate 5GB/s,6GB/s for a disk behind it"
         )
 
 

@@ -34,6 +34,7 @@ class Method:
     reaches_least_budget: it finds a schedule for the least budget that `find_obstacle` reaches.
     op_by_op: it decides op by op what is recomputed, not block by block.
     takes_places: its schedules may copy to the places that are given; no other method is given any.
+    needs_places: it is for steps with places; without any it does what `revolve` does.
     """
 
     propose: Callable[..., Proposal]
@@ -42,6 +43,7 @@ class Method:
     reaches_least_budget: bool = False
     op_by_op: bool = False
     takes_places: bool = False
+    needs_places: bool = False
 
     def __call__(
         self,

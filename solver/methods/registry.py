@@ -6,12 +6,14 @@ from collections.abc import Mapping
 
 from graphs.graph import Graph
 from solver.methods.auto import auto
+from solver.methods.chains_beside import with_chains
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.in_flight import in_flight
 from solver.methods.proposal import Method, Proposal
 from solver.methods.revolve import revolve
 from solver.methods.sqrt import sqrt
+from solver.methods.storage_levels import METHODS_ON_LEVELS
 from solver.schedule import baseline, simulate
 
 
@@ -31,7 +33,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
 
 METHODS: Mapping[str, Method] = {
     "auto": Method(
-        in_flight(auto),
+        in_flight(with_chains(auto)),
         proves_bound=True,
         takes_starts=True,
         reaches_least_budget=True,
@@ -44,4 +46,8 @@ METHODS: Mapping[str, Method] = {
     "revolve": Method(in_flight(revolve)),
     "dp": Method(in_flight(dp)),
     "ilp": Method(in_flight(ilp), proves_bound=True, op_by_op=True),
+    **{
+        name: Method(in_flight(method), takes_places=True, needs_places=True)
+        for name, method in METHODS_ON_LEVELS.items()
+    },
 }

@@ -86,6 +86,10 @@ def solve(
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
     if host_budget is not None and not METHODS[method].takes_places:
         raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
+    if host_budget is None and METHODS[method].needs_places:
+        raise ValueError(
+            f"method {method} is for host memory and disks beside the device; give host_budget"
+        )
     check_time_limit(time_limit_s)
     if "%" not in str(budget):  # refused at once; shares wait for the device
         parse_size(budget, capacity_bytes=capacity_bytes)

@@ -2,3 +2,4 @@
 
 from solver.methods.auto.entry import auto
 from solver.methods.auto.local_optimum import drop_recomputation
+from solver.methods.auto.placing import Gap, find_gaps, place_side_by_side

@@ -24,8 +24,8 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -38,14 +38,18 @@ from solver.schedule import (
     Compute,
     Free,
     Op,
+    Place,
     Places,
     Schedule,
+    copy_layout,
     free_after_last_use,
     simulate,
 )
 
 N_LOOKED_AT = 4
 """Fetches by deadline that are looked at for one that fits."""
+MAX_LAYOUTS = 4
+"""Times that copies are placed anew, for less of the host."""
 LOADED_AHEAD = 2.0
 """Of the time from the disk to the device: so long before its use a storage is loaded."""
 
@@ -71,7 +75,9 @@ def never_copied(folded: StorageGraph) -> frozenset[int]:
     """
     graph = folded.graph
     stay = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
-    stay |= {graph.root(name) for name in graph.producer} - graph.module_part().producer.keys()
+    of_module = ("forward", "backward")
+    made = {name for name, node in graph.producer.items() if node.phase in of_module}
+    stay |= {graph.root(name) for name in graph.producer} - made
     names = enumerate(folded.unit_names)
     return frozenset(u for u, name in names if name in stay or folded.is_output(u))
 
@@ -125,6 +131,46 @@ def place_copies(
     """
     sweep = _Sweep(folded, order, gaps, budget_bytes=budget_bytes, places=places, to_disk=to_disk)
     return sweep.run()
+
+
+def place_side_by_side(
+    folded: StorageGraph,
+    order: Sequence[str],
+    gaps: Sequence[Gap],
+    *,
+    budget_bytes: int,
+    places: Places,
+    to_disk: Callable[[Places], frozenset[int]],
+) -> Placed:
+    """Within the capacities; within smaller ones where the copies lie side by side in more.
+
+    to_disk: for given capacities, the units that go on to the disk.
+    """
+    within = places
+    for _ in range(MAX_LAYOUTS):
+        placed = place_copies(
+            folded,
+            order,
+            gaps,
+            budget_bytes=budget_bytes,
+            places=within,
+            to_disk=to_disk(within),
+        )
+        layout = copy_layout(folded.graph, placed.schedule, places)
+        host = _smaller(within.host, layout.host_bytes - places.host_bytes)
+        disk = _smaller(within.disk, layout.disk_bytes - places.disk_bytes)
+        if host is None or (host, disk) == (within.host, within.disk):
+            break
+        within = Places(host, disk)
+    return placed
+
+
+def _smaller(place: Place | None, over_bytes: int) -> Place | None:
+    """None: nothing is left."""
+    if place is None or over_bytes <= 0:
+        return place
+    left_bytes = place.capacity_bytes - over_bytes
+    return replace(place, capacity_bytes=left_bytes) if left_bytes > 0 else None
 
 
 def longest_to_disk(folded: StorageGraph, gaps: Iterable[Gap], places: Places) -> frozenset[int]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from graphs.graph import Graph
 from solver.bound import (
@@ -47,7 +46,7 @@ from solver.methods.auto.placing import (
     find_gaps,
     longest_to_disk,
     never_copied,
-    place_copies,
+    place_side_by_side,
 )
 from solver.methods.auto.search import DONE_GAP
 from solver.methods.auto.stages import recompute_only
@@ -56,13 +55,11 @@ from solver.methods.proposal import Proposal
 from solver.schedule import (
     OPTIMAL_GAP,
     IllegalScheduleError,
-    Place,
     Places,
     Schedule,
     Simulation,
     Spill,
     baseline,
-    copy_layout,
     simulate,
 )
 
@@ -76,8 +73,6 @@ ROUND_NODES, PROOF_NODES = 20, 50
 """Branch-and-bound nodes of one program."""
 COLUMNS = 4_000
 """Of a program with so many nodes; a larger one gets fewer."""
-MAX_LAYOUTS = 4
-"""Times that copies are placed anew, for less of the host."""
 MORE_SHARES = (1.0, 0.7, 0.4)
 """Of the bytes that the cut has on the host: so many more bytes for recomputation alone."""
 
@@ -282,32 +277,15 @@ def _written_out(
 
 
 def _place(search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
-    """Within the capacities; within smaller ones where the copies lie side by side in more."""
-    gaps, places = tuple(gaps), search.to
-    for _ in range(MAX_LAYOUTS):
-        placed = place_copies(
-            search.folded,
-            order,
-            gaps,
-            budget_bytes=search.budget_bytes,
-            places=places,
-            to_disk=longest_to_disk(search.folded, gaps, places),
-        )
-        layout = copy_layout(search.graph, placed.schedule, search.to)
-        host = _smaller(places.host, layout.host_bytes - search.to.host_bytes)
-        disk = _smaller(places.disk, layout.disk_bytes - search.to.disk_bytes)
-        if host is None or (host, disk) == (places.host, places.disk):
-            break
-        places = Places(host, disk)
-    return placed
-
-
-def _smaller(place: Place | None, over_bytes: int) -> Place | None:
-    """None: nothing is left."""
-    if place is None or over_bytes <= 0:
-        return place
-    left_bytes = place.capacity_bytes - over_bytes
-    return replace(place, capacity_bytes=left_bytes) if left_bytes > 0 else None
+    gaps = tuple(gaps)
+    return place_side_by_side(
+        search.folded,
+        order,
+        gaps,
+        budget_bytes=search.budget_bytes,
+        places=search.to,
+        to_disk=lambda places: longest_to_disk(search.folded, gaps, places),
+    )
 
 
 def _prove(search: CopySearch) -> None:

@@ -45,6 +45,7 @@ def share(graph: Graph, part: float) -> int:
 
 def test_the_methods_and_their_order() -> None:
     known = ("auto", "none", "every_block", "sqrt", "revolve", "dp", "ilp")
+    known += ("disk_revolve", "periodic_disk_revolve", "hrevolve", "multistage")
     assert list(METHODS) == [name for name in known if name in METHODS]
     assert {"none", "every_block", "sqrt"} <= set(METHODS)
 

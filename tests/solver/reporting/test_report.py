@@ -415,9 +415,10 @@ def test_the_object_is_json_whatever_was_found(gpt2, planned):
 def test_every_method_can_be_reported():
     graph = residual(n_blocks=3)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    solutions = [solve(graph, budget=peak_bytes, method=name, time_limit_s=600) for name in METHODS]
+    names = [name for name, method in METHODS.items() if not method.needs_places]
+    solutions = [solve(graph, budget=peak_bytes, method=name, time_limit_s=600) for name in names]
     text = shown(report_of(*solutions))
-    assert all(name in text for name in METHODS)
+    assert all(name in text for name in names)
     json.dumps(to_json(report_of(*solutions)), allow_nan=False)
 
 

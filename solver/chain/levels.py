@@ -1,0 +1,250 @@
+"""Reverse a chain of equal steps with snapshots on several levels of storage.
+
+Steps and snapshots are those of `solver.chain.binomial`. A level holds so many snapshots and has a
+cost of writing and of reading one, in the unit of a forward step's; the levels are given from the
+fastest to the slowest, the first being the memory of the device. While a snapshot is written or
+read nothing else runs.
+
+- `hrevolve`: Julien Herrmann, Guillaume Pallez: H-Revolve: a framework for adjoint computation on
+  synchronous hierarchical platforms, ACM TOMS 46(2), 2020 (section 3.1). A dynamic program.
+- `disk_revolve`: Guillaume Aupy, Julien Herrmann, Paul Hovland, Yves Robert: Optimal multistage
+  algorithm for adjoint computation, SIAM J. Sci. Comput. 38(3), 2016 (theorem 3.15). Two levels,
+  the slow one without limit.
+- `periodic_disk_revolve`: Guillaume Aupy, Julien Herrmann: Periodicity in optimal hierarchical
+  checkpointing schemes for adjoint computations, Optimization Methods and Software 32(3), 2017.
+  Snapshots on the slow level at equal distances: the distance that is best for endless chains.
+- `multistage`: Philipp Stumm, Andrea Walther: MultiStage approaches for optimal offline
+  checkpointing, SIAM J. Sci. Comput. 31(3), 2009. The fewest forward steps for all snapshots
+  together (`reversal`); those that are written and read most go to the fastest level.
+
+With x_start at hand and m free snapshots on level k, all of the levels below being free, U_k(n, m)
+is the cost of reversing n steps, and V_k(n, m) that with x_start on level k already:
+
+    U_k(n, m) = min(U_{k-1}(n, c_{k-1}), w_k + V_k(n, m - 1))
+    V_k(n, m) = min(U_{k-1}(n, c_{k-1}), min over j of j + U_k(n - j, m) + r_k + V_k(j, m))
+
+Cost: O(n^2) for each snapshot of a level, in NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from solver.chain.binomial import reversal
+
+Action = tuple[str, int, int]
+"""(kind, from, to); as in `reversal`, but for ("store", i, level), ("restore", i, level) and
+("drop", i, level)."""
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Level:
+    """n_snapshots: that it holds. write_cost, read_cost: of one, in forward steps."""
+
+    n_snapshots: int
+    write_cost: float = 0.0
+    read_cost: float = 0.0
+
+
+def cost_of(actions: Sequence[Action], levels: Sequence[Level]) -> float:
+    """In forward steps: those that save nothing, and all writing and reading."""
+    costs = [0.0]
+    for kind, start, stop in actions:
+        if kind == "advance":
+            costs.append(stop - start)
+        elif kind == "store":
+            costs.append(levels[stop].write_cost)
+        elif kind == "restore":
+            costs.append(levels[stop].read_cost)
+    return math.fsum(costs)
+
+
+def hrevolve(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | None:
+    """The actions of least cost that are nested by levels; None: not enough snapshots.
+
+    Least over all schedules in every case that was searched exhaustively, one to three levels
+    (`tests/solver/chain/test_levels.py`). Raises ValueError for no step, or no level.
+    """
+    return _Tables(n_steps, levels).actions()
+
+
+def disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
+    """`hrevolve` for a disk that holds any number of snapshots, whatever `disk` says."""
+    return hrevolve(n_steps=n_steps, levels=(memory, _endless(disk, n_steps)))
+
+
+def periodic_disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
+    """Snapshots on the disk at every `period`; how many, and how the rest is reversed, is what
+    costs least. Between them the disk's snapshots are read as often as it is worth, and no more are
+    written.
+    """
+    distance = period(memory=memory, disk=disk, n_steps=n_steps)
+    once = _Tables(max(n_steps, distance), (memory, Level(1, disk.write_cost, disk.read_cost)))
+    costs = [
+        n * (disk.write_cost + distance + disk.read_cost + once.after_write[distance])
+        + once.least[n_steps - n * distance]
+        for n in range((n_steps - 1) // distance + 1)
+    ]
+    n_periods = int(np.argmin(costs))
+    if math.isinf(costs[n_periods]):
+        return None
+    starts = [distance * n for n in range(n_periods)]
+    found: list[Action] = []
+    for start in starts:
+        found += (("store", start, 1), ("advance", start, start + distance))
+    start = distance * n_periods
+    found += once.stream(("start", 1, start, n_steps - start, 1))
+    for start in reversed(starts):
+        found.append(("restore", start, 1))
+        found += once.stream(("stored", 1, start, distance, 0))
+    return tuple(found)
+
+
+def period(*, memory: Level, disk: Level, n_steps: int) -> int:
+    """The distance of the disk's snapshots that costs least for each step of an endless chain.
+
+    n_steps: at most so many; of equally good ones the largest.
+    """
+    once = _Tables(n_steps, (memory, Level(1, disk.write_cost, disk.read_cost)))
+    each = [
+        (disk.write_cost + disk.read_cost + once.after_write[m]) / m for m in range(1, n_steps + 1)
+    ]
+    return n_steps - int(np.argmin(each[::-1]))
+
+
+def multistage(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | None:
+    """The fewest forward steps, the snapshots that are used most on the fastest level."""
+    n_snapshots = min(sum(level.n_snapshots for level in levels), n_steps)
+    if n_snapshots == 0:
+        return (("reverse", 1, 0),) if n_steps == 1 else None
+    actions = tuple(reversal(n_steps=n_steps, n_snapshots=n_snapshots))
+    slots: list[int] = []  # the snapshots held form a stack; a slot is a place in it
+    used: dict[int, float] = {}
+    slow = levels[-1]
+    for kind, i, _ in actions:
+        if kind == "store":
+            slots.append(i)
+            slot = len(slots) - 1
+            used[slot] = used.get(slot, 0.0) + slow.write_cost
+        elif kind == "restore":
+            used[slots.index(i)] += slow.read_cost
+        elif kind == "drop":
+            slots.remove(i)
+    order = sorted(used, key=lambda slot: (-used[slot], slot))
+    of_rank = [k for k, level in enumerate(levels) for _ in range(level.n_snapshots)]
+    level_of = dict(zip(order, of_rank, strict=False))
+    found: list[Action] = []
+    for kind, i, stop in actions:
+        if kind == "store":
+            slots.append(i)
+        on = level_of[slots.index(i)] if kind in ("store", "restore", "drop") else stop
+        if kind == "drop":
+            slots.remove(i)
+        found.append((kind, i, on))
+    return tuple(found)
+
+
+def _endless(level: Level, n_steps: int) -> Level:
+    return Level(n_steps, level.write_cost, level.read_cost)
+
+
+class _Tables:
+    """U and V of all levels, for 0 .. n_steps steps.
+
+    start[k][m]: U_k(., m). stored[k][m]: V_k(., m), inf where a step is to be run with no snapshot
+    left.
+    """
+
+    def __init__(self, n_steps: int, levels: Sequence[Level]) -> None:
+        if n_steps < 1 or not levels:
+            raise ValueError(f"n_steps is {n_steps} and levels are {levels}; both must not be none")
+        self.n_steps, self.levels = n_steps, levels
+        none = np.full(n_steps + 1, math.inf)
+        none[:2] = 0.0  # a single step needs no snapshot
+        self._below: Floats = none
+        self.start: list[list[Floats]] = []
+        self.stored: list[list[Floats]] = []
+        for level in levels:
+            lower = self.start[-1][-1] if self.start else none
+            start, stored = [lower], list[Floats]()
+            for m in range(min(level.n_snapshots, n_steps)):
+                stored.append(self._stored(lower, start[m], level))
+                start.append(np.minimum(lower, level.write_cost + stored[m]))
+            self.start.append(start)
+            self.stored.append(stored)
+
+    @property
+    def least(self) -> Floats:
+        """By number of steps, the least cost."""
+        return self.start[-1][-1]
+
+    @property
+    def after_write(self) -> Floats:
+        """By number of steps, the least cost with a snapshot on the slowest level, its only one."""
+        return self.stored[-1][0]
+
+    def _stored(self, lower: Floats, right: Floats, level: Level) -> Floats:
+        """V_k(., m) from U_{k-1} and U_k(., m)."""
+        found = lower.copy()
+        for n in range(2, self.n_steps + 1):
+            found[n] = min(lower[n], float(np.min(self._splits(n, found, right, level))))
+        return found
+
+    @staticmethod
+    def _splits(n: int, left: Floats, right: Floats, level: Level) -> Floats:
+        """Of n steps, by 1 .. n - 1 steps on the left."""
+        return np.arange(1, n) + right[n - 1 : 0 : -1] + level.read_cost + left[1:n]
+
+    def actions(self) -> tuple[Action, ...] | None:
+        if math.isinf(self.least[self.n_steps]):
+            return None
+        top = len(self.levels) - 1
+        m = len(self.start[top]) - 1
+        return tuple(self.stream(("start", top, 0, self.n_steps, m)))
+
+    def stream(self, task: tuple[str, int, int, int, int]) -> Iterator[Action]:
+        """task: (what, level, first step, number of steps, free snapshots of the level)."""
+        tasks: list[tuple[str, int, int, int, int] | Action] = [task]
+        while tasks:
+            each = tasks.pop()
+            if len(each) == 3:
+                yield each
+                continue
+            what, k, start, n, m = each
+            if what == "stored":
+                tasks += reversed(self._with_snapshot(k, start, n, m))
+            elif n == 1:
+                yield ("reverse", start + 1, start)
+            elif self._lower(k)[n] <= self.start[k][m][n]:
+                tasks.append(("start", k - 1, start, n, len(self.start[k - 1]) - 1))
+            else:
+                tasks.append(("stored", k, start, n, m - 1))
+                yield ("store", start, k)
+
+    def _lower(self, k: int) -> Floats:
+        return self.start[k - 1][-1] if k else self._below
+
+    def _with_snapshot(
+        self, k: int, start: int, n: int, m: int
+    ) -> list[tuple[str, int, int, int, int] | Action]:
+        if n == 1:
+            return [("drop", start, k), ("reverse", start + 1, start)]
+        if self._lower(k)[n] <= self.stored[k][m][n]:
+            return [
+                ("drop", start, k),
+                ("start", k - 1, start, n, len(self.start[k - 1]) - 1),
+            ]
+        left, right = self.stored[k][m], self.start[k][m]
+        j = 1 + int(np.argmin(self._splits(n, left, right, self.levels[k])))
+        return [
+            ("advance", start, start + j),
+            ("start", k, start + j, n - j, m),
+            ("restore", start, k),
+            ("stored", k, start, j, m),
+        ]

@@ -1,0 +1,237 @@
+"""Chains of equal steps with snapshots on the device, the host and the disk, as published.
+
+The graph is split into a chain of blocks as for `revolve`; its snapshots are what crosses between
+two blocks. `solver.chain` reverses the chain with snapshots on several levels; their number on the
+device is the largest that fits, by bisection, and some others. What is on a slow level only while a
+block is reversed is copied there, and back in time for its use (`auto.place_side_by_side`).
+
+- `hrevolve` (Herrmann, Pallez 2020): device, host and disk.
+- `disk_revolve` (Aupy, Herrmann, Hovland, Robert 2016), `periodic_disk_revolve` (Aupy, Herrmann
+  2017): the device, and behind it the disk where one is given, else the host, as if it had no end.
+- `multistage` (Stumm, Walther 2009): device, host and disk; the fewest forward steps for all
+  snapshots together.
+
+Optimal for steps of equal time and snapshots of equal bytes, if nothing is computed while a
+snapshot is copied. On a graph that is pessimistic: copies run beside the computation, and the
+simulator lets them. They fall short, as `revolve` does, where steps are unequal and where memory
+would allow more than inputs to be kept; and they know nothing of a link that is busy.
+
+Cost: some dozen reversals of at most MAX_BLOCKS blocks, each turned into a schedule and simulated.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from solver.bound import StorageGraph
+from solver.chain import (
+    Backward,
+    Blocks,
+    ChainOp,
+    ForwardKeepingAll,
+    ForwardKeepingInput,
+    ForwardKeepingOutput,
+    Level,
+    LevelAction,
+    chain_to_schedule,
+    disk_revolve,
+    hrevolve,
+    multistage,
+    periodic_disk_revolve,
+    split_into_blocks,
+)
+from solver.methods.auto import Gap, find_gaps, place_side_by_side
+from solver.methods.best_so_far import BestSoFar
+from solver.methods.proposal import Proposal
+from solver.schedule import Places, Schedule, baseline
+
+MAX_BLOCKS = 128
+IN_PASSING = 2
+"""Snapshots for which the host keeps room where there is a disk."""
+
+Actions = tuple[LevelAction, ...]
+Reverse = Callable[[int, Sequence[Level]], Actions | None]
+"""From the number of steps and the levels to the actions; None: not enough snapshots."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A level of the chain: on_disk says which memory it is, unless it is the device's."""
+
+    level: Level
+    on_disk: bool = False
+
+
+def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Proposal]:
+    """The method that plans these actions. two_levels: device and slowest only."""
+
+    def method(
+        graph: Graph,
+        *,
+        budget_bytes: int,
+        time_limit_s: float,
+        seed: int,
+        places: Places | None = None,
+    ) -> Proposal:
+        """Without places all snapshots are on the device. No randomness."""
+        with BestSoFar(
+            graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places
+        ) as search:
+            if search.fits(baseline(graph)):
+                return search.proposal()
+            blocks = split_into_blocks(graph, max_blocks=MAX_BLOCKS)
+            slow = _slow_levels(graph, blocks, places or Places())
+            slow = slow[-1:] if two_levels else slow
+
+            @functools.cache
+            def fits(n_snapshots: int) -> bool:
+                levels = (Level(n_snapshots), *(storage.level for storage in slow))
+                actions = reverse(blocks.n_blocks, levels)
+                if actions is None:  # with more it may go
+                    return True
+                return search.fits(_scheduled(search, blocks, actions, slow, places))
+
+            if blocks.n_blocks:
+                search.bisect(fits, 0, blocks.n_blocks + 1)
+            for n_snapshots in _some(blocks.n_blocks):  # where the slow levels are too small
+                fits(n_snapshots)
+        return search.proposal()
+
+    return method
+
+
+METHODS_ON_LEVELS = {
+    "disk_revolve": on_levels(
+        lambda n, levels: (
+            disk_revolve(n_steps=n, memory=levels[0], disk=levels[-1])
+            if len(levels) > 1
+            else hrevolve(n_steps=n, levels=levels)
+        ),
+        two_levels=True,
+    ),
+    "periodic_disk_revolve": on_levels(
+        lambda n, levels: (
+            periodic_disk_revolve(n_steps=n, memory=levels[0], disk=levels[-1])
+            if len(levels) > 1
+            else hrevolve(n_steps=n, levels=levels)
+        ),
+        two_levels=True,
+    ),
+    "hrevolve": on_levels(lambda n, levels: hrevolve(n_steps=n, levels=levels)),
+    "multistage": on_levels(lambda n, levels: multistage(n_steps=n, levels=levels)),
+}
+
+
+def _some(n_blocks: int) -> Iterator[int]:
+    """0, 1, 2, 3, and from there on in steps of about a third."""
+    n = 0
+    while n < n_blocks:
+        yield n
+        n += 1 + n // 3
+
+
+def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:
+    """Host and disk as levels for the largest snapshot, in forward steps of average time."""
+    size_bytes = max(_snapshot_bytes(graph, blocks), default=0)
+    forward_s = sum(node.time_s for node in graph.forward_nodes)
+    step_s = forward_s / max(1, blocks.n_blocks) or 1.0
+    if places.host is None or not size_bytes:
+        return []
+    host, disk, n_steps = places.host, places.disk, blocks.n_blocks
+    n_on_host = host.capacity_bytes // size_bytes - (0 if disk is None else IN_PASSING)
+    out_s, in_s = host.link.out_s(size_bytes), host.link.in_s(size_bytes)
+    levels = [Storage(Level(max(0, min(n_on_host, n_steps)), out_s / step_s, in_s / step_s))]
+    if disk is not None:
+        out_s, in_s = out_s + disk.link.out_s(size_bytes), in_s + disk.link.in_s(size_bytes)
+        n_on_disk = min(disk.capacity_bytes // size_bytes, n_steps)
+        levels.append(Storage(Level(n_on_disk, out_s / step_s, in_s / step_s), on_disk=True))
+    return levels
+
+
+def _snapshot_bytes(graph: Graph, blocks: Blocks) -> Iterator[int]:
+    for names in blocks.crossing:
+        own = (name for name in names if name not in blocks.companions)
+        yield sum(graph.tensor_by_name[name].size_bytes for name in own)
+
+
+def _scheduled(
+    search: BestSoFar,
+    blocks: Blocks,
+    actions: Actions,
+    slow: Sequence[Storage],
+    places: Places | None,
+) -> Schedule:
+    """The actions on the graph, with copies of what is on slow levels. Raises OutOfTimeError."""
+    graph = search.graph
+    plain = chain_to_schedule(
+        graph, blocks, _chain_ops(blocks.n_blocks, actions), deadline=search.deadline
+    )
+    if places is None or not slow:
+        return plain
+    storages = StorageGraph.of(graph)
+    away = list(_away(storages, plain.order, blocks, actions))
+    on_disk = frozenset(gap.unit for gap, level in away if slow[level - 1].on_disk)
+    return place_side_by_side(
+        storages,
+        plain.order,
+        [gap for gap, _ in away],
+        budget_bytes=search.budget_bytes,
+        places=places,
+        to_disk=lambda _: on_disk,
+    ).schedule
+
+
+def _chain_ops(n_blocks: int, actions: Actions) -> Iterator[ChainOp]:
+    """Step i of the reversal is block i + 1; a snapshot on any level is held."""
+    held: dict[int, int] = {}  # by step, on how many levels
+    for kind, start, stop in actions:
+        if kind == "store":
+            held[start] = held.get(start, 0) + 1
+        elif kind == "drop":
+            held[start] -= 1
+        elif kind == "advance":
+            for step in range(start, stop):
+                keeping = ForwardKeepingInput if held.get(step) else ForwardKeepingOutput
+                yield keeping(step + 1)
+        elif kind == "reverse":
+            yield ForwardKeepingAll(start)
+            if start == n_blocks:  # the caller's loss, between forward and backward pass
+                yield Backward(start + 1)
+            yield Backward(start)
+
+
+def _away(
+    storages: StorageGraph, order: Sequence[str], blocks: Blocks, actions: Actions
+) -> Iterator[tuple[Gap, int]]:
+    """Gaps in which a snapshot is on slow levels only whenever a block is reversed, and which."""
+    position = {name: i for i, name in enumerate(order)}  # of the last run: of a later node the one
+    anchors: list[tuple[int, dict[int, int]]] = []  # where a block is reversed: cut -> its level
+    held: dict[int, list[int]] = {}
+    for kind, start, level in actions:
+        if kind == "store":
+            held.setdefault(start, []).append(level)
+        elif kind == "drop":
+            held[start].remove(level)
+        elif kind == "reverse" and blocks.backward[start - 1]:
+            fastest = {cut: min(levels) for cut, levels in held.items() if levels}
+            anchors.append((position[blocks.backward[start - 1][0]], fastest))
+    cuts_of: dict[str, list[int]] = {}
+    for cut, names in enumerate(blocks.crossing):
+        for name in names:
+            if name not in blocks.companions:
+                cuts_of.setdefault(name, []).append(cut)
+    places_of_anchors = [at for at, _ in anchors]
+    for gap in find_gaps(storages, order):
+        first = bisect_left(places_of_anchors, gap.first)
+        inside = anchors[first : bisect_left(places_of_anchors, gap.last)]
+        cuts = cuts_of.get(storages.unit_names[gap.unit], [])
+        levels = [
+            min((fastest[cut] for cut in cuts if cut in fastest), default=0)
+            for _, fastest in inside
+        ]
+        if levels and min(levels) > 0:
+            yield gap, max(levels)
