@@ -2,7 +2,13 @@
 
 from solver.chain import (
     Chain,
+    Level,
+    cost_of,
+    disk_revolve,
+    hrevolve,
+    multistage,
     n_extra_steps,
+    periodic_disk_revolve,
     reversal,
     simulate_chain,
     solve_chain,
@@ -12,7 +18,13 @@ from solver.chain import (
 
 __all__ = [
     "Chain",
+    "Level",
+    "cost_of",
+    "disk_revolve",
+    "hrevolve",
+    "multistage",
     "n_extra_steps",
+    "periodic_disk_revolve",
     "reversal",
     "simulate_chain",
     "solve_chain",
