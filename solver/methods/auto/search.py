@@ -21,7 +21,8 @@ class Search(BestSoFar):
     lost_share: proven, as a share of the baseline's time.
     binding: the strongest single cut.
     guide: by position, units that the several cuts hold there; eviction drops them last.
-    menu: (node, position) for every node that some schedule recomputed right before that position.
+    menus: by schedule, (node, position) for every node that it recomputed right before that
+        position; each set once, in the order of their finding.
     work: of the evictions, as `evict` counts it.
     """
 
@@ -31,13 +32,13 @@ class Search(BestSoFar):
         self.lost_share = 0.0
         self.binding = Binding(0.0, (), None)
         self.guide: Mapping[int, frozenset[int]] = {}
-        self.menu: set[tuple[int, int]] = set()
+        self.menus: dict[frozenset[tuple[int, int]], None] = {}
         self.work = 0
 
     def offer(self, schedule: Schedule, *, on_menu: bool = True) -> FoldedSimulation | None:
         """Simulate it, keep it if it is the best. None: it is illegal, or too late.
 
-        on_menu: whether what it recomputes joins the menu even if it is not the best.
+        on_menu: whether what it recomputes is on the menu even if it is not the best.
         """
         if self.best is not None and self.deadline.passed:
             return None
@@ -47,7 +48,7 @@ class Search(BestSoFar):
             return None
         self.keep(schedule, found.simulation)
         if on_menu or (self.best is not None and self.best[0] is schedule):
-            self.menu |= found.recomputed
+            self.menus[found.recomputed] = None
         return found
 
     def prove(self, lost_share: float) -> None:

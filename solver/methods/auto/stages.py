@@ -16,7 +16,7 @@
 6. **Tiny graphs**, of some ten nodes, are solved by the integer program of `solver.methods.ilp`.
 7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
-   from it.
+   from it, on short menus first.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
@@ -85,7 +85,7 @@ def recompute_only(
             _offer_improved(search, schedule)
         # What schedules of other budgets recompute makes the menu too long to solve: on U-Net at
         # 10 %, 32.5 % overhead in place of 29.6.
-        search.menu.clear()
+        search.menus.clear()
         for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES)):
             if search.done or (search.close and stage not in CHEAP_STAGES):
                 break

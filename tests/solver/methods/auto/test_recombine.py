@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import random
 
@@ -116,12 +117,11 @@ def searched(graph: Graph, share: float) -> tuple[Search, int]:
 def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
     search, base = searched(NETS[name], 0.2)
     before = search.best_share
-    menu = frozenset(search.menu)
+    nodes = {n for menu in search.menus for n, _ in menu}
     recombine(search, base=base)
     assert search.lost_share - 1e-6 <= search.best_share <= before
     assert search.best is not None
     assert simulate(NETS[name], search.best[0]).peak_bytes <= search.budget_bytes
-    nodes = {n for n, _ in menu}
     assert {n for n, _ in fold_simulation(search.folded, search.best[0]).recomputed} <= nodes
 
 
@@ -133,10 +133,25 @@ def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
     assert search.gap < 0.5 * before
 
 
+def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short program is solved to its end where the long one stops at a count of nodes."""
+    module = importlib.import_module("solver.methods.auto.recombine")
+    search, base = searched(NETS["u_shape"], 0.15)
+    assert search.best is not None
+    best = fold_simulation(search.folded, search.best[0]).recomputed
+    tried: list[frozenset[tuple[int, int]]] = []
+    monkeypatch.setattr(module, "_offer_best", lambda _search, menu, _base: tried.append(menu))
+    recombine(search, base=base)
+    assert best <= tried[0]
+    assert len(tried) > 1
+    assert all(len(after) >= 2 * len(menu) for menu, after in itertools.pairwise(tried[:-1]))
+    assert frozenset().union(*tried) >= frozenset().union(*search.menus)
+
+
 def test_a_long_menu_is_left_alone() -> None:
     search, base = searched(NETS["u_shape"], 0.3)
     best = search.best
-    search.menu |= {(n, p) for n in range(60) for p in range(60, 120)}
+    search.menus = {frozenset((n, p) for n in range(60) for p in range(60, 120)): None}
     recombine(search, base=base)
     assert search.best is best
 
@@ -144,7 +159,7 @@ def test_a_long_menu_is_left_alone() -> None:
 def test_the_menu_is_of_the_search_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules of other budgets, with other recomputation, would make it too long to solve."""
     menus = []
-    monkeypatch.setattr(stages, "recombine", lambda search, base: menus.append({*search.menu}))
+    monkeypatch.setattr(stages, "recombine", lambda search, base: menus.append([*search.menus]))
     graph = residual(n_blocks=5)
     least = find_obstacle(graph).schedule
     assert least is not None
