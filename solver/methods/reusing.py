@@ -62,8 +62,8 @@ AS_IT_IS = KnownPlan(Schedule(ops=(), graph_id=""), rewrites=(), gap=0.0)
 def transferred(graph: Graph, schedule: Schedule) -> Schedule:
     """What `schedule`, of another graph, recomputes, before the same operators of this graph.
 
-    Where an operator is missing, its recomputations wait for the next one that is there. Only the
-    simulator says whether the result is legal.
+    Where an operator is missing, its recomputations wait for the next one that is there. What this
+    graph cannot recompute it holds. Only the simulator says whether the result is legal.
     """
     known = graph.node_by_name
     ran: set[str] = set()
@@ -71,7 +71,7 @@ def transferred(graph: Graph, schedule: Schedule) -> Schedule:
     before: dict[str, list[str]] = {}
     for name in schedule.order:
         if name in known and name in ran:
-            again.append(name)
+            again += [name] if known[name].recomputable else []
         elif name in known:
             before[name], again = again, []
         ran.add(name)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from graphs.graph import Graph
 from graphs.rewrites import Variants
-from solver.bound import lower_bound_s
+from solver.bound import FoldedGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.common import Deadline, interrupted, now_s
-from solver.methods import METHODS, find_obstacle
+from solver.methods import METHODS, find_obstacle, transferred
 from solver.schedule import (
     IllegalScheduleError,
     Request,
@@ -28,11 +28,16 @@ from solver.schedule import (
     simulate,
     simulate_unplanned,
 )
-from solver.schedule import baseline as baseline_schedule
 from solver.solving.within_reserved import planned_within_reserved, with_reserved
 
 KEPT_SHARE = 0.1
-"""Of the time limit: kept for the bound, or for saying why nothing was found."""
+"""Of the time limit: kept for the bound, for saying why nothing was found, or for each variant that
+is planned later, which begins with what was found.
+"""
+SIMILAR = 0.1
+"""Of the time that the variant with the least bound loses: bounds within that are much the same."""
+N_POSITIONS = 3
+"""At which linear programs say which variant promises most."""
 
 
 class NoPlainStepError(ValueError):
@@ -66,8 +71,7 @@ def attempt(
     started_s: what the solution's time counts from.
     starts: schedules known for the variants, for a method that can begin from them.
     quick: with a fraction of the work, where the method can.
-    deadline: when the answer is due (None: the request's time limit from now on). The variants
-        share the time.
+    deadline: when the answer is due (None: the request's time limit from now on).
     """
     started_s = now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
@@ -98,59 +102,78 @@ def _attempt(
     quick: bool,
     deadline: Deadline,
 ) -> Solution:
-    """`attempt`, for a budget of what is allocated."""
+    """`attempt`, for a budget of what is allocated.
+
+    Variants are planned by their bounds, the least first. Each begins with the schedules of those
+    before it, and is left out where its bound is no better than what was found.
+    """
+    method = METHODS[request.method]
+    ranked = _ranked(variants.planned, request, deadline)
     answers: list[Solution] = []
-    graphs = _promising_first(variants.planned, request.available_bytes)
-    for index, graph in enumerate(graphs):
-        due = Deadline.after(deadline.left_s / (len(graphs) - index))
-        if not _may_be_faster(graph, request, answers, due):
+    for n_later, (graph, bound_s) in zip(reversed(range(len(ranked))), ranked, strict=True):
+        if answers and bound_s >= _time_s(_fastest(answers)):
             continue
+        known = [s for s in starts if s.graph_id == graph.graph_id]
+        if method.takes_starts:
+            known += [transferred(graph, a.schedule) for a in answers if a.schedule is not None]
+        due = deadline.earlier(min(0.5, KEPT_SHARE * n_later) * deadline.left_s)
         answers.append(
             _attempt_one(
-                graph,
-                request,
-                plain=variants.plain,
-                starts=[s for s in starts if s.graph_id == graph.graph_id],
-                quick=quick,
-                deadline=due,
+                graph, request, plain=variants.plain, starts=known, quick=quick, deadline=due
             )
         )
     return _best(answers)
 
 
-def _promising_first(graphs: Sequence[Graph], available_bytes: int) -> list[Graph]:
-    """The fastest of those that fit as they are, then those that hold least."""
-    peak_bytes = {g.graph_id: simulate(g, baseline_schedule(g)).peak_bytes for g in graphs}
+def _ranked(
+    graphs: Sequence[Graph], request: Request, deadline: Deadline
+) -> list[tuple[Graph, float]]:
+    """With what no plan of them is faster than, the least first.
 
-    def rank(graph: Graph) -> tuple[bool, float]:
-        over = peak_bytes[graph.graph_id] > available_bytes
-        return over, peak_bytes[graph.graph_id] if over else graph.baseline_time_s
-
-    return sorted(graphs, key=rank)
-
-
-def _may_be_faster(
-    graph: Graph, request: Request, answers: Sequence[Solution], deadline: Deadline
-) -> bool:
-    """Whether a plan of this variant could be faster than the answers of others.
-
-    Where not, its own bound is above what was found, and so no part of the least bound.
+    But those whose bounds are SIMILAR to the least are planned in the order in which they are
+    given, the plain step first: what is found for one will do for the next, which rewrites more and
+    can hold it in fewer bytes.
     """
-    found_s = [answer.simulation.time_s for answer in answers if answer.simulation is not None]
-    if not found_s:
-        return True
-    if graph.baseline_time_s >= min(found_s):
-        return False
-    budget_bytes, left_s = request.available_bytes, deadline.left_s
-    bound_s = lower_bound_s(
-        graph, budget_bytes=budget_bytes, time_limit_s=left_s, places=request.places
+    if len(graphs) == 1:
+        return [(graphs[0], 0.0)]
+    bounds_s = {graph.graph_id: _quick_bound_s(graph, request, deadline) for graph in graphs}
+    least_s = min(bounds_s.values())
+    lost_s = least_s - min(graph.baseline_time_s for graph in graphs)
+
+    def rank(graph: Graph) -> float:
+        bound_s = bounds_s[graph.graph_id]
+        return least_s if bound_s <= least_s + SIMILAR * lost_s else bound_s
+
+    return [(graph, bounds_s[graph.graph_id]) for graph in sorted(graphs, key=rank)]
+
+
+def _quick_bound_s(graph: Graph, request: Request, deadline: Deadline) -> float:
+    """Seconds below which no plan of this variant comes; inf: nothing fits."""
+    budget_bytes, places = request.available_bytes, request.places
+    if places is not None and places.host is not None:
+        left_s = deadline.left_s
+        return lower_bound_s(graph, budget_bytes=budget_bytes, time_limit_s=left_s, places=places)
+    lost_share = relaxed_bound(
+        FoldedGraph.of(graph),
+        budget_bytes=budget_bytes,
+        n_positions=N_POSITIONS,
+        deadline=deadline,
     )
-    return bound_s < min(found_s)
+    return least_time_s(graph, lost_share=lost_share)
+
+
+def _time_s(answer: Solution) -> float:
+    return math.inf if answer.simulation is None else answer.simulation.time_s
+
+
+def _fastest(answers: Sequence[Solution]) -> Solution:
+    """Of equally fast ones, or with no schedule in any, the first."""
+    return min(answers, key=_time_s)
 
 
 def _best(answers: Sequence[Solution]) -> Solution:
     """The fastest of the variants' answers, with what is proven for all: the least bound."""
-    chosen = min(answers, key=lambda s: math.inf if s.simulation is None else s.simulation.time_s)
+    chosen = _fastest(answers)
     bound_s = min(answer.lower_bound_s for answer in answers)
     late = chosen.simulation is None and any(s.status == "time_limit" for s in answers)
     return dataclasses.replace(
