@@ -57,15 +57,16 @@ def recombine(search: Search, *, base: int) -> None:
     times as long as what the best schedule recomputes had nothing better.
     """
     left, length = list(search.menus), 0
-    while left and not search.close:
+    while not search.close:
         best, before = _recomputed(search), search.best_share
+        left = [each for each in left if not each <= best]
         menu = _next_menu(best, left, least_length=GROWTH * length)
-        if len(menu) > MAX_MENU:
+        if not left or len(menu) > MAX_MENU:
             return
-        length = len(menu)
-        left = [each for each in left if not each <= menu]
+        left, length = [each for each in left if not each <= menu], len(menu)
         _offer_best(search, menu, base)
-        if search.best is not None and search.best_share >= before and length >= GROWTH * len(best):
+        nothing_better = search.best is not None and search.best_share >= before
+        if nothing_better and length >= GROWTH * len(best):
             return
 
 

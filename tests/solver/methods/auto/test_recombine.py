@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 import random
 
@@ -136,16 +135,20 @@ def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
 def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short program is solved to its end where the long one stops at a count of nodes."""
     module = importlib.import_module("solver.methods.auto.recombine")
-    search, base = searched(NETS["u_shape"], 0.15)
-    assert search.best is not None
-    best = fold_simulation(search.folded, search.best[0]).recomputed
+    folded = FoldedGraph.of(NETS["transformer"])
+    search = Search(folded, budget_bytes=budget(NETS["transformer"], 0.3), time_limit_s=math.inf)
+    schedule, _ = evict(folded, budget_bytes=search.budget_bytes, patience=1.0)
+    assert schedule is not None
+    found = search.offer(schedule)
+    assert found is not None
+    n_best = len(found.recomputed)
+    for n in range(n_best):
+        search.menus[frozenset({(n, 1000), (n, 1001), (n, 1002)})] = None
     tried: list[frozenset[tuple[int, int]]] = []
     monkeypatch.setattr(module, "_offer_best", lambda _search, menu, _base: tried.append(menu))
-    recombine(search, base=base)
-    assert best <= tried[0]
-    assert len(tried) > 1
-    assert all(len(after) >= 2 * len(menu) for menu, after in itertools.pairwise(tried[:-1]))
-    assert frozenset().union(*tried) >= frozenset().union(*search.menus)
+    recombine(search, base=folded.n_forward)
+    assert [len(menu) for menu in tried] == [n_best + 3, pytest.approx(2 * n_best + 6, abs=2)]
+    assert all(found.recomputed < menu for menu in tried)
 
 
 def test_a_long_menu_is_left_alone() -> None:
