@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,17 @@ def test_operators_that_only_one_of_the_steps_has() -> None:
     names = "a b c loss loss_b a b extra c_b b_b a a_b"
     schedule = transferred(new, free_after_last_use(old, names.split()))
     assert " ".join(schedule.order) == "a b c norm loss loss_b a b c_b b_b a a_b"
+
+
+def test_what_the_step_cannot_recompute_it_holds() -> None:
+    old = _line("a b loss", "loss_b b_b a_b")
+    new = replace(
+        old,
+        nodes=tuple(replace(n, recomputable=n.recomputable and n.name != "a") for n in old.nodes),
+    )
+    names = "a b loss loss_b a b b_b a_b"
+    schedule = transferred(new, free_after_last_use(old, names.split()))
+    assert " ".join(schedule.order) == "a b loss loss_b b b_b a_b"
 
 
 def _line(forward: str, later: str) -> Graph:

@@ -1,0 +1,91 @@
+"""A step of several variants: which is planned first, with what, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from graphs.graph import Graph
+from graphs.rewrites import Variants
+from solver.methods import METHODS, Method, Proposal
+from solver.schedule import Request, Schedule, baseline, simulate
+from solver.solving import answering, attempt
+from tests.support.nets import transformer
+
+PLAIN = transformer(n_layers=3)
+FULL_BYTES = simulate(PLAIN, baseline(PLAIN)).peak_bytes
+TIGHT_BYTES = PLAIN.resident_bytes + int(0.7 * (FULL_BYTES - PLAIN.resident_bytes))
+LIMIT_S = 1000.0
+
+
+@dataclass(frozen=True)
+class Call:
+    graph: Graph
+    starts: Sequence[Schedule]
+    time_limit_s: float
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What `auto` was called with."""
+    found: list[Call] = []
+    auto = METHODS["auto"]
+
+    def propose(graph: Graph, **options: Any) -> Proposal:
+        found.append(Call(graph, options["starts"], options["time_limit_s"]))
+        return auto(graph, **options)
+
+    recorded = Method(propose, proves_bound=True, takes_starts=True)
+    monkeypatch.setattr(answering, "METHODS", {"auto": recorded})
+    return found
+
+
+def with_fewer_bytes(share: float) -> Graph:
+    """The same step with smaller tensors in the backward pass."""
+    made = {name for node in PLAIN.nodes if node.phase == "backward" for name in node.outputs}
+    tensors = tuple(
+        replace(t, size_bytes=int(share * t.size_bytes))
+        if t.name in made and t.kind == "activation"
+        else t
+        for t in PLAIN.tensors
+    )
+    return replace(PLAIN, tensors=tensors, meta=replace(PLAIN.meta, rewrites=["in_place"]))
+
+
+def test_each_variant_begins_with_the_schedules_of_those_before(calls: list[Call]) -> None:
+    """So it is never slower, where it needs fewer bytes for the same operators."""
+    rewritten = with_fewer_bytes(0.9)
+    request = Request(TIGHT_BYTES, time_limit_s=LIMIT_S)
+    alone = attempt(PLAIN, request)
+    both = attempt(Variants(PLAIN, (PLAIN, rewritten)), request)
+    assert [call.graph for call in calls] == [PLAIN, PLAIN, rewritten]
+    assert alone.schedule is not None
+    start = calls[-1].starts[-1]
+    assert start.order == alone.schedule.order
+    assert start.graph_id == rewritten.graph_id
+    assert alone.simulation is not None
+    assert both.simulation is not None
+    assert both.simulation.time_s <= alone.simulation.time_s
+
+
+def test_the_first_variant_gets_all_of_the_time_but_a_part_for_each_other(
+    calls: list[Call],
+) -> None:
+    request = Request(TIGHT_BYTES, time_limit_s=LIMIT_S)
+    attempt(Variants(PLAIN, (PLAIN, with_fewer_bytes(0.9))), request)
+    assert calls[0].time_limit_s > 0.75 * LIMIT_S
+    assert calls[1].time_limit_s > 0.75 * LIMIT_S  # the first was done at once
+
+
+def test_where_a_variant_is_much_better_the_others_are_not_searched(calls: list[Call]) -> None:
+    rewritten = with_fewer_bytes(0.1)
+    fits_bytes = simulate(rewritten, baseline(rewritten)).peak_bytes
+    solution = attempt(
+        Variants(PLAIN, (PLAIN, rewritten)), Request(fits_bytes, time_limit_s=LIMIT_S)
+    )
+    assert [call.graph for call in calls] == [rewritten]
+    assert solution.status == "optimal"
+    assert solution.lower_bound_s <= rewritten.baseline_time_s
