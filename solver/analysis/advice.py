@@ -119,16 +119,26 @@ def _logits(solution: Solution) -> Iterator[str]:
         yield (
             f"At the peak, {describe_op(node)} alone requires {size}, tensors as large as the "
             "logits. Computing the head and the loss together in chunks of tokens (a fused linear "
-            "cross-entropy) requires the logits of one chunk at a time; no schedule does."
+            f"cross-entropy) requires the logits of one chunk at a time{_in_chunks(solution)}."
         )
+
+
+def _in_chunks(solution: Solution) -> str:
+    """Who can do so: what plans of the request's word leave as it is, the model has to."""
+    if solution.request.rewrites == "allclose":
+        return "; the plan does so where it can (docs/rewrites.md), and found this loss otherwise"
+    return (
+        "; a plan of the model with --rewrites allclose does so where it can, for one "
+        "cross-entropy of one linear head, and changes last bits"
+    )
 
 
 def _one_op(solution: Solution) -> Iterator[str]:
     node, size = _widest(solution)
     if node is not None and not _is_of_the_loss(solution.graph, node):
         yield (
-            f"At the peak, {describe_op(node)} alone requires {size}. No schedule can run it with "
-            "less; split it over the batch or the sequence, or use a fused operator."
+            f"At the peak, {describe_op(node)} alone requires {size}. No schedule can run this "
+            "operator with less; split it over the batch or the sequence, or use a fused one."
         )
 
 

@@ -147,6 +147,23 @@ def test_one_ops_logits(loss):
     assert "one_op" not in found
 
 
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("none", "a plan of the model with --rewrites allclose does so where it can"),
+        ("bitwise", "a plan of the model with --rewrites allclose does so where it can"),
+        ("allclose", "the plan does so where it can"),
+    ],
+)
+def test_logits_that_a_plan_may_compute_in_chunks(word, text):
+    graph = step(wide=2000, loss="aten._log_softmax.default")
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    solution = answer(graph, Request(peak_bytes - 1, rewrites=word, time_limit_s=600))
+    found = {a.kind: a.text for a in advise(solution)}["logits"]
+    assert text in found
+    assert "no schedule" not in found
+
+
 def test_an_op_that_shares_the_logits_with_the_loss():
     """The head's own product may be where the peak is: it makes what the loss reads."""
     graph = step(wide=2000, loss="aten._log_softmax.default")
