@@ -110,6 +110,8 @@ def difference(
         return Difference(found)
     if part is None:
         return None
+    if (found := _rewrites_difference(plan, part)) is not None:
+        return Difference(found)
     if plan.graph is None:
         return Difference("the traced operators are not those of the plan")
     return Difference(_graph_difference(plan.graph.module_part(), part))
@@ -200,6 +202,18 @@ def _options_difference(planned: Mapping[str, Any], here: Mapping[str, Any]) -> 
             now, before = new.get(name, "left out"), old.get(name, "its default")
             return f"argument {name} is {now}, planned for {before}"
     return None
+
+
+def _rewrites_difference(plan: Plan, part: Graph) -> str | None:
+    """The plan's rewrite of a loss, where nothing of it is found in this step."""
+    names = [name for name in plan.rewrites if name in PROGRAM_REWRITES]
+    in_chunks = any(node.op.startswith(("row_chunks(", "head_loop(")) for node in part.nodes)
+    if not names or in_chunks:
+        return None
+    return (
+        f"the plan was made with {', '.join(names)}, and this step has no loss that can be "
+        "computed in row chunks"
+    )
 
 
 def _state_difference(planned: Graph, model: nn.Module) -> str | None:

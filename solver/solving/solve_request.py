@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from graphs.graph import Graph
 from graphs.rewrites import Variants
-from solver.bound import FoldedGraph, least_time_s, lower_bound_s, relaxed_bound
+from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.common import Deadline, interrupted, now_s
 from solver.methods import METHODS, find_obstacle, transferred
 from solver.schedule import (
@@ -154,7 +154,7 @@ def _quick_bound_s(graph: Graph, request: Request, deadline: Deadline) -> float:
         left_s = deadline.left_s
         return lower_bound_s(graph, budget_bytes=budget_bytes, time_limit_s=left_s, places=places)
     lost_share = relaxed_bound(
-        FoldedGraph.of(graph),
+        StorageGraph.of(graph),
         budget_bytes=budget_bytes,
         n_positions=N_POSITIONS,
         deadline=deadline,

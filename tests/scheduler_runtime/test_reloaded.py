@@ -12,11 +12,13 @@ from torch import nn
 from graphs.graph import Graph
 from graphs.rewrites import row_chunks
 from graphs.trace import trace
+from scheduler_runtime import PlanMismatchError, apply
 from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from solver import solve
 from solver.methods import METHODS, find_obstacle
 from solver.reporting.report_data import rewritten, step_notes
 from solver.schedule import Solution
+from solver.schedule.simulator import OtherGraphError
 from solver.solving import NoPlainStepError, without_rewrites
 from tests.support.command import failed
 from tests.support.models import LanguageHead
@@ -54,6 +56,28 @@ def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> 
     changed = rewritten(planned)
     assert changed is not None
     assert rewritten(loaded) == dataclasses.replace(changed, saved_bytes=())  # one graph is known
+
+
+@pytest.mark.parametrize("with_graph", [True, False])
+def test_a_plan_whose_rewrite_the_step_does_not_allow_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_graph: bool
+) -> None:
+    """Here the chunks became longer than the batch; it might be another version or loss."""
+    reloaded(chunked_plan(LanguageHead()), tmp_path)
+    path = tmp_path / "schedule.json"
+    plan = Solution.load(path, graph=tmp_path / "graph.json") if with_graph else path
+    monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 2**20)
+    model = LanguageHead()
+    apply(model, plan)
+    with pytest.raises(PlanMismatchError, match=r"made with chunked_loss.* no loss that can be"):
+        model(*BATCH)
+
+
+def test_a_schedule_is_not_taken_for_a_graph_without_its_rewrites(tmp_path: Path) -> None:
+    reloaded(chunked_plan(LanguageHead()), tmp_path)
+    trace(LanguageHead(), BATCH).save(path := tmp_path / "plain.json")
+    with pytest.raises(OtherGraphError, match="give the graph that was saved with it"):
+        Solution.load(tmp_path / "schedule.json", graph=path)
 
 
 def test_a_chunked_plan_is_not_exported_as_another_program(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.methods import METHODS, Method, Proposal
 from solver.schedule import Request, Schedule, baseline, simulate
-from solver.solving import answering, attempt
+from solver.solving import attempt, solve_request
 from tests.support.nets import transformer
 
 PLAIN = transformer(n_layers=3)
@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return auto(graph, **options)
 
     recorded = Method(propose, proves_bound=True, takes_starts=True)
-    monkeypatch.setattr(answering, "METHODS", {"auto": recorded})
+    monkeypatch.setattr(solve_request, "METHODS", {"auto": recorded})
     return found
 
 

@@ -22,7 +22,8 @@ from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.program import build_program
 from solver import solve
 from solver.methods import METHODS, find_obstacle
-from solver.schedule import baseline, simulate
+from solver.schedule import Compute, IllegalScheduleError, Schedule, baseline, simulate
+from tests.support.referee import FoulError, play
 from tests.support.wide_logits import IGNORED, N_ROWS, Head, batch, captured, results, rows
 
 BOTH = ("chunked_loss", "chunked_loss_backward")
@@ -282,3 +283,18 @@ def test_the_gradient_is_written_over_the_logits() -> None:
         gc.collect()
         taken_bytes = cpu_peak_bytes(run).peak_bytes
         assert taken_bytes == pytest.approx(simulation.peak_bytes - graph.resident_bytes, abs=1e5)
+
+
+def test_chunks_of_the_gradient_before_those_of_the_loss_are_refused() -> None:
+    """By the simulator and by the independent referee."""
+    graph = captured(Head(F.cross_entropy), *batch(), ("chunked_loss", "in_place"))[0].graph
+    forward, backward = (n.name for n in graph.nodes if n.op.startswith("row_chunks("))
+    assert graph.node_by_name[backward].overwrites is not None  # the logits, which both read
+    ops = list(baseline(graph).ops)
+    i, j = (ops.index(Compute(name)) for name in (forward, backward))
+    ops[i], ops[j] = ops[j], ops[i]
+    swapped = Schedule(ops=tuple(ops), graph_id=graph.graph_id)
+    with pytest.raises(IllegalScheduleError):
+        simulate(graph, swapped)
+    with pytest.raises(FoulError):
+        play(graph, swapped)

@@ -135,7 +135,7 @@ def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
 def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short program is solved to its end where the long one stops at a count of nodes."""
     module = importlib.import_module("solver.methods.auto.recombine")
-    folded = FoldedGraph.of(NETS["transformer"])
+    folded = StorageGraph.of(NETS["transformer"])
     search = Search(folded, budget_bytes=budget(NETS["transformer"], 0.3), time_limit_s=math.inf)
     schedule, _ = evict(folded, budget_bytes=search.budget_bytes, patience=1.0)
     assert schedule is not None
