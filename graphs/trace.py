@@ -24,36 +24,27 @@ from graphs.calls import (
     TraceError,
     argument_order,
     as_call,
-    buffer_forms,
-    bytes_by_dtype,
     check_call,
-    environment_of,
     find_loss,
-    input_forms,
     nested,
-    parameter_forms,
-    tensor_names,
 )
 from graphs.capture import (
     Capture,
     KeptCapture,
     Layout,
     Planned,
-    Rehearsed,
     at_each_checkpoint,
-    caching_configs,
-    can_trace_absent,
     capture,
     extract,
     for_absent_card,
     one_at_a_time,
+    refuse_replaced_forwards,
     rehearse,
 )
+from graphs.captured_graph import as_rehearsed, captured_graph
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
-from graphs.hardware import Hardware
-from graphs.meta import GraphMeta
 from graphs.pipeline import Pipeline, with_pipeline
 from graphs.rewrites import (
     Variant,
@@ -64,6 +55,7 @@ from graphs.rewrites import (
     rewritten,
     variants_of,
 )
+from graphs.traced_device import refuse_other, traced_device
 from graphs.training_step import (
     GivenOptimizer,
     MetaOutputs,
@@ -71,8 +63,6 @@ from graphs.training_step import (
     check_stage,
     indices_with_gradient,
     optimizer_costs,
-    with_accumulation,
-    with_device_bytes,
     with_optimizer,
 )
 
@@ -226,7 +216,7 @@ def _traced(
 ) -> _Traced:
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
-    _refuse_replaced(model)
+    refuse_replaced_forwards(model)
     args, kwargs = as_call(batch, inputs)
     check_call(model, args, kwargs)
     call = Call.of(args, kwargs, order=argument_order(model.forward))
@@ -235,7 +225,7 @@ def _traced(
         if pipeline.n_microbatches > 1:
             gradients = OF_MICRO_BATCHES
     card = NodeCosts(costs).hardware
-    target = _device(model, call, device, card)
+    target = traced_device(model, call, device, card)
     with for_absent_card(target, None if card is None else card.compute_capability):
         return _traced_on(
             target,
@@ -299,7 +289,7 @@ def _traced_on(
     optimizer_cost = None if optimizer is None else optimizer_costs(optimizer, model, **where)
 
     def whole(step: CapturedStep) -> Graph:
-        graph = _as_rehearsed(step.graph, rehearsed)
+        graph = as_rehearsed(step.graph, rehearsed)
         if outside is not None and loss_layout is not None:
             graph = outside.insert(graph, step.captured, step.layout, loss_layout)
         if groups is not None:
@@ -315,41 +305,6 @@ def _traced_on(
     graphs = [whole(each) for each in steps]
     finish_measuring(costs)
     return _Traced(list(zip(graphs, steps, strict=True)), call, target)
-
-
-def _as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
-    in_place = [*graph.meta.in_place, *rehearsed.in_place]
-    meta = replace(graph.meta, in_place=in_place, dropped=dict(rehearsed.dropped))
-    return replace(graph, meta=meta)
-
-
-def _refuse_replaced(model: nn.Module) -> None:
-    """Raise TraceError for modules whose forward has been replaced, compiled or planned."""
-    from torch._dynamo import OptimizedModule  # takes a second to import
-
-    name = type(model).__name__
-    for path, module in model.named_modules():
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
-            part = f"its submodule {path} is" if path else "the module is"
-            raise TraceError(
-                f"{name} cannot be traced: {part} compiled by torch.compile; pass the original "
-                "module (model._orig_mod)"
-            )
-    refuse_plans(model)
-
-
-def refuse_plans(model: nn.Module, *, also_its_own: bool = True) -> None:
-    """Raise TraceError where something planned replaces a forward pass that would be traced.
-
-    Such a replacement has a method `why_not_traced(title)` that returns the reason.
-
-    also_its_own: False where the module's own plan traces it.
-    """
-    for path, module in model.named_modules():
-        why_not = getattr(module.__dict__.get("forward"), "why_not_traced", None)
-        if why_not is not None and (path or also_its_own):
-            title = f"its submodule {path}" if path else "it"
-            raise TraceError(f"{type(model).__name__} cannot be traced: {why_not(title)}")
 
 
 @one_at_a_time
@@ -380,7 +335,7 @@ def trace_module(
     def extracted(program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
         cost = NodeCosts(costs)
         layout = rewritten(extract(program, cost=cost), variant)
-        graph = _graph(
+        graph = captured_graph(
             model, call, program, layout, variant, device=device, gradients=gradients, cost=cost
         )
         return CapturedStep(program, layout, graph, original, costs, extracted)
@@ -389,155 +344,8 @@ def trace_module(
     return extracted(program_with(original, variant), variant, costs)
 
 
-def _graph(
-    model: nn.Module,
-    call: Call,
-    captured: Capture,
-    layout: Layout,
-    rewrites: Variant,
-    *,
-    device: torch.device | None,
-    gradients: str,
-    cost: NodeCosts,
-) -> Graph:
-    """One variant of a captured step."""
-    arguments = tensor_names(call, model)
-    tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
-    for placeholder, source in captured.sources.items():
-        name = arguments[source.index] if source.kind == "input" else source.name
-        tensors_of.setdefault(source.kind, {})[name] = placeholder.name
-    graph = Graph(
-        nodes=tuple(layout.nodes),
-        tensors=tuple(layout.tensors),
-        outputs=tuple(layout.outputs),
-        meta=GraphMeta(
-            model=type(model).__name__,
-            rewrites=list(rewrites),
-            gradients=gradients,
-            parameters=tensors_of["parameter"],
-            buffers=tensors_of["buffer"],
-            inputs=tensors_of["input"],
-            parameter_layout=_parameter_layout(model, captured, layout),
-            in_place=list(layout.in_place),
-            gradient_sums=list(layout.sums),
-            backward_functions=[nodes for nodes in layout.functions.values() if len(nodes) > 1],
-            parameter_bytes=bytes_by_dtype(model),
-            dtypes=_dtypes(layout),
-            parameter_forms=parameter_forms(model),
-            buffer_forms=buffer_forms(model),
-            input_forms=input_forms(call.tensors),
-            costs=cost.description,
-            no_cache=bool(caching_configs(model)),
-            environment={
-                **environment_of(call, model, device=device),
-                "device": "cpu" if device is None else device.type,
-                "gradients": gradients,
-                "gradient_outputs": list(captured.gradient_outputs),
-                "values_read": _values_read(captured),
-                **(
-                    {"opaque": [each.described() for each in captured.opaque]}
-                    if captured.opaque
-                    else {}
-                ),
-            },
-        ),
-    )
-    if gradients != "fresh":
-        added = {
-            new: layout.storage[leaf]
-            for leaf, new in layout.gradients.items()
-            if gradients == "accumulate" or captured.sources[leaf].kind != "input"
-        }
-        graph = with_accumulation(graph, added)
-    return with_device_bytes(graph, cost.hardware)
-
-
-def _dtypes(layout: Layout) -> dict[str, list[str]]:
-    """dtype -> storages, but those that exist before the step."""
-    before = ("parameter", "buffer", "input", "optimizer_state")
-    found: dict[str, list[str]] = {}
-    for tensor in layout.tensors:
-        if tensor.kind not in before and tensor.name in layout.dtypes:
-            found.setdefault(layout.dtypes[tensor.name], []).append(tensor.name)
-    return found
-
-
-def _values_read(captured: Capture) -> list[dict[str, Any]]:
-    """What the module read of the batch and its buffers, each once."""
-    found: list[dict[str, Any]] = []
-    for guard in captured.guards:
-        if (described := guard.described()) not in found:
-            found.append(described)
-    return found
-
-
-def _parameter_layout(
-    model: nn.Module, captured: Capture, layout: Layout
-) -> dict[str, dict[str, Any]]:
-    """What sharding needs to know of each parameter: shape, bytes of an element, its tensor in the
-    graph, and that of its gradient (None: it has none)."""
-    parameters = dict(model.named_parameters())
-    return {
-        source.name: {
-            "shape": list(parameters[source.name].shape),
-            "element_bytes": parameters[source.name].element_size(),
-            "tensor": node.name,
-            "gradient": layout.gradients.get(node),
-        }
-        for node, source in captured.sources.items()
-        if source.kind == "parameter" and source.name in parameters
-    }
-
-
 def loss_index(output: Any) -> tuple[int, ...]:
     """The index of the loss among the flat outputs of a model that returns it."""
     loss = find_loss(output)
     flat = nested.leaves(output)
     return (next(index for index, item in enumerate(flat) if item is loss),)
-
-
-def refuse_other(device: torch.device) -> None:
-    """Raise TraceError for a device other than cpu, cuda and meta."""
-    if device.type not in ("cpu", "cuda", "meta"):
-        raise TraceError(
-            f"the step is on {device}; steps are planned for cpu and cuda only, where the peak "
-            "can be measured and random numbers replayed"
-        )
-
-
-def _device(
-    model: nn.Module, call: Call, device: torch.device | str | None, card: Hardware | None
-) -> torch.device:
-    """The device of the step; meta tensors are planned as CPU tensors.
-
-    card: that the costs are of, which can be traced for where it is not.
-    """
-    if device is not None:
-        target = torch.device(device)
-    else:
-        state = [*model.parameters(), *model.buffers(), *call.tensors]
-        kinds = {t.device for t in state if t.dim() > 0 or t.device.type != "cpu"}
-        kinds = {d for d in kinds if d.type != "meta"} or {torch.device("cpu")}
-        if len(kinds) > 1:
-            names = ", ".join(sorted(map(str, kinds)))
-            raise TraceError(
-                f"model and batch are on several devices ({names}); move them to one: a plan is "
-                "for one device"
-            )
-        target = kinds.pop()
-    if target.type == "meta":
-        target = torch.device("cpu")
-    refuse_other(target)
-    if target.type == "cuda" and not torch.cuda.is_available():
-        if card is None or card.kind != "cuda":
-            raise TraceError(
-                "no CUDA device is available: to trace for one all the same, give the costs of a "
-                "named card (costs=Roofline(named('h100'))), or name it to solve (device='h100')"
-            )
-        if not can_trace_absent():
-            raise TraceError(
-                "a graph for CUDA cannot be traced by this build of PyTorch without a card; trace "
-                "on the CPU and plan with the named device's rates"
-            )
-        return torch.device("cuda", target.index or 0)
-    return target

@@ -27,6 +27,8 @@ from graphs.capture.refuse import (
     SideEffectError,
     attributes_unchanged,
     global_hooks,
+    refuse_plans,
+    refuse_replaced_forwards,
     sharing,
 )
 from graphs.capture.rehearsal import Rehearsed

@@ -18,10 +18,10 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from graphs.calls import Call, TraceError, argument_order, device_of
-from graphs.capture import KeptCapture, Planned
+from graphs.capture import KeptCapture, Planned, refuse_plans
 from graphs.costs import CostModel
 from graphs.graph import Graph
-from graphs.trace import CapturedStep, refuse_plans, trace_module
+from graphs.trace import CapturedStep, trace_module
 from scheduler_runtime.execute import (
     Pools,
     ReplacedForward,

@@ -249,7 +249,7 @@ class StorageGraph:
                 may[n] = fits[after + 1 :].any()
         return may
 
-    def is_locked(self, n: int, p: int) -> bool:
+    def cannot_recompute(self, n: int, p: int) -> bool:
         """Whether node n cannot be recomputed between the first runs of nodes p - 1 and p."""
         return any(first <= p <= last for first, last in self.no_recompute.get(n, ()))
 

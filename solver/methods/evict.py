@@ -164,7 +164,7 @@ class _Run:
                     stack.pop()
                     continue
                 n = self._maker(name)
-                if not self.folded.recomputable[n] or self.folded.is_locked(n, self.now):
+                if not self.folded.recomputable[n] or self.folded.cannot_recompute(n, self.now):
                     return False
                 graph = self.folded.graph
                 if lacking := [x for x in needs(graph, graph.nodes[n]) if x not in self.available]:

@@ -118,7 +118,7 @@ class Stages:
             for u in range(folded.n_units)
             if folded.maker[u] >= folded.n_forward and folded.must_be_there(u, p)
         )
-        now = sorted(n for n in recompute if allowed and not folded.is_locked(n, p))
+        now = sorted(n for n in recompute if allowed and not folded.cannot_recompute(n, p))
         return Stage(p, tuple(sorted(needed)), tuple(now), constant_bytes)
 
     def _pinned(self) -> Iterator[tuple[int, int]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from graphs.files import write_whole
 from solver.analysis import ABOUT, block_rows, copies
 from solver.common import format_both, format_percent, format_share, format_size, format_time
-from solver.reporting import copy_rows, rows
+from solver.reporting import copy_rows, rows, size_rows, verification_rows
 from solver.reporting.report_data import Report
 from solver.reporting.rows import headline, step_name
 from solver.schedule import Solution
@@ -80,10 +80,10 @@ def _sections(report: Report, command: str) -> Iterator[str]:
             return throughput(sizes, width_in=width_in)
 
         yield _section(
-            rows.SIZE_TITLES[sizes.size],
+            size_rows.SIZE_TITLES[sizes.size],
             _figure(rates, "sizes", "Throughput against size"),
-            _table(rows.size_table(sizes)),
-            _list(rows.size_rows(sizes)),
+            _table(size_rows.size_table(sizes)),
+            _list(size_rows.size_rows(sizes)),
         )
     if len(report.solutions) + len(report.refused) > 1:
         yield _section("Methods", _table(rows.method_table(report)))
@@ -100,8 +100,8 @@ def _sections(report: Report, command: str) -> Iterator[str]:
         yield _section(
             "Verification",
             _status("passed" if found.passed else "FAILED"),
-            _table(rows.verification_table(found)),
-            _list(rows.verification_rows(found)),
+            _table(verification_rows.verification_table(found)),
+            _list(verification_rows.verification_rows(found)),
         )
     notes = [f"Refused by {method}: {reason}" for method, reason in report.refused]
     notes += report.notes

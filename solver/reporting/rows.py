@@ -8,15 +8,7 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph
 from graphs.pipeline import pipeline_of
-from solver.analysis import (
-    TITLE_OF_STREAM,
-    Candidate,
-    Curve,
-    PeakMemory,
-    SizeSearch,
-    overhead_range,
-    peaks,
-)
+from solver.analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
 from solver.common import (
     counted,
     describe_op,
@@ -29,17 +21,10 @@ from solver.common import (
 )
 from solver.framework_settings import Emitted
 from solver.reporting.report_data import Report, Rewritten, freed_early_bytes, rewritten
-from solver.runtime_calls import Verification
 from solver.schedule import Link, Places, Simulation, Solution, reserved_by_setting
 
 N_SHOWN = 4
 """Tensors at the bottleneck op, or differing values, that are named."""
-SIZE_TITLES = {"batch_size": "Batch sizes", "seq_length": "Sequence lengths"}
-_WHY_OTHER_PEAK = (
-    "likely workspace of kernels that the costs do not know (--costs measured), or tensors that "
-    "forward allocates at its first call, keeps outside of the step or holds in variables"
-)
-RATE_UNITS = {"batch_size": "samples/s", "seq_length": "positions/s"}
 
 Row = tuple[str, str]
 """A name and its value."""
@@ -352,59 +337,10 @@ def emitted_rows(report: Report, found: Emitted) -> Iterator[Row]:
         yield "note", found.note
 
 
-def _peak(solution: Solution) -> tuple[str, str]:
+def peak_and_overhead(solution: Solution) -> tuple[str, str]:
     """Peak and overhead, empty without a plan."""
     run = solution.simulation
     return format_size(run.peak_bytes) if run else "", format_share(solution.overhead)
-
-
-def size_table(search: SizeSearch) -> Table:
-    """A row for each batch size or sequence length that was tried."""
-    heads = ("size", "status", "peak", "overhead", "step time", RATE_UNITS[search.size])
-    rows = []
-    for candidate in search.candidates:
-        solution, rate = candidate.solution, candidate.rate_per_s
-        run = solution.simulation
-        time = format_time(run.time_s) if run else ""
-        speed = "" if rate is None else f"{rate:.4g}"
-        rows.append((str(candidate.size), solution.status, *_peak(solution), time, speed))
-    largest = search.largest
-    bold = None if largest is None else search.candidates.index(largest)
-    return Table(heads, tuple(rows), n_text=2, bold=bold)
-
-
-def size_rows(search: SizeSearch) -> Iterator[Row]:
-    """The largest size that fits, and where throughput saturates."""
-    largest, beyond, saturated = search.largest, search.beyond, search.saturation
-    if largest is None:
-        yield "largest", "none of the sizes tried fits"
-        return
-    limit = "" if beyond is None else f"; for {beyond.size} {misfit_text(beyond)}"
-    yield "largest", f"{largest.size}{limit}"
-    if saturated is not None and saturated.rate_per_s and largest.rate_per_s:
-        text = saturation_text(search)
-        text += f", {saturated.rate_per_s:.4g} {RATE_UNITS[search.size]}"
-        if saturated.size != largest.size:
-            text += f"; {largest.rate_per_s:.4g} at {largest.size}"
-        yield "throughput", text
-
-
-def misfit_text(candidate: Candidate) -> str:
-    """Why there is no plan of this size: a proof, the clock, or that the method has none."""
-    solution = candidate.solution
-    if solution.proven_infeasible:
-        return "it is proven that no plan fits"
-    if solution.status == "time_limit":
-        return "none was found within the time limit"
-    return f"{solution.method} found none"
-
-
-def saturation_text(search: SizeSearch) -> str:
-    """The size from which on larger ones are no faster; "" if nothing fits."""
-    if search.saturation is None:
-        return ""
-    name = "batch" if search.size == "batch_size" else "length"
-    return f"saturates at {name} {search.saturation.size}"
 
 
 def method_table(report: Report) -> Table:
@@ -419,57 +355,7 @@ def method_table(report: Report) -> Table:
             str(run.n_recomputed) if run else "",
             format_time(solution.solve_time_s),
         )
-        rows.append((solution.method, solution.status, *_peak(solution), *figures))
+        rows.append((solution.method, solution.status, *peak_and_overhead(solution), *figures))
     rows += [(method, "refused", *[""] * len(titles)) for method, _ in report.refused]
     bold = report.solutions.index(report.best)
     return Table(("method", "status", *titles), tuple(rows), n_text=2, bold=bold)
-
-
-def verification_table(found: Verification) -> Table:
-    """Predicted and measured peak and step time, with the plan and without."""
-    names = ("predicted", "measured", "baseline_predicted", "baseline_measured")
-    peaks = (format_size(getattr(found, f"{name}_peak_bytes")) for name in names)
-    times = (format_time(getattr(found, f"{name}_time_s")) for name in names)
-    heads = ("", "plan, predicted", "measured", "baseline, predicted", "measured")
-    return Table(heads, (("peak", *peaks), ("step time", *times)))
-
-
-def verification_rows(found: Verification) -> Iterator[Row]:
-    """The device, the memory, and whether the results are what the plan promises."""
-    yield "device", found.device
-    steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
-    yield "timing", f"medians of {steps}, spread {spread}; other load on the machine affects them"
-    if found.fits:
-        yield "budget", f"met: {format_both(found.available_bytes)} available"
-    else:
-        over = found.measured_peak_bytes - found.available_bytes
-        yield "budget", f"EXCEEDED by {format_both(over)}"
-    if not found.baseline_fits:
-        over = found.baseline_measured_peak_bytes - found.available_bytes
-        is_known = found.baseline_predicted_peak_bytes > found.available_bytes
-        text = "as predicted: the step needs the plan" if is_known else "NOT AS PREDICTED"
-        yield "without plan", f"above the budget by {format_both(over)}, {text}"
-    if found.reserved_bytes is not None:
-        text = f"{format_both(found.reserved_bytes)} reserved"
-        if found.context_bytes is not None:
-            text += f"; {format_size(found.context_bytes)} of the device used outside of it"
-        yield "allocator", text
-    for line in found.warnings:
-        yield "WARNING", line
-    if found.warnings:
-        yield "", _WHY_OTHER_PEAK
-    if not found.differences:
-        gradients = counted(found.n_gradients, "gradient")
-        if found.results == "bitwise":
-            text = f"loss, {gradients} and buffers are bitwise identical to the baseline"
-        else:
-            text = (
-                f"errors of loss and {gradients} against float64 are at most twice the baseline's; "
-                f"{found.largest_error}"
-            )
-        yield "results", text
-        return
-    for difference in found.differences[:N_SHOWN]:
-        yield "DIFFERS", difference
-    if len(found.differences) > N_SHOWN:
-        yield "", f"and {len(found.differences) - N_SHOWN} more"

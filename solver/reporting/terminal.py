@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from solver.analysis import ABOUT, copies
-from solver.reporting import copy_rows, rows
+from solver.reporting import copy_rows, rows, size_rows, verification_rows
 from solver.reporting.report_data import Report
 
 STYLE_OF_STATUS = {"optimal": "bold green", "feasible": "bold cyan", "time_limit": "bold yellow"}
@@ -62,9 +62,9 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
         yield heading("Activations at the peak by dtype")
         yield _table(by_dtype, console)
     if report.sizes is not None:
-        yield heading(rows.SIZE_TITLES[report.sizes.size])
-        yield _table(rows.size_table(report.sizes), console)
-        yield pairs(rows.size_rows(report.sizes))
+        yield heading(size_rows.SIZE_TITLES[report.sizes.size])
+        yield _table(size_rows.size_table(report.sizes), console)
+        yield pairs(size_rows.size_rows(report.sizes))
     if len(report.solutions) + len(report.refused) > 1:
         yield heading("Methods")
         yield _table(rows.method_table(report), console)
@@ -97,8 +97,8 @@ def _verification(report: Report, console: Console) -> Iterator[RenderableType]:
     if found is not None:
         style = "bold green" if found.passed else FAILED
         yield heading("Verification", "passed" if found.passed else "FAILED", style)
-        yield _table(rows.verification_table(found), console)
-        yield pairs(rows.verification_rows(found))
+        yield _table(verification_rows.verification_table(found), console)
+        yield pairs(verification_rows.verification_rows(found))
     if report.verify_error:
         yield heading("Verification", "FAILED", FAILED)
         yield pairs([("reason", report.verify_error)])

@@ -43,6 +43,7 @@ from solver.schedule.recompute import (
     missing_computes,
     without_dead_computes,
 )
+from solver.schedule.request import BUDGETS_OF, Obstacle, Request
 from solver.schedule.reserved_memory import (
     Reserved,
     least_capacity_bytes,
@@ -60,10 +61,7 @@ from solver.schedule.simulator import (
     timeline,
 )
 from solver.schedule.solution import (
-    BUDGETS_OF,
     OPTIMAL_GAP,
-    Obstacle,
-    Request,
     SavedSchedule,
     Solution,
     Status,

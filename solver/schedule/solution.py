@@ -11,103 +11,29 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphs.eager_memory import as_eager
-from graphs.files import FormatError, Record, read_json, write_json
+from graphs.files import Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
 from graphs.pipeline import pipeline_of
-from graphs.rewrites import WORDS, Variants, check_word
+from graphs.rewrites import Variants
 from solver.common import (
-    check_time_limit,
     counted,
     describe_op,
     format_share,
     format_size,
     format_size_up,
 )
-from solver.schedule.host_and_disk import Places
 from solver.schedule.ops import Schedule, ops_from_json
 from solver.schedule.recompute import baseline as baseline_schedule
-from solver.schedule.simulator import IllegalScheduleError, OtherGraphError, Simulation, simulate
+from solver.schedule.request import Obstacle, Request
+from solver.schedule.simulation import IllegalScheduleError, OtherGraphError, Simulation
+from solver.schedule.simulator import simulate
 
 Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
 STATUSES: tuple[str, ...] = get_args(Status)
 FORMAT, OLDER_FORMATS = "schedule/2", ("schedule/1",)
-BUDGETS_OF = ("allocated", "reserved")
 OPTIMAL_GAP = 1e-3
 """A schedule within this share of the baseline's time of its proven bound is called optimal."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked. A schedule file carries it so that `apply` can plan again.
-
-    budget_bytes: the device's bytes that the step may take.
-    reserve_bytes: the part of them that cannot be planned (CUDA context, fragmentation).
-    time_limit_s: for the search, with its proof and, where nothing is found, the reason; tracing is
-        not included.
-    rewrites: the word for what a plan may rewrite (`graphs.rewrites`). "none" for a graph, which is
-        planned with those that it was made with.
-    places: host memory and disk that a plan may copy to (None: the device alone).
-    budget_of: what the budget is of: "allocated", what tensors hold, or "reserved", what PyTorch's
-        caching allocator takes from a CUDA device for them (`solver.schedule.reserved_memory`).
-
-    Raises ValueError for a time limit that is not a positive number, and for other words.
-    """
-
-    budget_bytes: int
-    reserve_bytes: int = 0
-    method: str = "auto"
-    time_limit_s: float = 60.0
-    seed: int = 0
-    rewrites: str = "none"
-    places: Places | None = None
-    budget_of: str = "allocated"
-
-    def __post_init__(self) -> None:
-        check_time_limit(self.time_limit_s)
-        check_word(self.rewrites)
-        if self.budget_of not in BUDGETS_OF:
-            raise ValueError(f"budget_of is {self.budget_of!r}; one of {', '.join(BUDGETS_OF)}")
-
-    @property
-    def available_bytes(self) -> int:
-        """What the peak must not exceed."""
-        return self.budget_bytes - self.reserve_bytes
-
-    def excess(self, simulation: Simulation) -> str:
-        """What the schedule takes more of than there is, in words; "" if it fits."""
-        places = self.places or Places()
-        host_bytes, disk_bytes = places.host_bytes, places.disk_bytes
-        if simulation.peak_bytes > self.available_bytes:
-            what, found, most = "the peak", simulation.peak_bytes, self.available_bytes
-        elif simulation.host_peak_bytes > host_bytes:
-            what, found, most = "the peak on the host", simulation.host_peak_bytes, host_bytes
-        elif simulation.disk_peak_bytes > disk_bytes:
-            what, found, most = "the peak on the disk", simulation.disk_peak_bytes, disk_bytes
-        else:
-            return ""
-        return f"{what} is {found} bytes, above the {most} that there are"
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """Why nothing smaller fits: the bottleneck op, and what must be live while it runs.
-
-    proven_bytes: no schedule whatever has a smaller peak.
-    reached_bytes: the smallest peak of a schedule that was found.
-    schedule: that one (None: a method found it, and can find it again).
-    op: the node at which `proven_bytes` are needed.
-    on_device: tensors live while it runs with their bytes, largest first.
-    cut_short: the time limit, or Ctrl-C, ended the search: less may be reachable, and more may be
-        provable.
-    """
-
-    proven_bytes: int
-    reached_bytes: int
-    schedule: Schedule | None = field(repr=False)
-    op: str
-    on_device: tuple[tuple[str, int], ...]
-    cut_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,7 +193,7 @@ class Solution:
             **self._copies_to_json(self.schedule, self.simulation),
             "lower_bound_s": self.lower_bound_s,
             "rewrites": list(self.graph.meta.rewrites),
-            "request": _request_to_json(self.request),
+            "request": self.request.to_json(),
             "environment": {
                 **self.environment,
                 "module_graph_id": self.graph.module_part().graph_id,
@@ -357,22 +283,12 @@ class SavedSchedule:
         record.expect_format(FORMAT, *OLDER_FORMATS)
         budget_bytes = record.integer("budget_bytes")
         method = record.string("method")
-        asked = Record(record.mapping("request", default={}), where=f"{path}: request")
-        time_limit_s = asked.number("time_limit_s", default=60.0)
-        if time_limit_s == 0:
-            raise FormatError(f"{path}: request: field 'time_limit_s' is 0; it must be above zero")
-        request = Request(
+        request = Request.from_json(
+            record.mapping("request", default={}),
+            source=f"{path}: request",
             budget_bytes=budget_bytes,
-            reserve_bytes=asked.integer("reserve_bytes", default=0),
-            method=asked.string("method", default=method),
-            time_limit_s=time_limit_s,
-            seed=asked.integer("seed", default=0),
-            rewrites=asked.choice("rewrites", WORDS, default="none"),
-            places=_places(asked, where=f"{path}: request"),
-            budget_of=asked.choice("budget_of", BUDGETS_OF, default="allocated"),
+            method=method,
         )
-        if request.reserve_bytes > budget_bytes:
-            raise FormatError(f"{path}: request: reserve_bytes is above budget_bytes")
         schedule = Schedule(
             ops=ops_from_json(record.items("ops"), source=str(path)),
             graph_id=record.string("graph_id"),
@@ -396,17 +312,6 @@ def simulate_unplanned(plain: Graph) -> Simulation:
     """What PyTorch takes for this step without a plan. plain: the step without rewrites."""
     eager = as_eager(plain)
     return simulate(eager, baseline_schedule(eager))
-
-
-def _request_to_json(request: Request) -> dict[str, Any]:
-    value = {**vars(request)}
-    places = value.pop("places")
-    return value if places is None else {**value, "places": places.to_json()}
-
-
-def _places(request: Record, *, where: str) -> Places | None:
-    value = request.mapping("places", default={})
-    return Places.from_json(value, source=f"{where}: places") if value else None
 
 
 def _share(time_s: float, baseline_time_s: float) -> float:

@@ -6,7 +6,8 @@ from matplotlib.axes import Axes
 
 from solver.analysis import SizeSearch
 from solver.reporting.plot.style import BLUE, GREY, RED, WIDE_IN, finish, new_axes
-from solver.reporting.rows import misfit_text, saturation_text, step_name
+from solver.reporting.rows import step_name
+from solver.reporting.size_rows import misfit_text, saturation_text
 
 AXIS_LABELS = {
     "batch_size": ("batch size", "samples per second"),

@@ -19,7 +19,7 @@ from solver.cli.command import main
 from solver.common.deadline import ctrl_c_ends_searches
 from solver.reporting import plot
 from solver.reporting.report_data import Report, to_json
-from solver.reporting.rows import size_rows
+from solver.reporting.size_rows import size_rows
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution

@@ -25,8 +25,8 @@ FOLDED = StorageGraph.of(GRAPH)
 A, S, T = 0, 1, 2
 
 
-def test_the_maker_is_locked_from_the_alias_to_its_last_use() -> None:
-    assert [p for p in range(7) if FOLDED.is_locked(0, p)] == [3, 4]
+def test_the_maker_is_not_recomputed_from_the_alias_to_its_last_use() -> None:
+    assert [p for p in range(7) if FOLDED.cannot_recompute(0, p)] == [3, 4]
     may = [FOLDED.may_recompute(after=p, before=p + 1, budget_bytes=99)[0] for p in range(6)]
     assert may == [True, True, False, False, True, False]
 
@@ -38,7 +38,7 @@ def test_what_else_it_made_is_there_if_read_meanwhile() -> None:
     assert not any(FOLDED.is_pinned(T, p) for p in range(6))
 
 
-def test_bound_and_eviction_obey_the_lock() -> None:
+def test_bound_and_eviction_obey_the_span() -> None:
     least_bytes = least_peak_bytes(GRAPH)
     assert least_bytes == 18  # a, s, b and c while u runs; with t it would be 26
     truth = fastest(GRAPH, budget_bytes=least_bytes)

@@ -1,0 +1,132 @@
+"""The Graph of a captured module, before the rest of the step is added."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.calls import (
+    Call,
+    buffer_forms,
+    bytes_by_dtype,
+    environment_of,
+    input_forms,
+    parameter_forms,
+    tensor_names,
+)
+from graphs.capture import Capture, Layout, Rehearsed, caching_configs
+from graphs.costs import NodeCosts
+from graphs.graph import Graph
+from graphs.meta import GraphMeta
+from graphs.rewrites import Variant
+from graphs.training_step import with_accumulation, with_device_bytes
+
+
+def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
+    """With what eager mode did in the rehearsal."""
+    in_place = [*graph.meta.in_place, *rehearsed.in_place]
+    meta = replace(graph.meta, in_place=in_place, dropped=dict(rehearsed.dropped))
+    return replace(graph, meta=meta)
+
+
+def captured_graph(
+    model: nn.Module,
+    call: Call,
+    captured: Capture,
+    layout: Layout,
+    rewrites: Variant,
+    *,
+    device: torch.device | None,
+    gradients: str,
+    cost: NodeCosts,
+) -> Graph:
+    """One variant of a captured step."""
+    arguments = tensor_names(call, model)
+    tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
+    for placeholder, source in captured.sources.items():
+        name = arguments[source.index] if source.kind == "input" else source.name
+        tensors_of.setdefault(source.kind, {})[name] = placeholder.name
+    graph = Graph(
+        nodes=tuple(layout.nodes),
+        tensors=tuple(layout.tensors),
+        outputs=tuple(layout.outputs),
+        meta=GraphMeta(
+            model=type(model).__name__,
+            rewrites=list(rewrites),
+            gradients=gradients,
+            parameters=tensors_of["parameter"],
+            buffers=tensors_of["buffer"],
+            inputs=tensors_of["input"],
+            parameter_layout=_parameter_layout(model, captured, layout),
+            in_place=list(layout.in_place),
+            gradient_sums=list(layout.sums),
+            backward_functions=[nodes for nodes in layout.functions.values() if len(nodes) > 1],
+            parameter_bytes=bytes_by_dtype(model),
+            dtypes=_dtypes(layout),
+            parameter_forms=parameter_forms(model),
+            buffer_forms=buffer_forms(model),
+            input_forms=input_forms(call.tensors),
+            costs=cost.description,
+            no_cache=bool(caching_configs(model)),
+            environment={
+                **environment_of(call, model, device=device),
+                "device": "cpu" if device is None else device.type,
+                "gradients": gradients,
+                "gradient_outputs": list(captured.gradient_outputs),
+                "values_read": _values_read(captured),
+                **(
+                    {"opaque": [each.described() for each in captured.opaque]}
+                    if captured.opaque
+                    else {}
+                ),
+            },
+        ),
+    )
+    if gradients != "fresh":
+        added = {
+            new: layout.storage[leaf]
+            for leaf, new in layout.gradients.items()
+            if gradients == "accumulate" or captured.sources[leaf].kind != "input"
+        }
+        graph = with_accumulation(graph, added)
+    return with_device_bytes(graph, cost.hardware)
+
+
+def _dtypes(layout: Layout) -> dict[str, list[str]]:
+    """dtype -> storages, but those that exist before the step."""
+    before = ("parameter", "buffer", "input", "optimizer_state")
+    found: dict[str, list[str]] = {}
+    for tensor in layout.tensors:
+        if tensor.kind not in before and tensor.name in layout.dtypes:
+            found.setdefault(layout.dtypes[tensor.name], []).append(tensor.name)
+    return found
+
+
+def _values_read(captured: Capture) -> list[dict[str, Any]]:
+    """What the module read of the batch and its buffers, each once."""
+    found: list[dict[str, Any]] = []
+    for guard in captured.guards:
+        if (described := guard.described()) not in found:
+            found.append(described)
+    return found
+
+
+def _parameter_layout(
+    model: nn.Module, captured: Capture, layout: Layout
+) -> dict[str, dict[str, Any]]:
+    """What sharding needs to know of each parameter: shape, bytes of an element, its tensor in the
+    graph, and that of its gradient (None: it has none)."""
+    parameters = dict(model.named_parameters())
+    return {
+        source.name: {
+            "shape": list(parameters[source.name].shape),
+            "element_bytes": parameters[source.name].element_size(),
+            "tensor": node.name,
+            "gradient": layout.gradients.get(node),
+        }
+        for node, source in captured.sources.items()
+        if source.kind == "parameter" and source.name in parameters
+    }

@@ -1,0 +1,63 @@
+"""The batch sizes or sequence lengths that were tried, as rows and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from solver.analysis import Candidate, SizeSearch
+from solver.common import format_time
+from solver.reporting.rows import Row, Table, peak_and_overhead
+
+SIZE_TITLES = {"batch_size": "Batch sizes", "seq_length": "Sequence lengths"}
+RATE_UNITS = {"batch_size": "samples/s", "seq_length": "positions/s"}
+
+
+def size_table(search: SizeSearch) -> Table:
+    """A row for each batch size or sequence length that was tried."""
+    heads = ("size", "status", "peak", "overhead", "step time", RATE_UNITS[search.size])
+    rows = []
+    for candidate in search.candidates:
+        solution, rate = candidate.solution, candidate.rate_per_s
+        run = solution.simulation
+        time = format_time(run.time_s) if run else ""
+        speed = "" if rate is None else f"{rate:.4g}"
+        rows.append(
+            (str(candidate.size), solution.status, *peak_and_overhead(solution), time, speed)
+        )
+    largest = search.largest
+    bold = None if largest is None else search.candidates.index(largest)
+    return Table(heads, tuple(rows), n_text=2, bold=bold)
+
+
+def size_rows(search: SizeSearch) -> Iterator[Row]:
+    """The largest size that fits, and where throughput saturates."""
+    largest, beyond, saturated = search.largest, search.beyond, search.saturation
+    if largest is None:
+        yield "largest", "none of the sizes tried fits"
+        return
+    limit = "" if beyond is None else f"; for {beyond.size} {misfit_text(beyond)}"
+    yield "largest", f"{largest.size}{limit}"
+    if saturated is not None and saturated.rate_per_s and largest.rate_per_s:
+        text = saturation_text(search)
+        text += f", {saturated.rate_per_s:.4g} {RATE_UNITS[search.size]}"
+        if saturated.size != largest.size:
+            text += f"; {largest.rate_per_s:.4g} at {largest.size}"
+        yield "throughput", text
+
+
+def misfit_text(candidate: Candidate) -> str:
+    """Why there is no plan of this size: a proof, the clock, or that the method has none."""
+    solution = candidate.solution
+    if solution.proven_infeasible:
+        return "it is proven that no plan fits"
+    if solution.status == "time_limit":
+        return "none was found within the time limit"
+    return f"{solution.method} found none"
+
+
+def saturation_text(search: SizeSearch) -> str:
+    """The size from which on larger ones are no faster; "" if nothing fits."""
+    if search.saturation is None:
+        return ""
+    name = "batch" if search.size == "batch_size" else "length"
+    return f"saturates at {name} {search.saturation.size}"

@@ -1,0 +1,64 @@
+"""What `--verify` measured, as rows and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from solver.common import counted, format_both, format_size, format_time
+from solver.reporting.rows import N_SHOWN, Row, Table
+from solver.runtime_calls import Verification
+
+_WHY_OTHER_PEAK = (
+    "likely workspace of kernels that the costs do not know (--costs measured), or tensors that "
+    "forward allocates at its first call, keeps outside of the step or holds in variables"
+)
+
+
+def verification_table(found: Verification) -> Table:
+    """Predicted and measured peak and step time, with the plan and without."""
+    names = ("predicted", "measured", "baseline_predicted", "baseline_measured")
+    peaks = (format_size(getattr(found, f"{name}_peak_bytes")) for name in names)
+    times = (format_time(getattr(found, f"{name}_time_s")) for name in names)
+    heads = ("", "plan, predicted", "measured", "baseline, predicted", "measured")
+    return Table(heads, (("peak", *peaks), ("step time", *times)))
+
+
+def verification_rows(found: Verification) -> Iterator[Row]:
+    """The device, the memory, and whether the results are what the plan promises."""
+    yield "device", found.device
+    steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
+    yield "timing", f"medians of {steps}, spread {spread}; other load on the machine affects them"
+    if found.fits:
+        yield "budget", f"met: {format_both(found.available_bytes)} available"
+    else:
+        over = found.measured_peak_bytes - found.available_bytes
+        yield "budget", f"EXCEEDED by {format_both(over)}"
+    if not found.baseline_fits:
+        over = found.baseline_measured_peak_bytes - found.available_bytes
+        is_known = found.baseline_predicted_peak_bytes > found.available_bytes
+        text = "as predicted: the step needs the plan" if is_known else "NOT AS PREDICTED"
+        yield "without plan", f"above the budget by {format_both(over)}, {text}"
+    if found.reserved_bytes is not None:
+        text = f"{format_both(found.reserved_bytes)} reserved"
+        if found.context_bytes is not None:
+            text += f"; {format_size(found.context_bytes)} of the device used outside of it"
+        yield "allocator", text
+    for line in found.warnings:
+        yield "WARNING", line
+    if found.warnings:
+        yield "", _WHY_OTHER_PEAK
+    if not found.differences:
+        gradients = counted(found.n_gradients, "gradient")
+        if found.results == "bitwise":
+            text = f"loss, {gradients} and buffers are bitwise identical to the baseline"
+        else:
+            text = (
+                f"errors of loss and {gradients} against float64 are at most twice the baseline's; "
+                f"{found.largest_error}"
+            )
+        yield "results", text
+        return
+    for difference in found.differences[:N_SHOWN]:
+        yield "DIFFERS", difference
+    if len(found.differences) > N_SHOWN:
+        yield "", f"and {len(found.differences) - N_SHOWN} more"

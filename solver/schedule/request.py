@@ -1,0 +1,118 @@
+"""What was asked of `solve`, and why nothing smaller fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphs.files import FormatError, Record
+from graphs.rewrites import WORDS, check_word
+from solver.common import check_time_limit
+from solver.schedule.host_and_disk import Places
+from solver.schedule.ops import Schedule
+from solver.schedule.simulation import Simulation
+
+BUDGETS_OF = ("allocated", "reserved")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked. A schedule file carries it so that `apply` can plan again.
+
+    budget_bytes: the device's bytes that the step may take.
+    reserve_bytes: the part of them that cannot be planned (CUDA context, fragmentation).
+    time_limit_s: for the search, with its proof and, where nothing is found, the reason; tracing is
+        not included.
+    rewrites: the word for what a plan may rewrite (`graphs.rewrites`). "none" for a graph, which is
+        planned with those that it was made with.
+    places: host memory and disk that a plan may copy to (None: the device alone).
+    budget_of: what the budget is of: "allocated", what tensors hold, or "reserved", what PyTorch's
+        caching allocator takes from a CUDA device for them (`solver.schedule.reserved_memory`).
+
+    Raises ValueError for a time limit that is not a positive number, and for other words.
+    """
+
+    budget_bytes: int
+    reserve_bytes: int = 0
+    method: str = "auto"
+    time_limit_s: float = 60.0
+    seed: int = 0
+    rewrites: str = "none"
+    places: Places | None = None
+    budget_of: str = "allocated"
+
+    def __post_init__(self) -> None:
+        check_time_limit(self.time_limit_s)
+        check_word(self.rewrites)
+        if self.budget_of not in BUDGETS_OF:
+            raise ValueError(f"budget_of is {self.budget_of!r}; one of {', '.join(BUDGETS_OF)}")
+
+    @property
+    def available_bytes(self) -> int:
+        """What the peak must not exceed."""
+        return self.budget_bytes - self.reserve_bytes
+
+    def excess(self, simulation: Simulation) -> str:
+        """What the schedule takes more of than there is, in words; "" if it fits."""
+        places = self.places or Places()
+        host_bytes, disk_bytes = places.host_bytes, places.disk_bytes
+        if simulation.peak_bytes > self.available_bytes:
+            what, found, most = "the peak", simulation.peak_bytes, self.available_bytes
+        elif simulation.host_peak_bytes > host_bytes:
+            what, found, most = "the peak on the host", simulation.host_peak_bytes, host_bytes
+        elif simulation.disk_peak_bytes > disk_bytes:
+            what, found, most = "the peak on the disk", simulation.disk_peak_bytes, disk_bytes
+        else:
+            return ""
+        return f"{what} is {found} bytes, above the {most} that there are"
+
+    def to_json(self) -> dict[str, Any]:
+        value = {**vars(self)}
+        places = value.pop("places")
+        return value if places is None else {**value, "places": places.to_json()}
+
+    @classmethod
+    def from_json(
+        cls, value: Mapping[str, Any], *, source: str, budget_bytes: int, method: str
+    ) -> Request:
+        """method: of a file that names none. Raises FormatError, which names the field."""
+        record = Record(value, where=source)
+        time_limit_s = record.number("time_limit_s", default=60.0)
+        if time_limit_s == 0:
+            raise FormatError(f"{source}: field 'time_limit_s' is 0; it must be above zero")
+        places = record.mapping("places", default={})
+        request = cls(
+            budget_bytes=budget_bytes,
+            reserve_bytes=record.integer("reserve_bytes", default=0),
+            method=record.string("method", default=method),
+            time_limit_s=time_limit_s,
+            seed=record.integer("seed", default=0),
+            rewrites=record.choice("rewrites", WORDS, default="none"),
+            places=Places.from_json(places, source=f"{source}: places") if places else None,
+            budget_of=record.choice("budget_of", BUDGETS_OF, default="allocated"),
+        )
+        if request.reserve_bytes > budget_bytes:
+            raise FormatError(f"{source}: reserve_bytes is above budget_bytes")
+        return request
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why nothing smaller fits: the bottleneck op, and what must be live while it runs.
+
+    proven_bytes: no schedule whatever has a smaller peak.
+    reached_bytes: the smallest peak of a schedule that was found.
+    schedule: that one (None: a method found it, and can find it again).
+    op: the node at which `proven_bytes` are needed.
+    on_device: tensors live while it runs with their bytes, largest first.
+    cut_short: the time limit, or Ctrl-C, ended the search: less may be reachable, and more may be
+        provable.
+    """
+
+    proven_bytes: int
+    reached_bytes: int
+    schedule: Schedule | None = field(repr=False)
+    op: str
+    on_device: tuple[tuple[str, int], ...]
+    cut_short: bool = False
