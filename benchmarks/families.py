@@ -5,13 +5,13 @@
 
 Each family is trained as `test_training` of transformers' own tests trains it: a tiny model built
 from its configuration class, in training mode, called with ids, masks (ones, and rows of different
-lengths), labels or pixels. The budget is half of the activation range: in the middle between the
-least budget that is found (0) and the peak of the plain step (1), with rewrites. Three optimizer
-steps are compared with plain training: loss, every gradient, every parameter and buffer, and the
-random state, all bitwise; torch's, Python's and NumPy's generators start alike at each step. The
-memory of the last step is measured. A row ends in one of three ways: planned, planned with parts
-as single pieces, or refused with the message that a user reads. Figures are written after each
-family, so that a run that was stopped can be continued.
+lengths), labels or pixels. `config.use_cache` is off, as the library's Trainer sets it. The budget
+is half of the activation range: in the middle between what is resident for the whole step and the
+peak of the plain step. Three optimizer steps are compared with plain training: loss, every
+gradient, every parameter and buffer, and the random state, all bitwise; torch's, Python's and
+NumPy's generators start alike at each step. The memory of the last step is measured. A row ends in
+one of three ways: planned, planned with parts as single pieces, or refused with the message that a
+user reads. Figures are written after each family, so that a run that was stopped can be continued.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
+from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from benchmarks.matrix import CLOSE_SHARE, Subject, changes, footprint
+from benchmarks.matrix import CLOSE_SHARE, changes, footprint
 from benchmarks.same_bits import RATE, trained
-from benchmarks.step_styles import STYLES, Style, Training
+from benchmarks.step_styles import STYLES, Seen, Training
 from benchmarks.zoo import LOSS_INSIDE
 from benchmarks.zoo.families import FAMILIES, Family
-from graphs.trace import TraceError, trace_variants
+from graphs.trace import TraceError, trace
 from scheduler_runtime import FitError, fit, plans_of
 from scheduler_runtime.verifying import differences
 from solver.common import counted
-
-SHARE = 0.5
+from solver.schedule import baseline, simulate
 
 
 def _seeded(training: Training) -> None:
@@ -57,42 +58,41 @@ PLAIN = dataclasses.replace(STYLES["plain"], step=_seeded)
 def run(family: Family, batch_name: str, *, time_limit_s: float) -> Row:
     """One batch of a family: how it ends, and what was measured."""
     model, batch = family.made(batch_name)
-    plain = Training(copy.deepcopy(model), copy.deepcopy(batch), LOSS_INSIDE)
-    expected, _ = trained(plain, PLAIN)
+    expected, _ = trained(_training(model, batch), PLAIN)
     before = footprint(model)
     began_s = time.perf_counter()
     try:
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        steps = trace_variants(model, batch, optimizer=optimizer)
+        graph = trace(model, batch, optimizer=optimizer)
     except TraceError as error:
         return {"refused": str(error), "changed": changes(before, footprint(model))}
-    subject = Subject(model, batch, LOSS_INSIDE, PLAIN, steps, expected)
-    return {
-        "n_nodes": len(steps.plain.nodes),
-        "opaque": steps.plain.meta.environment.get("opaque", []),
-        "resident_bytes": steps.plain.resident_bytes,
-        "least_bytes": subject.least.reached_bytes,
-        "plain_peak_bytes": subject.peak_bytes,
-        "budget_bytes": subject.budget_bytes(SHARE),
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget_bytes = (graph.resident_bytes + peak_bytes) // 2
+    row: Row = {
+        "n_nodes": len(graph.nodes),
+        "opaque": graph.meta.environment.get("opaque", []),
+        "resident_bytes": graph.resident_bytes,
+        "plain_peak_bytes": peak_bytes,
+        "budget_bytes": budget_bytes,
         "changed": changes(before, footprint(model)),
-        "prepared_s": time.perf_counter() - began_s,
-    } | fitted(subject, subject.budget_bytes(SHARE), time_limit_s=time_limit_s)
+        "traced_s": time.perf_counter() - began_s,
+    }
+    options = {"budget": budget_bytes, "time_limit_s": time_limit_s}
+    return row | fitted(_training(model, batch), expected, options)
 
 
-def fitted(subject: Subject, budget_bytes: int, *, time_limit_s: float) -> Row:
-    """Train a copy of the model with `fit` and compare it with the plain training."""
+def _training(model: nn.Module, batch: Any) -> Training:
+    return Training(copy.deepcopy(model), copy.deepcopy(batch), LOSS_INSIDE)
+
+
+def fitted(training: Training, expected: list[Seen], options: Mapping[str, Any]) -> Row:
+    """Train with `fit` and compare with a plain training, which has shown what is expected."""
 
     def set_up(training: Training) -> None:
-        fit(
-            training.model,
-            budget=budget_bytes,
-            optimizer=training.optimizer,
-            time_limit_s=time_limit_s,
-        )
+        fit(training.model, optimizer=training.optimizer, **options)
 
-    training = Training(copy.deepcopy(subject.model), copy.deepcopy(subject.batch), LOSS_INSIDE)
-    style: Style = dataclasses.replace(PLAIN, set_up=set_up)
     try:
+        style = dataclasses.replace(PLAIN, set_up=set_up)
         shown, measured_bytes = trained(training, style, measure=True)
     except (TraceError, FitError) as error:
         return {"refused": str(error)}
@@ -101,7 +101,7 @@ def fitted(subject: Subject, budget_bytes: int, *, time_limit_s: float) -> Row:
     assert solution.simulation is not None
     found = [
         f"step {index}: {difference}"
-        for index, (one, other) in enumerate(zip(subject.expected, shown, strict=True))
+        for index, (one, other) in enumerate(zip(expected, shown, strict=True))
         for difference in differences(one, other).values()
     ]
     return {
@@ -111,7 +111,7 @@ def fitted(subject: Subject, budget_bytes: int, *, time_limit_s: float) -> Row:
         "rewrites": list(solution.graph.meta.rewrites),
         "n_recomputed": solution.simulation.n_recomputed,
         "overhead": solution.overhead,
-        "n_compared": sum(map(len, subject.expected)),
+        "n_compared": sum(map(len, expected)),
         "differences": found[:5],
         "predicted_peak_bytes": solution.simulation.peak_bytes,
         "measured_peak_bytes": measured_bytes,
@@ -152,13 +152,13 @@ def rows_of(name: str, *, time_limit_s: float) -> Iterator[Row]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 row |= run(family, batch_name, time_limit_s=time_limit_s)
-        except Exception as error:  # noqa: BLE001: a fault of ours; the others still run
+        except Exception as error:  # noqa: BLE001 (a row of its own: the others still run)
             row |= {"failed": f"{type(error).__name__}: {error}"}
         yield row
 
 
 def main() -> None:
-    parser = harness.parser("families", __doc__, time_limit_s=10.0)
+    parser = harness.parser("families", __doc__, time_limit_s=60.0)
     parser.add_argument("--families", type=harness.names(FAMILIES, ";"), default=list(FAMILIES))
     arguments = parser.parse_args()
     report = harness.read(arguments.out, "families")
@@ -183,7 +183,7 @@ def line(row: Row) -> str:
         head += f": {row['refused']}"
     elif "failed" not in row:
         head += (
-            f" ({row['prepared_s']:.0f} + {row['took_s']:.0f} s), {row['n_recomputed']} recomputed"
+            f" ({row['traced_s']:.0f} + {row['took_s']:.0f} s), {row['n_recomputed']} recomputed"
         )
     return f"{head}; {'; '.join(faults(row)) or 'no fault'}"
 
@@ -192,7 +192,7 @@ _SUMMARY = (
     "{n_families} families, {n_rows} batches: {outcomes}; {n_wrong} with a fault. {n_compared} "
     "tensors were compared bitwise: after each of three optimizer steps loss, gradients, "
     "parameters, buffers and random state equal those of plain training. The budget is half of the "
-    "activation range: in the middle between the least budget found and the peak of the plain step."
+    "activation range: in the middle between what is resident and the peak of the plain step."
 )
 _COLUMNS = (
     *("family", "batch", "ops", "plain MB", "budget MB", "measured MB", "recomputed", "overhead %"),

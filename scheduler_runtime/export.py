@@ -50,6 +50,9 @@ _EAGER_NAMES = {
 }
 """Operators that a traced graph has under another name than eager mode."""
 
+_CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+"""Is tagged as random, but refuses dropout, so it never draws."""
+
 
 class ExportError(ValueError):
     """The plan cannot be exported to this model; says what was given and what would be right."""
@@ -302,7 +305,8 @@ def _may_save(graph: Graph) -> Any:
             operator: Any = torch.ops
             for part in op.split(".") if is_aten else ():
                 operator = getattr(operator, part, None)
-            random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+            tags = () if op == _CPU_ATTENTION else getattr(operator, "tags", ())
+            random = torch.Tag.nondeterministic_seeded in tags
             possible = is_aten and operator is not None and not overwritten(name)
             if name in region.saved and possible and not (random and draws_later):
                 saved.add(name)

@@ -43,7 +43,11 @@ class Family:
         torch.manual_seed(0)
         kind = getattr(transformers, self.kind)
         config = self.config() if callable(self.config) else kind.config_class(**self.config)
-        return kind(config).train(), self.batches[batch]()
+        model = kind(config).train()
+        for module in model.modules():  # as the library's Trainer sets it
+            if getattr(getattr(module, "config", None), "use_cache", False):
+                module.config.use_cache = False
+        return model, self.batches[batch]()
 
 
 def _tokens(n_rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:

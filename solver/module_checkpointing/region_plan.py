@@ -96,6 +96,8 @@ class _Step:
         self._in_loop = in_loop
         self._available: set[str] = {tensor.name for tensor in graph.resident}
         self._done: set[str] = set()  # paths of regions that have been recomputed
+        # by region, the saved nodes whose results its recomputation has taken
+        self._read_again: defaultdict[str, set[str]] = defaultdict(set)
         self._readers_left = {
             name: sum(reader.phase != "forward" for reader in graph.consumers[name])
             for node in graph.forward_nodes
@@ -125,7 +127,9 @@ class _Step:
                     self._readers_left[name] -= 1
         for region in (r for top in layout.regions for r in top.flat()):
             if region.path in last_backward:
+                unread = region.saved.difference(self._read_again[region.path])
                 self.held[last_backward[region.path]] += layout.arguments(region)
+                self.held[last_backward[region.path]] += layout.made_by(sorted(unread))
 
     def _made_and_read_by(self, function: Iterable[str]) -> list[str]:
         """Of what these nodes read, the tensors that the step makes."""
@@ -172,13 +176,17 @@ class _Step:
                 self._restore(name, tuple(outside))
         wanted = layout.wanted(region)
         start = len(self.order)
-        for node in region.nodes[: layout.n_nodes_recomputed(region)]:
+        nodes = region.nodes[: layout.n_nodes_recomputed(region)]
+        for node in nodes:
             outputs = graph.node_by_name[node].outputs
             # what is still there the framework makes a second time and drops at once
             there = outputs and all(o in self._available and self._readers_left[o] for o in outputs)
             if not there and is_recomputed(graph, node, region):
                 self.order.append(node)
         self._hold_while_called(start)
+        taken = region.saved.intersection(nodes)
+        self._read_again[region.path] |= taken
+        self.held[len(self.order) - 1] += layout.made_by(sorted(taken))
         recomputed = set(self.order[start:])
         for inside in region.flat():
             self.n_recomputations[inside.path] += not recomputed.isdisjoint(inside.nodes)

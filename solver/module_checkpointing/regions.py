@@ -10,7 +10,9 @@ A schedule recomputes single operators. Frameworks recompute what one checkpoint
    an activation, all of the region is recomputed, from its arguments, until the last tensor has
    been saved a second time. Then all of it is live at once, each tensor until its last use.
 3. `saved` names operators whose results stay from the forward pass on (selective checkpointing):
-   they are not recomputed; everything else of the region is, needed or not.
+   they are not recomputed; everything else of the region is, needed or not. They stay until the
+   recomputation takes them, even if no backward operator reads them; where it ends before it
+   comes to them, until the region's backward is over.
 4. A region inside a region drops its own part again when the outer one has been recomputed, and is
    recomputed once more when its own backward comes.
 5. A function of the backward pass unpacks everything that it has saved at once, and holds it until

@@ -13,29 +13,35 @@ operators are chosen:
   excess is taken.
 - *The first n blocks whole*, where that is not enough, with the least n that fits (bisection): the
   last blocks' backward comes first, so their memory is free again soonest.
+- *The first n blocks, saving what fits* (`saving`): every block, or every part, saves the operators
+  that are worth most seconds per byte, those among them whose results only the recomputation reads.
 - *Nested*: blocks inside checkpointed modules around them, and their parts inside blocks.
 
 Every choice is simulated, and the fastest that fits is taken. Optimal for nothing.
 
-Cost: some dozen schedules, and up to N_SMALLER_BUDGETS solves.
+Cost: some hundred simulated schedules, and up to N_SMALLER_BUDGETS solves.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph, is_under
 from solver.module_checkpointing.region_plan import RegionPlan, plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by, nodes_of
+from solver.module_checkpointing.saving import MaySave, Saving, save_what_fits
 from solver.schedule import Solution, saved_for_backward
 from solver.solving import attempt
 
 N_SMALLER_BUDGETS = 4
 RESOLVE_TIME_LIMIT_S = 10.0
 DEPTHS = (0, 1, 2)
+N_PREFIXES = 6
+"""How many numbers of first blocks are tried."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,6 @@ class ModuleTree:
     blocks: tuple[str, ...]
     parts: Mapping[str, tuple[str, ...]]
     around: tuple[str, ...] = ()
-
-
-MaySave = Callable[[CheckpointRegion], frozenset[str]]
-"""Of the operators that a region would save, those whose results the framework can save."""
 
 
 class NoModulesFitError(ValueError):
@@ -132,12 +134,21 @@ def by_module(
             break
         schedule = smaller
     fewest_blocks_whole({})
+    for depth, n_blocks in itertools.product(DEPTHS, _evenly(len(tree.blocks))):
+        modules = [each for b in tree.blocks[:n_blocks] for each in choice.parts(b, depth)]
+        save_what_fits(Saving.of(graph, modules, may_save), excess_bytes)
     if best is None:
         for regions in choice.nested():
             excess_bytes(regions)
     if best is None:
         raise NoModulesFitError(dataclasses.replace(least, refused=choice.refused))
     return dataclasses.replace(best, refused=choice.refused)
+
+
+def _evenly(n_blocks: int) -> tuple[int, ...]:
+    """At most N_PREFIXES numbers of blocks, all of them the last."""
+    n = min(N_PREFIXES, n_blocks)
+    return tuple(round(n_blocks * (i + 1) / n) for i in range(n))
 
 
 class _Choice:
@@ -165,6 +176,16 @@ class _Choice:
             except RegionError as error:
                 self.refused[path] = str(error)
         return self._known[path]
+
+    def parts(self, path: str, depth: int) -> Iterator[tuple[CheckpointRegion, tuple[str, ...]]]:
+        """The modules that many levels down that drop something, with what they drop."""
+        if depth:
+            for part in self._tree.parts.get(path, ()):
+                yield from self.parts(part, depth - 1)
+            return
+        region, dropped = self._region(path) or (None, ())
+        if region is not None and dropped:
+            yield region, dropped
 
     def as_kept(self, path: str, kept: frozenset[str], depth: int) -> Iterator[CheckpointRegion]:
         """What to checkpoint of a block, so many levels down, so that these storages are kept."""
