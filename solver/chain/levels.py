@@ -15,7 +15,7 @@ read nothing else runs.
   Snapshots on the slow level at equal distances: the distance that is best for endless chains.
 - `multistage`: Philipp Stumm, Andrea Walther: MultiStage approaches for optimal offline
   checkpointing, SIAM J. Sci. Comput. 31(3), 2009. The fewest forward steps for all snapshots
-  together (`reversal`); those that are written and read most go to the fastest level.
+  together; those that are written and read most go to the fastest level.
 
 With x_start at hand and m free snapshots on level k, all of the levels below being free, U_k(n, m)
 is the cost of reversing n steps, and V_k(n, m) that with x_start on level k already:
@@ -35,11 +35,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from solver.chain.binomial import reversal
+from solver.chain.binomial import n_extra_steps
 
 Action = tuple[str, int, int]
 """(kind, from, to); as in `reversal`, but for ("store", i, level), ("restore", i, level) and
 ("drop", i, level)."""
+MAX_TURNS = 5
+"""Of `multistage`."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -119,35 +121,97 @@ def period(*, memory: Level, disk: Level, n_steps: int) -> int:
 
 
 def multistage(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | None:
-    """The fewest forward steps, the snapshots that are used most on the fastest level."""
-    n_snapshots = min(sum(level.n_snapshots for level in levels), n_steps)
-    if n_snapshots == 0:
-        return (("reverse", 1, 0),) if n_steps == 1 else None
-    actions = tuple(reversal(n_steps=n_steps, n_snapshots=n_snapshots))
-    slots: list[int] = []  # the snapshots held form a stack; a slot is a place in it
-    used: dict[int, float] = {}
-    slow = levels[-1]
-    for kind, i, _ in actions:
-        if kind == "store":
-            slots.append(i)
-            slot = len(slots) - 1
-            used[slot] = used.get(slot, 0.0) + slow.write_cost
-        elif kind == "restore":
-            used[slots.index(i)] += slow.read_cost
-        elif kind == "drop":
-            slots.remove(i)
-    order = sorted(used, key=lambda slot: (-used[slot], slot))
+    """The fewest forward steps, the snapshots that are used most on the fastest level.
+
+    Snapshots form a stack, and each place in it belongs to one level. Of the reversals with the
+    fewest steps the one that writes and reads for least, by turns with the places' levels.
+    """
+    if n_steps == 1:
+        return (("reverse", 1, 0),)
+    n_places = min(sum(level.n_snapshots for level in levels), n_steps)
+    if n_places == 0:
+        return None
     of_rank = [k for k, level in enumerate(levels) for _ in range(level.n_snapshots)]
-    level_of = dict(zip(order, of_rank, strict=False))
-    found: list[Action] = []
-    for kind, i, stop in actions:
-        if kind == "store":
-            slots.append(i)
-        on = level_of[slots.index(i)] if kind in ("store", "restore", "drop") else stop
-        if kind == "drop":
-            slots.remove(i)
-        found.append((kind, i, on))
-    return tuple(found)
+    level_of = [len(levels) - 1] * n_places
+    best: tuple[float, tuple[Action, ...]] | None = None
+    for _ in range(MAX_TURNS):
+        on_places = [levels[k] for k in level_of]
+        actions = tuple(_Stack(n_steps, on_places).actions())
+        used = [0.0] * n_places
+        for kind, _, place in actions:
+            if kind in ("store", "restore"):
+                slow = levels[-1]
+                used[place] += slow.write_cost if kind == "store" else slow.read_cost
+        order = sorted(range(n_places), key=lambda place: (-used[place], place))
+        level_of = [0] * n_places
+        for place, k in zip(order, of_rank, strict=False):
+            level_of[place] = k
+        found = tuple(
+            (kind, i, stop if kind in ("advance", "reverse") else level_of[stop])
+            for kind, i, stop in actions
+        )
+        cost = cost_of(found, levels)
+        if best is not None and cost >= best[0]:
+            break
+        best = cost, found
+    assert best is not None
+    return best[1]
+
+
+class _Stack:
+    """Of the reversals with the fewest forward steps, the one with the least writing and reading.
+
+    on_places: by place in the stack of snapshots, what writing and reading costs there.
+    used[d]: by number of steps, the cost with their first state in place d.
+    """
+
+    def __init__(self, n_steps: int, on_places: Sequence[Level]) -> None:
+        self.n_steps, self.on_places = n_steps, on_places
+        n_places = len(on_places)
+        fewest = np.full((n_places + 1, n_steps + 1), math.inf)  # by free places, the state's too
+        fewest[:, :2] = 0.0
+        for n_free in range(1, n_places + 1):
+            for n in range(2, n_steps + 1):
+                fewest[n_free, n] = n_extra_steps(n_steps=n, n_snapshots=n_free)
+        self._fewest = fewest
+        self.used = np.zeros((n_places + 1, n_steps + 1))
+        for place in reversed(range(n_places)):
+            for n in range(2, n_steps + 1):
+                self.used[place, n] = np.min(self._splits(place, n))
+
+    def _splits(self, place: int, n: int) -> Floats:
+        """By 1 .. n - 1 steps on the left; inf for those that run more steps than need be."""
+        n_free, level = len(self.on_places) - place, self.on_places[place]
+        left, right = np.arange(1, n), np.arange(n - 1, 0, -1)
+        forward = left + self._fewest[n_free - 1, right] + self._fewest[n_free, left]
+        costs = level.read_cost + self.used[place, left]
+        if n_free > 1:
+            next_cost = self.on_places[place + 1].write_cost + self.used[place + 1, right]
+            costs = costs + np.where(right > 1, next_cost, 0.0)
+        return np.where(forward == self._fewest[n_free, n], costs, math.inf)
+
+    def actions(self) -> Iterator[Action]:
+        """With places for levels."""
+        yield ("store", 0, 0)
+        tasks: list[tuple[str, int, int, int] | Action] = [("stored", 0, 0, self.n_steps)]
+        while tasks:
+            each = tasks.pop()
+            if len(each) == 3:
+                yield each
+                continue
+            _, place, start, n = each
+            if n == 1:
+                yield ("drop", start, place)
+                yield ("reverse", start + 1, start)
+                continue
+            middle = start + 1 + int(np.argmin(self._splits(place, n)))
+            yield ("advance", start, middle)
+            tasks += [("stored", place, start, middle - start), ("restore", start, place)]
+            n_right = start + n - middle
+            if n_right == 1:
+                tasks.append(("reverse", middle + 1, middle))
+            else:
+                tasks += [("stored", place + 1, middle, n_right), ("store", middle, place + 1)]
 
 
 def _endless(level: Level, n_steps: int) -> Level:
