@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from graphs.files import FormatError
-from graphs.graph import GraphError
+from graphs.graph import Graph, GraphError
 from solver.analysis import SizeSearch, advise
 from solver.cli import explain, outputs
 from solver.cli.arguments import Arguments, UsageError, parse
@@ -157,25 +157,30 @@ def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = Non
     return code
 
 
+def _check_fits_problem(arguments: Arguments, graph: Graph) -> None:
+    """Raise UsageError for options that this step rules out, before it is planned."""
+    resident_bytes = graph.resident_bytes
+    reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
+    reject_missing_unit(arguments.host, resident_bytes=resident_bytes, what="host budget")
+    disk = (arguments.disk or "").partition(":")[0]
+    reject_missing_unit(disk, resident_bytes=resident_bytes, what="disk budget")
+    if arguments.emit is not None:
+        if made_with := graph.meta.rewrites:
+            raise UsageError(
+                f"--emit {arguments.emit}: the graph was made with {', '.join(made_with)}, and "
+                "other systems run the plain step; write its graph file with --rewrites none"
+            )
+        try:
+            layers(graph)
+        except NoLayersError as error:
+            raise UsageError(f"--emit {arguments.emit}: {error}") from error
+
+
 def _run(arguments: Arguments, watch: Watch) -> int:
     progress = Progress(quiet=arguments.quiet)
     printed = _Printed(is_off=arguments.json or arguments.quiet)
     with opened_problem(arguments, progress) as problem:
-        resident_bytes = problem.graph.resident_bytes
-        reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
-        reject_missing_unit(arguments.host, resident_bytes=resident_bytes, what="host budget")
-        disk = (arguments.disk or "").partition(":")[0]
-        reject_missing_unit(disk, resident_bytes=resident_bytes, what="disk budget")
-        if arguments.emit is not None:
-            if made_with := problem.graph.meta.rewrites:
-                raise UsageError(
-                    f"--emit {arguments.emit}: the graph was made with {', '.join(made_with)}, and "
-                    "other systems run the plain step; write its graph file with --rewrites none"
-                )
-            try:
-                layers(problem.graph)
-            except NoLayersError as error:
-                raise UsageError(f"--emit {arguments.emit}: {error}") from error
+        _check_fits_problem(arguments, problem.graph)
         with ctrl_c_ends_searches() as interrupt:  # what has been found is saved in any case
             if arguments.largest is not None:
                 problem, search = maximised(arguments, problem, progress)

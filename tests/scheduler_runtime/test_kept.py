@@ -176,6 +176,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 """Of the module, or of what only a new trace sees."""
 
 
+@pytest.mark.slow(sample=7)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_meanwhile_is_traced(change: str, traces) -> None:
     model, plain = Net(), Net()
@@ -372,6 +373,7 @@ def test_a_number_of_the_backward_pass_alone_that_changes_before_training(name: 
     assert not same(wanted, of_number(plain, 1.0, given))  # the number counts
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_a_number_of_the_backward_pass_alone_that_changes_during_training(name: str) -> None:
     model, plain, given = ByNumber(name), ByNumber(name), batch()[:1]

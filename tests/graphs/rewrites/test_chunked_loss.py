@@ -82,7 +82,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.slow(sample=24)
+@pytest.mark.slow(sample=18)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     ("dtype", "autocast"),

@@ -397,7 +397,7 @@ class Late:
         self._open.clear()
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("seed", range(12))
 def test_every_wait_is_there(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With copies as late as can be, whoever does not wait reads something else."""
@@ -608,7 +608,7 @@ def stays_of(schedule: Schedule) -> list[tuple[str, int, int]]:
     return found + [(name, start, len(schedule.ops)) for name, start in open_.items()]
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("seed", range(10))
 def test_copies_lie_side_by_side(seed: int) -> None:
     torch.manual_seed(0)
