@@ -32,6 +32,7 @@ def operators_of(compute_capability: tuple[int, int]) -> Iterator[None]:
     patched = {
         (torch.cuda.amp.common, "amp_definitely_not_available"): lambda: False,
         (torch.cuda, "is_bf16_supported"): lambda *_, **__: compute_capability >= (8, 0),
+        (torch.cuda, "get_device_capability"): lambda *_: compute_capability,
     }
     try:
         with contextlib.ExitStack() as stack:

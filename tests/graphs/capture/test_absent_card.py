@@ -267,6 +267,17 @@ def test_python_code_sees_a_card():
     assert operators(graph)["full"] == 1
 
 
+def test_a_model_may_ask_for_the_compute_capability():
+    class Net(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.mean() if torch.cuda.get_device_capability(x.device) >= (8, 0) else y.sum()
+
+    x = torch.randn(4, 8)
+    assert operators(for_card(Net(8, 8), x, "a100"))["mean"] == 1
+    assert operators(for_card(Net(8, 8), x, "t4"))["mean"] == 0
+
+
 def test_values_of_the_batch_can_be_read():
     class Net(nn.Linear):
         def forward(self, x, mask):
