@@ -36,4 +36,9 @@ def overflowing(
         if int(span.max()) > budget_bytes:
             span -= folded.unit_bytes[gap.unit]
             chosen.append(gap)
+    for gap in chosen[:]:  # what was chosen later may have made it superfluous
+        span = live[gap.first + 1 : gap.last]
+        if int(span.max()) + folded.unit_bytes[gap.unit] <= budget_bytes:
+            span += folded.unit_bytes[gap.unit]
+            chosen.remove(gap)
     return chosen

@@ -9,7 +9,9 @@
    What overflows at other positions is copied too.
 3. **What overflows is copied.** The plain step, and the schedule that recomputation alone has for
    more bytes than there are, with what overflows on the host.
-4. **Recomputation alone** (`stages`): its schedule is a candidate like the others. It
+4. **Step by step** (`copies_local_optimum`): from the best of these, a recomputation is taken out
+   or put in the place of a copy, while that makes the step faster.
+5. **Recomputation alone** (`stages`): its schedule is a candidate like the others. It
    is not searched for where its own bound is no better than what has been found.
 
 The bound is that of the cuts with copies, so it holds for every schedule, whatever it copies. A
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from graphs.graph import Graph
 from solver.bound import (
@@ -38,6 +41,7 @@ from solver.bound import (
     binding_cut,
     least_time_s,
 )
+from solver.methods.auto.copies_local_optimum import Attempt, climb
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.overflow import overflowing
 from solver.methods.auto.placing import (
@@ -73,6 +77,8 @@ ROUND_NODES, PROOF_NODES = 20, 50
 """Branch-and-bound nodes of one program."""
 COLUMNS = 4_000
 """Of a program with so many nodes; a larger one gets fewer."""
+MAX_STEPS_WORK = 60_000
+"""Nodes in all orders that single steps try."""
 MORE_SHARES = (1.0, 0.7, 0.4)
 """Of the bytes that the cut has on the host: so many more bytes for recomputation alone."""
 
@@ -186,7 +192,7 @@ def with_copies(
         )
         search.lost_share = search.binding.lost_share
         for stage in stages:
-            enough = quick and stage is _copy_what_overflows and search.best is not None
+            enough = quick and stage in SLOW_STAGES and search.best is not None
             if search.done or math.isinf(search.lost_share) or enough:
                 break
             stage(search)
@@ -335,6 +341,32 @@ def _copy_what_overflows(search: CopySearch) -> None:
         search.offer(_overflow_copied(search, order))
 
 
+def _step_by_step(search: CopySearch) -> None:
+    """From the best schedule, where the gap is worth it."""
+    if search.best is None or search.gap <= OPTIMAL_GAP:
+        return
+    start = _attempt(search, search.best[0].order)
+    if start is not None:
+        climb(search.folded, partial(_attempt, search), start, max_work=MAX_STEPS_WORK)
+
+
+def _attempt(search: CopySearch, order: Sequence[str]) -> Attempt | None:
+    """The order with what overflows on the host; None: it is illegal (an alias would outlive what
+    is recomputed, say), does not fit, or the time is up.
+    """
+    if search.time_is_up():
+        return None
+    try:
+        gaps = overflowing(search.folded, order, search.budget_bytes)
+    except IllegalScheduleError:
+        return None
+    placed = _place(search, order, gaps)
+    found = search.offer(placed.schedule)
+    if found is None or found.peak_bytes > search.budget_bytes:
+        return None
+    return Attempt(order, gaps, placed.waits_s, found.time_s)
+
+
 def _overflow_copied(
     search: CopySearch, order: Sequence[str], gaps: Sequence[Gap] = ()
 ) -> Schedule:
@@ -349,8 +381,10 @@ COPYING: tuple[Stage, ...] = (
     _prove,
     _choose_elsewhere,
     _copy_what_overflows,
+    _step_by_step,
 )
 STAGES = (*COPYING, _without_copies)  # the last may take all the time
+SLOW_STAGES = (_copy_what_overflows, _step_by_step)
 
 
 def _away_bytes(search: CopySearch, cut: CopyCut) -> int:

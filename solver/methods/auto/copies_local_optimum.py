@@ -1,0 +1,92 @@
+"""Steps between recomputation and copies, each judged by what it does to the time.
+
+Given are orders of nodes, recomputation written out. What overflows is copied; then one
+recomputation is taken out, or one copied storage is recomputed instead, as long as that makes the
+step faster. Taken out are the longest first; recomputed instead what the compute stream waits for
+most. Work is counted in nodes placed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from graphs.graph import Graph
+from solver.bound import StorageGraph
+from solver.methods.auto.placing import Gap
+from solver.schedule import missing_computes, needs, without_dead_computes
+
+LEAST_GAIN = 1e-9
+"""Of the step's time."""
+
+Place: TypeAlias = Callable[[Sequence[str]], "Attempt | None"]
+"""An order with copies of what overflows; None: it does not fit."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """gaps: spent on the host. waits_s: by unit, what the compute stream waits for its copies.
+    time_s: of the schedule.
+    """
+
+    order: Sequence[str]
+    gaps: Sequence[Gap]
+    waits_s: Mapping[int, float]
+    time_s: float
+
+
+def climb(folded: StorageGraph, place: Place, start: Attempt, *, max_work: int) -> Attempt:
+    """The best that single steps lead to."""
+    best, work = start, 0
+    while True:
+        for order in _neighbours(folded, best):
+            work += len(order)
+            if work > max_work:
+                return best
+            if _compute_s(folded.graph, order) >= best.time_s:
+                continue
+            found = place(order)
+            if found is not None and found.time_s < best.time_s * (1 - LEAST_GAIN):
+                best = found
+                break
+        else:
+            return best
+
+
+def _neighbours(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
+    """Without one of the recomputations; then with one in place of a copy, right before it ends."""
+    yield from _with_less(folded.graph, best.order)
+    for gap in sorted(best.gaps, key=lambda gap: (-best.waits_s.get(gap.unit, 0.0), gap)):
+        maker = folded.maker[gap.unit]
+        if maker < folded.n_forward and folded.recomputable[maker]:
+            yield _recomputed_before(folded, best.order, gap)
+
+
+def _with_less(graph: Graph, order: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Without one of the recomputations, and without what was made only for it."""
+    seen: set[str] = set()
+    again = []
+    for i, name in enumerate(order):
+        if name in seen:
+            again.append(i)
+        seen.add(name)
+    for i in sorted(again, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
+        yield without_dead_computes(graph, [*order[:i], *order[i + 1 :]])
+
+
+def _recomputed_before(folded: StorageGraph, order: Sequence[str], gap: Gap) -> Sequence[str]:
+    """The inputs are what is there at that place, or is recomputed, too."""
+    graph = folded.graph
+    members = {folded.unit_names[gap.unit], *graph.views.get(folded.unit_names[gap.unit], ())}
+    before, after = order[: gap.last], order[gap.last :]
+    made = {name for node in before for name in graph.node_by_name[node].outputs}
+    read = {name for node in after for name in needs(graph, graph.node_by_name[node])}
+    there = {tensor.name for tensor in graph.resident} | (made & read) - members
+    back = missing_computes(graph, sorted(members & read & made), there)
+    return [*before, *back, *after]
+
+
+def _compute_s(graph: Graph, order: Iterable[str]) -> float:
+    return math.fsum(graph.node_by_name[name].time_s for name in order)
