@@ -138,7 +138,8 @@ _OWN_CHECKPOINTS = (
 )
 _NO_CACHE = (
     "config.use_cache is on. Planned training steps make no cache for generation, as transformers "
-    "itself does with gradient checkpointing."
+    "itself does with gradient checkpointing. Results are those of training with it off, to the "
+    "bit; with it on, keys and values lie in memory otherwise, and last bits may differ."
 )
 _REFUSED = (
     "The loss is not planned in row chunks: on this device, what a row's bits are depends on the "

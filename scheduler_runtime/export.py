@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from graphs.capture import CPU_RANDOM_STATE_BYTES
+from graphs.capture import CPU_RANDOM_STATE_BYTES, caching_configs
 from graphs.fsdp import called_children, is_container, listed_blocks, sharding_words
 from graphs.graph import Graph, is_under
 from scheduler_runtime.execute import (
@@ -239,6 +239,12 @@ def _check_model(model: nn.Module, graph: Graph) -> None:
             raise ExportError(
                 f"a plan is exported to this model already (module {path!r}); remove() it first"
             )
+    if caching_configs(model):
+        raise ExportError(
+            f"config.use_cache of {type(model).__name__} is on: blocks that are recomputed would "
+            "fill the cache a second time, and the plan is for a step without it; set "
+            "model.config.use_cache = False"
+        )
     if not graph.meta.parameters:
         raise ExportError(
             "the solution was made for a graph file that no module was traced into; export needs "

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.trace import trace
 from scheduler_runtime.execute.torch_checkpoint import CountMismatchError
-from scheduler_runtime.export import to_torch_checkpoint
+from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from scheduler_runtime.measuring import measure
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from tests.scheduler_runtime.test_applying import one_step
@@ -81,6 +81,16 @@ def assert_same_bits_in_less_memory(plain: nn.Module, model: nn.Module) -> int:
     peaks = [measure(copy.deepcopy(m), batch, n_steps=1).peak_bytes for m in (plain, model)]
     assert peaks[1] < peaks[0]
     return peaks[1]
+
+
+def test_a_model_that_fills_a_cache_is_refused_until_the_cache_is_off() -> None:
+    model = llama().train()
+    solution = planned(trace(model, sentences()), 0.5)
+    model.config.use_cache = True
+    with pytest.raises(ExportError, match=r"set model\.config\.use_cache = False"):
+        to_torch_checkpoint(model, solution)
+    model.config.use_cache = False
+    assert to_torch_checkpoint(model, solution).modules
 
 
 @pytest.mark.slow
