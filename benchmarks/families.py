@@ -7,11 +7,13 @@ Each family is trained as `test_training` of transformers' own tests trains it: 
 from its configuration class, in training mode, called with ids, masks (ones, and rows of different
 lengths), labels or pixels. `config.use_cache` is off, as the library's Trainer sets it. The budget
 is half of the activation range: in the middle between what is resident for the whole step and the
-peak of the plain step; where nothing fits that, between the least budget found and the peak. Three optimizer steps are compared with plain training: loss, every
-gradient, every parameter and buffer, and the random state, all bitwise; torch's, Python's and
-NumPy's generators start alike at each step. The memory of the last step is measured. A row ends in
-one of three ways: planned, planned with parts as single pieces, or refused with the message that a
-user reads. Figures are written after each family, so that a run that was stopped can be continued.
+peak of the plain step; where nothing fits that, between the least budget found and the peak.
+
+Three optimizer steps are compared with plain training: loss, every gradient, every parameter and
+buffer, and the random state, all bitwise; torch's, Python's and NumPy's generators start alike at
+each step. The memory of the last step is measured. A row ends in one of three ways: planned,
+planned with parts as single pieces, or refused with the message that a user reads. Figures are
+written after each family, so that a run that was stopped can be continued.
 """
 
 from __future__ import annotations
@@ -200,9 +202,9 @@ def line(row: Row) -> str:
 _SUMMARY = (
     "{n_families} families, {n_rows} batches: {outcomes}; {n_wrong} with a fault. {n_compared} "
     "tensors were compared bitwise: after each of three optimizer steps loss, gradients, "
-    "parameters, buffers and random state equal those of plain training. The budget is half of the "
-    "activation range: in the middle between what is resident and the peak of the plain step; where "
-    "nothing fits that, in the middle between the least budget found and the peak."
+    "parameters, buffers and random state equal those of plain training. The budget is half of "
+    "the activation range: in the middle between what is resident and the peak of the plain step; "
+    "where nothing fits that (half does not fit), between the least budget found and the peak."
 )
 _COLUMNS = (
     *("family", "batch", "ops", "plain MB", "budget MB", "measured MB", "recomputed", "overhead %"),
