@@ -15,7 +15,7 @@ from typing import Literal
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
 from solver.analysis.peak_memory import STATE, PeakMemory, peaks
-from solver.chain import Blocks, checkpoints, split_into_blocks
+from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
 from solver.common import counted, describe_op, format_percent, format_share, format_size
 from solver.methods import METHODS
 from solver.schedule import Solution, keep, node_at, simulate
@@ -163,7 +163,7 @@ def _precision(solution: Solution) -> Iterator[str]:
 def _theory(solution: Solution) -> Iterator[str]:
     """What the textbook strategies cost on this graph, beside the plan."""
     graph, simulation = solution.graph, solution.simulation
-    blocks = split_into_blocks(solution.plain)
+    blocks = computing_blocks(solution.plain)
     if simulation is None or simulation.n_recomputed == 0 or blocks.n_blocks < 2:
         return
     plain_s = solution.baseline.time_s or 1.0
@@ -174,12 +174,18 @@ def _theory(solution: Solution) -> Iterator[str]:
     method = METHODS.get(solution.method)
     where = "here on the step without rewrites" if graph.meta.rewrites else "here"
     plan = "this plan, op by op," if method and method.op_by_op else "this plan"
+    # nobody checkpoints single ops: it keeps nearly all, and saves next to nothing
+    single = sum(len(names) == 1 for names in blocks.forward)
+    of_layers = 2 * single < blocks.n_blocks
+    ways, every_block = "√L segments", ""
+    if of_layers:
+        ways = f"every block, or {ways},"
+        every_block = f"every block {_costs(solution, split_into_blocks(solution.plain))}; "
     yield (
         f"Activations are {format_percent(share, digits=1)} of the baseline peak. Split where few "
         f"activations cross, the step is a chain of {blocks.n_blocks} blocks. In theory, "
-        "checkpointing every block, or √L segments, costs at most one more forward pass, "
-        f"{format_share(forward_s / plain_s)}. Simulated {where}: "
-        f"every block {_costs(solution, blocks)}; "
+        f"checkpointing {ways} costs at most one more forward pass, "
+        f"{format_share(forward_s / plain_s)}. Simulated {where}: {every_block}"
         f"√L, {counted(n_segments, 'segment')}, {_costs(solution, segments)}; "
         f"{plan} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from graphs.graph import Graph
-from solver.chain import split_into_blocks
+from solver.chain import computing_blocks
 from solver.schedule import Solution, away_for_backward, baseline, saved_for_backward
 
 
@@ -35,7 +35,7 @@ class BlockRow:
 
 
 def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
-    """A row for each block of the chain (`blocks.split_into_blocks`); empty without a schedule."""
+    """A row for each block (`solver.chain.computing_blocks`); empty without a schedule."""
     graph, schedule = solution.graph, solution.schedule
     if schedule is None:
         return ()
@@ -44,7 +44,7 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     plain = saved_for_backward(graph, baseline(graph))
     runs = Counter(schedule.order)
     rows = []
-    for block, names in enumerate(split_into_blocks(graph).forward, start=1):
+    for block, names in enumerate(computing_blocks(graph).forward, start=1):
         nodes = [graph.node_by_name[name] for name in names]
         made = {graph.root(name) for node in nodes for name in node.outputs}
         kept_bytes, plain_bytes = _bytes(graph, made & kept), _bytes(graph, made & plain)
@@ -67,7 +67,7 @@ def block_names(graph: Graph) -> tuple[str, ...]:
     """The module of each block, in the words of `BlockRow.module`."""
     return tuple(
         _common(graph.node_by_name[name].module for name in names)
-        for names in split_into_blocks(graph).forward
+        for names in computing_blocks(graph).forward
     )
 
 

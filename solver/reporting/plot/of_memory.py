@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from graphs.graph import Graph
 from solver.analysis import block_names, copies
-from solver.chain import split_into_blocks
+from solver.chain import computing_blocks
 from solver.common import format_share, format_size
 from solver.reporting.plot import style
 from solver.reporting.plot.of_copies import streams
@@ -281,7 +281,7 @@ def block_starts(
 
     Recomputation belongs to the backward segment that needs it.
     """
-    blocks = split_into_blocks(graph)
+    blocks = computing_blocks(graph)
     first_s: dict[str, float] = {}
     for node, start_s in zip(layers.nodes, layers.edges_s, strict=False):
         first_s.setdefault(node.name, start_s)

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from graphs.graph import Graph, Node
 from solver.analysis import block_names
-from solver.chain import Blocks, split_into_blocks
+from solver.chain import Blocks, computing_blocks
 from solver.reporting.plot import style
 from solver.reporting.plot.of_memory import overhead_text
 from solver.reporting.rows import step_name
@@ -32,7 +32,7 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     axes = style.new_axes() if ax is None else ax
     graph = solution.graph
     shown = baseline(graph) if solution.schedule is None else solution.schedule
-    blocks = split_into_blocks(graph)
+    blocks = computing_blocks(graph)
     rows = _rows(blocks)
     *starts, end_s = starts_s(graph, shown, places=solution.request.places)
     runs = _runs(graph, shown, starts)

@@ -1,0 +1,46 @@
+"""The blocks of a chain that compute something, for people to read.
+
+A block that only updates buffers (batch norm counts its calls and averages what it has seen) makes
+nothing that the step reads. Methods may cut there; a table of blocks has no row for it.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from graphs.graph import Graph
+from solver.chain.blocks import Blocks, split_into_blocks
+
+
+def computing_blocks(graph: Graph) -> Blocks:
+    """As `split_into_blocks`, where a block of bookkeeping alone is part of the block before it, or
+    of the one after it where there is none."""
+    blocks, bookkeeping = split_into_blocks(graph), _bookkeeping(graph)
+    computes = [not bookkeeping.issuperset(names) for names in blocks.forward]
+    # how many blocks that compute there are up to each: those of one number are one block
+    numbers = [max(1, number) for number in accumulate(computes)]
+    starts = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1])]
+    spans = list(pairwise([*starts, len(numbers)])) if numbers else []
+    return Blocks(
+        forward=tuple(sum(blocks.forward[start:stop], ()) for start, stop in spans),
+        backward=(
+            *(sum(reversed(blocks.backward[start:stop]), ()) for start, stop in spans),
+            blocks.backward[-1],
+        ),
+        after=blocks.after,
+        crossing=(*(blocks.crossing[start] for start, _ in spans), blocks.crossing[-1]),
+        companions=blocks.companions,
+    )
+
+
+def _bookkeeping(graph: Graph) -> set[str]:
+    """Forward nodes of which all that they make is only read by nodes that make nothing."""
+    needed = {graph.root(name) for node in graph.later_nodes for name in node.inputs}
+    needed |= {graph.root(name) for name in graph.outputs}
+    found: set[str] = set()
+    for node in reversed(graph.forward_nodes):
+        if needed.isdisjoint(map(graph.root, node.outputs)):
+            found.add(node.name)
+        else:
+            needed.update(map(graph.root, node.inputs))
+    return found
