@@ -29,7 +29,7 @@ class Measurement:
     """What a training step took.
 
     peak_bytes: the most on the device during the step, resident bytes included.
-    time_s: median of the steps timed without a profiler.
+    time_s: median of the steps timed without a profiler, which took times_s.
     spread_s: the slowest of them less the fastest.
     reserved_bytes: what CUDA's allocator took from the device (None on the CPU).
     context_bytes: what else was taken of the device, by contexts, kernels and other processes.
@@ -40,6 +40,7 @@ class Measurement:
     spread_s: float = 0.0
     reserved_bytes: int | None = None
     context_bytes: int | None = None
+    times_s: tuple[float, ...] = ()
 
 
 @dataclass(eq=False)
@@ -183,6 +184,7 @@ def measure_in_turns(
                 spread_s=max(timed_s) - min(timed_s),
                 reserved_bytes=torch.cuda.max_memory_reserved(device) if is_cuda else None,
                 context_bytes=context_bytes(device) if is_cuda else None,
+                times_s=tuple(timed_s),
             )
         )
     return found

@@ -103,6 +103,10 @@ def verify(
         baseline_measured_time_s=baseline.time_s,
         spread_s=max(measured.spread_s, baseline.spread_s),
         n_timed_steps=N_TIMED_STEPS,
+        overheads=tuple(
+            with_plan_s / plain_s - 1.0
+            for with_plan_s, plain_s in zip(measured.times_s, baseline.times_s, strict=True)
+        ),
         n_gradients=sum(name.startswith("gradient of ") for name in plain),
         differences=tuple(words for name, words in found.items() if name not in unsteady),
         unsteady=() if results == "allclose" else unsteady,

@@ -10,13 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
 from solver.analysis.peak_memory import STATE, PeakMemory, peaks
 from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
-from solver.common import counted, describe_op, format_percent, format_share, format_size
+from solver.common import (
+    IN_PYTHON,
+    Reader,
+    counted,
+    describe_op,
+    format_percent,
+    format_share,
+    format_size,
+)
 from solver.methods import METHODS
 from solver.schedule import Solution, keep, node_at, simulate
 
@@ -57,14 +66,23 @@ class Advice:
     text: str
 
 
-def advise(solution: Solution) -> tuple[Advice, ...]:
+def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, ...]:
     """All advice that applies, the most useful first; none where the baseline fits.
+
+    reader: in whose words.
 
     Simulates two schedules of the chain of blocks, each linear in the graph.
     """
     if solution.baseline.peak_bytes <= solution.request.available_bytes:
         return ()
-    return tuple(Advice(kind, text) for kind, find in _FINDERS.items() for text in find(solution))
+    finders: dict[Kind, Callable[[Solution], Iterator[str]]] = {
+        "state": _state,
+        "logits": _logits,
+        "one_op": _one_op,
+        "precision": partial(_precision, reader=reader),
+        "theory": _theory,
+    }
+    return tuple(Advice(kind, text) for kind, find in finders.items() for text in find(solution))
 
 
 def _state(solution: Solution) -> Iterator[str]:
@@ -142,7 +160,7 @@ def _one_op(solution: Solution) -> Iterator[str]:
         )
 
 
-def _precision(solution: Solution) -> Iterator[str]:
+def _precision(solution: Solution, *, reader: Reader) -> Iterator[str]:
     """Activations matter, and they are in a wide dtype."""
     graph = solution.graph
     bytes_of = graph.meta.parameter_bytes
@@ -156,7 +174,7 @@ def _precision(solution: Solution) -> Iterator[str]:
     yield (
         f"Mixed precision is off: the parameters are {main_dtype} and activations are "
         f"{format_percent(share, digits=1)} of the baseline peak. In 16 bits most of them take "
-        "half the bytes, and matrix products run faster on most GPUs; plan with --autocast bf16."
+        f"half the bytes, and matrix products run faster on most GPUs; {reader.in_16_bits}."
     )
 
 
@@ -239,12 +257,3 @@ def _is_of_the_loss(graph: Graph, node: Node) -> bool:
         and (other == node or large & set(map(graph.root, (*other.inputs, *other.outputs))))
         for other in graph.nodes
     )
-
-
-_FINDERS: Mapping[Kind, Callable[[Solution], Iterator[str]]] = {
-    "state": _state,
-    "logits": _logits,
-    "one_op": _one_op,
-    "precision": _precision,
-    "theory": _theory,
-}

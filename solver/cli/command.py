@@ -34,6 +34,7 @@ from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.cli.watch import Watch, leave
 from solver.common import (
+    OF_THE_COMMAND,
     BudgetError,
     calls_are_left,
     counted,
@@ -284,7 +285,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         if interrupted
         else [],
         refused=tuple(refused),
-        advice=advise(best(solutions)),
+        advice=advise(best(solutions), reader=OF_THE_COMMAND),
         interrupted=interrupted,
     )
 
@@ -314,7 +315,7 @@ def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Rep
         problem,
         [solution],
         notes=[*notes, *size_notes(search)],
-        advice=advise(solution),
+        advice=advise(solution, reader=OF_THE_COMMAND),
         interrupted=search.interrupted or unexplained,
         sizes=search,
     )

@@ -14,6 +14,7 @@ from solver.common.deadline import (
 )
 from solver.common.format import counted, describe_op, format_percent, format_share, format_time
 from solver.common.long_stages import Say, now_and_then
+from solver.common.reader import IN_PYTHON, OF_THE_COMMAND, Reader
 from solver.common.sizes import (
     CUDA_RESERVE_BYTES,
     BudgetError,

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.analysis import Curve, SizeSearch, advise, pareto
-from solver.common import counted, format_time, names_checked, now_s, parse_size, tell, telling
+from solver.common import (
+    IN_PYTHON,
+    counted,
+    format_time,
+    names_checked,
+    now_s,
+    parse_size,
+    tell,
+    telling,
+)
 from solver.reporting.report_data import Report, describe_costs, step_notes
 from solver.runtime_calls import Verification, run_verifier
 from solver.schedule import Solution
@@ -51,8 +60,8 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
         costs=describe_costs(graph.meta.cost_model),
         solutions=(solution,),
         notes=tuple(step_notes(graph)),
-        advice=advise(solution),
-        how_to_save='solution.save("schedule.json")',
+        advice=advise(solution, reader=IN_PYTHON),
+        reader=IN_PYTHON,
     )
     console = Console(
         file=sys.stdout if file is None else file, highlight=False, emoji=False, markup=False

@@ -13,7 +13,7 @@ from graphs.fsdp import sharding_of, sharding_words
 from graphs.graph import Graph, Node
 from graphs.rewrites import PROGRAM_REWRITES, results_of
 from solver.analysis import Advice, Curve, SizeSearch, overhead_range
-from solver.common import counted, format_time
+from solver.common import OF_THE_COMMAND, Reader, counted, format_time
 from solver.framework_settings import Emitted
 from solver.runtime_calls import Verification
 from solver.schedule import (
@@ -49,7 +49,7 @@ class Report:
     curve: overhead against budget.
     emitted: the closest setting of another system.
     not_traced: why the step is planned by whole submodules, and what to do.
-    how_to_save: what writes the schedule.
+    reader: whose words it is written in.
     """
 
     problem: str
@@ -68,7 +68,7 @@ class Report:
     curve: Curve | None = None
     emitted: Emitted | None = None
     not_traced: str = ""
-    how_to_save: str = "-o schedule.json"
+    reader: Reader = OF_THE_COMMAND
 
     @property
     def best(self) -> Solution:

@@ -10,6 +10,7 @@ from graphs.graph import Graph
 from graphs.pipeline import pipeline_of
 from solver.analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
 from solver.common import (
+    Reader,
     counted,
     describe_op,
     format_both,
@@ -177,7 +178,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
     solution, simulation = report.best, report.best.simulation
     yield "method", solution.method
     if simulation is None:
-        yield from _obstacle_rows(solution)
+        yield from _obstacle_rows(solution, report.reader)
     else:
         spare = solution.request.available_bytes - simulation.peak_bytes
         of_reserved = solution.request.budget_of == "reserved"
@@ -208,7 +209,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
     for what, path in report.files:
         yield what, str(path)
     if simulation is not None and not any(what == "schedule" for what, _ in report.files):
-        yield "schedule", f"not saved; save it with {report.how_to_save}"
+        yield "schedule", f"not saved; save it with {report.reader.saves}"
 
 
 def _reserved_rows(solution: Solution) -> Iterator[Row]:
@@ -282,12 +283,12 @@ def _scope(solution: Solution) -> str:
     return " of whole submodules" if solution.graph.meta.scope else ""
 
 
-def _obstacle_rows(solution: Solution) -> Iterator[Row]:
+def _obstacle_rows(solution: Solution, reader: Reader) -> Iterator[Row]:
     """Why there is no schedule, and which budget would be enough."""
     graph, request, obstacle = solution.graph, solution.request, solution.obstacle
     budget, scope = format_both(request.budget_bytes), _scope(solution)
     if solution.status == "time_limit":
-        yield "result", "nothing found within the time limit; extend it with --time-limit"
+        yield "result", f"nothing found within the time limit; {reader.longer}"
     elif solution.proven_infeasible:
         yield "result", f"no schedule{scope} fits {budget}"
     else:
@@ -295,7 +296,7 @@ def _obstacle_rows(solution: Solution) -> Iterator[Row]:
     if obstacle is None:
         return
     if obstacle.cut_short:
-        by, hint = "the time limit", "; extend it with --time-limit"
+        by, hint = "the time limit", f"; {reader.longer}"
         if solution.interrupted:
             by, hint = "Ctrl-C", ""
         text = f"{by} ended the search for the minimum budget: less may be enough"

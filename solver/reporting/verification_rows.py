@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.common import counted, format_both, format_size, format_time
+from solver.common import counted, format_both, format_share, format_size, format_time
 from solver.reporting.rows import N_SHOWN, Row, Table
 from solver.runtime_calls import Verification
 
@@ -28,6 +28,8 @@ def verification_rows(found: Verification) -> Iterator[Row]:
     yield "device", found.device
     steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
     yield "timing", f"medians of {steps}, spread {spread}; other load on the machine affects them"
+    measured, predicted = found.measured_overhead_text, format_share(found.predicted_overhead)
+    yield "overhead", f"{measured} measured, {predicted} predicted"
     if found.fits:
         yield "budget", f"met: {format_both(found.available_bytes)} available"
     else:

@@ -13,14 +13,15 @@ from rich.console import Console
 
 from graphs.graph import Graph
 from graphs.synthetic.nets import chain, residual
-from solver.analysis.advice import Advice
+from solver.analysis.advice import Advice, advise
 from solver.analysis.peak_memory import peaks
-from solver.common import format_size
+from solver.common import IN_PYTHON, OF_THE_COMMAND, format_size
 from solver.common.format import describe_op, format_share, format_time
 from solver.methods.registry import METHODS
 from solver.reporting.report_data import Report, best, to_json
 from solver.reporting.rows import dtype_table, memory_table
 from solver.reporting.terminal import show
+from solver.reporting.verification_rows import verification_rows
 from solver.runtime_calls import Verification
 from solver.schedule.memory import CATEGORIES, memory_at, node_at
 from solver.schedule.recompute import baseline
@@ -299,6 +300,35 @@ def test_a_least_budget_that_the_clock_cut_short_says_so(gpt2, cut_short):
 def test_nothing_within_the_time_limit(gpt2):
     text = " ".join(shown(report_of(nothing_found(gpt2, status="time_limit"))).split())
     assert "extend it with --time-limit" in text
+
+
+def test_each_reader_has_words_of_their_own(gpt2):
+    """No option of the command in a report from Python, no argument in the command's."""
+    late = nothing_found(gpt2, status="time_limit", obstacle=Obstacle(9, 9, None, "", (), True))
+    in_python, of_the_command = (
+        " ".join(shown(report_of(late, reader=reader)).split())
+        for reader in (IN_PYTHON, OF_THE_COMMAND)
+    )
+    assert in_python.count("extend it with time_limit_s=") == 2
+    assert of_the_command.count("extend it with --time-limit") == 2
+    assert " --" not in in_python
+    assert "time_limit_s" not in of_the_command
+    wide = solve(gpt2, budget="3.5GB", time_limit_s=600)
+    texts = [
+        {advice.kind: advice.text for advice in advise(wide, reader=reader)}
+        for reader in (IN_PYTHON, OF_THE_COMMAND)
+    ]
+    assert not any(" --" in text for text in texts[0].values())
+
+
+def test_the_measured_overhead_has_its_range():
+    overheads = (0.25, 0.125, 0.5)
+    found = dataclasses.replace(verified(), overheads=overheads)
+    assert found.overhead == 0.25
+    assert "+25.00 % (+12.50 % to +50.00 % in 3 rounds) measured, +11.11 % predicted" in repr(found)
+    rows = dict(verification_rows(found))
+    assert rows["overhead"].startswith("+25.00 % (+12.50 % to +50.00 % in 3 rounds) measured")
+    assert "rounds" not in repr(verified())
 
 
 def test_colour_is_for_terminals_that_want_it(planned, monkeypatch):

@@ -1,0 +1,27 @@
+"""Who reads a report: what it advises is said in the words that its reader types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reader:
+    """saves: writes the schedule. in_16_bits: plans with mixed precision, as a request. longer: how
+    to give a search more time."""
+
+    saves: str
+    in_16_bits: str
+    longer: str
+
+
+OF_THE_COMMAND = Reader(
+    saves="-o schedule.json",
+    in_16_bits="plan with --autocast bf16",
+    longer="extend it with --time-limit",
+)
+IN_PYTHON = Reader(
+    saves='solution.save("schedule.json")',
+    in_16_bits="call solve under torch.autocast with bfloat16, as training will run",
+    longer="extend it with time_limit_s=",
+)
