@@ -77,7 +77,7 @@ def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, .
         return ()
     finders: dict[Kind, Callable[[Solution], Iterator[str]]] = {
         "state": _state,
-        "logits": _logits,
+        "logits": partial(_logits, reader=reader),
         "one_op": _one_op,
         "precision": partial(_precision, reader=reader),
         "theory": _theory,
@@ -131,22 +131,22 @@ def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
     )
 
 
-def _logits(solution: Solution) -> Iterator[str]:
+def _logits(solution: Solution, *, reader: Reader) -> Iterator[str]:
     node, size = _widest(solution)
     if node is not None and _is_of_the_loss(solution.graph, node):
         yield (
             f"At the peak, {describe_op(node)} alone requires {size}, tensors as large as the "
             "logits. Computing the head and the loss together in chunks of tokens (a fused linear "
-            f"cross-entropy) requires the logits of one chunk at a time{_in_chunks(solution)}."
+            f"cross-entropy) requires the logits of one chunk at a time{_in_chunks(solution, reader)}."
         )
 
 
-def _in_chunks(solution: Solution) -> str:
+def _in_chunks(solution: Solution, reader: Reader) -> str:
     """Who can do so: what plans of the request's word leave as it is, the model has to."""
     if solution.request.rewrites == "allclose":
         return "; the plan does so where it can (docs/rewrites.md), and found this loss otherwise"
     return (
-        "; a plan of the model with --rewrites allclose does so where it can, for one "
+        f"; a plan of the model with {reader.last_bits} does so where it can, for one "
         "cross-entropy of one linear head, and changes last bits"
     )
 

@@ -2,7 +2,7 @@
 
 from solver.chain.binomial import n_extra_steps, reversal
 from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
-from solver.chain.computing_blocks import computing_blocks
+from solver.chain.bookkeeping import computing_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.levels import Action as LevelAction
 from solver.chain.levels import (

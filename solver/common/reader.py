@@ -8,20 +8,23 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Reader:
     """saves: writes the schedule. in_16_bits: plans with mixed precision, as a request. longer: how
-    to give a search more time."""
+    to give a search more time. last_bits: lets rewrites change last bits."""
 
     saves: str
     in_16_bits: str
     longer: str
+    last_bits: str
 
 
 OF_THE_COMMAND = Reader(
     saves="-o schedule.json",
     in_16_bits="plan with --autocast bf16",
     longer="extend it with --time-limit",
+    last_bits="--rewrites allclose",
 )
 IN_PYTHON = Reader(
     saves='solution.save("schedule.json")',
     in_16_bits="call solve under torch.autocast with bfloat16, as training will run",
     longer="extend it with time_limit_s=",
+    last_bits='rewrites="allclose"',
 )

@@ -150,8 +150,8 @@ def test_one_ops_logits(loss):
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("none", "a plan of the model with --rewrites allclose does so where it can"),
-        ("bitwise", "a plan of the model with --rewrites allclose does so where it can"),
+        ("none", 'a plan of the model with rewrites="allclose" does so where it can'),
+        ("bitwise", 'a plan of the model with rewrites="allclose" does so where it can'),
         ("allclose", "the plan does so where it can"),
     ],
 )
