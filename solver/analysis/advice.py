@@ -134,10 +134,11 @@ def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
 def _logits(solution: Solution, *, reader: Reader) -> Iterator[str]:
     node, size = _widest(solution)
     if node is not None and _is_of_the_loss(solution.graph, node):
+        in_chunks = _in_chunks(solution, reader)
         yield (
             f"At the peak, {describe_op(node)} alone requires {size}, tensors as large as the "
             "logits. Computing the head and the loss together in chunks of tokens (a fused linear "
-            f"cross-entropy) requires the logits of one chunk at a time{_in_chunks(solution, reader)}."
+            f"cross-entropy) requires the logits of one chunk at a time{in_chunks}."
         )
 
 
