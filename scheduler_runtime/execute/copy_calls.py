@@ -65,7 +65,9 @@ class CopyCalls:
                 self._arriving.discard(storage)
         replaced = (name for name in node.outputs if name in self._copied)
         return {
-            name: tuple(self._values(name).values()) for name in replaced if self._is_root(name)
+            name: tuple(self._values(name).values())
+            for name in replaced
+            if self._graph.root(name) == name
         }
 
     def after(self, node: Node, replaced: Mapping[str, tuple[Value, ...]]) -> None:
@@ -126,6 +128,3 @@ class CopyCalls:
 
     def _on(self, storage: str) -> tuple[str, ...]:
         return storage, *self._graph.views.get(storage, ())
-
-    def _is_root(self, name: str) -> bool:
-        return self._graph.root(name) == name

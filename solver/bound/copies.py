@@ -114,7 +114,8 @@ class CopyProgram:
         self.position = position
         self.budget_bytes = budget_bytes
         self.places = places
-        self.room_bytes = budget_bytes - allowance_bytes - _there_anyway_bytes(folded, position)
+        there_anyway_bytes = int(folded.held_bytes[position]) + int(folded.own_bytes[position])
+        self.room_bytes = budget_bytes - allowance_bytes - there_anyway_bytes
         baseline_s = folded.graph.baseline_time_s or 1.0
         self._baseline_s = baseline_s
         self._time_share = [time_s / baseline_s for time_s in folded.time_s]
@@ -402,7 +403,3 @@ class CopyProgram:
             if u not in kept and values[column] >= max(TIME_ERROR, 0.5 * (1 - share[u]))
         }
         return frozenset(kept), frozenset(away)
-
-
-def _there_anyway_bytes(folded: StorageGraph, p: int) -> int:
-    return int(folded.held_bytes[p]) + int(folded.own_bytes[p])

@@ -46,11 +46,6 @@ class Reserved:
     reserved_bytes: int
     settled: bool = True
 
-    @property
-    def lost_bytes(self) -> int:
-        """To fragmentation and whole segments."""
-        return self.reserved_bytes - self.allocated_bytes
-
 
 def reserved(
     graph: Graph,

@@ -307,7 +307,7 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
 def planned_for_disk(directory: Path) -> tuple[nn.Module, torch.Tensor, Solution]:
     """What `auto` plans where the host has room for little."""
     torch.manual_seed(0)
-    model, batch = Tower(), Tower.batch()
+    model, batch = Tower(3), Tower.batch()
     graph = trace(model, batch)
     plain = simulate(graph, baseline(graph))
     budget_bytes = graph.resident_bytes + int(0.7 * (plain.peak_bytes - graph.resident_bytes))

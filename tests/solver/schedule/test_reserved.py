@@ -98,7 +98,6 @@ def test_memory_between_what_stays_is_lost():
     schedule = plan(graph, "f g -a h -c k -b")
     found = reserved(graph, schedule, expandable=False, n_steps=1)
     assert found == Reserved(88 * MIB + 512, 118 * MIB + 2 * MIB)  # c takes the place of a
-    assert found.lost_bytes == 32 * MIB - 512
 
 
 @pytest.mark.parametrize(
