@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from graphs.costs.operators import OpCall, aten
+from graphs.costs.promotion import promotion_bytes
 
 _BLOCK = 16
 """Channels per block of oneDNN's layouts with AVX-512 (8 with AVX2, which takes no more)."""
@@ -29,7 +30,7 @@ _WIDEST_UNROLLED = 14
 def cpu_workspace_bytes(call: OpCall) -> int:
     """Bytes that the call allocates besides inputs and outputs while it runs on the CPU."""
     estimate = _ESTIMATES.get(call.packet)
-    return 0 if estimate is None else estimate(call)
+    return promotion_bytes(call) if estimate is None else estimate(call)
 
 
 def _blocked(tensor: torch.Tensor, *channels: int) -> int:
@@ -138,7 +139,7 @@ def _of_bias(out: torch.Tensor) -> int:
 
 def _batch_norm_backward(call: OpCall) -> int:
     """A contiguous copy of the gradient."""
-    return _plain(call.args[1])
+    return 0 if _keeps_channels_last(call.args[1]) else _plain(call.args[1])
 
 
 def _attention(call: OpCall) -> int:
@@ -189,9 +190,61 @@ def _log_sum_exp(call: OpCall) -> int:
     return _plain(call.args[0]) + _plain(call.outputs()[0])
 
 
-def _glu_backward(call: OpCall) -> int:
-    """The sigmoid of the gates."""
-    return _plain(call.args[1]) // 2
+_INDEX_BYTES = 8
+
+
+def _sort(call: OpCall) -> int:
+    """Per thread, the positions of one row (ATen/native/cpu/SortingKernel.cpp)."""
+    x = next(each for each in call.args if isinstance(each, torch.Tensor))
+    dim = call.kwargs.get("dim", next((n for n in call.args[1:] if type(n) is int), -1))
+    n_columns = x.shape[dim] if x.dim() else 1
+    n_rows = x.numel() // max(1, n_columns)
+    return min(torch.get_num_threads(), n_rows) * n_columns * _INDEX_BYTES
+
+
+def _kth_value(call: OpCall) -> int:
+    """A copy of the values, and their positions (ATen/native/Sorting.cpp)."""
+    return _plain(call.args[0]) + call.args[0].numel() * _INDEX_BYTES
+
+
+def _median(call: OpCall) -> int:
+    """A copy that is partitioned: of all values, or where they do not lie side by side."""
+    x: torch.Tensor = call.args[0]
+    dim = call.args[1] if len(call.args) > 1 else None
+    return 0 if dim is not None and x.dim() and x.stride(dim) == 1 else _plain(x)
+
+
+_LARGEST_VECTORIZED = 128
+"""Height and width, added up, of images that are made channel by channel beyond."""
+
+
+def _upsample(call: OpCall) -> int:
+    """Input and output in the channels-last layout, up to a size
+    (`_use_vectorized_kernel_cond_2d` of ATen/native/cpu/UpSampleKernel.cpp)."""
+    x, out = call.args[0], call.outputs()[0]
+    is_small = out.shape[-2] + out.shape[-1] <= _LARGEST_VECTORIZED
+    return _plain(x) + _plain(out) if is_small and not _keeps_channels_last(x) else 0
+
+
+def _affine_grid(call: OpCall) -> int:
+    """The grid of each image in homogeneous coordinates: three numbers for two."""
+    return _plain(call.outputs()[0]) // 2 * 3
+
+
+def _ctc_loss_backward(call: OpCall) -> int:
+    """Backward probabilities, as large as the forward ones."""
+    return _plain(call.args[6])
+
+
+def _masked_scatter_backward(call: OpCall) -> int:
+    """The gradient's elements that the mask selects, at most all of them."""
+    return _plain(call.args[0])
+
+
+def _scatter_reduce(call: OpCall) -> int:
+    """For means, the number of elements at each place, and what is added up to it."""
+    x, source, reduce = call.args[0], call.args[3], call.args[4]
+    return _plain(x) + _plain(source) + source.numel() if reduce == "mean" else 0
 
 
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
@@ -202,7 +255,17 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.binary_cross_entropy_with_logits: _loss_with_logits,
     aten.soft_margin_loss_backward: _soft_margin_backward,
     aten.logsumexp: _log_sum_exp,
-    aten.glu_backward: _glu_backward,
+    aten.sort: _sort,
+    aten.kthvalue: _kth_value,
+    aten.median: _median,
+    aten.nanmedian: _median,
+    aten.upsample_nearest2d: _upsample,
+    aten._upsample_nearest_exact2d: _upsample,
+    aten.upsample_bilinear2d: _upsample,
+    aten.affine_grid_generator: _affine_grid,
+    aten._ctc_loss_backward: _ctc_loss_backward,
+    aten.masked_scatter_backward: _masked_scatter_backward,
+    aten.scatter_reduce: _scatter_reduce,
     aten.convolution_backward: _convolution_backward,
     aten.native_batch_norm_backward: _batch_norm_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,

@@ -1,0 +1,83 @@
+"""What operators allocate besides their results on the CPU is what the profiler sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphs.costs import cpu_peak_bytes
+from graphs.costs.operators import OpCall, aten
+from graphs.costs.workspace import cpu_workspace_bytes
+
+WITHIN = 0.02
+
+x = torch.randn(300, 200)
+flat = torch.randn(50_000)
+mask = x > 0
+numbers = torch.arange(x.numel()).view_as(x)
+waves = torch.complex(x, x)
+image = torch.randn(2, 16, 20, 20)
+rows = torch.randint(0, 300, (300, 200))
+
+Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def _case(target: Any, *args: Any, **kwargs: Any) -> Case:
+    return target, args, kwargs
+
+
+CASES: dict[str, Case] = {
+    "sort of one row": _case(aten.sort.default, flat),
+    "stable sort": _case(aten.sort.stable, flat, stable=True, dim=0),
+    "sort of rows": _case(aten.sort.default, x, 1),
+    "sort of columns": _case(aten.sort.default, x, 0),
+    "topk": _case(aten.topk.default, x, 5),
+    "k-th value": _case(aten.kthvalue.default, x, 5),
+    "median": _case(aten.median.default, x),
+    "median of rows": _case(aten.median.dim, x, 1),
+    "float and bool": _case(aten.mul.Tensor, x, mask),
+    "float and double": _case(aten.add.Tensor, x, x.double()),
+    "float and bfloat16": _case(aten.add.Tensor, x, x.bfloat16()),
+    "a row of bfloat16": _case(aten.mul.Tensor, x, x[:1].bfloat16()),
+    "quotient of integers": _case(aten.div.Tensor, numbers, numbers + 1),
+    "float and integer compared": _case(aten.gt.Tensor, x, numbers),
+    "complex and float": _case(aten.mul.Tensor, waves, x),
+    "absolute value of complex": _case(aten.abs.default, waves),
+    "same dtype": _case(aten.mul.Tensor, x, x),
+    "choice": _case(aten.where.self, mask, x, x),
+    "choice of two dtypes": _case(aten.where.self, mask, x, x.double()),
+    "filled": _case(aten.masked_fill.Scalar, x, mask, 0.0),
+    "cast": _case(aten._to_copy.default, x, dtype=torch.float64),
+    "sum of bool": _case(aten.sum.default, mask),
+    "running sum of bool": _case(aten.cumsum.default, mask, 0),
+    "sum in float": _case(aten.sum.dim_IntList, x.bfloat16(), [0], dtype=torch.float32),
+    "sum": _case(aten.sum.dim_IntList, x, [0]),
+    "nearest": _case(aten.upsample_nearest2d.default, image, [40, 40]),
+    "bilinear": _case(aten.upsample_bilinear2d.default, image, [40, 40], False),
+    "large bilinear": _case(aten.upsample_bilinear2d.default, image, [80, 80], False),
+    "nearest in channels last": _case(
+        aten.upsample_nearest2d.default,
+        image.contiguous(memory_format=torch.channels_last),
+        [40, 40],
+    ),
+    "grid": _case(aten.affine_grid_generator.default, torch.randn(8, 2, 3), [8, 3, 20, 20], False),
+    "mean of the scattered": _case(aten.scatter_reduce.two, x, 0, rows, x, "mean"),
+    "largest of the scattered": _case(aten.scatter_reduce.two, x, 0, rows, x, "amax"),
+    "masked scatter": _case(aten.masked_scatter_backward.default, x, mask, [300, 200]),
+    "glu": _case(aten.glu_backward.default, x[:, :100].contiguous(), x, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_workspace_is_what_is_measured(name: str) -> None:
+    target, args, kwargs = CASES[name]
+    run: Callable[[], Any] = lambda: target(*args, **kwargs)  # noqa: E731
+    call = OpCall(target, args, kwargs, run())
+    with torch.no_grad():
+        measured = cpu_peak_bytes(run).peak_bytes - call.made_bytes()
+    read = {item.untyped_storage()._cdata: item for item in call.inputs()}
+    handled = call.made_bytes() + sum(item.untyped_storage().nbytes() for item in read.values())
+    assert abs(cpu_workspace_bytes(call) - measured) <= WITHIN * handled
