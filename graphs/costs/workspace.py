@@ -204,7 +204,8 @@ def _sort(call: OpCall) -> int:
 
 def _kth_value(call: OpCall) -> int:
     """A copy of the values, and their positions (ATen/native/Sorting.cpp)."""
-    return _plain(call.args[0]) + call.args[0].numel() * _INDEX_BYTES
+    x: torch.Tensor = call.args[0]
+    return _plain(x) + x.numel() * _INDEX_BYTES
 
 
 def _median(call: OpCall) -> int:
@@ -243,8 +244,8 @@ def _masked_scatter_backward(call: OpCall) -> int:
 
 def _scatter_reduce(call: OpCall) -> int:
     """For means, the number of elements at each place, and what is added up to it."""
-    x, source, reduce = call.args[0], call.args[3], call.args[4]
-    return _plain(x) + _plain(source) + source.numel() if reduce == "mean" else 0
+    x, source = call.inputs()[0], call.inputs()[-1]
+    return _plain(x) + _plain(source) + source.numel() if call.args[4] == "mean" else 0
 
 
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
