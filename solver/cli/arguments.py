@@ -11,10 +11,8 @@ import dataclasses
 import difflib
 import math
 import re
-import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,13 +20,9 @@ from typing import Any, NoReturn
 from graphs.rewrites import WORDS
 from solver.analysis import Size
 from solver.cli.installed import version
-from solver.common import BudgetError, parse_rate, parse_size
 from solver.framework_settings import SYSTEMS
 from solver.methods import METHODS
 from solver.schedule import BUDGETS_OF
-
-PLOT_SUFFIXES = (".png", ".svg")
-PAGE_SUFFIXES = (".html", ".htm")
 
 _EPILOG = """\
 problem:
@@ -280,85 +274,6 @@ class Arguments:
         )
 
 
-def parse(argv: Sequence[str]) -> Arguments:
-    """Read and check the command line.
-
-    Raises UsageError. `--help` and `--version` print and raise SystemExit(0), as argparse does.
-    """
-    # argparse takes the -5GB of `--budget -5GB` for an option; the size parser knows better.
-    words: list[str] = []
-    for word in argv:
-        if words and words[-1] in ("--budget", "--reserve") and re.match(r"-\.?[0-9]", word):
-            words[-1] += "=" + word
-        else:
-            words.append(word)
-    given = vars(parser().parse_args(words))
-    arguments = Arguments(**given, command=shlex.join(("solve", *argv)))
-    largest = arguments.largest is not None
-    if arguments.budget is None and not largest:
-        raise UsageError("the following arguments are required: --budget (see solve --help)")
-    if largest and arguments.compare:
-        raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
-    if arguments.fsdp is not None and arguments.verify:
-        raise UsageError("--verify runs the step in one process: it cannot be combined with --fsdp")
-    _check_sizes(arguments)
-    _check_copying(arguments)
-    if arguments.disk is not None and ":" not in arguments.disk:
-        raise UsageError(
-            f"--disk {arguments.disk}: name a directory on the disk: "
-            f"--disk {arguments.disk}:/scratch"
-        )
-    if arguments.host is not None and arguments.emit is not None:
-        raise UsageError(
-            "--emit: other systems have no setting for copies to the host; leave out --host"
-        )
-    if arguments.pareto and arguments.budget_of == "reserved":
-        raise UsageError("--pareto sweeps budgets of allocated memory; leave out --budget-of")
-    if arguments.throughput is not None and not largest:
-        raise UsageError("--throughput requires --max-batch or --max-seq")
-    _check_outputs(arguments)
-    return arguments
-
-
-def _check_sizes(arguments: Arguments) -> None:
-    """Refuse what is no size or rate before PyTorch is loaded; shares wait for the device."""
-    directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
-    sizes = {
-        "--budget": (arguments.budget, "budget", 1),
-        "--reserve": (arguments.reserve, "reserve", 0),
-        "--host": (arguments.host, "host budget", 1),
-        "--disk": (directory_apart, "disk budget", 1),
-    }
-    rates = {"host link": arguments.host_link, "disk rate": arguments.disk_rate}
-    try:
-        for size, what, least_bytes in sizes.values():
-            if size is not None and "%" not in size:
-                parse_size(size, what=what, least_bytes=least_bytes)
-        for what, rate in rates.items():
-            for each in () if rate is None else rate.split(","):
-                parse_rate(each, what=what)
-    except BudgetError as error:
-        raise UsageError(str(error)) from error
-
-
-def _check_copying(arguments: Arguments) -> None:
-    """Raises UsageError for a host without a method for it, and the reverse."""
-    method = METHODS[arguments.method or "auto"]
-    if arguments.compare:
-        return
-    if arguments.host is not None and not method.takes_places:
-        copying = ", ".join(name for name, each in METHODS.items() if each.takes_places)
-        raise UsageError(
-            f"--host: method {arguments.method} copies nothing to the host; leave out --method, or "
-            f"name one of {copying}"
-        )
-    if arguments.host is None and method.needs_places:
-        raise UsageError(
-            f"--method {arguments.method} is for host memory and disks beside the device; give "
-            "--host 64GB, and --disk 500GB:/scratch --disk-rate 5GB/s,6GB/s for a disk behind it"
-        )
-
-
 def parser() -> argparse.ArgumentParser:
     """What parses the command line; `shtab solver.cli.parser` writes completion scripts from it."""
     command = Parser(
@@ -398,30 +313,3 @@ def _complete_files(action: argparse.Action) -> None:
 def help_text() -> str:
     """What `solve --help` prints, at 100 columns at most, without trailing blanks."""
     return "\n".join(line.rstrip() for line in parser().format_help().splitlines())
-
-
-def _check_outputs(arguments: Arguments) -> None:
-    """Reject files that cannot be written before minutes are spent on solving."""
-    option_of: dict[Path, str] = {}
-    for entry in dataclasses.fields(Arguments):
-        path = getattr(arguments, entry.name)
-        if not isinstance(path, Path):
-            continue
-        option = entry.metadata["flags"][0]
-        if "(.png, .svg)" in entry.metadata["help"] and path.suffix.lower() not in PLOT_SUFFIXES:
-            raise UsageError(f"{option} {path}: the name must end in .png or .svg")
-        if option == "--report" and path.suffix.lower() not in PAGE_SUFFIXES:
-            raise UsageError(f"{option} {path}: the name must end in .html")
-        try:
-            if path.is_dir():
-                raise UsageError(f"{option} {path}: is a directory; name a file in it")
-            if not path.parent.is_dir():
-                raise UsageError(f"{option} {path}: no such directory: {path.parent}")
-            # Files are written beside their place and renamed, so the directory must be writable.
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
-                pass
-        except OSError as error:
-            raise UsageError(f"{option} {path}: cannot be written ({error.strerror})") from error
-        other = option_of.setdefault(path.resolve(), option)
-        if other != option:
-            raise UsageError(f"{other} and {option} name the same file, {path}")

@@ -27,11 +27,12 @@ from graphs.files import FormatError
 from graphs.graph import Graph, GraphError
 from solver.analysis import SizeSearch, advise
 from solver.cli import explain, outputs
-from solver.cli.arguments import Arguments, UsageError, parse
+from solver.cli.arguments import Arguments, UsageError
 from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import LoadError, SizeError
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
+from solver.cli.reading_arguments import parse
 from solver.cli.watch import Watch, leave
 from solver.common import (
     OF_THE_COMMAND,

@@ -116,7 +116,9 @@ def test_a_method_that_refuses_the_graph_does_not_end_a_comparison(capsys, monke
         raise TooLargeError("364 ops are too many, at most 10")
 
     monkeypatch.setitem(METHODS, "none", Method(refuses))
-    monkeypatch.setattr(solver.cli.arguments, "METHODS", {"none": refuses, "sqrt": METHODS["sqrt"]})
+    monkeypatch.setattr(
+        solver.cli.arguments, "METHODS", {name: METHODS[name] for name in ("none", "sqrt")}
+    )
     assert main(["--budget", "4GB", "--compare", GPT2]) == 0
     assert "Refused by none: 364 ops are too many, at most 10" in capsys.readouterr().out
     code, line = failed(capsys, "--budget", "4GB", "--method", "none", GPT2)
@@ -386,7 +388,7 @@ import os, sys
 from solver.cli import command
 search = command.attempt
 command.attempt = lambda *given: (os.write(1, b"noise"), search(*given))[1]
-sys.exit(command.main())
+sys.exit(command.process())
 """
     done = subprocess.run(
         [sys.executable, "-c", noisy, "--budget", "4GB", "--method", "sqrt", "--json", GPT2],
