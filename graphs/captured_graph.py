@@ -27,8 +27,8 @@ from graphs.training_step import with_accumulation, with_device_bytes
 
 def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
     """With what eager mode did in the rehearsal."""
-    in_place = [*graph.meta.in_place, *rehearsed.in_place]
-    meta = replace(graph.meta, in_place=in_place, dropped=dict(rehearsed.dropped))
+    in_place = [*graph.meta.eager_overwrites, *rehearsed.in_place]
+    meta = replace(graph.meta, eager_overwrites=in_place, dropped=dict(rehearsed.dropped))
     return replace(graph, meta=meta)
 
 
@@ -61,7 +61,7 @@ def captured_graph(
             buffers=tensors_of["buffer"],
             inputs=tensors_of["input"],
             parameter_layout=_parameter_layout(model, captured, layout),
-            in_place=list(layout.in_place),
+            eager_overwrites=list(layout.in_place),
             gradient_sums=list(layout.sums),
             backward_functions=[nodes for nodes in layout.functions.values() if len(nodes) > 1],
             parameter_bytes=bytes_by_dtype(model),

@@ -70,7 +70,7 @@ def held_by_functions(
 
 def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
     """Tensor -> the one whose storage it is on in eager mode."""
-    in_place, sums = set(graph.meta.in_place), set(graph.meta.gradient_sums)
+    in_place, sums = set(graph.meta.eager_overwrites), set(graph.meta.gradient_sums)
     root = {tensor.name: graph.root(tensor.name) for tensor in graph.tensors}
     last_read = {name: at for at, node in enumerate(nodes) for name in node.inputs}
     kept = {root[name] for name in graph.outputs}

@@ -22,7 +22,8 @@ class GraphMeta:
     parameters, buffers: path in the module -> tensor of the graph.
     inputs: argument of forward ("x", "batch['labels']") -> tensor of the graph.
     parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).
-    in_place: nodes that overwrite their first input in eager mode.
+    eager_overwrites: nodes that overwrite their first input in eager mode; "in_place" in files.
+        Not what a rewrite lets overwrite: that is `Node.overwrites`.
     gradient_sums: nodes that sum the gradients of one tensor.
     backward_functions: the nodes of each autograd function that has several.
     dropped: tensor that such a function makes -> the last of its nodes during which eager mode
@@ -49,7 +50,7 @@ class GraphMeta:
     buffers: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     parameter_layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    in_place: Sequence[str] = ()
+    eager_overwrites: Sequence[str] = ()
     gradient_sums: Sequence[str] = ()
     backward_functions: Sequence[Sequence[str]] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -97,11 +98,12 @@ class GraphMeta:
         """Read the `meta` object of a graph file: known keys of the right type become fields."""
         known = {k: v for k, v in values.items() if k in _TYPES and _is_a(v, _TYPES[k])}
         extra = {key: value for key, value in values.items() if key not in known}
-        return cls(**known, extra=extra, key_order=tuple(values))
+        fields = {_FIELD_OF.get(key, key): value for key, value in known.items()}
+        return cls(**fields, extra=extra, key_order=tuple(values))
 
     def to_json(self) -> dict[str, Any]:
         """The object that `from_json` was given, with what has changed since."""
-        values = {key: getattr(self, key) for key in _TYPES}
+        values = {key: getattr(self, _FIELD_OF.get(key, key)) for key in _TYPES}
         changed = {key: value for key, value in values.items() if value}
         return {key: values.get(key) for key in self.key_order} | dict(self.extra) | changed
 
@@ -152,8 +154,12 @@ _READS_VALUES = (
     "step fails: solve with a padded batch too to see its minimum budget."
 )
 
+_FIELD_OF = {"in_place": "eager_overwrites"}
+"""Key of a file -> the field, where the names differ."""
+_KEY_OF = {field: key for key, field in _FIELD_OF.items()}
+
 _TYPES = {
-    name: kind
+    _KEY_OF.get(name, name): kind
     for name, kind in get_type_hints(GraphMeta).items()
     if name not in ("extra", "key_order")
 }

@@ -24,7 +24,7 @@ from solver.schedule import Compute, Free, Schedule
 
 def in_place(graph: Graph) -> Graph:
     """The graph with the outputs of operators in place on the storage that they overwrite."""
-    overwritten = set(graph.meta.in_place)
+    overwritten = set(graph.meta.eager_overwrites)
     roots = {t.name: t.alias_of or t.name for t in graph.tensors}
     for node in graph.forward_nodes:
         if node.name in overwritten:

@@ -31,7 +31,9 @@ class EagerStep:
     @classmethod
     def of(cls, graph: Graph) -> EagerStep:
         """Cost: linear in the size of the graph."""
-        in_place = frozenset(graph.meta.in_place).intersection(n.name for n in graph.forward_nodes)
+        in_place = frozenset(graph.meta.eager_overwrites).intersection(
+            n.name for n in graph.forward_nodes
+        )
         later = {node.name for node in graph.later_nodes}
         function_of: dict[str, tuple[str, ...]] = {}
         for each in graph.meta.backward_functions:

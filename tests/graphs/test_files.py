@@ -356,7 +356,7 @@ def test_the_metadata_of_a_file_is_written_back_unchanged():
     graph = Graph.from_json(value)
     assert graph.meta.costs == "by hand"
     assert graph.meta.environment == {}
-    assert graph.meta.in_place == ()
+    assert graph.meta.eager_overwrites == ()
     assert graph.meta.extra == {"mine": meta["mine"], "environment": 5, "in_place": ["a", 1]}
     assert json.dumps(graph.to_json()["meta"]) == json.dumps(meta)
     assert graph.meta.with_environment(loss="outside").to_json() == {
