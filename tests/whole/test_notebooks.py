@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 from tests.support.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-N_IMAGES = {"methods": 7, "pareto": 1, "quickstart": 1, "rewrites": 1}
+N_IMAGES = {"methods": 7, "offload": 1, "pareto": 1, "quickstart": 1, "rewrites": 1}
 CELL_LIMIT_S = 300
 
 
