@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphs.graph import Graph, GraphError
+from graphs.synthetic.nets import chain
 from solver.bound import bounded, halves, of_step, span_graph, whole_span
+from solver.cli.command import Exit, main
 from solver.common import OutOfTimeError
 from solver.methods import METHODS, Proposal, find_obstacle
 from solver.methods.in_flight import in_flight
-from solver.schedule import Compute, Free, Schedule, baseline, simulate
+from solver.schedule import Compute, Free, Schedule, Solution, baseline, simulate
 from tests.support.brute_force import Truth
 from tests.support.brute_force_in_flight import fastest_in_flight
 from tests.support.builders import make, op, plan
@@ -168,3 +172,69 @@ def test_a_span_graph_is_the_step_of_one_micro_batch() -> None:
         schedule = baseline(alone)
         assert simulate(alone, schedule).peak_bytes <= peak_bytes
         assert simulate(graph, of_step(graph, schedule)).peak_bytes <= peak_bytes
+
+
+@pytest.mark.parametrize("ended_by", ["now_s", "interrupted"])
+@pytest.mark.parametrize("seed", [506, 537])  # where a span that got lost would show
+def test_wherever_the_clock_or_ctrl_c_ends_the_search_its_bound_holds(
+    monkeypatch: pytest.MonkeyPatch, seed: int, ended_by: str
+) -> None:
+    """The clock counts how often it is looked at; so does the look whether Ctrl-C was pressed."""
+    graph, n_looked, n_looks = small(seed), 0, 0
+
+    def looked() -> float | bool:
+        nonlocal n_looked
+        n_looked += 1
+        return n_looked if ended_by == "now_s" else n_looked > n_looks
+
+    for budget_bytes in budgets(graph):
+        truth = fastest_in_flight(graph, budget_bytes=budget_bytes)
+        for n_looks in range(24):
+            limit_s = n_looks + 0.5 if ended_by == "now_s" else 600.0
+            with monkeypatch.context() as patched:
+                patched.setattr(f"solver.common.deadline.{ended_by}", looked)
+                n_looked = 0
+                found = METHODS["ilp"](
+                    graph, budget_bytes=budget_bytes, time_limit_s=limit_s, seed=0
+                )
+            assert found.lower_bound_s <= truth.time_s + 1e-9
+            if found.schedule is not None:
+                assert simulate(graph, found.schedule).peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("method", ["auto", "ilp", "sqrt"])
+def test_the_command_plans_several_micro_batches(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = dataclasses.replace(chain(n_blocks=4), n_in_flight=3)
+    path, written = tmp_path / "graph.json", tmp_path / "s.json"
+    graph.save(path)
+    budget_bytes = simulate(graph, baseline(graph)).peak_bytes * 9 // 10
+    options = ["--budget", str(budget_bytes), "--method", method, str(path)]
+    assert main([*options, "-o", str(written)]) == Exit.SOLVED
+    assert "for backward per micro-batch in flight" in " ".join(capsys.readouterr().out.split())
+    found = Solution.load(written, graph=graph)
+    assert found.simulation == simulate(graph, found.schedule)
+    assert found.simulation.peak_bytes <= budget_bytes
+    assert main([*options, "--json"]) == Exit.SOLVED
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["exit_code"] == 0
+
+
+def test_the_command_copies_nothing_of_several_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataclasses.replace(chain(n_blocks=4), n_in_flight=3).save(tmp_path / "graph.json")
+    options = ["--budget", "1GB", "--host", "1GB", "--host-link", "1GB/s"]
+    assert main([*options, str(tmp_path / "graph.json")]) == Exit.USAGE
+    assert "in flight" in capsys.readouterr().err
+
+
+def test_the_command_says_what_several_micro_batches_need_at_least(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = dataclasses.replace(chain(n_blocks=4), n_in_flight=3)
+    graph.save(tmp_path / "graph.json")
+    options = ["--budget", f"{graph.resident_bytes + 1}B", str(tmp_path / "graph.json")]
+    assert main(options) == Exit.INFEASIBLE
+    assert "minimum budget" in capsys.readouterr().err
