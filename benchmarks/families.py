@@ -35,7 +35,7 @@ from torch import nn
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from benchmarks.matrix import CLOSE_SHARE, changes, footprint
+from benchmarks.matrix import CLOSE_BYTES, CLOSE_SHARE, changes, footprint
 from benchmarks.same_bits import RATE, trained
 from benchmarks.step_styles import STYLES, Seen, Training
 from benchmarks.zoo import LOSS_INSIDE
@@ -138,7 +138,7 @@ def faults(row: Row) -> list[str]:
     measured, predicted = row["measured_peak_bytes"], row["predicted_peak_bytes"]
     if measured > row["budget_bytes"]:
         found.append(f"peak {measured} bytes above the budget of {row['budget_bytes']}")
-    if abs(measured - predicted) > CLOSE_SHARE * predicted:
+    if abs(measured - predicted) > max(CLOSE_SHARE * predicted, CLOSE_BYTES):
         found.append(f"peak {measured} bytes, predicted {predicted}")
     return found
 
