@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from scheduler_runtime import PlanMismatchError, apply
 from solver import solve
 from solver.cli import main
 from solver.target_device import find_target
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not can_trace_absent(),
@@ -74,6 +77,41 @@ def test_apply_on_the_cpu_refuses_a_plan_for_cuda_or_plans_anew():
     apply(again, solution, on_mismatch="replan")
     again(batch).backward()
     assert again.weight.grad is not None
+
+
+AFTER_A_TRACE = """
+import os
+import torch
+from torch import nn
+from graphs.costs import Roofline
+from graphs.hardware import named
+from graphs.trace import trace
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+def step():
+    Net(8, 8)(torch.randn(4, 8)).backward()
+
+trace(Net(8, 8), torch.randn(4, 8), device="cuda", costs=Roofline(named("h100")))
+step()
+child = os.fork()
+if child == 0:
+    try:
+        step()
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_traced_for_a_card_can_be_forked_and_train():
+    """Autograd has started no thread for a device."""
+    done = subprocess.run([sys.executable, "-c", AFTER_A_TRACE], cwd=ROOT, timeout=300)
+    assert done.returncode == 0
 
 
 def planned(tmp_path, *options: str) -> dict:

@@ -5,6 +5,10 @@ PyTorch has a guard that does nothing for this purpose, and puts it in place of 
 is one and it finds no device (`ensureCUDADeviceGuardSet` in
 c10/core/impl/DeviceGuardImplInterface.cpp). A build without CUDA has none to be replaced. So there
 one is registered for a moment whose every method returns 0, also the number of devices.
+
+The guard stays, and says that there is one device. Autograd's engine starts a thread for each
+device at the first backward pass of a process, and with threads a process cannot be forked and run
+backward passes. So one runs before there is a guard.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ def has_device_guard() -> bool:
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure is None:
         return False
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), requires_grad=True).square().backward()
     if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         ensure()
         return True
