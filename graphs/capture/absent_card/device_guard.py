@@ -34,7 +34,7 @@ def has_device_guard() -> bool:
     if ensure is None:
         return False
     with torch.inference_mode(False), torch.enable_grad():
-        torch.ones((), requires_grad=True).square().backward()
+        torch.ones((), requires_grad=True).square().backward()  # type: ignore[no-untyped-call]
     if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         ensure()
         return True
