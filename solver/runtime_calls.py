@@ -134,14 +134,32 @@ class Verification:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Sentences on measured peaks that are not the predicted ones."""
-        with_plan = self.measured_peak_bytes, self.predicted_peak_bytes
-        without = self.baseline_measured_peak_bytes, self.baseline_predicted_peak_bytes
-        runs = (("with the plan", *with_plan), ("without the plan", *without))
         return tuple(
             f"{name} the measured peak is {format_size(measured)}, "
             f"{format_percent(abs(measured / (predicted or 1) - 1))} "
             f"{'above' if measured > predicted else 'below'} the predicted "
             f"{format_size(predicted)}"
+            for name, measured, predicted in self._unpredicted
+        )
+
+    @property
+    def has_peak_above(self) -> bool:
+        """Whether a measured peak is notably above the predicted one."""
+        return any(measured > predicted for _, measured, predicted in self._unpredicted)
+
+    @property
+    def has_peak_below(self) -> bool:
+        """Whether a measured peak is notably below the predicted one."""
+        return any(measured < predicted for _, measured, predicted in self._unpredicted)
+
+    @property
+    def _unpredicted(self) -> tuple[tuple[str, int, int], ...]:
+        """Of runs whose measured peak is not the predicted one: what ran, and both in bytes."""
+        with_plan = self.measured_peak_bytes, self.predicted_peak_bytes
+        without = self.baseline_measured_peak_bytes, self.baseline_predicted_peak_bytes
+        runs = (("with the plan", *with_plan), ("without the plan", *without))
+        return tuple(
+            (name, measured, predicted)
             for name, measured, predicted in runs
             if abs(measured - predicted) > max(NOTABLE_SHARE * predicted, MEASURED_WITHIN_BYTES)
         )

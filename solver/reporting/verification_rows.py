@@ -8,9 +8,13 @@ from solver.common import counted, format_both, format_share, format_size, forma
 from solver.reporting.rows import N_SHOWN, Row, Table
 from solver.runtime_calls import Verification
 
-_WHY_OTHER_PEAK = (
-    "likely workspace of kernels that the costs do not know (--costs measured), or tensors that "
-    "forward allocates at its first call, keeps outside of the step or holds in variables"
+_WHY_ABOVE = (
+    "above: likely workspace of kernels that the costs do not know (--costs measured), or tensors "
+    "that forward allocates at its first call, keeps outside of the step or holds in variables"
+)
+_WHY_BELOW = (
+    "below: likely code that writes into parts of tensors or drops them early where the trace has "
+    "tensors of their own, or workspace that kernels of this machine do not take"
 )
 
 
@@ -47,8 +51,10 @@ def verification_rows(found: Verification) -> Iterator[Row]:
         yield "allocator", text
     for line in found.warnings:
         yield "WARNING", line
-    if found.warnings:
-        yield "", _WHY_OTHER_PEAK
+    if found.has_peak_above:
+        yield "", _WHY_ABOVE
+    if found.has_peak_below:
+        yield "", _WHY_BELOW
     if not found.differences:
         gradients = counted(found.n_gradients, "gradient")
         if found.results == "bitwise":

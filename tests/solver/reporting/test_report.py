@@ -390,10 +390,14 @@ def test_measured_peaks_that_are_not_the_predicted_ones_are_warnings(planned):
     found = dataclasses.replace(close, measured_peak_bytes=3_720_000_000)
     text = " ".join(shown(report_of(planned, verification=found)).split())
     above = "with the plan the measured peak is 3.72 GB, 20.00 % above the predicted 3.10 GB"
-    assert f"WARNING {above} likely workspace" in text
+    assert f"WARNING {above} above: likely workspace" in text
+    assert "below: likely" not in text
     found = dataclasses.replace(found, baseline_measured_peak_bytes=4_160_000_000)
     below = "without the plan the measured peak is 4.16 GB, 20.00 % below the predicted 5.20 GB"
     assert found.warnings == (above, below)
+    text = " ".join(shown(report_of(planned, verification=found)).split())
+    assert "above: likely workspace" in text
+    assert "below: likely code" in text
     assert to_json(report_of(planned, verification=found))["verification"]["warnings"] == [
         above,
         below,
