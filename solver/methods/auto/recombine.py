@@ -11,7 +11,7 @@ rows: where the simulator sees an overflow, the position gets an allowance and t
 again.
 
 The first menu is what the best schedule recomputes and what the one next to it does; the next ones
-are GROWTH times as long each, until all are on it or nothing better was found. A short program is
+are GROWTH times as long each, until all are on it. A short program is
 solved to its end, and what it finds is where the next begins: on DenseNet-121 at 10 % the whole
 menu alone, which stops at a count of nodes, gave 26.7 % in twice the time of the two first, which
 give 26.5.
@@ -53,21 +53,17 @@ Menu = frozenset[tuple[int, int]]
 def recombine(search: Search, *, base: int) -> None:
     """Offer the best schedules from longer and longer menus; base: the position that binds.
 
-    Ends where the next is too long for a program that can be solved, or where one that is GROWTH
-    times as long as what the best schedule recomputes had nothing better.
+    Ends where the next is too long for a program that can be solved.
     """
     left, length = list(search.menus), 0
     while not search.close:
-        best, before = _recomputed(search), search.best_share
+        best = _recomputed(search)
         left = [each for each in left if not each <= best]
         menu = _next_menu(best, left, least_length=GROWTH * length)
         if not left or len(menu) > MAX_MENU:
             return
         left, length = [each for each in left if not each <= menu], len(menu)
         _offer_best(search, menu, base)
-        nothing_better = search.best is not None and search.best_share >= before
-        if nothing_better and length >= GROWTH * len(best):
-            return
 
 
 def _recomputed(search: Search) -> Menu:
