@@ -74,10 +74,10 @@ def _summary_row(title: str, found: Row) -> list[object]:
     shown = [share for share in SHOWN_SHARES if share in rows]
     plans = {s: " → ".join(_with_gap(rows[s][way]) for way in ways) for s in shown}
     least = (found["least"][way]["reached_bytes"] for way in ways)
-    seconds = [rows[share][ways[-1]]["seconds"] for share in shown]
-    half = rows[0.5]["others"]
+    seconds = [rows[share][ways[-1]]["seconds"] for share in shown or rows]
+    half = rows[0.5]["others"] if 0.5 in rows else {}  # a part of the shares was measured
     torch = [half[name] for name in half if name.startswith("torch") and half[name] is not None]
-    others = [*(half[name] for name in ("every_block", "sqrt", "dp")), min(torch, default=None)]
+    others = [*(half.get(name) for name in ("every_block", "sqrt", "dp")), min(torch, default=None)]
     return [
         title,
         found["n_nodes"],

@@ -89,6 +89,8 @@ def test_plans_with_rewrites_stand_beside_those_without_and_earlier_ones() -> No
     again["rows"][0]["bitwise"]["overhead"] = again["rows"][0]["none"]["overhead"] + 0.001
     report = {"circumstances": harness.circumstances(5.0), "graphs": {"net": again}}
     assert "Worse with rewrites: 1 of 1: net at 0.3" in plan_quality_tables.markdown(report)
+    report["graphs"] = {"gpt2": again}  # in the table, with a part of its shares
+    assert f"| {chr(0x2013)} | {chr(0x2013)} |" in plan_quality_tables.markdown(report)
 
 
 @pytest.mark.slow
