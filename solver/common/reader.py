@@ -8,12 +8,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Reader:
     """saves: writes the schedule. in_16_bits: plans with mixed precision, as a request. longer: how
-    to give a search more time. last_bits: lets rewrites change last bits."""
+    to give a search more time. last_bits: lets rewrites change last bits. measured: plans with the
+    workspace that operators take on this device."""
 
     saves: str
     in_16_bits: str
     longer: str
     last_bits: str
+    measured: str
 
 
 OF_THE_COMMAND = Reader(
@@ -21,10 +23,12 @@ OF_THE_COMMAND = Reader(
     in_16_bits="plan with --autocast bf16",
     longer="extend it with --time-limit",
     last_bits="--rewrites allclose",
+    measured="--costs measured",
 )
 IN_PYTHON = Reader(
     saves='solution.save("schedule.json")',
     in_16_bits="call solve under torch.autocast with bfloat16, as training will run",
     longer="extend it with time_limit_s=",
     last_bits='rewrites="allclose"',
+    measured='costs="measured"',
 )

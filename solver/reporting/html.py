@@ -101,7 +101,7 @@ def _sections(report: Report, command: str) -> Iterator[str]:
             "Verification",
             _status("passed" if found.passed else "FAILED"),
             _table(verification_rows.verification_table(found)),
-            _list(verification_rows.verification_rows(found)),
+            _list(verification_rows.verification_rows(found, reader=report.reader)),
         )
     notes = [f"Refused by {method}: {reason}" for method, reason in report.refused]
     notes += report.notes

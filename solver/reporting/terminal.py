@@ -98,7 +98,7 @@ def _verification(report: Report, console: Console) -> Iterator[RenderableType]:
         style = "bold green" if found.passed else FAILED
         yield heading("Verification", "passed" if found.passed else "FAILED", style)
         yield _table(verification_rows.verification_table(found), console)
-        yield pairs(verification_rows.verification_rows(found))
+        yield pairs(verification_rows.verification_rows(found, reader=report.reader))
     if report.verify_error:
         yield heading("Verification", "FAILED", FAILED)
         yield pairs([("reason", report.verify_error)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.common import counted, format_both, format_share, format_size, format_time
+from solver.common import Reader, counted, format_both, format_share, format_size, format_time
 from solver.reporting.rows import N_SHOWN, Row, Table
 from solver.runtime_calls import Verification
 
 _WHY_ABOVE = (
-    "above: likely workspace of kernels that the costs do not know (--costs measured), or tensors "
-    "that forward allocates at its first call, keeps outside of the step or holds in variables"
+    "above: likely workspace of kernels that the costs do not know ({measured}), or tensors that "
+    "forward allocates at its first call, keeps outside of the step or holds in variables"
 )
 _WHY_BELOW = (
     "below: likely code that writes into parts of tensors or drops them early where the trace has "
@@ -27,7 +27,7 @@ def verification_table(found: Verification) -> Table:
     return Table(heads, (("peak", *peaks), ("step time", *times)))
 
 
-def verification_rows(found: Verification) -> Iterator[Row]:
+def verification_rows(found: Verification, *, reader: Reader) -> Iterator[Row]:
     """The device, the memory, and whether the results are what the plan promises."""
     yield "device", found.device
     steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
@@ -52,7 +52,7 @@ def verification_rows(found: Verification) -> Iterator[Row]:
     for line in found.warnings:
         yield "WARNING", line
     if found.has_peak_above:
-        yield "", _WHY_ABOVE
+        yield "", _WHY_ABOVE.format(measured=reader.measured)
     if found.has_peak_below:
         yield "", _WHY_BELOW
     if not found.differences:

@@ -326,7 +326,7 @@ def test_the_measured_overhead_has_its_range():
     found = dataclasses.replace(verified(), overheads=overheads)
     assert found.overhead == 0.25
     assert "+25.00 % (+12.50 % to +50.00 % in 3 rounds) measured, +11.11 % predicted" in repr(found)
-    rows = dict(verification_rows(found))
+    rows = dict(verification_rows(found, reader=IN_PYTHON))
     assert rows["overhead"].startswith("+25.00 % (+12.50 % to +50.00 % in 3 rounds) measured")
     assert "rounds" not in repr(verified())
 
@@ -392,6 +392,10 @@ def test_measured_peaks_that_are_not_the_predicted_ones_are_warnings(planned):
     above = "with the plan the measured peak is 3.72 GB, 20.00 % above the predicted 3.10 GB"
     assert f"WARNING {above} above: likely workspace" in text
     assert "below: likely" not in text
+    assert "(--costs measured)" in text
+    in_python = " ".join(shown(report_of(planned, verification=found, reader=IN_PYTHON)).split())
+    assert '(costs="measured")' in in_python
+    assert "--costs" not in in_python
     found = dataclasses.replace(found, baseline_measured_peak_bytes=4_160_000_000)
     below = "without the plan the measured peak is 4.16 GB, 20.00 % below the predicted 5.20 GB"
     assert found.warnings == (above, below)
