@@ -15,6 +15,7 @@ from solver.common import (
     parse_rate,
     parse_size,
     reject_missing_unit,
+    reject_share,
 )
 from solver.schedule import Link, Place, Places
 
@@ -172,8 +173,7 @@ def host_beside(
                 "may use (--host 64GB, or in Python host_budget='64GB')"
             )
         return None
-    if "%" in str(budget):
-        raise BudgetError(f"invalid host budget {budget!r}: write 64GB or a number of bytes")
+    reject_share(budget, what="host budget")
     capacity_bytes = parse_size(budget, what="host budget")
     reject_missing_unit(budget, resident_bytes=resident_bytes, what="host budget")
     copies = None if hardware is None else hardware.host_copies

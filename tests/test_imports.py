@@ -116,6 +116,8 @@ def test_a_usage_error_imports_nothing_slow():
         ("--budget", "-3GB"),
         ("--budget", "1GB", "--reserve", "x"),
         ("--budget", "1GB", "--host", "12Q"),
+        ("--budget", "1GB", "--host", "50%"),
+        ("--budget", "1GB", "--host", "8GB", "--disk", "50%:/scratch"),
         ("--budget", "1GB", "--host", "8GB", "--host-link", "5Gb/s"),
         ("--budget", "1GB", "--host", "8GB", "--disk", "50QB:/scratch"),
         ("--budget", "1GB", "--host", "8GB", "--disk", "50GB:/scratch", "--disk-rate", "1"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from solver.cli.arguments import Arguments, UsageError, parser
-from solver.common import BudgetError, parse_rate, parse_size
+from solver.common import BudgetError, parse_rate, parse_size, reject_share
 from solver.methods import METHODS
 
 PLOT_SUFFIXES = (".png", ".svg")
@@ -58,19 +58,19 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _check_sizes(arguments: Arguments) -> None:
-    """Refuse what is no size or rate before PyTorch is loaded; shares wait for the device."""
+    """Refuse what is no size or rate before PyTorch is loaded; shares of the device wait for it."""
     directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
-    sizes = {
-        "--budget": (arguments.budget, "budget", 1),
-        "--reserve": (arguments.reserve, "reserve", 0),
-        "--host": (arguments.host, "host budget", 1),
-        "--disk": (directory_apart, "disk budget", 1),
-    }
+    of_device = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
+    beside_it = ((arguments.host, "host budget"), (directory_apart, "disk budget"))
     rates = {"host link": arguments.host_link, "disk rate": arguments.disk_rate}
     try:
-        for size, what, least_bytes in sizes.values():
+        for size, what, least_bytes in of_device:
             if size is not None and "%" not in size:
                 parse_size(size, what=what, least_bytes=least_bytes)
+        for size, what in beside_it:
+            if size is not None:
+                reject_share(size, what=what)
+                parse_size(size, what=what)
         for what, rate in rates.items():
             for each in () if rate is None else rate.split(","):
                 parse_rate(each, what=what)

@@ -25,5 +25,6 @@ from solver.common.sizes import (
     parse_rate,
     parse_size,
     reject_missing_unit,
+    reject_share,
 )
 from solver.common.what_runs import tell, telling, telling_in_lines, untold

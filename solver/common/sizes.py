@@ -181,6 +181,15 @@ def reject_missing_unit(text: object, *, resident_bytes: int, what: str = "budge
         )
 
 
+def reject_share(text: object, *, what: str) -> None:
+    """Raise BudgetError for "50%": how much host memory or disk a plan may share is not known.
+
+    `what` names the budget in the message.
+    """
+    if "%" in str(text):
+        raise BudgetError(f"invalid {what} {text!r}: write 64GB or a number of bytes")
+
+
 _DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from solver.common import BudgetError, parse_rate, parse_size, reject_missing_unit
+from solver.common import BudgetError, parse_rate, parse_size, reject_missing_unit, reject_share
 from solver.schedule import Link, Place, Places
 
 Rate: TypeAlias = str | int | float
@@ -45,8 +45,7 @@ def disk_behind(
             "goes; give some (--host 8GB, or in Python host_budget='8GB')"
         )
     size, _, directory = str(budget).partition(":")
-    if "%" in size:
-        raise BudgetError(f"invalid disk budget {budget!r}: write 500GB or a number of bytes")
+    reject_share(size, what="disk budget")
     capacity_bytes = parse_size(size if isinstance(budget, str) else budget, what="disk budget")
     reject_missing_unit(size, resident_bytes=resident_bytes, what="disk budget")
     if rate is None:

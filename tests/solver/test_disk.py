@@ -42,7 +42,7 @@ def test_sizes_and_rates_as_people_write_them(tmp_path: Path) -> None:
         (HOST, None, "5GB/s", "a rate of the disk is given .* but no disk"),
         (None, "500GB:/tmp", "5GB/s", "no host memory, through which every copy to it goes"),
         (HOST, "500GB:/tmp", None, "the disk's rates are unknown; measure them"),
-        (HOST, "50%:/tmp", "5GB/s", "invalid disk budget '50%:/tmp': write 500GB"),
+        (HOST, "50%:/tmp", "5GB/s", "invalid disk budget '50%': write 64GB"),
         (HOST, "much:/tmp", "5GB/s", "invalid disk budget 'much'"),
         (HOST, "0GB", "5GB/s", "invalid disk budget '0GB': must be above zero"),
         (HOST, "500:/tmp", "5GB/s", "invalid disk budget '500': 500 bytes"),
