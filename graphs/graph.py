@@ -97,6 +97,13 @@ class Graph:
         return tuple(node for node in self.nodes if node.phase != "forward")
 
     @cached_property
+    def n_before_optimizer(self) -> int:
+        """The nodes before the optimizer's first one, in whose step no other micro-batch is in
+        flight any more; without an optimizer all nodes."""
+        late = (index for index, node in enumerate(self.nodes) if node.phase == "optimizer")
+        return next(late, len(self.nodes))
+
+    @cached_property
     def resident(self) -> tuple[Tensor, ...]:
         """Tensors that no node outputs: live for the whole step (their aliases too)."""
         return tuple(tensor for tensor in self.tensors if tensor.name not in self.producer)

@@ -67,9 +67,8 @@ def least_in_flight_bytes(folded: StorageGraph) -> Bytes:
     """By position: bytes that any schedule has on the device while p runs, others included."""
     graph = folded.graph
     least_saved_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
-    optimizer = [node.phase == "optimizer" for node in graph.nodes]
     others_bytes = np.full(folded.n_nodes + 1, (graph.n_in_flight - 1) * least_saved_bytes)
-    others_bytes[folded.n_nodes if not any(optimizer) else optimizer.index(True) :] = 0
+    others_bytes[graph.n_before_optimizer :] = 0
     least: Bytes = folded.least_bytes + others_bytes
     return least
 

@@ -30,6 +30,7 @@ from solver.schedule import (
     Stay,
     baseline,
     memory_at,
+    n_before_optimizer,
     name_in,
     stays,
     word_for,
@@ -111,19 +112,15 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
         yield Allocation(graph.tensor_by_name[stay.storage].size_bytes, stay.start, stop, frames)
     if graph.n_in_flight > 1 and schedule.ops:
         others_bytes = memory_at(graph, schedule, 0)[OTHERS]
-        yield Allocation(others_bytes, 0, _optimizer_at(graph, schedule), (("step", 0, OTHERS),))
+        stop = n_before_optimizer(graph, schedule)
+        yield Allocation(
+            others_bytes, 0, stop if stop < len(schedule.ops) else None, (("step", 0, OTHERS),)
+        )
     for position, op in enumerate(schedule.ops):
         if isinstance(op, Compute):
             frames = _frames(graph, schedule, position, "workspace")
             workspace_bytes = graph.node_by_name[op.node].workspace_bytes
             yield Allocation(workspace_bytes, position, position + 1, frames)
-
-
-def _optimizer_at(graph: Graph, schedule: Schedule) -> int | None:
-    """The position of the optimizer's first op, before which the other micro-batches end."""
-    optimizer = {node.name for node in graph.nodes if node.phase == "optimizer"}
-    ops = enumerate(schedule.ops)
-    return next((i for i, op in ops if isinstance(op, Compute) and op.node in optimizer), None)
 
 
 def _whole_stays(graph: Graph, schedule: Schedule) -> list[Stay]:

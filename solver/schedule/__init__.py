@@ -30,6 +30,7 @@ from solver.schedule.ops import (
     Spill,
     Store,
     free_after_last_use,
+    n_before_optimizer,
     name_in,
     needs,
     word_for,

@@ -14,7 +14,17 @@ from typing import TypeVar
 
 from graphs.graph import Graph, Node, Tensor
 from solver.schedule.host_and_disk import Places
-from solver.schedule.ops import Compute, Delete, Drop, Load, Schedule, Spill, Store, name_in
+from solver.schedule.ops import (
+    Compute,
+    Delete,
+    Drop,
+    Load,
+    Schedule,
+    Spill,
+    Store,
+    n_before_optimizer,
+    name_in,
+)
 from solver.schedule.simulator import Simulation, Stay, starts_s, stays
 
 CATEGORY_OF_KIND: Mapping[str, str] = {
@@ -46,7 +56,8 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
     for tensor in _storages_at(graph, schedule, position):
         parts[_category(graph, tensor)] += tensor.size_bytes
     if graph.n_in_flight > 1:
-        parts[OTHERS] = _others_bytes(graph, schedule, position)
+        is_held = position is not None and position < n_before_optimizer(graph, schedule)
+        parts[OTHERS] = _others_bytes(graph, schedule) if is_held else 0
     return parts
 
 
@@ -83,12 +94,8 @@ def _category(graph: Graph, tensor: Tensor) -> str:
     return "workspace" if beside else CATEGORY_OF_KIND[tensor.kind]
 
 
-def _others_bytes(graph: Graph, schedule: Schedule, position: int | None) -> int:
-    """What the other micro-batches hold during the op at `position`."""
-    optimizer = {node.name for node in graph.nodes if node.phase == "optimizer"}
-    before = () if position is None else schedule.ops[: position + 1]
-    if position is None or any(isinstance(op, Compute) and op.node in optimizer for op in before):
-        return 0
+def _others_bytes(graph: Graph, schedule: Schedule) -> int:
+    """What the other micro-batches hold before the optimizer's step."""
     sizes = (graph.tensor_by_name[name].size_bytes for name in saved_for_backward(graph, schedule))
     return (graph.n_in_flight - 1) * sum(sizes)
 
@@ -174,10 +181,10 @@ def occupancy(graph: Graph, schedule: Schedule, *, places: Places | None = None)
     layers |= live_bytes_by(graph, schedule, lambda stay: str(stay.layer))
     layers["resident"] = (graph.resident_bytes,) * len(nodes)
     if graph.n_in_flight > 1:
-        n_before = next((i for i, n in enumerate(nodes) if n.phase == "optimizer"), len(nodes))
-        first = next((i for i, op in enumerate(schedule.ops) if isinstance(op, Compute)), None)
-        others_bytes = _others_bytes(graph, schedule, first)
-        layers[OTHERS] = tuple(others_bytes * (i < n_before) for i in range(len(nodes)))
+        before = schedule.ops[: n_before_optimizer(graph, schedule)]
+        n_before = sum(isinstance(op, Compute) for op in before)
+        held = (_others_bytes(graph, schedule),) * n_before
+        layers[OTHERS] = held + (0,) * (len(nodes) - n_before)
     layers["workspace"] = tuple(node.workspace_bytes for node in nodes)
     return Occupancy(nodes, starts_s(graph, schedule, places=places), layers)
 

@@ -185,6 +185,14 @@ def free_after_last_use(
     return Schedule(ops=tuple(ops), graph_id=graph.graph_id)
 
 
+def n_before_optimizer(graph: Graph, schedule: Schedule) -> int:
+    """The ops of a legal schedule before the optimizer's first one, up to which the other
+    micro-batches in flight hold what they have saved; without an optimizer all ops."""
+    if graph.n_before_optimizer == len(graph.nodes):
+        return len(schedule.ops)
+    return schedule.ops.index(Compute(graph.nodes[graph.n_before_optimizer].name))
+
+
 def needs(graph: Graph, node: Node) -> tuple[str, ...]:
     """What must be live for the node to run: its inputs, and what it makes a view of.
 

@@ -50,6 +50,7 @@ from solver.schedule.ops import (
     Op,
     Schedule,
     Store,
+    n_before_optimizer,
     needs,
     word_for,
 )
@@ -71,7 +72,7 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
         compare `host_peak_bytes` and `disk_peak_bytes`.
     """
     device = _run(graph, schedule, places=places)
-    live_bytes = device.live_bytes_in_flight()
+    live_bytes = device.live_bytes_in_flight(schedule)
     peak_bytes = max(live_bytes, default=graph.resident_bytes)
     streams, compute_s = device.streams, math.fsum(device.times_s)
     time_s = compute_s if streams is None else streams.end_s(compute_s)
@@ -162,7 +163,6 @@ class _Device:
         self.bytes = graph.resident_bytes
         self.live_bytes: list[int] = []  # during each op so far, for this micro-batch
         self._saved_bytes: int | None = None  # once the forward pass has ended
-        self._n_before_optimizer: int | None = None  # ops
         self.times_s: list[float] = []
         self.n_recomputed = 0
         self._live = {tensor.name for tensor in graph.resident}
@@ -185,8 +185,6 @@ class _Device:
         self._check_tensors(node)
         if self._saved_bytes is None and len(self._ran) >= len(self.graph.forward_nodes):
             self._saved_bytes = self.bytes - self.graph.resident_bytes
-        if self._n_before_optimizer is None and node.phase == "optimizer":
-            self._n_before_optimizer = len(self.live_bytes)
         return self._compute(node)
 
     @property
@@ -196,14 +194,14 @@ class _Device:
             return self.bytes - self.graph.resident_bytes
         return self._saved_bytes
 
-    def live_bytes_in_flight(self) -> list[int]:
-        """`live_bytes` with what the other micro-batches hold."""
+    def live_bytes_in_flight(self, schedule: Schedule) -> list[int]:
+        """`live_bytes` of the schedule that has run, with what the other micro-batches hold."""
         others_bytes = (self.graph.n_in_flight - 1) * self.saved_bytes
-        before = len(self.live_bytes)
-        if self._n_before_optimizer is not None:
-            before = self._n_before_optimizer
+        if not others_bytes:
+            return self.live_bytes
+        before = n_before_optimizer(self.graph, schedule)
         held = (live_bytes + others_bytes for live_bytes in self.live_bytes[:before])
-        return [*held, *self.live_bytes[before:]] if others_bytes else self.live_bytes
+        return [*held, *self.live_bytes[before:]]
 
     def _illegal(self, reason: str) -> IllegalScheduleError:
         return IllegalScheduleError(len(self.live_bytes), reason)
