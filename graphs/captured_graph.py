@@ -22,7 +22,7 @@ from graphs.costs import NodeCosts
 from graphs.graph import Graph
 from graphs.meta import GraphMeta
 from graphs.rewrites import Variant
-from graphs.training_step import with_accumulation, with_device_bytes
+from graphs.training_step import accumulation, with_accumulation, with_device_bytes
 
 
 def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
@@ -85,12 +85,13 @@ def captured_graph(
             },
         ),
     )
-    if gradients != "fresh":
-        added = {
-            new: layout.storage[leaf]
-            for leaf, new in layout.gradients.items()
-            if gradients == "accumulate" or captured.sources[leaf].kind != "input"
-        }
+    existing = accumulation(gradients)
+    added = {
+        new: layout.storage[leaf]
+        for leaf, new in layout.gradients.items()
+        if existing.of(captured.sources[leaf].kind)
+    }
+    if added:
         graph = with_accumulation(graph, added)
     return with_device_bytes(graph, cost.hardware)
 

@@ -18,7 +18,8 @@ class GraphMeta:
     scope: what one node stands for, where it is not one operator.
     rewrites: those that the graph was made with (`graphs.rewrites`); none: the plain step.
     refused_rewrites: those that were tried on the device and changed bits there.
-    gradients: "fresh", or "accumulate" where new gradients are added to existing ones.
+    gradients: "fresh", or "accumulate" where new gradients are added to existing ones; of a
+        pipeline's micro-batches "accumulate, inputs fresh" (`graphs.training_step.accumulation`).
     parameters, buffers: path in the module -> tensor of the graph.
     inputs: argument of forward ("x", "batch['labels']") -> tensor of the graph.
     parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).

@@ -57,6 +57,9 @@ from graphs.rewrites import (
 )
 from graphs.traced_device import refuse_other, traced_device
 from graphs.training_step import (
+    ACCUMULATE,
+    FRESH,
+    OF_MICRO_BATCHES,
     GivenOptimizer,
     MetaOutputs,
     OutsideLoss,
@@ -68,10 +71,7 @@ from graphs.training_step import (
 
 __all__ = ["CapturedStep", "TraceError", "trace", "trace_module", "trace_variants"]
 
-GRADIENTS = ("fresh", "accumulate")
-OF_MICRO_BATCHES = "accumulate, inputs fresh"
-"""The gradients of a pipeline's micro-batches: those of the parameters add up, and those of the
-inputs, which each micro-batch has its own of, do not."""
+GRADIENTS = (FRESH, ACCUMULATE)
 
 
 @dataclass(frozen=True)

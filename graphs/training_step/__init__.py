@@ -1,6 +1,10 @@
 """The rest of a training step around a traced module: loss, accumulation, optimizer."""
 
 from graphs.training_step.around import (
+    ACCUMULATE,
+    FRESH,
+    OF_MICRO_BATCHES,
+    accumulation,
     with_accumulation,
     with_optimizer,
     with_resident,

@@ -8,11 +8,43 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from graphs.graph import Graph, Node, Tensor
 
 ACCUMULATED = ".accumulated"
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Which gradients exist before the step, so that new ones are added to them.
+
+    of_module: those of parameters. of_inputs: those of inputs that require gradients.
+    """
+
+    of_module: bool
+    of_inputs: bool
+
+    def of(self, kind: str) -> bool:
+        """kind: of the tensor that the gradient is for, as in `Tensor.kind`."""
+        return self.of_inputs if kind == "input" else self.of_module
+
+
+FRESH, ACCUMULATE, OF_MICRO_BATCHES = "fresh", "accumulate", "accumulate, inputs fresh"
+_ACCUMULATIONS = {
+    FRESH: Accumulation(of_module=False, of_inputs=False),
+    ACCUMULATE: Accumulation(of_module=True, of_inputs=True),
+    OF_MICRO_BATCHES: Accumulation(of_module=True, of_inputs=False),  # each has its own inputs
+}
+
+
+def accumulation(word: str) -> Accumulation:
+    """What `GraphMeta.gradients` stands for. Raises ValueError for another word."""
+    if word not in _ACCUMULATIONS:
+        known = ", ".join(map(repr, _ACCUMULATIONS))
+        raise ValueError(f"gradients is {word!r}; one of {known}")
+    return _ACCUMULATIONS[word]
 
 
 def with_accumulation(graph: Graph, gradients: Mapping[str, str]) -> Graph:

@@ -24,6 +24,7 @@ from torch import fx
 
 from graphs.capture import OpaqueForward, Overwrite, is_random
 from graphs.trace import CapturedStep
+from graphs.training_step import accumulation
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_calls import CopyCalls
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
@@ -336,7 +337,7 @@ class _Line:
         for leaf, gradient in gradients:
             copied = self._copies.get(self.layout.gradients.get(leaf, ""))
             self._leaving.append((leaf, self.value(gradient) if copied is None else copied))
-        accumulates = self.step.graph.meta.gradients != "fresh"
+        accumulates = accumulation(self.step.graph.meta.gradients).of_module
         started = self._ends[-1] if self._ends else 0
         if accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
             self._end_piece()
