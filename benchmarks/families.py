@@ -27,6 +27,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -68,7 +69,7 @@ def run(family: Family, batch_name: str, *, time_limit_s: float) -> Row:
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         graph = trace(model, batch, optimizer=optimizer)
     except TraceError as error:
-        return {"refused": str(error), "changed": changes(before, footprint(model))}
+        return {"refused": _said(error), "changed": changes(before, footprint(model))}
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = (graph.resident_bytes + peak_bytes) // 2
     row: Row = {
@@ -104,7 +105,7 @@ def fitted(training: Training, expected: list[Seen], options: Mapping[str, Any])
         style = dataclasses.replace(PLAIN, set_up=set_up)
         shown, measured_bytes = trained(training, style, measure=True)
     except TraceError as error:
-        return {"refused": str(error)}
+        return {"refused": _said(error)}
     plans = plans_of(training.model)
     solution = plans[-1].solution
     assert solution.simulation is not None
@@ -125,6 +126,12 @@ def fitted(training: Training, expected: list[Seen], options: Mapping[str, Any])
         "predicted_peak_bytes": solution.simulation.peak_bytes,
         "measured_peak_bytes": measured_bytes,
     }
+
+
+def _said(error: TraceError) -> str:
+    """Its message, with paths of the library from where it is installed."""
+    installed = Path(torch.__file__).parent.parent
+    return str(error).replace(f"{installed}/", "")
 
 
 def faults(row: Row) -> list[str]:
