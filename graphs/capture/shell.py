@@ -28,7 +28,14 @@ from graphs.capture.refuse import (
 )
 
 
-class _Forward(nn.Module):
+class _WithoutHooks(nn.Module):
+    """A module that is no part of the user's model: hooks of all modules are not for it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+class _Forward(_WithoutHooks):
     """Calls the model's forward, not the model: its own hooks run around the planned step."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -44,7 +51,7 @@ class _Forward(nn.Module):
         return output
 
 
-class Shell(nn.Module):
+class Shell(_WithoutHooks):
     """Owns fake copies of a module's tensors and calls the module with them.
 
     spec, chosen, flat_outputs, differentiable: of the last call; see `Capture`.

@@ -259,6 +259,16 @@ def parameter_data(x: Tensor, layer: Layer) -> Tensor:
     return x
 
 
+def gradient_of_parameter_read(x: Tensor, layer: Layer) -> Tensor:
+    gradient = layer.up.weight.grad
+    return x if gradient is None else x * gradient.abs().mean()
+
+
+def gradient_of_parameter_set(x: Tensor, layer: Layer) -> Tensor:
+    layer.up.weight.grad = torch.ones_like(layer.up.weight)
+    return x
+
+
 def grad_switched(x: Tensor, _layer: Layer) -> Tensor:
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(False)
@@ -464,6 +474,8 @@ REFUSED: dict[str, tuple[Trick, str]] = {
         (function_that_writes_a_buffer, r"changes buffer 'layers\.\d\.count' in place"),
         (straight_through_data, r"assigns to the .data"),
         (parameter_data, r"assigns to the .data"),
+        (gradient_of_parameter_read, r"the \.grad of a parameter"),
+        (gradient_of_parameter_set, r"the \.grad of a parameter"),
         (checkpointed_reentrant, r"use_reentrant=True"),
     )
 }

@@ -2,8 +2,8 @@
 
 A trace runs hooks of tensors and nodes of the autograd graph, and records what they compute. It
 does not run those of saved tensors, nor those that a parameter calls when its gradient is
-accumulated. A hook that forward puts on a parameter stays there, one more in each step, and a
-tensor that is put in another's `.data` is no operator.
+accumulated. A hook that forward puts on a parameter stays there, one more in each step. A tensor
+that is put in another's `.data` is no operator, and in a trace no parameter has a `.grad`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ _DATA = (
     "forward assigns to the .data of a tensor, which a planned step would not do; write values in "
     "place under torch.no_grad() (copy_), or compute x + (new - x).detach()"
 )
+_GRAD = (
+    "forward reads or changes the .grad of a parameter, which a planned step would not do; keep "
+    "what it needs in a buffer, or do this outside of forward"
+)
 
 
 @contextlib.contextmanager
@@ -56,18 +60,26 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
 
         return call
 
-    def on_parameter(tensor: torch.Tensor, *_hook: Any) -> str | None:
-        return _ON_PARAMETER if any(tensor is p for p in module.parameters()) else None
+    def on_parameter(message: str) -> Callable[..., str | None]:
+        def why(tensor: torch.Tensor, *_: Any) -> str | None:
+            return message if any(tensor is p for p in module.parameters()) else None
+
+        return why
 
     def after_backward(name: str) -> Callable[..., str]:
         return lambda *_: _AFTER_BACKWARD.format(name=name)
 
     data: Any = torch._C.TensorBase.data
+    grad: Any = torch._C.TensorBase.grad
+    of_grad = [
+        refused(on_parameter(_GRAD), access)
+        for access in (grad.__get__, grad.__set__, grad.__delete__)
+    ]
     autograd: Any = torch._C._autograd
     accumulated, several = "register_post_accumulate_grad_hook", "register_multi_grad_hook"
     refusals: list[tuple[Any, str, Callable[..., str | None]]] = [
         (autograd, "_push_saved_tensors_default_hooks", _of_saved_tensors),
-        (torch.Tensor, "register_hook", on_parameter),
+        (torch.Tensor, "register_hook", on_parameter(_ON_PARAMETER)),
         (torch.Tensor, accumulated, after_backward(accumulated)),
         (torch.autograd.graph, several, after_backward(several)),
     ]
@@ -77,6 +89,7 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
             stack.enter_context(mock.patch.object(place, name, new))
         setter = refused(lambda *_: _DATA, data.__set__)
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(data.__get__, setter)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "grad", property(*of_grad)))
         yield
 
 

@@ -73,6 +73,38 @@ def _doubling_hook() -> Iterator[None]:
         handle.remove()
 
 
+def _doubled(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(v * 2 if isinstance(v, torch.Tensor) else v for v in values)
+
+
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        ("forward_hook", lambda _m, _x, y: y * 2 if isinstance(y, torch.Tensor) else None),
+        ("forward_pre_hook", lambda _m, x: _doubled(x)),
+        ("full_backward_pre_hook", lambda _m, dy: _doubled(dy)),
+    ],
+    ids=["forward", "forward_pre", "full_backward_pre"],
+)
+def test_hooks_of_all_modules_run_once_for_each_module(
+    register: str, hook: Callable[..., Any]
+) -> None:
+    """Not for the modules that a trace puts around the model."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    planned, x = copy.deepcopy(plain), torch.randn(3, 4)
+    handle = getattr(nn.modules.module, f"register_module_{register}")(hook)
+    try:
+        for model in (plain, fit(planned, budget="1GB")):
+            model(x).square().sum().backward()
+    finally:
+        handle.remove()
+    for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
 class _Doubling(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
