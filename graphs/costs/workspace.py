@@ -46,6 +46,14 @@ def _plain(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _strided(*tensors: torch.Tensor) -> int:
+    """Bytes of contiguous copies of those that are not, such as a part of a concatenation.
+
+    They exist for as long as the operator runs (ATen/native/Convolution.cpp).
+    """
+    return sum(0 if each.is_contiguous() else _plain(each) for each in tensors)
+
+
 def _convolution(call: OpCall) -> int:
     """Reordered input and weight and the blocked result, then the result is reordered."""
     x, weight, _, stride, _, _, transposed, _, groups = call.args
@@ -55,10 +63,10 @@ def _convolution(call: OpCall) -> int:
         return copies * _blocked(weight, 0) + _of_bias(out)
     blocked = _input(x, weight, groups) + _weight(x, weight, groups) + _blocked(out, 1)
     if transposed or x.dtype != torch.float32:
-        return max(blocked - _plain(out), 2 * _blocked(out, 1))
+        return _strided(x) + max(blocked - _plain(out), 2 * _blocked(out, 1))
     copied = _blocked(x, 1) // math.prod(stride) if math.prod(weight.shape[2:]) == 1 else 0
     subsampled = copied if any(step > 1 for step in stride) else 0
-    return max(blocked + subsampled - _plain(out), _blocked(out, 1))
+    return _strided(x) + max(blocked + subsampled - _plain(out), _blocked(out, 1))
 
 
 def _convolution_backward(call: OpCall) -> int:
@@ -78,7 +86,7 @@ def _convolution_backward(call: OpCall) -> int:
     elif mask[1]:
         blocked = _input(x, weight, groups) + without_x
         peaks.append(of_x + max(blocked, _weight(x, weight, groups) + of_weight))
-    return max(0, max(peaks) - of_x - of_weight)
+    return _strided(gradient, x) + max(0, max(peaks) - of_x - of_weight)
 
 
 def _by_matrix_products(weight: torch.Tensor, gradient: torch.Tensor) -> int:

@@ -121,9 +121,11 @@ def _sweep(
 
 def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress) -> Report:
     """Write plots and page, and list them in the report."""
-    files = list(report.files)
+    files, notes = list(report.files), list(report.notes)
     with progress.says("drawing"):
-        if arguments.plot is not None and report.best.schedule is not None:
+        if arguments.plot is not None and report.best.schedule is None:
+            notes.append(f"{arguments.plot} is not written: there is no plan to plot.")
+        elif arguments.plot is not None:
             draw(report.best, arguments.plot)
             files.append(("memory plot", arguments.plot))
         if arguments.throughput is not None and report.sizes is not None:
@@ -134,7 +136,7 @@ def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress)
             files.append(("budget plot", arguments.pareto))
         if arguments.report is not None:
             files.append(("page", arguments.report))
-        report = dataclasses.replace(report, files=tuple(files))
+        report = dataclasses.replace(report, files=tuple(files), notes=tuple(notes))
         if arguments.report is not None:
             write_page(report, arguments.report, command=arguments.command)
     return report

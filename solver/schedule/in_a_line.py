@@ -26,6 +26,8 @@ def plan_line(
     peaks = f"{format_size(solution.baseline.peak_bytes)} -> {format_size(found.peak_bytes)}"
     if found.host_peak_bytes:
         peaks += f" and {format_size(found.host_peak_bytes)} on the host"
+    if found.disk_peak_bytes:
+        peaks += f" and {format_size(found.disk_peak_bytes)} on the disk"
     bound = format_share(solution.lower_bound_overhead)
     ended = ", search ended by the time limit" if solution.timed_out else ""
     time = f"time {format_share(solution.overhead)} (bound {bound})"

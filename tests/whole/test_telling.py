@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,12 @@ def test_the_phrase_for_a_plan(solution):
     line = plan_line(solution, how="planned from an earlier plan", took_s=4.2)
     assert line.endswith(", planned from an earlier plan in 4.20 s")
     assert "search ended by the time limit" not in line
+
+
+def test_the_phrase_says_what_is_on_the_host_and_the_disk(solution):
+    beside = replace(solution.simulation, host_peak_bytes=2_000_000, disk_peak_bytes=3_000_000)
+    line = plan_line(replace(solution, simulation=beside))
+    assert " and 2.00 MB on the host and 3.00 MB on the disk, time " in line
 
 
 def test_sweep(solution, capsys):

@@ -312,6 +312,31 @@ def test_workspace_of_convolutions_is_about_what_is_measured(
         torch.set_num_threads(n_threads)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_copy_what_is_a_part_of_a_concatenation(transposed: bool) -> None:
+    """As much more is measured as is estimated, whatever else the convolution takes."""
+    options = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], 1)
+    weight, out_mask = torch.randn(32, 32, 3, 3), [True, True, False]
+
+    def workspaces(x: torch.Tensor, gradient: torch.Tensor) -> list[tuple[int, int]]:
+        target = aten.convolution_backward.default
+        arguments = (gradient, x, weight, [0], *options, out_mask)
+        backward = OpCall(target, arguments, {}, target(*arguments))
+        target, arguments = aten.convolution.default, (x, weight, None, *options)
+        forward = OpCall(target, arguments, {}, target(*arguments))
+        return [
+            (cpu_workspace_bytes(one), Measured("cpu", n_runs=1).cost(one).workspace_bytes)
+            for one in (forward, backward)
+        ]
+
+    whole, part = torch.randn(4, 32, 16, 16), torch.randn(4, 64, 16, 16)[:, 32:]
+    n_bytes = whole.numel() * whole.element_size()
+    for x, gradient, *copies in ((whole, part, 0, 1), (part, whole, 1, 1), (part, part, 1, 2)):
+        pairs = zip(workspaces(x, gradient), workspaces(whole, whole), copies, strict=True)
+        for found, plain, n_copies in pairs:
+            assert [a - b for a, b in zip(found, plain, strict=True)] == [n_copies * n_bytes] * 2
+
+
 @pytest.mark.parametrize("patch", [16, 32])
 def test_workspace_of_patches_is_several_weights_for_each_thread(patch: int) -> None:
     x, weight = torch.randn(2, 3, 4 * patch, 4 * patch), torch.randn(64, 3, patch, patch)

@@ -182,6 +182,13 @@ def test_infeasible_as_json(capsys):
     assert report["infeasible"]["least_budget_bytes"] < 3.2e9
 
 
+def test_a_plot_that_is_not_written_is_named(tmp_path, capsys):
+    path = tmp_path / "m.png"
+    assert main(["--budget", "2GB", "--plot", str(path), "--method", "none", GPT2]) == 3
+    assert "m.png is not written: there is no plan" in " ".join(capsys.readouterr().out.split())
+    assert not path.exists()
+
+
 def test_nothing_is_written_for_a_plan_that_is_not_there(tmp_path):
     options = ["-o", str(tmp_path / "s.json"), "--plot", str(tmp_path / "m.png"), "--quiet"]
     assert main(["--budget", "2GB", *options, "--method", "none", GPT2]) == 3
