@@ -12,22 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, TraceError, device_of, find_loss, nested
+from graphs.calls import Call, device_of
 from graphs.costs import CostModel, default_costs, finish_measuring
-from graphs.graph import Graph
 from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
-from graphs.training_step import (
-    optimizer_costs,
-    together,
-    with_optimizer,
-    with_resident,
-)
+from graphs.training_step import optimizer_costs
 from scheduler_runtime.execute import BoundProgram, build_program, kept_bytes, restore_forward
+from scheduler_runtime.fitting.beside import Beside, bytes_outside_of
+from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
 from scheduler_runtime.fitting.loss_outside import LossBytes
 from scheduler_runtime.fitting.options import FitError, Fitted, Options
 from scheduler_runtime.fitting.unplanned import Watch
-from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import (
     Difference,
     NewPlan,
@@ -51,7 +46,7 @@ from scheduler_runtime.surroundings import (
 )
 from solver.common import counted, format_both, now_s, tell, telling_in_lines
 from solver.methods import KnownPlan
-from solver.schedule import Places, Request
+from solver.schedule import Places, Request, Solution
 from solver.target_device import WITH_OPAQUE_PARTS
 
 logger = logging.getLogger(__name__)
@@ -174,35 +169,47 @@ class FittedForward(PlannedForward):
         request = self._request(call, device, buckets, costs)
         name = type(self._model).__name__
         with telling_in_lines(f"tracing {name}...") as say:
-            with no_checkpoints():
-                step = self.traced(
-                    call,
-                    choose=self._gradient_outputs,
-                    gradients="accumulate" if self._accumulates(buckets) else "fresh",
-                    costs=costs,
-                    rewrites=(),
-                )
-            if request.places is not None and step.graph.meta.environment.get("opaque"):
-                raise FitError(WITH_OPAQUE_PARTS)
+            step = self._step(call, request, buckets, costs)
             if not held_bytes:  # the step that runs again is given what the first pass has kept
                 held_bytes = kept_bytes(step.captured, device)
             loss = self._loss_outside(step, device)
-            around, notes = self._around(step, device, costs, buckets, held_bytes=held_bytes)
+            beside = self._beside(device, costs, buckets, held_bytes=held_bytes)
+            notes = (*(() if loss is None else (loss.note,)), *self._notes(step, buckets))
             say(f"planning {name} ({counted(len(step.graph.nodes), 'op')})...")
-            found = self._found(step, around, loss, request)
+            found = self._found(step, beside, loss, request)
             finish_measuring(costs)  # after planning, which may measure ops of other variants
         solution = found.solution
         if solution.schedule is None:
             raise FitError(
-                f"no schedule of {type(self._model).__name__}'s step fits "
+                f"no schedule of {name}'s step fits "
                 f"{format_both(solution.request.available_bytes)} ({solution.status})"
                 f"{solution.obstacle_text}"
             )
         reason = self._why_another(call, step)
-        if loss is not None:
-            notes = (loss.note, *notes)
-        self._own_plans.append(Fitted(solution, notes, found.reused, took_s=now_s() - started_s))
+        took_s = now_s() - started_s
+        self._own_plans.append(Fitted(solution, notes, found.reused, took_s=took_s))
         self._tell(reason)
+        return self._program(step, solution)
+
+    def _step(
+        self, call: Call, request: Request, buckets: Buckets | None, costs: CostModel
+    ) -> CapturedStep:
+        """The module's own step, without rewrites."""
+        with no_checkpoints():
+            step = self.traced(
+                call,
+                choose=self._gradient_outputs,
+                gradients="accumulate" if self._accumulates(buckets) else "fresh",
+                costs=costs,
+                rewrites=(),
+            )
+        if request.places is not None and step.graph.meta.environment.get("opaque"):
+            raise FitError(WITH_OPAQUE_PARTS)
+        return step
+
+    def _program(self, step: CapturedStep, solution: Solution) -> BoundProgram:
+        """What runs the solution's schedule."""
+        assert solution.schedule is not None
         step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
         returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
@@ -220,7 +227,7 @@ class FittedForward(PlannedForward):
     def _found(
         self,
         step: CapturedStep,
-        around: Callable[[Graph], Graph],
+        beside: Beside,
         loss: LossBytes | None,
         request: Request,
     ) -> NewPlan:
@@ -229,7 +236,7 @@ class FittedForward(PlannedForward):
         def plan(loss: LossBytes | None) -> NewPlan:
             return new_plan(
                 step,
-                lambda graph: around(graph if loss is None else loss.around(graph)),
+                lambda graph: beside.around(graph if loss is None else loss.around(graph)),
                 request,
                 planned=variants_of(self.options.rewrites),
                 known=known,
@@ -317,29 +324,8 @@ class FittedForward(PlannedForward):
         )
 
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:
-        """Indices of the flat outputs that receive a gradient."""
-        flat = nested.leaves(output)
-        if self._reached is not None:
-            chosen = [flat[index] for index in self._reached if index < len(flat)]
-        elif self.options.loss_outputs is None:
-            try:
-                chosen = [find_loss(output)]
-            except TraceError:
-                chosen = flat
-        else:
-            chosen = nested.leaves(self.options.loss_outputs(output))
-        named = {id(item) for item in chosen if isinstance(item, torch.Tensor)}
-        indices = tuple(
-            index
-            for index, item in enumerate(flat)
-            if id(item) in named and item.requires_grad and item.is_floating_point()
-        )
-        if not indices:
-            raise TraceError(
-                "no output of the model depends on a parameter that requires a gradient; is the "
-                "model frozen, or does loss_outputs return other tensors?"
-            )
-        return indices
+        loss_outputs = self.options.loss_outputs
+        return gradient_outputs(output, reached=self._reached, loss_outputs=loss_outputs)
 
     def _loss_outside(self, step: CapturedStep, device: torch.device) -> LossBytes | None:
         """None: the model returns the loss."""
@@ -353,21 +339,27 @@ class FittedForward(PlannedForward):
             return LossBytes.of(outputs, None)
         return LossBytes.of(outputs, size_on(device, reserve, what="loss_reserve"))
 
-    def _around(
+    def _beside(
         self,
-        step: CapturedStep,
         device: torch.device,
         costs: CostModel,
         buckets: Buckets | None,
         *,
         held_bytes: int,
-    ) -> tuple[Callable[[Graph], Graph], tuple[str, ...]]:
-        """What puts the optimizers and the buckets around a module's graph, and notes."""
+    ) -> Beside:
+        return Beside(
+            optimizers=tuple(
+                optimizer_costs(each, self._model, device=device, costs=costs)
+                for each in self._optimizers
+            ),
+            rest_bytes=bytes_outside_of(self._model, self._whole_model(), device),
+            bucket_bytes=0 if buckets is None else buckets.separate_bytes,
+            kept_bytes=held_bytes,
+        )
+
+    def _notes(self, step: CapturedStep, buckets: Buckets | None) -> tuple[str, ...]:
+        """On what a user may not expect to be counted, or not to be."""
         notes = list(step.graph.meta.notes)
-        figures = [
-            optimizer_costs(each, self._model, device=device, costs=costs)
-            for each in self._optimizers
-        ]
         if not self._optimizers:
             notes.append("the optimizer's state is not counted: pass optimizer= to count it")
             if not self._own_plans:
@@ -377,25 +369,7 @@ class FittedForward(PlannedForward):
                 f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; with "
                 "gradient_as_bucket_view=True the gradients would live in them"
             )
-
-        beside_bytes = self._beside_bytes(device)
-
-        def around(graph: Graph) -> Graph:
-            graph = with_resident(graph, "rest_of_the_module", beside_bytes)
-            graph = with_optimizer(graph, together(figures))
-            if buckets is not None and buckets.separate_bytes:
-                graph = with_resident(graph, "gradient_buckets", buckets.separate_bytes)
-            return with_resident(graph, "kept_to_run_again", held_bytes)
-
-        return around, tuple(notes)
+        return tuple(notes)
 
     def _whole_model(self) -> nn.Module:
         return (self._whole and self._whole()) or self._model
-
-    def _beside_bytes(self, device: torch.device) -> int:
-        """Of parameters and buffers of the whole module outside of this part."""
-        whole = self._whole_model()
-        if whole is self._model:
-            return 0
-        in_all, own = (resident_tensors(each, (), ()) for each in (whole, self._model))
-        return bytes_of(in_all, device) - bytes_of(own, device)

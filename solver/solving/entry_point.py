@@ -82,14 +82,7 @@ def solve(
     but the Solution's status.
     """
     started_s = now_s()
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
-    if host_budget is not None and not METHODS[method].takes_places:
-        raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
-    if host_budget is None and METHODS[method].needs_places:
-        raise ValueError(
-            f"method {method} is for host memory and disks beside the device; give host_budget"
-        )
+    _check_method(method, with_host=host_budget is not None)
     check_time_limit(time_limit_s)
     if "%" not in str(budget):  # refused at once; shares wait for the device
         parse_size(budget, capacity_bytes=capacity_bytes)
@@ -121,6 +114,18 @@ def solve(
         solution = answer(step, request, started_s=started_s)
     tell(plan_line(solution, name=name))
     return solution
+
+
+def _check_method(method: str, *, with_host: bool) -> None:
+    """Raises ValueError for an unknown method, a host without a method for it, and the reverse."""
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
+    if with_host and not METHODS[method].takes_places:
+        raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
+    if METHODS[method].needs_places and not with_host:
+        raise ValueError(
+            f"method {method} is for host memory and disks beside the device; give host_budget"
+        )
 
 
 def _request(

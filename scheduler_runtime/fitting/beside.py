@@ -1,0 +1,45 @@
+"""What is on the device beside the module that `fit` plans: it takes from the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.graph import Graph
+from graphs.training_step import together, with_optimizer, with_resident
+from scheduler_runtime.measuring import bytes_of, resident_tensors
+
+
+@dataclass(frozen=True)
+class Beside:
+    """optimizers: as `optimizer_costs` returns them.
+
+    rest_bytes: parameters and buffers of the whole module outside of the planned part.
+    bucket_bytes: gradient buckets that are no gradients themselves.
+    kept_bytes: what the step that runs again is given.
+    """
+
+    optimizers: tuple[Mapping[str, Any], ...]
+    rest_bytes: int
+    bucket_bytes: int
+    kept_bytes: int
+
+    def around(self, graph: Graph) -> Graph:
+        """The module's graph with all of it."""
+        graph = with_resident(graph, "rest_of_the_module", self.rest_bytes)
+        graph = with_optimizer(graph, together(self.optimizers))
+        if self.bucket_bytes:
+            graph = with_resident(graph, "gradient_buckets", self.bucket_bytes)
+        return with_resident(graph, "kept_to_run_again", self.kept_bytes)
+
+
+def bytes_outside_of(part: nn.Module, whole: nn.Module, device: torch.device) -> int:
+    """Of parameters and buffers of the whole module that are not this part's."""
+    if whole is part:
+        return 0
+    in_all, own = (resident_tensors(each, (), ()) for each in (whole, part))
+    return bytes_of(in_all, device) - bytes_of(own, device)
