@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 
 import pytest
@@ -143,7 +144,7 @@ def test_an_unwritable_folder_is_only_warned_of(tmp_path, monkeypatch, caplog):
 
 
 def test_replanning_measures_on_the_device_of_the_model(monkeypatch):
-    module = apply.__globals__
+    module = vars(sys.modules["scheduler_runtime.applying"])
     model, batch = Loss(16, 16), torch.randn(4, 16)
     solution = solve(model, batch, budget="1GB", device="cpu", costs="measured")
     asked_for: list[torch.device] = []
