@@ -193,8 +193,9 @@ class ModelFile:
 
     def _sizes_for(self, name: str) -> dict[str, int]:
         """The sizes that the function accepts."""
+        function = self._function(name)
         try:
-            parameters = inspect.signature(self._function(name)).parameters.values()
+            parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # builtins have no signature
             return {}
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

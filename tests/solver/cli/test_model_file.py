@@ -269,6 +269,13 @@ def test_a_model_file_that_fails(changes, add, reason, model_file, capsys):
     assert "model.py" in line
 
 
+def test_the_largest_batch_of_a_file_without_a_batch(model_file, capsys):
+    path = model_file(("def get_batch", "def make_batch"))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "--max-batch", path)
+    assert code == 4
+    assert "defines no get_batch(); a model file" in line
+
+
 def test_a_file_that_is_no_python(tmp_path, capsys):
     path = tmp_path / "model.py"
     path.write_bytes(bytes(range(256)))
