@@ -28,7 +28,12 @@ from graphs.training_step import accumulation, with_accumulation, with_device_by
 def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
     """With what eager mode did in the rehearsal."""
     in_place = [*graph.meta.eager_overwrites, *rehearsed.in_place]
-    meta = replace(graph.meta, eager_overwrites=in_place, dropped=dict(rehearsed.dropped))
+    meta = replace(
+        graph.meta,
+        eager_overwrites=in_place,
+        dropped=dict(rehearsed.dropped),
+        saved_unread={name: list(held) for name, held in rehearsed.saved.items()},
+    )
     return replace(graph, meta=meta)
 
 

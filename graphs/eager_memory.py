@@ -1,13 +1,14 @@
 """The step as eager mode runs it without a plan: what it holds longer, and what it overwrites.
 
 A graph is functional and made of single operators, and a schedule frees each tensor after its last
-use. PyTorch's own step differs in three ways, which `graphs.trace` has noted in the graph's meta:
+use. PyTorch's own step differs in four ways, which `graphs.trace` has noted in the graph's meta:
 
 functions   The backward pass runs whole functions, each of one or more operators. What a function
             has read, and what it computes on the way (`grad * (2 * self.pow(1))` for a square),
             stays until it returns: temporaries of C++ live as long as their expression, and the
             engine holds the incoming gradients and the saved tensors meanwhile. What is known to
             be dropped before (`graphs.capture.rehearsal`) is not counted for longer.
+saved       What autograd saves for a function stays until it has run, read or not.
 sums        Where a tensor gets several gradients, the engine adds the next one to the sum so far,
             in place if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
 in place    Operators that overwrite their first argument.
@@ -32,7 +33,9 @@ def as_eager(graph: Graph) -> Graph:
     Cost: linear in the size of the graph.
     """
     nodes = held_by_functions(
-        graph.nodes, graph.meta.backward_functions, dropped=graph.meta.dropped
+        with_saved(graph.nodes, graph.meta.saved_unread),
+        graph.meta.backward_functions,
+        dropped=graph.meta.dropped,
     )
     root = _roots(graph, nodes)
     return replace(
@@ -42,6 +45,20 @@ def as_eager(graph: Graph) -> Graph:
             replace(t, alias_of=None if root[t.name] == t.name else root[t.name])
             for t in graph.tensors
         ),
+    )
+
+
+def with_saved(nodes: Sequence[Node], saved: Mapping[str, Sequence[str]]) -> tuple[Node, ...]:
+    """Each node also reads what autograd has saved for its function, if the step makes it.
+
+    saved: node -> tensors.
+    """
+    made = {name for node in nodes for name in node.outputs}
+    return tuple(
+        replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *held))))
+        if (held := [name for name in saved.get(node.name, ()) if name in made])
+        else node
+        for node in nodes
     )
 
 

@@ -29,6 +29,8 @@ class GraphMeta:
     backward_functions: the nodes of each autograd function that has several.
     dropped: tensor that such a function makes -> the last of its nodes during which eager mode
         holds it, where that is not the function's last.
+    saved_unread: backward node -> tensors that autograd holds until then, though no function
+        reads them.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> storages of it, but those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.
@@ -55,6 +57,7 @@ class GraphMeta:
     gradient_sums: Sequence[str] = ()
     backward_functions: Sequence[Sequence[str]] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
+    saved_unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)

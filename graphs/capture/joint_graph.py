@@ -53,7 +53,13 @@ from graphs.capture.refuse import (
     refuse_hooks,
     refuse_parametrization_cache,
 )
-from graphs.capture.rehearsal import BackwardCalls, Rehearsed, compared, has_temporaries
+from graphs.capture.rehearsal import (
+    BackwardCalls,
+    Rehearsed,
+    compared,
+    has_temporaries,
+    saved_by_functions,
+)
 from graphs.capture.same_program import Described, described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
@@ -193,6 +199,7 @@ def rehearse(
         ):
             outputs = [item for item in shell(*shell.batch) if item.requires_grad]
             gradients = [torch.ones_like(item) for item in outputs]
+            saved = saved_by_functions(outputs)
             calls = BackwardCalls()
             with (
                 torch._C._DisableAutocast(),
@@ -202,7 +209,7 @@ def rehearse(
                 torch.autograd.backward(outputs, gradients)
     except TraceError:
         return Rehearsed()
-    return compared(layout, calls)
+    return compared(layout, calls, saved)
 
 
 def _with_filled(

@@ -4,12 +4,18 @@ A traced function of the backward pass is a list of functional operators. Its co
 in place (`sigmoid(x).sub_(target).mul_(grad)`), and drops what an expression has computed where the
 expression ends. That is in no graph, and only the code knows it. So the step runs once on fake
 tensors, in eager mode, and each function's calls are compared with its traced operators.
+
+What eager mode writes into a part of a tensor is two operators in a trace: one computes the part,
+and a scatter makes the tensor anew with it. In eager mode both are on that tensor's storage.
+
+Autograd may also save more than a backward function reads (`fft_r2c` saves its input for the number
+of columns), so the rehearsal notes what each function has saved.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -19,6 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture.extraction import Layout
 from graphs.costs import OpCall
+
+SCATTERS = frozenset(
+    f"aten.{name}_scatter" for name in ("slice", "select", "diagonal", "as_strided")
+)
+"""What a trace has besides the operator where eager mode writes into a view."""
 
 N_AHEAD = 8
 """Functions to look ahead for the next traced one: some have no operators left in the trace."""
@@ -30,10 +41,13 @@ class Rehearsed:
 
     dropped: tensor that a backward function makes -> the node of it after which it is dropped,
         where that is not the last.
+    saved: backward node -> tensors that autograd has saved for its function, or for one after it
+        without nodes, and that the function does not read.
     """
 
     in_place: tuple[str, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
+    saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,16 +60,26 @@ class _EagerCall:
     overwrites: bool
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """By an autograd function called `function` ("MulBackward0"), under these argument names."""
+
+    function: str
+    arguments: tuple[str, ...]
+
+
 class BackwardCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, records the operators that functions of autograd run, views left out.
 
     functions: the calls of each, in the order in which they run.
+    numbers: the sequence number of each of them.
     freed: storage -> how many calls had run when it was freed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.functions: list[list[_EagerCall]] = []
+        self.numbers: list[int] = []
         self.freed: dict[int, int] = {}
         self._n_calls = self._n_storages = 0
         self._function: int | None = None
@@ -79,6 +103,7 @@ class BackwardCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (number := node._sequence_nr()) != self._function:
             self._function = number
             self.functions.append([])
+            self.numbers.append(number)
         self.functions[-1].append(
             _EagerCall(_packet(str(func)), self._n_calls, storages, bool(written) and not made)
         )
@@ -109,36 +134,145 @@ def has_temporaries(layout: Layout) -> bool:
     )
 
 
-def compared(layout: Layout, calls: BackwardCalls) -> Rehearsed:
-    """The functions of the trace that run the same operators in eager mode."""
+def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _Saved]:
+    """Sequence number of each function that computes the gradients of outputs -> what it holds.
+
+    To be called before the backward pass, which releases it.
+    """
+    found: dict[int, _Saved] = {}
+    ahead = [item.grad_fn for item in outputs]
+    seen: set[Any] = {None}
+    while ahead:
+        node: Any = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        names = [name for name in dir(node) if name.startswith(_SAVED)]
+        tensors = [name for name in names if isinstance(getattr(node, name), torch.Tensor)]
+        arguments = tuple(name.removeprefix(_SAVED) for name in tensors)
+        found[node._sequence_nr()] = _Saved(node.name(), arguments)
+        ahead += [each for each, _ in node.next_functions]
+    return found
+
+
+_SAVED = "_saved_"
+
+
+def compared(layout: Layout, calls: BackwardCalls, saved: Mapping[int, _Saved]) -> Rehearsed:
+    """The functions of the trace that run the same operators in eager mode.
+
+    saved: as `saved_by_functions` has it.
+    """
     in_place: list[str] = []
     dropped: dict[str, str] = {}
     outputs = {node.name: node.outputs for node in layout.nodes}
     op = {node.name: _packet(node.op) for node in layout.nodes}
-    for members, function in _matched(list(layout.functions.values()), calls.functions, op):
+    numbers, traced = list(layout.functions), list(layout.functions.values())
+    number_of: dict[int, int] = {}  # of a function in eager mode -> in the trace
+    for which, at in _matched(traced, calls.functions, op):
+        function = calls.functions[at]
+        number_of[calls.numbers[at]] = numbers[which]
+        members = _without_scatters(traced[which], op, len(function))
+        in_place += [name for name in traced[which] if name not in members]
         for name, call in zip(members, function, strict=True):
             if call.overwrites:
                 in_place.append(name)
             for out, storage in zip(outputs[name], call.storages, strict=False):
                 freed = calls.freed.get(storage, calls._n_calls)
-                held = [m for m, each in zip(members, function, strict=True) if each.index < freed]
-                if held[-1] != members[-1]:
-                    dropped[out] = held[-1]
-    return Rehearsed(tuple(in_place), dropped)
+                during = [m for m, c in zip(members, function, strict=True) if c.index < freed]
+                if during[-1] != members[-1]:
+                    dropped[out] = during[-1]
+    return Rehearsed(tuple(in_place), dropped, _held(layout, number_of, saved))
+
+
+def _held(
+    layout: Layout, number_of: Mapping[int, int], saved: Mapping[int, _Saved]
+) -> dict[str, tuple[str, ...]]:
+    """Node -> tensors saved for its function, or for later ones that only make views.
+
+    number_of: number of a function in eager mode -> in the trace. Others are as far from the
+        next higher one there; the engine runs functions from the highest number to the lowest.
+    """
+    held: dict[str, tuple[str, ...]] = {}
+    forward = _forward_calls(layout)
+    node_by_name = {node.name: node for node in layout.nodes}
+    offset: int | None = None
+    for number in sorted(saved, reverse=True):
+        if number in number_of:
+            offset = number_of[number] - number
+        if offset is None or not saved[number].arguments:
+            continue
+        in_trace = number + offset
+        calls = forward.get(in_trace, [])
+        arguments = _saved_arguments(layout, calls[0], saved[number]) if len(calls) == 1 else ()
+        function = layout.functions.get(in_trace, ())
+        read = {name for member in function for name in node_by_name[member].inputs}
+        if unread := [name for name in arguments if name not in read]:
+            before = [each for each in layout.functions if each >= in_trace]
+            last = layout.functions[before[-1]][-1]
+            held[last] = tuple(dict.fromkeys((*held.get(last, ()), *unread)))
+    return held
+
+
+def _forward_calls(layout: Layout) -> dict[int, list[torch.fx.Node]]:
+    """Sequence number -> the operators of the forward pass with it, those in place left out."""
+    found: dict[int, list[torch.fx.Node]] = {}
+    in_place = set(layout.in_place)
+    for node in layout.nodes:
+        call = layout.calls.get(node.name)
+        if node.phase == "backward" or call is None or node.name in in_place:
+            continue
+        if (number := call.meta.get("seq_nr")) is not None:
+            found.setdefault(number, []).append(call)
+    return found
 
 
 def _matched(
     traced: Sequence[Sequence[str]], eager: Sequence[Sequence[_EagerCall]], op: Mapping[str, str]
-) -> Iterator[tuple[Sequence[str], Sequence[_EagerCall]]]:
-    """Both in order. Functions without a counterpart are left out."""
+) -> Iterator[tuple[int, int]]:
+    """Positions in both, which are in order. Functions without a counterpart are left out."""
     start = 0
-    for members in traced:
-        wanted = [op[name] for name in members]
+    for which, members in enumerate(traced):
         for at, function in enumerate(islice(eager, start, start + N_AHEAD), start):
-            if wanted == [call.name for call in function]:
-                yield members, function
+            if _is_same(members, function, op):
+                yield which, at
                 start = at + 1
                 break
+
+
+def _is_same(members: Sequence[str], function: Sequence[_EagerCall], op: Mapping[str, str]) -> bool:
+    """Whether they run the same operators, where a scatter follows each call that overwrites."""
+    kept = _without_scatters(members, op, len(function))
+    if [op[name] for name in kept] != [call.name for call in function]:
+        return False
+    calls = iter(function)
+    overwrites = False
+    for name in members:
+        if name in kept:
+            overwrites = next(calls).overwrites
+        elif not overwrites:
+            return False
+    return True
+
+
+def _without_scatters(members: Sequence[str], op: Mapping[str, str], n_calls: int) -> Sequence[str]:
+    """The members that eager mode calls: all of them where it makes as many calls."""
+    if len(members) == n_calls:
+        return members
+    return [name for name in members if op[name] not in SCATTERS]
+
+
+def _saved_arguments(layout: Layout, call: torch.fx.Node, saved: _Saved) -> tuple[str, ...]:
+    """The tensors that are saved of an operator's arguments, if the function is that operator's."""
+    operator = _packet(str(call.target)).removeprefix("aten.").replace("_", "")
+    schema = getattr(call.target, "_schema", None)
+    if schema is None or not saved.function.lower().startswith(operator + "backward"):
+        return ()
+    given: dict[str, Any] = dict(call.kwargs)
+    given |= {a.name: value for a, value in zip(schema.arguments, call.args, strict=False)}
+    values = (given.get(name) for name in saved.arguments)
+    held = (layout.storage.get(value) for value in values if isinstance(value, torch.fx.Node))
+    return tuple(dict.fromkeys(name for name in held if name is not None))
 
 
 def _packet(operator: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.capture import Layout, Rehearsed
+from graphs.eager_memory import with_saved
 from graphs.graph import Node
 
 
@@ -26,6 +27,8 @@ class LossLayout:
     @classmethod
     def of(cls, layout: Layout, rehearsed: Rehearsed) -> LossLayout:
         """layout: as extracted, where each node makes a tensor of its own."""
+        saving = with_saved(layout.nodes, rehearsed.saved)
+        layout = dataclasses.replace(layout, nodes=list(saving))
         final = _final_names(layout, rehearsed.in_place)
         nodes = [_on(node, final) for node in layout.nodes]
         storage = {node: final.get(name, name) for node, name in layout.storage.items()}

@@ -50,6 +50,13 @@ def test_a_function_holds_what_it_has_read_and_made_until_it_returns() -> None:
     assert live_bytes(eager, "bs") == live_bytes(plain, "bs") == 7 + 3 * 100
 
 
+def test_what_autograd_has_saved_stays_until_its_function_has_run() -> None:
+    plain, eager = step(), as_eager(step(saved_unread={"bs": ["a", "x"], "nobody": ["a"]}))
+    assert live_bytes(plain, "bq") == 7 + 4 * 100  # b, g, p, q
+    assert live_bytes(eager, "bq") == 7 + 5 * 100  # a as well
+    assert eager.node_by_name["bs"].inputs == ("q", "b", "a")
+
+
 def test_a_sum_is_in_place_of_the_older_summand_that_nothing_else_needs() -> None:
     assert live_bytes(as_eager(step(gradient_sums=["bs"])), "bs") == 7 + 2 * 100
 

@@ -160,6 +160,28 @@ def test_peaks_are_the_predicted_ones_with_a_loss_outside(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda x: torch.fft.rfft(torch.cat((x, x[:, 2:]), 1)).abs(),
+        lambda x: torch.fft.fft(x).real,
+        lambda x: torch.fft.irfft(torch.fft.rfft(x) * 0.5),
+        lambda x: torch.fft.irfft(torch.complex(x, x), n=WIDTH),
+    ],
+    ids=["rfft abs", "fft real", "irfft of rfft", "irfft of complex"],
+)
+def test_the_peak_without_a_plan_is_the_predicted_one_with_fourier_transforms(
+    transform: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """The backward pass of `rfft` writes its gradient into a part of a larger tensor, and autograd
+    saves the input, which it does not read."""
+    torch.manual_seed(0)
+    model, batch = Chain(LOSSES["square by hand"][0], transform), (numbers(), numbers())
+    plain = solve(model, batch, budget="1GB", rewrites="none")
+    without = _measured(model, None, batch)
+    assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
+
+
 def test_a_plan_that_recomputes_nothing_says_that_the_step_needs_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
