@@ -73,7 +73,9 @@ def _convolution_backward(call: OpCall) -> int:
     """First the gradient of the input, then that of the weight, beside it."""
     gradient, x, weight, _, stride, *_, groups, mask = call.args
     if _keeps_channels_last(x):
-        return _in_channels_last(weight, groups) + _of_bias(gradient)
+        is_copied = not gradient.is_contiguous(memory_format=torch.channels_last)
+        copied = _plain(gradient) if is_copied else 0
+        return copied + _in_channels_last(weight, groups) + _of_bias(gradient)
     of_x, of_weight = (_plain(x) if mask[0] else 0), (_plain(weight) if mask[1] else 0)
     without_x = _blocked(gradient, 1) + _weight(x, weight, groups)
     peaks = [0]

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from graphs.costs import cpu_peak_bytes
 from graphs.costs.operators import OpCall, aten
 from graphs.costs.workspace import cpu_workspace_bytes
+from graphs.trace import trace
+from scheduler_runtime.measuring import measure
+from solver.schedule import baseline, simulate
 
 WITHIN = 0.02
 
@@ -21,6 +25,12 @@ numbers = torch.arange(x.numel()).view_as(x)
 waves = torch.complex(x, x)
 image = torch.randn(2, 16, 20, 20)
 rows = torch.randint(0, 300, (300, 200))
+sequence = torch.randn(8, 64, 32).transpose(1, 2)  # tokens, read as channels
+one_way = ([1], [1], [1], False, [0])
+both_ways = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+taps, kernel = torch.randn(32, 32, 3), torch.randn(16, 16, 3, 3)
+turned = image.transpose(2, 3).contiguous().transpose(2, 3)
+channels_last = image.contiguous(memory_format=torch.channels_last)
 
 Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -67,6 +77,23 @@ CASES: dict[str, Case] = {
     "mean of the scattered": _case(aten.scatter_reduce.two, x, 0, rows, x, "mean"),
     "largest of the scattered": _case(aten.scatter_reduce.two, x, 0, rows, x, "amax"),
     "masked scatter": _case(aten.masked_scatter_backward.default, x, mask, [300, 200]),
+    "convolution of a transposed sequence": _case(
+        aten.convolution.default, sequence, taps, None, *one_way, 1
+    ),
+    "depthwise convolution of a transposed sequence": _case(
+        aten.convolution.default, sequence, taps[:, :1].contiguous(), None, *one_way, 32
+    ),
+    "backward of a transposed sequence": _case(
+        aten.convolution_backward.default, sequence, sequence, taps, [0], *one_way, 1, [True] * 3
+    ),
+    "backward with a transposed gradient": _case(
+        aten.convolution_backward.default,
+        *(turned, image, kernel, [0], *both_ways, [True, True, False]),
+    ),
+    "backward of channels last with another gradient": _case(
+        aten.convolution_backward.default,
+        *(image, channels_last, kernel, [0], *both_ways, [True, True, False]),
+    ),
     "glu": _case(aten.glu_backward.default, x[:, :100].contiguous(), x, 1),
 }
 
@@ -81,3 +108,24 @@ def test_workspace_is_what_is_measured(name: str) -> None:
     read = {item.untyped_storage()._cdata: item for item in call.inputs()}
     handled = call.made_bytes() + sum(item.untyped_storage().nbytes() for item in read.values())
     assert abs(cpu_workspace_bytes(call) - measured) <= WITHIN * handled
+
+
+class OverTokens(nn.Module):
+    """A convolution along the tokens, whose input is transposed, as in Mamba: the step's peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(32, 32, 4, padding=3, groups=32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        channels = (tokens * 2).transpose(1, 2)
+        with torch.no_grad():  # so that the forward pass is the peak
+            mixed = self.mix(channels).mean()
+        return channels.mean() * mixed * self.mix.bias.sum()
+
+
+def test_the_peak_of_a_step_knows_the_copy_of_a_transposed_input() -> None:
+    model, tokens = OverTokens(), torch.randn(8, 256, 32)
+    graph = trace(model, tokens)
+    predicted = simulate(graph, baseline(graph)).peak_bytes
+    assert abs(measure(model, tokens).peak_bytes - predicted) < 1000
