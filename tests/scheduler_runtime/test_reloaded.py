@@ -18,7 +18,7 @@ from solver import solve
 from solver.methods import METHODS, find_obstacle
 from solver.reporting.report_data import rewritten, step_notes
 from solver.schedule import Solution
-from solver.schedule.simulator import OtherGraphError
+from solver.schedule.simulation import OtherGraphError
 from solver.solving import NoPlainStepError, without_rewrites
 from tests.support.command import failed
 from tests.support.models import LanguageHead
