@@ -175,13 +175,14 @@ def _scheduled(
     storages = StorageGraph.of(graph)
     away = list(_away(storages, plain.order, blocks, actions))
     on_disk = frozenset(gap.unit for gap, level in away if slow[level - 1].on_disk)
+    size_bytes = storages.unit_bytes
     return place_side_by_side(
         storages,
         plain.order,
         [gap for gap, _ in away],
         budget_bytes=search.budget_bytes,
         places=places,
-        to_disk=lambda _: on_disk,
+        to_disk=lambda within: frozenset(u for u in on_disk if size_bytes[u] <= within.disk_bytes),
     ).schedule
 
 

@@ -13,6 +13,7 @@ from tests.support import nets
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
 from tests.support.builders import odd_graph, uniform_chain
 from tests.support.command import failed
+from tests.support.overwriting import overwriting_dag
 
 NAMES = [name for name, method in METHODS.items() if method.needs_places]
 
@@ -115,6 +116,11 @@ def test_auto_is_no_worse_on_chains(beside: Places) -> None:
     found = run("auto", graph, 4, beside)
     for name in ("hrevolve", "disk_revolve"):
         assert found.time_s <= run(name, graph, 4, beside).time_s
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disk_that_is_smaller_than_any_snapshot(name: str) -> None:
+    run(name, overwriting_dag(50105), 11, places(6, 0.25, 1, 0.25))
 
 
 def test_the_front_doors(tmp_path, capsys) -> None:
