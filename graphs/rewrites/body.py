@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -140,7 +141,11 @@ def put_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:
     """Call an ordinary operator in the step's graph, as part of what `place` belongs to."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args)
-    value = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
+    # In the mode of the values: `where.Scalar` makes tensors of scalars on their device, and that
+    # card may not be here.
+    values = fx.map_arg(args, lambda argument: argument.meta["val"])
+    with torch._guards.detect_fake_mode(values) or nullcontext():
+        value = target(*values)
     node.meta = {**place_of(place), "val": value}
     return node
 

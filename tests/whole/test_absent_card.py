@@ -130,6 +130,22 @@ def test_the_command_plans_for_the_operators_of_the_card(tmp_path, capsys):
     assert "No card is in this machine" in " ".join(capsys.readouterr().out.split())
 
 
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 50_000)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(x), target)
+
+
+@pytest.mark.skipif(not can_trace_absent(), reason="no CUDA tensors in this build")
+def test_a_chunked_loss_is_traced_for_a_card():
+    batch = torch.randn(1024, 8), torch.randint(50_000, (1024,))
+    solution = solve(Classifier(), batch, budget="2GB", device="h100")
+    assert solution.graph.meta.environment["device"] == "cuda"
+
+
 def test_what_is_verified_is_traced_on_the_cpu(tmp_path, capsys):
     graph = planned(tmp_path, "--verify")
     operators = [node["op"] for node in graph["nodes"]]
