@@ -85,6 +85,7 @@ def assert_same_bits(plain: Frozen, model: Frozen, batch: tuple[Tensor, ...]) ->
 
 
 @pytest.mark.usefixtures("with_fast_path")
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_fast_path_runs_in_a_plan(name: str) -> None:
     plain, batch = case(name)
@@ -95,6 +96,7 @@ def test_the_fast_path_runs_in_a_plan(name: str) -> None:
     assert_same_bits(plain, model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_fast_path")
 def test_the_fast_path_runs_where_gradients_are_off() -> None:
     plain, batch = case("layers", frozen=False)

@@ -130,7 +130,7 @@ def _check(net: str, name: str, *, holds: str) -> None:
     assert solution.simulation.peak_bytes <= budget
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_the_step_takes_is_within_the_prediction(name: str, net: str) -> None:
@@ -153,6 +153,7 @@ def test_what_the_loop_keeps_of_the_step_before_is_counted(name: str, holds: str
     _check("layers", name, holds=holds)
 
 
+@pytest.mark.slow
 def test_a_budget_without_room_for_what_a_loss_may_keep_is_kept_to_with_a_warning() -> None:
     torch.manual_seed(0)
     model, x = layers()

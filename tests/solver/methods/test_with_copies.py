@@ -238,7 +238,8 @@ def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
     assert simulation.time_s < 1.001 * graph.baseline_time_s
 
 
-@pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.6])
 def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are refused whose copies leave gaps between them, and others are found."""
     graph = random_dag(seed=3, n_forward=40, n_later=40)
