@@ -23,7 +23,7 @@ from solver import solve
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not can_trace_absent(),
-    reason="a card is here, or this build of PyTorch has no fake CUDA tensors",
+    reason="planning for a card that is absent: a card is here, or PyTorch lacks fake CUDA tensors",
 )
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
