@@ -5,9 +5,9 @@
     PYTHONPATH=. systems/bin/python -m benchmarks.emitted_settings \\
         [--out benchmarks/results/emitted_settings.json]
 
-Every candidate that `solver.framework_settings.systems` offers for a small model is read by the
-system's own code and the values are looked up in what it read: Megatron-LM's by the fields and
-checks of `TransformerConfig` (its flags are the names of these fields), DeepSpeed's by its
+Every candidate that `solver.module_checkpointing.for_other_frameworks` offers for a small model is
+read by the system's own code and the values are looked up in what it read: Megatron-LM's by the
+fields and checks of `TransformerConfig` (its flags are their names), DeepSpeed's by its
 configuration classes, axolotl's by its pydantic schema, torchtitan's by a tyro parser of its policy
 type. A system that is not installed is said to be so. It has to be an environment of its own: these
 packages pin others that the tests need newer.
@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import harness
 from graphs.graph import Graph, Node, Tensor
-from solver.framework_settings import SYSTEMS, layers
+from solver.module_checkpointing.for_other_frameworks import SYSTEMS, layers
 
 N_LAYERS = 4
 

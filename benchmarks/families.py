@@ -44,9 +44,9 @@ from benchmarks.zoo.families import FAMILIES, Family
 from graphs.trace import TraceError, trace
 from scheduler_runtime import FitError, fit, plans_of
 from scheduler_runtime.verifying import differences
-from solver.common import counted
 from solver.methods import find_obstacle
 from solver.schedule import baseline, simulate
+from solver.sizes_deadlines_progress import counted
 
 
 def _seeded(training: Training) -> None:

@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from graphs.training_step import LossOnly as LossOnly
     from scheduler_runtime import *
     from solver import *
-    from solver.analysis import default_budgets as default_budgets
-    from solver.common import BudgetError as BudgetError
-    from solver.target_device import DeviceError as DeviceError
+    from solver.device_and_costs import DeviceError as DeviceError
+    from solver.plan_analysis import default_budgets as default_budgets
+    from solver.sizes_deadlines_progress import BudgetError as BudgetError
 
 _PACKAGES = ("graphs", "solver", "scheduler_runtime")
 """In the order of what they load: only the last one imports torch."""
 _FROM_FOLDERS = {
-    "BudgetError": "solver.common",
-    "DeviceError": "solver.target_device",
+    "BudgetError": "solver.sizes_deadlines_progress",
+    "DeviceError": "solver.device_and_costs",
     "LossOnly": "graphs.training_step",
     "TraceError": "graphs.calls",
-    "default_budgets": "solver.analysis",
+    "default_budgets": "solver.plan_analysis",
     "trace": "graphs.trace",
     "trace_variants": "graphs.trace",
 }

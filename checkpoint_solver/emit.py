@@ -1,5 +1,11 @@
-"""The closest setting of another framework (`solver.framework_settings`). Imports no torch."""
+"""The closest checkpointing setting of another framework. Imports no torch."""
 
-from solver.framework_settings import SYSTEMS, Emitted, NoLayersError, layers, nearest
+from solver.module_checkpointing.for_other_frameworks import (
+    SYSTEMS,
+    Emitted,
+    NoLayersError,
+    layers,
+    nearest,
+)
 
 __all__ = ["SYSTEMS", "Emitted", "NoLayersError", "layers", "nearest"]

@@ -33,19 +33,22 @@ MOVED_TO = {
     "scheduler_runtime.planned": "compiled plan stand_in settings mismatch replan",
     "scheduler_runtime.surroundings": "foreign_checkpoints data_parallel free_memory",
     "solver": "solve report show simulate",
-    "solver.analysis": "pareto largest explain advice block_table",
+    "solver.plan_analysis": "solver.analysis pareto largest explain advice block_table",
     "solver.bound": "step highs cut bounds",
     "solver.chain": "blocks dp revolve block_chain playback",
     "solver.cli": "usage solver.cli.hugging_face solver.cli.maximise solver.cli.submodules",
-    "solver.common": "budget clock figures",
-    "solver.target_device": "solver.device target trace_target",
-    "solver.framework_settings": "solver.emit settings layers",
+    "solver.sizes_deadlines_progress": "solver.common budget clock figures",
+    "solver.device_and_costs": "solver.device solver.target_device target trace_target",
     "solver.methods": "proposal fastest every_block sqrt chain_methods ilp stages evict least",
     "solver.methods.auto": "auto search replay anchor refine recombine improve",
+    "solver.module_checkpointing.for_other_frameworks": (
+        "solver.framework_settings solver.emit settings layers"
+    ),
     "solver.module_checkpointing": "regions region_replay segments stretches by_module eager",
+    "solver.python_api": "solver.reporting.python_api",
     "solver.reporting": "wording table page",
     "solver.reporting.plot": "plot",
-    "solver.runtime_calls": "solver.runtime_hooks submodules",
+    "solver.scheduler_runtime_bridge": "solver.runtime_calls solver.runtime_hooks submodules",
     "solver.schedule": "rematerialise breakdown occupancy solution",
 }
 """By new place, the old modules; those without a dot were in the same top-level package."""

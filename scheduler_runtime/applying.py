@@ -48,9 +48,9 @@ from scheduler_runtime.planned import (
     told,
     warn_of_another,
 )
-from solver.common import format_time, names_checked, now_s, tell
 from solver.methods import KnownPlan
 from solver.schedule import simulate
+from solver.sizes_deadlines_progress import format_time, names_checked, now_s, tell
 
 ON_MISMATCH = ("smaller", "replan", "error")
 

@@ -33,7 +33,6 @@ from scheduler_runtime.execute import (
     remove_torch_checkpoint,
 )
 from scheduler_runtime.planned import PlannedForward, check_order
-from solver.common import counted, format_share, format_size
 from solver.module_checkpointing import (
     CheckpointRegion,
     EagerStep,
@@ -43,6 +42,7 @@ from solver.module_checkpointing import (
     by_module,
 )
 from solver.schedule import Schedule, Solution
+from solver.sizes_deadlines_progress import counted, format_share, format_size
 from solver.solving import NoPlainStepError, answer, without_rewrites
 
 _EAGER_NAMES = {

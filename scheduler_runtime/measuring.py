@@ -21,7 +21,7 @@ from torch import nn
 from graphs.calls import TraceError, as_call, check_call, device_of, find_loss, nested
 from graphs.costs import CudaPeaks, cpu_peak_bytes
 from graphs.training_step import GivenOptimizer, read_optimizer
-from solver.common import names_checked
+from solver.sizes_deadlines_progress import names_checked
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ from graphs.calls import Call, TraceError, device_of
 from graphs.capture import at_each_checkpoint
 from graphs.costs import CostModel
 from scheduler_runtime.measuring import bytes_of, resident_tensors
-from solver.common import BudgetError, parse_budget, parse_size
+from solver.device_and_costs import HostLink, find_hardware, host_beside
 from solver.schedule import Places
-from solver.target_device import HostLink, find_hardware, host_beside
+from solver.sizes_deadlines_progress import BudgetError, parse_budget, parse_size
 
 
 def budget_for(
     model: nn.Module, budget: int | float | str, reserve: int | float | str | None
 ) -> tuple[int, int]:
-    """`solver.common.parse_budget` for a training step of this model where it is."""
+    """Budget and reserve in bytes, for a step of this model where it is (`parse_budget`)."""
     device = device_of(model)
     return parse_budget(
         budget,
@@ -51,7 +51,7 @@ def host_for(
     host_link: HostLink | None,
     costs: CostModel | None,
 ) -> Places | None:
-    """`solver.target_device.host_beside` for a training step of this model where it is.
+    """`solver.device_and_costs.host_beside` for a training step of this model where it is.
 
     costs: of the step's operators, which may know the link (None: they do not).
     """
@@ -66,7 +66,7 @@ def host_for(
 
 
 def size_on(device: torch.device, size: int | float | str, *, what: str) -> int:
-    """`solver.common.parse_size` for a model that is on this device; may be 0."""
+    """`solver.sizes_deadlines_progress.parse_size` for a model that is on this device; may be 0."""
     return parse_size(size, capacity_bytes=_capacity_bytes(device), what=what, least_bytes=0)
 
 

@@ -28,9 +28,9 @@ from scheduler_runtime.applying import apply, remove
 from scheduler_runtime.errors import InFloat64, errors, is_reference
 from scheduler_runtime.execute import own_forwards
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
-from solver.common import counted
-from solver.runtime_calls import Verification
 from solver.schedule import Solution
+from solver.scheduler_runtime_bridge import Verification
+from solver.sizes_deadlines_progress import counted
 
 SEED = 0
 N_TIMED_STEPS = 3
@@ -51,7 +51,7 @@ def verify(
     autocast: str | None,
     say: Callable[[str], object] = lambda _what: None,
 ) -> Verification:
-    """Run the step of `solution` with and without its plan. See solver.runtime_calls.run_verifier.
+    """Run the step of `solution` with and without its plan, as `run_verifier` describes.
 
     Takes the memory of the step without the plan. Raises ValueError: no plan, one that does not
     fit the model, or a batch that it does not take; RuntimeError, MemoryError: the step cannot be

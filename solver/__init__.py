@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from solver.analysis import Curve
-    from solver.reporting import draw, report, sweep, verify
+    from solver.plan_analysis import Curve
+    from solver.python_api import draw, report, sweep, verify
     from solver.schedule import (
         Compute,
         Free,
@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "analysis": ("Curve",),
-    "reporting": ("draw", "report", "sweep", "verify"),
+    "plan_analysis": ("Curve",),
+    "python_api": ("draw", "report", "sweep", "verify"),
     "schedule": (
         *("Compute", "Free", "IllegalScheduleError", "Request", "Schedule", "Simulation"),
         *("Solution", "simulate"),

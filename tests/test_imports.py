@@ -75,7 +75,7 @@ def test_planning_a_saved_graph_imports_nothing_heavy(tmp_path):
 
 @pytest.mark.slow
 def test_tests_of_the_solver_collect_without_torch():
-    folders = ("bound", "chain", "common", "methods", "schedule", "analysis")
+    folders = ("bound", "chain", "sizes_deadlines_progress", "methods", "schedule", "plan_analysis")
     paths = [f"tests/solver/{name}" for name in folders]
     paths += ["tests/graphs/test_graph.py", "tests/graphs/test_files.py"]
     program = "import pytest, sys; assert pytest.main(sys.argv[1:]) == 0"
@@ -187,8 +187,13 @@ def test_no_module_is_shadowed_by_a_name_of_its_package():
         ("solver.dp", "solver.chain"),
         ("solver.bounds", "solver.bound"),
         ("solver.report", "solver"),
-        ("solver.emit", "solver.framework_settings"),
-        ("solver.device", "solver.target_device"),
+        ("solver.emit", "solver.module_checkpointing.for_other_frameworks"),
+        ("solver.device", "solver.device_and_costs"),
+        ("solver.analysis", "solver.plan_analysis"),
+        ("solver.common", "solver.sizes_deadlines_progress"),
+        ("solver.framework_settings", "solver.module_checkpointing.for_other_frameworks"),
+        ("solver.runtime_calls", "solver.scheduler_runtime_bridge"),
+        ("solver.reporting.python_api", "solver.python_api"),
         ("graphs.eager", "graphs.eager_memory"),
         ("scheduler_runtime.hugging_face", "scheduler_runtime.integrations.hugging_face"),
     ],
@@ -215,7 +220,7 @@ def test_the_one_place_that_finds_the_runtime_by_name():
         for package, path in SOURCES
         if package in ("graphs", "solver") and path.name != "moved.py" and _names_the_runtime(path)
     ]
-    assert places == ["runtime_calls.py"]
+    assert places == ["scheduler_runtime_bridge.py"]
 
 
 def _module(path: Path) -> str:

@@ -17,7 +17,7 @@ from benchmarks.gpu import bits, operators, smoke
 from benchmarks.gpu.bench import measured, optimizer_of, run_way, step_of
 from benchmarks.gpu.ways import WAYS, WITH_BUDGET, Setting
 from benchmarks.zoo import QUICK, TINY, Subject, fitted, subjects
-from solver.common import CUDA_RESERVE_BYTES
+from solver.sizes_deadlines_progress import CUDA_RESERVE_BYTES
 
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 QUICK_SHARES = (0.8, 0.5, 0.2)

@@ -15,8 +15,8 @@ from graphs.capture import can_trace_absent
 from graphs.costs import Roofline
 from graphs.hardware import Hardware, named
 from graphs.trace import trace
-from solver.analysis import split_s
 from solver.module_checkpointing import plan_regions
+from solver.plan_analysis import split_s
 
 _REASONS = {
     r"fp8|float8|nvfp4": "8-bit and 4-bit products run in kernels that are not traced",

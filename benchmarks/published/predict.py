@@ -22,8 +22,8 @@ from graphs.graph import Graph
 from graphs.hardware import Hardware, card_called
 from graphs.trace import loss_index, trace_module
 from graphs.training_step import cublas_workspace_bytes, with_resident, with_unknown_loss
-from solver.analysis import split_s
 from solver.module_checkpointing import plan_regions
+from solver.plan_analysis import split_s
 from solver.schedule import Schedule, simulate
 
 MIB = 2**20

@@ -3,7 +3,7 @@
 It is one share for all operators: matrix products take most of each row, so the rows cannot tell
 kinds of operators apart. One share scales every time and leaves the overheads of plans as they are,
 so plans do not use it. What a row says of the ratio of two shares, that of products and that of
-other operators, is the range that reports give for an overhead (`solver.analysis.rate_shares`).
+other operators, is the range that reports give for an overhead (`plan_analysis.rate_shares`).
 """
 
 from collections.abc import Mapping

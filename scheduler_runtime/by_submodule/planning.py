@@ -38,7 +38,6 @@ from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
 from scheduler_runtime.surroundings import budget_for
-from solver.common import counted, format_size, names_checked, now_s, tell, telling
 from solver.module_checkpointing import (
     ModuleTree,
     NoModulesFitError,
@@ -47,7 +46,6 @@ from solver.module_checkpointing import (
     by_module,
     plan_regions,
 )
-from solver.runtime_calls import NoRowError, Planned
 from solver.schedule import (
     Compute,
     Obstacle,
@@ -56,6 +54,15 @@ from solver.schedule import (
     baseline,
     plan_line,
     simulate,
+)
+from solver.scheduler_runtime_bridge import NoRowError, Planned
+from solver.sizes_deadlines_progress import (
+    counted,
+    format_size,
+    names_checked,
+    now_s,
+    tell,
+    telling,
 )
 from solver.solving import answer
 
@@ -285,7 +292,7 @@ def planned_for_command(
     reserve_bytes: int,
     time_limit_s: float,
 ) -> Planned:
-    """For the command `solve`. See solver.runtime_calls.run_submodule_planner."""
+    """For the command `solve`. See solver.scheduler_runtime_bridge.run_submodule_planner."""
     real = model().to(device)
     example = nested.map_tensors(lambda tensor: tensor.to(device), batch())
     solution = plan_chain(

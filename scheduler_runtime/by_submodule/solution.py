@@ -17,9 +17,9 @@ from scheduler_runtime.execute import (
     names_inside,
     runs_in_a_loop,
 )
-from solver.common import counted
 from solver.module_checkpointing import CheckpointRegion
 from solver.schedule import Solution
+from solver.sizes_deadlines_progress import counted
 
 
 @dataclass(frozen=True, repr=False)

@@ -33,7 +33,7 @@ from scheduler_runtime.compiler.rehearsal import Rehearsal
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import PlannedForward, refuse_second
 from scheduler_runtime.surroundings import budget_for
-from solver.common import (
+from solver.sizes_deadlines_progress import (
     BudgetError,
     counted,
     format_share,

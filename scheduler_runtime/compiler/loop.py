@@ -14,7 +14,7 @@ from graphs.capture import SideEffectError
 from scheduler_runtime.compiler.backends import backend_of
 from scheduler_runtime.compiler.partitioner import BudgetPartitioner, NothingFitsError, Partition
 from scheduler_runtime.compiler.rehearsal import Rehearsal
-from solver.common import BudgetError, format_size, telling
+from solver.sizes_deadlines_progress import BudgetError, format_size, telling
 
 CLOSE = 0.02
 """The search ends at a measured peak that is at most this share below the budget."""

@@ -13,8 +13,8 @@ import torch
 
 from scheduler_runtime.execute.copy_streams import CopyStreams, Done, streams_for
 from scheduler_runtime.execute.spill_file import CopyError, Job, SpillFile
-from solver.common import format_both
 from solver.schedule import CopyLayout
+from solver.sizes_deadlines_progress import format_both
 
 
 class Pools:

@@ -29,8 +29,8 @@ from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_calls import CopyCalls
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
-from solver.common import format_both
 from solver.schedule import Compute, CopyLayout, Free, Places, Schedule, copy_layout
+from solver.sizes_deadlines_progress import format_both
 
 LEAST_IN_PIECE = 24
 """Minimum of values that a piece of the backward pass defines, unless gradients accumulate."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from scheduler_runtime.execute.copy_streams import Done
-from solver.common import format_both
+from solver.sizes_deadlines_progress import format_both
 
 
 class CopyError(RuntimeError):

@@ -33,9 +33,9 @@ from scheduler_runtime.surroundings import (
     refuse_checkpointing,
     why_not_planned,
 )
-from solver.common import names_checked
+from solver.device_and_costs import HostLink
 from solver.methods import METHODS
-from solver.target_device import HostLink
+from solver.sizes_deadlines_progress import names_checked
 
 
 @names_checked

@@ -44,10 +44,10 @@ from scheduler_runtime.surroundings import (
     refuse_checkpointing,
     size_on,
 )
-from solver.common import counted, format_both, now_s, tell, telling_in_lines
+from solver.device_and_costs import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
 from solver.schedule import Places, Request, Solution
-from solver.target_device import WITH_OPAQUE_PARTS
+from solver.sizes_deadlines_progress import counted, format_both, now_s, tell, telling_in_lines
 
 logger = logging.getLogger(__name__)
 

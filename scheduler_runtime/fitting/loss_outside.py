@@ -9,7 +9,7 @@ import torch
 
 from graphs.graph import Graph
 from graphs.training_step import with_unknown_loss
-from solver.common import format_both
+from solver.sizes_deadlines_progress import format_both
 
 _IN_32_BITS = 4
 _N_HELD = 2

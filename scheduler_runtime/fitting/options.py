@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 from graphs.costs import CostModel
 from graphs.training_step import GivenOptimizer
+from solver.device_and_costs import HostLink
 from solver.schedule import Solution
-from solver.target_device import HostLink
 
 Optimizers: TypeAlias = GivenOptimizer | Sequence[GivenOptimizer] | None
 

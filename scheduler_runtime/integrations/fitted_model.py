@@ -9,7 +9,7 @@ from torch import nn
 
 from scheduler_runtime.applying import remove
 from scheduler_runtime.fitting import Fitted, FittedForward, Optimizers, fit, plans_of
-from solver.common import check_names
+from solver.sizes_deadlines_progress import check_names
 
 
 class FittedModel:

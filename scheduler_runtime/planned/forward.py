@@ -30,9 +30,9 @@ from scheduler_runtime.execute import (
     restore_forward,
 )
 from scheduler_runtime.planned.guards import kind_of
-from solver.common import telling_in_lines
-from solver.runtime_calls import PLAN_BY_SUBMODULES
 from solver.schedule import Compute, Schedule, name_in
+from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
+from solver.sizes_deadlines_progress import telling_in_lines
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from graphs.parts import Node
 from graphs.rewrites import PROGRAM_REWRITES, keeps_bits_here
 from graphs.trace import CapturedStep
 from scheduler_runtime.planned.plan import Plan
-from solver.common import counted
+from solver.sizes_deadlines_progress import counted
 
 FIELDS = ("device", "arguments", "shapes", "dtypes", "train", "autocast", "torch")
 """Of the environment, in the order in which they are compared."""

@@ -61,8 +61,8 @@ import numpy as np
 from solver.bound.cut import TIME_ERROR
 from solver.bound.milp import Answer, Floats, Milp
 from solver.bound.storage_graph import StorageGraph
-from solver.common import NEVER, Deadline
 from solver.schedule import Place, Places
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 MOST_COPY_SHARE = 100.0
 """Of the baseline's time: longer copies count as this long."""

@@ -59,7 +59,7 @@ import numpy as np
 
 from solver.bound.milp import Answer, Milp
 from solver.bound.storage_graph import StorageGraph
-from solver.common import NEVER, Deadline, OutOfTimeError
+from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 TIME_ERROR = 1e-6
 """The solver's tolerance on the objective as a share of the baseline: every bound gives it away."""

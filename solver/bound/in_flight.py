@@ -28,8 +28,8 @@ import numpy as np
 from graphs.graph import Graph, Node, Tensor
 from solver.bound.lower_bound import relaxed_bound
 from solver.bound.storage_graph import Bytes, StorageGraph
-from solver.common import NEVER, Deadline
 from solver.schedule import Compute, Free, Op, Schedule
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 OTHERS, BEGIN, TURN, END = (f"in_flight.{name}" for name in ("others", "begin", "turn", "end"))
 N_POSITIONS = 4

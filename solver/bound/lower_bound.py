@@ -30,8 +30,8 @@ from graphs.graph import Graph
 from solver.bound.copies import CopyCut, CopyProgram
 from solver.bound.cut import Cuts, solve_cuts
 from solver.bound.storage_graph import StorageGraph
-from solver.common import NEVER, Deadline
 from solver.schedule import Places
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 GAP = 1e-4
 """A MILP stops when its bound is within this share of the baseline's time of its solution."""

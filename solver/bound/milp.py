@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from solver.common import NEVER, Deadline, OutOfTimeError, interruptible
+from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError, interruptible
 
 Floats = npt.NDArray[np.float64]
 

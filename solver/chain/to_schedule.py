@@ -19,7 +19,6 @@ from solver.chain.problem import (
     ForwardKeepingInput,
     ForwardKeepingOutput,
 )
-from solver.common import NEVER, Deadline
 from solver.schedule import (
     Schedule,
     free_after_last_use,
@@ -29,6 +28,7 @@ from solver.schedule import (
     needs,
     without_dead_computes,
 )
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 
 def chain_to_schedule(

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from graphs.rewrites import WORDS
-from solver.analysis import Size
 from solver.cli.installed import version
-from solver.framework_settings import SYSTEMS
 from solver.methods import METHODS
+from solver.module_checkpointing.for_other_frameworks import SYSTEMS
+from solver.plan_analysis import Size
 from solver.schedule import BUDGETS_OF
 
 _EPILOG = """\

@@ -25,7 +25,6 @@ from rich.console import Console
 
 from graphs.files import FormatError
 from graphs.graph import Graph, GraphError
-from solver.analysis import SizeSearch, advise
 from solver.cli import explain, outputs
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.largest_batch import maximised, size_notes
@@ -34,7 +33,13 @@ from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.cli.reading_arguments import parse
 from solver.cli.watch import Watch, leave
-from solver.common import (
+from solver.device_and_costs import DeviceError
+from solver.methods import MissingSolverError, TooLargeError
+from solver.module_checkpointing.for_other_frameworks import NoLayersError, layers
+from solver.plan_analysis import SizeSearch, advise
+from solver.reporting import Report, best, terminal, to_json, write_snapshot
+from solver.schedule import Solution
+from solver.sizes_deadlines_progress import (
     OF_THE_COMMAND,
     BudgetError,
     calls_are_left,
@@ -45,12 +50,7 @@ from solver.common import (
     reject_missing_unit,
     untold,
 )
-from solver.framework_settings import NoLayersError, layers
-from solver.methods import MissingSolverError, TooLargeError
-from solver.reporting import Report, best, terminal, to_json, write_snapshot
-from solver.schedule import Solution
 from solver.solving import attempt, explained
-from solver.target_device import DeviceError
 
 EXPLAIN = "explain"
 """Never a problem to plan: files end in .py or .json, and modules have a dot or a colon."""

@@ -16,7 +16,9 @@ from rich.console import Console, Group, RenderableType
 
 from graphs.files import FormatError
 from graphs.graph import Node
-from solver.analysis import (
+from solver.cli.arguments import Parser, UsageError, seconds
+from solver.cli.progress import Progress
+from solver.plan_analysis import (
     Copies,
     Peak,
     Trip,
@@ -29,9 +31,9 @@ from solver.analysis import (
     step_bytes_for,
     why_recomputed,
 )
-from solver.cli.arguments import Parser, UsageError, seconds
-from solver.cli.progress import Progress
-from solver.common import (
+from solver.reporting import part, stall_rows, terminal, trip_rows
+from solver.schedule import OPTIMAL_GAP, Solution
+from solver.sizes_deadlines_progress import (
     counted,
     describe_op,
     format_both,
@@ -41,8 +43,6 @@ from solver.common import (
     format_time,
     parse_size,
 )
-from solver.reporting import part, stall_rows, terminal, trip_rows
-from solver.schedule import OPTIMAL_GAP, Solution
 
 FORMAT = "explanation/1"
 N_LARGEST = 6

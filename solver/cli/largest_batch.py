@@ -6,7 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.analysis import (
+from solver.cli.arguments import Arguments, UsageError
+from solver.cli.model_file import LoadError
+from solver.cli.problem import Problem
+from solver.cli.progress import Progress
+from solver.methods import METHODS, MissingSolverError, TooLargeError
+from solver.plan_analysis import (
     FIRST,
     Candidate,
     SameStepError,
@@ -14,13 +19,8 @@ from solver.analysis import (
     SizeSearch,
     largest,
 )
-from solver.cli.arguments import Arguments, UsageError
-from solver.cli.model_file import LoadError
-from solver.cli.problem import Problem
-from solver.cli.progress import Progress
-from solver.common import ctrl_c_ends_searches, ctrl_c_raises
-from solver.methods import METHODS, MissingSolverError, TooLargeError
 from solver.schedule import Solution
+from solver.sizes_deadlines_progress import ctrl_c_ends_searches, ctrl_c_raises
 from solver.solving import attempt, explained
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}

@@ -91,7 +91,7 @@ class ModelFile:
 
     @property
     def functions(self) -> dict[str, Any]:
-        """What `solver.runtime_calls` takes to run the step."""
+        """What `solver.scheduler_runtime_bridge` takes to run the step."""
         names = ("model", "batch", "loss", "inputs", "optimizer")
         return {name: getattr(self, name) for name in names}
 

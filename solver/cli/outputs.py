@@ -9,15 +9,16 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from solver.analysis import N_BUDGETS, Curve, sweep
 from solver.cli.arguments import Arguments
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
-from solver.common import counted, ctrl_c_ends_searches
-from solver.framework_settings import nearest
-from solver.reporting import Report, best, draw, write_page
-from solver.runtime_calls import VerifyError
+from solver.module_checkpointing.for_other_frameworks import nearest
+from solver.plan_analysis import N_BUDGETS, Curve, sweep
+from solver.python_api import draw
+from solver.reporting import Report, best, write_page
 from solver.schedule import Solution
+from solver.scheduler_runtime_bridge import VerifyError
+from solver.sizes_deadlines_progress import counted, ctrl_c_ends_searches
 
 N_QUICK_BUDGETS = 8
 """Of the curve of a page without --pareto."""

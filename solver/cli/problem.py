@@ -18,7 +18,6 @@ from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
 from graphs.rewrites import Variants
-from solver.analysis import FIRST
 from solver.cli import hf_config
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import (
@@ -34,9 +33,18 @@ from solver.cli.model_file import (
 from solver.cli.progress import Progress
 from solver.cli.real_run import estimated
 from solver.cli.traced_step import NotTracedError, traced_step
-from solver.common import Say, parse_budget
+from solver.device_and_costs import (
+    Target,
+    check_budget_of,
+    check_in_flight,
+    find_hardware,
+    find_target,
+    host_beside,
+)
+from solver.plan_analysis import FIRST
 from solver.reporting import describe_costs, step_notes
-from solver.runtime_calls import (
+from solver.schedule import Places, Request, Solution
+from solver.scheduler_runtime_bridge import (
     N_REAL_STEPS,
     NoRowError,
     Planned,
@@ -45,16 +53,8 @@ from solver.runtime_calls import (
     run_submodule_planner,
     run_verifier,
 )
-from solver.schedule import Places, Request, Solution
+from solver.sizes_deadlines_progress import Say, parse_budget
 from solver.solving import disk_behind
-from solver.target_device import (
-    Target,
-    check_budget_of,
-    check_in_flight,
-    find_hardware,
-    find_target,
-    host_beside,
-)
 
 if TYPE_CHECKING:
     from graphs.costs import CostModel

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from solver.common import Say, now_and_then
+from solver.sizes_deadlines_progress import Say, now_and_then
 
 
 class Progress:

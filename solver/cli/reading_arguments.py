@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from solver.cli.arguments import Arguments, UsageError, parser
-from solver.common import BudgetError, parse_rate, parse_size, reject_share
 from solver.methods import METHODS
+from solver.sizes_deadlines_progress import BudgetError, parse_rate, parse_size, reject_share
 
 PLOT_SUFFIXES = (".png", ".svg")
 PAGE_SUFFIXES = (".html", ".htm")

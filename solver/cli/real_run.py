@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from solver.common import format_size
+from solver.sizes_deadlines_progress import format_size
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,9 +14,9 @@ from graphs.rewrites import Variants
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError, ModelFile, located
 from solver.cli.real_run import ModelSizes, estimated
-from solver.common import format_size
+from solver.device_and_costs import Target
 from solver.reporting import step_notes
-from solver.target_device import Target
+from solver.sizes_deadlines_progress import format_size
 
 if TYPE_CHECKING:
     from torch import nn

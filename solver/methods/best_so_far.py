@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from graphs.graph import Graph
-from solver.common import Deadline, OutOfTimeError
 from solver.methods.proposal import Proposal
 from solver.schedule import (
     IllegalScheduleError,
@@ -17,6 +16,7 @@ from solver.schedule import (
     copy_layout,
     simulate,
 )
+from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
 
 class BestSoFar:

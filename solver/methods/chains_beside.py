@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from graphs.graph import Graph
-from solver.common import Deadline
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.methods.storage_levels import METHODS_ON_LEVELS
 from solver.schedule import OPTIMAL_GAP, Places
+from solver.sizes_deadlines_progress import Deadline
 
 TRIED = ("hrevolve", "disk_revolve")
 AUTO_SHARE = 0.85

@@ -19,9 +19,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from solver.bound import StorageGraph
-from solver.common import NEVER, Deadline
 from solver.methods.ahead import Ahead, ahead_of
 from solver.schedule import Schedule, free_after_last_use, needs, without_dead_computes
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 REFRESH = 500
 """Per so many forward nodes one eviction goes by before scores are counted anew."""

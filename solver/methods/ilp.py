@@ -52,11 +52,11 @@ except ImportError:  # the other methods do without
 
 from graphs.graph import Graph
 from solver.bound import TIME_ERROR, StorageGraph, binding_cut, least_time_s, solve_cuts
-from solver.common import NEVER, Deadline, interruptible
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.ilp_variables import MissingSolverError, Stage, Stages
 from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, free_after_last_use, without_dead_computes
+from solver.sizes_deadlines_progress import NEVER, Deadline, interruptible
 
 N_SWEEPS = 3
 """Sweeps of a stage in a small program; three were enough on every random graph tried."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from solver.bound import StorageGraph
-from solver.common import NEVER, Deadline
 from solver.schedule import needs
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 MAX_VARIABLES = 20_000
 """Beyond this many variables the search takes hours, and the method refuses."""

@@ -35,10 +35,10 @@ from solver.bound import (
     span_graph,
     whole_span,
 )
-from solver.common import OutOfTimeError
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import baseline
+from solver.sizes_deadlines_progress import OutOfTimeError
 
 GAP = 2e-4
 """Of the baseline's time: a span whose bound is within this of the best schedule is closed."""

@@ -26,7 +26,6 @@ from solver.bound import (
     span_graph,
     whole_span,
 )
-from solver.common import NEVER, Deadline, OutOfTimeError
 from solver.methods.evict import evict
 from solver.methods.proposal import Method
 from solver.methods.revolve import reversals
@@ -38,6 +37,7 @@ from solver.schedule import (
     baseline,
     simulate,
 )
+from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 TOLERANCE = 0.002
 """The search stops when the two ends are within this share of what is proven."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from graphs.graph import Graph
 from graphs.rewrites import Variant, Variants
 from solver.bound import StorageGraph, least_time_s, relaxed_bound
-from solver.common import Deadline, now_s
 from solver.methods.auto import drop_recomputation
 from solver.schedule import (
     IllegalScheduleError,
@@ -26,6 +25,7 @@ from solver.schedule import (
     simulate,
     simulate_unplanned,
 )
+from solver.sizes_deadlines_progress import Deadline, now_s
 
 REUSE_LOSS = 0.02
 """Of the baseline's time: what a reused plan may lose against its bound beyond what the known plan

@@ -26,10 +26,10 @@ from solver.chain import (
     reversal,
     split_into_blocks,
 )
-from solver.common import NEVER, Deadline
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, baseline
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 REVOLVE_MAX_BLOCKS = 128
 MAX_RUNS = 20

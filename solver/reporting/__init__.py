@@ -1,8 +1,7 @@
-"""Reports (terminal, JSON, HTML page), plots in `plot`, and the functions of the Python API."""
+"""Reports (terminal, JSON, HTML page), and plots in `plot`."""
 
 from solver.reporting.copy_rows import stall_rows, trip_rows
 from solver.reporting.html import write_page
-from solver.reporting.python_api import draw, report, sweep, verify
 from solver.reporting.report_data import (
     Report,
     best,

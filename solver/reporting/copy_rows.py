@@ -6,9 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from solver.analysis import Copies, Stall, Trip
-from solver.common import counted, describe_op, format_percent, format_size, format_time
+from solver.plan_analysis import Copies, Stall, Trip
 from solver.reporting.rows import Row, Table
+from solver.sizes_deadlines_progress import (
+    counted,
+    describe_op,
+    format_percent,
+    format_size,
+    format_time,
+)
 
 N_TRIPS = 12
 """Storages on the host that are listed, the largest."""

@@ -17,12 +17,18 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from graphs.files import write_whole
-from solver.analysis import ABOUT, block_rows, copies
-from solver.common import format_both, format_percent, format_share, format_size, format_time
+from solver.plan_analysis import ABOUT, block_rows, copies
 from solver.reporting import copy_rows, rows, size_rows, verification_rows
 from solver.reporting.report_data import Report
 from solver.reporting.rows import headline, step_name
 from solver.schedule import Solution
+from solver.sizes_deadlines_progress import (
+    format_both,
+    format_percent,
+    format_share,
+    format_size,
+    format_time,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,8 @@ from typing import Any
 from graphs.fsdp import sharding_of, sharding_words
 from graphs.graph import Graph, Node
 from graphs.rewrites import PROGRAM_REWRITES, results_of
-from solver.analysis import Advice, Curve, SizeSearch, overhead_range
-from solver.common import OF_THE_COMMAND, Reader, counted, format_time
-from solver.framework_settings import Emitted
-from solver.runtime_calls import Verification
+from solver.module_checkpointing.for_other_frameworks import Emitted
+from solver.plan_analysis import Advice, Curve, SizeSearch, overhead_range
 from solver.schedule import (
     Schedule,
     Simulation,
@@ -27,6 +25,8 @@ from solver.schedule import (
     reserved_by_setting,
     simulate,
 )
+from solver.scheduler_runtime_bridge import Verification
+from solver.sizes_deadlines_progress import OF_THE_COMMAND, Reader, counted, format_time
 
 FORMAT = "report/1"
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from graphs.graph import Graph
 from graphs.pipeline import pipeline_of
-from solver.analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
-from solver.common import (
+from solver.module_checkpointing.for_other_frameworks import Emitted
+from solver.plan_analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
+from solver.reporting.report_data import Report, Rewritten, freed_early_bytes, rewritten
+from solver.schedule import Link, Places, Simulation, Solution, reserved_by_setting
+from solver.sizes_deadlines_progress import (
     Reader,
     counted,
     describe_op,
@@ -20,9 +23,6 @@ from solver.common import (
     format_size_up,
     format_time,
 )
-from solver.framework_settings import Emitted
-from solver.reporting.report_data import Report, Rewritten, freed_early_bytes, rewritten
-from solver.schedule import Link, Places, Simulation, Solution, reserved_by_setting
 
 N_SHOWN = 4
 """Tensors at the bottleneck op, or differing values, that are named."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.analysis import Candidate, SizeSearch
-from solver.common import format_time
+from solver.plan_analysis import Candidate, SizeSearch
 from solver.reporting.rows import Row, Table, peak_and_overhead
+from solver.sizes_deadlines_progress import format_time
 
 SIZE_TITLES = {"batch_size": "Batch sizes", "seq_length": "Sequence lengths"}
 RATE_UNITS = {"batch_size": "samples/s", "seq_length": "positions/s"}

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from solver.analysis import ABOUT, copies
+from solver.plan_analysis import ABOUT, copies
 from solver.reporting import copy_rows, rows, size_rows, verification_rows
 from solver.reporting.report_data import Report
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.common import Reader, counted, format_both, format_share, format_size, format_time
 from solver.reporting.rows import N_SHOWN, Row, Table
-from solver.runtime_calls import Verification
+from solver.scheduler_runtime_bridge import Verification
+from solver.sizes_deadlines_progress import (
+    Reader,
+    counted,
+    format_both,
+    format_share,
+    format_size,
+    format_time,
+)
 
 _WHY_ABOVE = (
     "above: likely workspace of kernels that the costs do not know ({measured}), or tensors that "

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphs.graph import Graph
-from solver.common import format_both
 from solver.schedule.host_and_disk import Places
 from solver.schedule.ops import Delete, Drop, Load, Schedule, Spill, Store, name_in
+from solver.sizes_deadlines_progress import format_both
 
 ALIGNMENTS = (512, 1)
 """In bytes: copies are faster from round addresses. The next is tried where one takes too much."""

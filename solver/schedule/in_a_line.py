@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from solver.common import format_share, format_size, format_time
 from solver.schedule.solution import Solution
+from solver.sizes_deadlines_progress import format_share, format_size, format_time
 
 
 def plan_line(

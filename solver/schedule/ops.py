@@ -21,7 +21,7 @@ from functools import cached_property
 
 from graphs.files import MAX_ENTRIES, FormatError
 from graphs.graph import Graph, Node
-from solver.common import counted
+from solver.sizes_deadlines_progress import counted
 
 
 @dataclass(frozen=True, slots=True)

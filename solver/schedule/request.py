@@ -8,10 +8,10 @@ from typing import Any
 
 from graphs.files import FormatError, Record
 from graphs.rewrites import WORDS, check_word
-from solver.common import check_time_limit
 from solver.schedule.host_and_disk import Places
 from solver.schedule.ops import Schedule
 from solver.schedule.simulation import Simulation
+from solver.sizes_deadlines_progress import check_time_limit
 
 BUDGETS_OF = ("allocated", "reserved")
 

@@ -16,18 +16,18 @@ from graphs.fsdp import sharding_words
 from graphs.graph import Graph
 from graphs.pipeline import pipeline_of
 from graphs.rewrites import Variants
-from solver.common import (
+from solver.schedule.ops import Schedule, ops_from_json
+from solver.schedule.recompute import baseline as baseline_schedule
+from solver.schedule.request import Obstacle, Request
+from solver.schedule.simulation import IllegalScheduleError, OtherGraphError, Simulation
+from solver.schedule.simulator import simulate
+from solver.sizes_deadlines_progress import (
     counted,
     describe_op,
     format_share,
     format_size,
     format_size_up,
 )
-from solver.schedule.ops import Schedule, ops_from_json
-from solver.schedule.recompute import baseline as baseline_schedule
-from solver.schedule.request import Obstacle, Request
-from solver.schedule.simulation import IllegalScheduleError, OtherGraphError, Simulation
-from solver.schedule.simulator import simulate
 
 Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
 STATUSES: tuple[str, ...] = get_args(Status)

@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from solver.common import BudgetError, parse_rate, parse_size, reject_missing_unit, reject_share
 from solver.schedule import Link, Place, Places
+from solver.sizes_deadlines_progress import (
+    BudgetError,
+    parse_rate,
+    parse_size,
+    reject_missing_unit,
+    reject_share,
+)
 
 Rate: TypeAlias = str | int | float
 DiskRate: TypeAlias = Rate | Sequence[Rate]

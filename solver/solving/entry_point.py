@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphs.graph import Graph
 from graphs.rewrites import check_word
-from solver.common import check_time_limit, counted, now_s, parse_budget, parse_size, tell, telling
-from solver.methods import METHODS
-from solver.schedule import Request, Solution, plan_line
-from solver.solving.disk import DiskRate, disk_behind
-from solver.solving.problem import as_step, is_traced, name_of
-from solver.solving.solve_request import answer
-from solver.target_device import (
+from solver.device_and_costs import (
     WITH_OPAQUE_PARTS,
     HostLink,
     check_budget_of,
@@ -23,6 +17,20 @@ from solver.target_device import (
     find_hardware,
     host_beside,
 )
+from solver.methods import METHODS
+from solver.schedule import Request, Solution, plan_line
+from solver.sizes_deadlines_progress import (
+    check_time_limit,
+    counted,
+    now_s,
+    parse_budget,
+    parse_size,
+    tell,
+    telling,
+)
+from solver.solving.disk import DiskRate, disk_behind
+from solver.solving.problem import as_step, is_traced, name_of
+from solver.solving.solve_request import answer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +62,7 @@ def solve(
     problem: a module (traced with `batch` and the keyword arguments of `graphs.trace.trace`: loss,
     optimizer, gradients), a Graph, or the path of a graph file.
     device, costs: as on the command line: "cpu", "cuda", "cuda:1" or a named card such as "h100";
-    "roofline", "measured" or a cost model (`solver.target_device`).
+    "roofline", "measured" or a cost model (`solver.device_and_costs`).
     budget: bytes of the device for the whole step (16e9, 0.85 * total_memory; rounded down),
         "16GB", "60%" of `capacity_bytes`.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.rewrites import Variants
-from solver.common import check_names
-from solver.runtime_calls import PLAN_BY_SUBMODULES
+from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
+from solver.sizes_deadlines_progress import check_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +58,7 @@ def as_step(
             "with: a tensor, a tuple or a dict of tensors"
         )
     from graphs.trace import TraceError, trace, trace_variants
-    from solver.target_device import find_target
+    from solver.device_and_costs import find_target
 
     known = [*others, *inspect.signature(trace).parameters]
     check_names("solve", trace_options, known)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
-from solver.common import Deadline, interrupted, now_s
 from solver.methods import METHODS, find_obstacle, transferred
 from solver.schedule import (
     IllegalScheduleError,
@@ -28,6 +27,7 @@ from solver.schedule import (
     simulate,
     simulate_unplanned,
 )
+from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
 from solver.solving.within_reserved import planned_within_reserved, with_reserved
 
 KEPT_SHARE = 0.1

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.published.__main__ import DATA, compared
 from benchmarks.published.shares import FITTED, ratio_range
 from benchmarks.published.tables import is_met, markdown
-from solver.analysis import LARGEST_RATIO, LEAST_RATIO
+from solver.plan_analysis import LARGEST_RATIO, LEAST_RATIO
 
 ROWS: list[dict[str, Any]] = json.loads((DATA / "modules.json").read_text())["rows"]
 ALONE = ("cross_entropy", "swiglu", "rms_norm", "layer_norm", "rope", "fused_linear_jsd")

@@ -30,7 +30,7 @@ from scheduler_runtime import (
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import forward, planning
 from solver import report, solve
-from solver.common.sizes import BudgetError
+from solver.sizes_deadlines_progress.sizes import BudgetError
 from solver.solving import answer
 from tests.support.models import NormAndDropout, TiedLanguageModel
 

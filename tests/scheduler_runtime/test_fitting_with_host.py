@@ -15,8 +15,8 @@ from torch import nn
 from scheduler_runtime import fit, measure, plans_of
 from scheduler_runtime.execute import copies as copies_module
 from solver import solve
-from solver.common import BudgetError
 from solver.schedule import Link
+from solver.sizes_deadlines_progress import BudgetError
 from tests.support.pools import made_pools
 
 __all__ = ["made_pools"]

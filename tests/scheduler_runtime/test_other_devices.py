@@ -13,7 +13,7 @@ from scheduler_runtime import apply, fit
 from scheduler_runtime.by_submodule import planning as fallback
 from scheduler_runtime.planned import forward as stand_in
 from solver import solve
-from solver.common.sizes import CUDA_RESERVE_BYTES
+from solver.sizes_deadlines_progress.sizes import CUDA_RESERVE_BYTES
 
 
 class Loss(nn.Sequential):

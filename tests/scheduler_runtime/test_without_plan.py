@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scheduler_runtime import apply, measure
-from solver import report, solve
-from solver.reporting import verify
+from solver import report, solve, verify
 from solver.schedule import Solution
 
 N_ROWS, WIDTH, DEPTH = 1024, 128, 5

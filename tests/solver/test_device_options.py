@@ -14,8 +14,8 @@ from graphs.files import FormatError
 from graphs.hardware import named
 from graphs.trace import trace
 from solver import solve
-from solver.common.sizes import CUDA_RESERVE_BYTES
-from solver.target_device import DeviceError, find_target
+from solver.device_and_costs import DeviceError, find_target
+from solver.sizes_deadlines_progress.sizes import CUDA_RESERVE_BYTES
 
 
 def model_and_batch() -> tuple[nn.Module, torch.Tensor]:

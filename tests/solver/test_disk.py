@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from solver import solve
-from solver.analysis import copies
 from solver.cli.command import main
-from solver.common import BudgetError
+from solver.plan_analysis import copies
 from solver.reporting.copy_rows import trip_table
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate
+from solver.sizes_deadlines_progress import BudgetError
 from solver.solving.disk import disk_behind
 from tests.support.command import failed
 from tests.support.nets import residual

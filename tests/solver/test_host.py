@@ -6,12 +6,12 @@ import pytest
 
 from graphs.hardware import HostCopies, named
 from solver import solve, sweep
-from solver.analysis import copies
 from solver.cli.command import main
-from solver.common import BudgetError, describe_op, format_size
+from solver.device_and_costs import host_beside
+from solver.plan_analysis import copies
 from solver.reporting.copy_rows import N_TRIPS
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate
-from solver.target_device import host_beside
+from solver.sizes_deadlines_progress import BudgetError, describe_op, format_size
 from tests.support.builders import make, op
 from tests.support.command import failed
 from tests.support.nets import residual

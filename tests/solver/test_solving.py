@@ -14,13 +14,13 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure
 from solver import solve
-from solver.common.sizes import BudgetError, parse_size
 from solver.methods.auto import auto
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from solver.sizes_deadlines_progress.sizes import BudgetError, parse_size
 from tests.support.nets import dense, pyramid, residual, u_shape
 
 NETS = {

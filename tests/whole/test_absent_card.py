@@ -15,7 +15,7 @@ from graphs.capture import can_trace_absent
 from scheduler_runtime import PlanMismatchError, apply
 from solver import solve
 from solver.cli import main
-from solver.target_device import find_target
+from solver.device_and_costs import find_target
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(

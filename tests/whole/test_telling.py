@@ -14,8 +14,8 @@ from scheduler_runtime import apply, compile, fit
 from scheduler_runtime.fallback import plan_chain
 from solver import Solution, solve, sweep, verify
 from solver.cli.command import main
-from solver.common.what_runs import logger
 from solver.schedule import plan_line
+from solver.sizes_deadlines_progress.what_runs import logger
 from tests.support.command import write_model
 
 

@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from solver.bound import StorageGraph
-from solver.common import NEVER, Deadline
 from solver.schedule import (
     Compute,
     Schedule,
@@ -24,6 +23,7 @@ from solver.schedule import (
     simulate,
     without_dead_computes,
 )
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 
 def schedule_from_cuts(

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from solver.bound import StorageGraph
-from solver.common import NEVER, Deadline
 from solver.schedule import (
     Compute,
     IllegalScheduleError,
@@ -25,6 +24,7 @@ from solver.schedule import (
     simulate,
     without_dead_computes,
 )
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 MAX_PASSES = 20
 

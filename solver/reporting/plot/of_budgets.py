@@ -7,12 +7,12 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from solver.analysis import Curve
-from solver.common import format_size
+from solver.plan_analysis import Curve
 from solver.reporting.plot import style
 from solver.reporting.plot.of_memory import overhead_text
 from solver.reporting.rows import curve_text, describe_host, step_name
 from solver.schedule import Solution
+from solver.sizes_deadlines_progress import format_size
 
 
 def pareto(

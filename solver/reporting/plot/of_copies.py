@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from matplotlib.axes import Axes
 
-from solver.analysis import Copies, Stream
-from solver.common import format_size, format_time
+from solver.plan_analysis import Copies, Stream
 from solver.reporting.plot import style
 from solver.schedule import Event, Solution
+from solver.sizes_deadlines_progress import format_size, format_time
 
 HALF = 0.36
 """Half of the drawn height of a row."""

@@ -16,9 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from graphs.graph import Graph
-from solver.analysis import block_names, copies
 from solver.chain import computing_blocks
-from solver.common import format_share, format_size
+from solver.plan_analysis import block_names, copies
 from solver.reporting.plot import style
 from solver.reporting.plot.of_copies import streams
 from solver.reporting.rows import headline, step_name
@@ -31,6 +30,7 @@ from solver.schedule import (
     node_at,
     occupancy,
 )
+from solver.sizes_deadlines_progress import format_share, format_size
 
 COLOUR_OF_LAYER: Mapping[str, str] = {
     "resident": style.STONE,

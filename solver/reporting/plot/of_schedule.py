@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from graphs.graph import Graph, Node
-from solver.analysis import block_names
 from solver.chain import Blocks, computing_blocks
+from solver.plan_analysis import block_names
 from solver.reporting.plot import style
 from solver.reporting.plot.of_memory import overhead_text
 from solver.reporting.rows import step_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 
-from solver.analysis import SizeSearch
+from solver.plan_analysis import SizeSearch
 from solver.reporting.plot.style import BLUE, GREY, RED, WIDE_IN, finish, new_axes
 from solver.reporting.rows import step_name
 from solver.reporting.size_rows import misfit_text, saturation_text

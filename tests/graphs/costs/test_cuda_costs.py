@@ -18,8 +18,8 @@ from graphs.trace import trace
 from scheduler_runtime import apply
 from scheduler_runtime.by_submodule import observe
 from solver import solve
+from solver.device_and_costs import DeviceError, find_target
 from solver.reporting import describe_costs
-from solver.target_device import DeviceError, find_target
 
 CARDS = ("NVIDIA H200", "NVIDIA Z9000")
 

@@ -22,7 +22,7 @@ from scheduler_runtime import (
 )
 from scheduler_runtime.compiler.backends import backend_of
 from scheduler_runtime.compiler.partitioner import BudgetPartitioner
-from solver.common.sizes import BudgetError
+from solver.sizes_deadlines_progress.sizes import BudgetError
 from tests.support.models import NormAndDropout, TiedLanguageModel
 
 

@@ -15,10 +15,10 @@ from graphs.graph import Graph, GraphError
 from graphs.synthetic.nets import chain
 from solver.bound import bounded, halves, of_step, span_graph, whole_span
 from solver.cli.command import Exit, main
-from solver.common import OutOfTimeError
 from solver.methods import METHODS, Proposal, find_obstacle
 from solver.methods.in_flight import in_flight
 from solver.schedule import Compute, Free, Schedule, Solution, baseline, simulate
+from solver.sizes_deadlines_progress import OutOfTimeError
 from tests.support.brute_force import Truth
 from tests.support.brute_force_in_flight import fastest_in_flight
 from tests.support.builders import make, op, plan
@@ -192,7 +192,7 @@ def test_wherever_the_clock_or_ctrl_c_ends_the_search_its_bound_holds(
         for n_looks in range(24):
             limit_s = n_looks + 0.5 if ended_by == "now_s" else 600.0
             with monkeypatch.context() as patched:
-                patched.setattr(f"solver.common.deadline.{ended_by}", looked)
+                patched.setattr(f"solver.sizes_deadlines_progress.deadline.{ended_by}", looked)
                 n_looked = 0
                 found = METHODS["ilp"](
                     graph, budget_bytes=budget_bytes, time_limit_s=limit_s, seed=0

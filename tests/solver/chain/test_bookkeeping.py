@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphs.graph import Graph
-from solver.analysis.by_block import block_names, block_rows
 from solver.chain import computing_blocks, split_into_blocks
+from solver.plan_analysis.by_block import block_names, block_rows
 from solver.solving import solve
 from tests.support.builders import make, op
 from tests.support.nets import random_dag

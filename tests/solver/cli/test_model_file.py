@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from solver.cli.command import main
-from solver.runtime_calls import Verification
+from solver.scheduler_runtime_bridge import Verification
 from tests.support.command import MODEL, failed, write_model
 
 

@@ -19,9 +19,9 @@ from rich.console import Console
 import solver.cli
 import solver.cli.outputs
 from graphs.synthetic.nets import residual
-from solver.analysis.pareto import sweep
 from solver.cli.command import main
 from solver.cli.progress import Progress
+from solver.plan_analysis.pareto import sweep
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.command import without_progress, write_model
@@ -57,7 +57,7 @@ class Written(io.StringIO):
 
 
 def test_what_takes_long_is_said_without_a_terminal(monkeypatch):
-    monkeypatch.setattr("solver.common.long_stages.FIRST_AFTER_S", 0.001)
+    monkeypatch.setattr("solver.sizes_deadlines_progress.long_stages.FIRST_AFTER_S", 0.001)
     text = Written()
     console = Console(file=text, force_terminal=False, width=80)
     with Progress(quiet=False, console=console).says("sweeping") as say:

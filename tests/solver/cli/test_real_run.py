@@ -9,7 +9,7 @@ import pytest
 
 from solver.cli.command import main
 from solver.cli.real_run import ModelSizes
-from solver.runtime_calls import N_REAL_STEPS
+from solver.scheduler_runtime_bridge import N_REAL_STEPS
 from tests.support.command import failed, write_model
 
 RUNS = """

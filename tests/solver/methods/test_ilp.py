@@ -7,13 +7,13 @@ import pytest
 
 from graphs.graph import Graph, Node, Tensor
 from solver.bound import StorageGraph
-from solver.common import Deadline
 from solver.methods import ilp as module
 from solver.methods.ilp import ilp, solve_stages
 from solver.methods.ilp_variables import Stages, TooLargeError
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from solver.sizes_deadlines_progress import Deadline
 from tests.support.brute_force import fastest, least_peak_bytes
 from tests.support.nets import chain, random_dag, residual
 

@@ -10,7 +10,6 @@ import pytest
 
 from graphs.graph import Graph
 from solver.chain.blocks import split_into_blocks
-from solver.common.deadline import ctrl_c_ends_searches
 from solver.methods.every_block import every_block
 from solver.methods.proposal import Proposal
 from solver.methods.registry import METHODS
@@ -18,6 +17,7 @@ from solver.methods.sqrt import segment_counts, sqrt
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import Simulation, simulate
+from solver.sizes_deadlines_progress.deadline import ctrl_c_ends_searches
 from tests.support import nets
 from tests.support.brute_force import fastest
 from tests.support.builders import make, odd_graph, op, uniform_chain

@@ -13,18 +13,18 @@ import pytest
 
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
-from solver.analysis.advice import advise
-from solver.analysis.by_block import block_rows
-from solver.analysis.largest_batch import Candidate, SizeSearch
-from solver.analysis.pareto import Curve, sweep
 from solver.chain.blocks import split_into_blocks
 from solver.cli.command import main
-from solver.common.format import format_share, format_time
-from solver.common.sizes import format_size
+from solver.plan_analysis.advice import advise
+from solver.plan_analysis.by_block import block_rows
+from solver.plan_analysis.largest_batch import Candidate, SizeSearch
+from solver.plan_analysis.pareto import Curve, sweep
 from solver.reporting.html import bound_text, page
 from solver.reporting.report_data import Report
 from solver.reporting.rows import headline
 from solver.schedule.solution import Solution
+from solver.sizes_deadlines_progress.format import format_share, format_time
+from solver.sizes_deadlines_progress.sizes import format_size
 from solver.solving import solve
 from tests.solver.reporting.test_report import report_of, verified
 from tests.support import browser

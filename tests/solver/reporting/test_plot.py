@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from graphs.synthetic.nets import chain, residual
-from solver.analysis.pareto import Curve, sweep
 from solver.chain.blocks import split_into_blocks
+from solver.plan_analysis.pareto import Curve, sweep
 from solver.reporting import plot
 from solver.reporting.plot import of_memory as plot_memory
 from solver.reporting.plot import of_schedule as plot_schedule

@@ -19,7 +19,7 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, measure
 from solver import IllegalScheduleError, Solution, draw, report, solve, sweep, verify
 from solver.cli.command import main
-from solver.common.sizes import BudgetError
+from solver.sizes_deadlines_progress.sizes import BudgetError
 from tests.support.command import failed, write_model
 from tests.support.paths import ROOT
 

@@ -13,20 +13,20 @@ from rich.console import Console
 
 from graphs.graph import Graph
 from graphs.synthetic.nets import chain, residual
-from solver.analysis.advice import Advice, advise
-from solver.analysis.peak_memory import peaks
-from solver.common import IN_PYTHON, OF_THE_COMMAND, format_size
-from solver.common.format import describe_op, format_share, format_time
 from solver.methods.registry import METHODS
+from solver.plan_analysis.advice import Advice, advise
+from solver.plan_analysis.peak_memory import peaks
 from solver.reporting.report_data import Report, best, to_json
 from solver.reporting.rows import dtype_table, memory_table
 from solver.reporting.terminal import show
 from solver.reporting.verification_rows import verification_rows
-from solver.runtime_calls import Verification
 from solver.schedule.memory import CATEGORIES, memory_at, node_at
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Obstacle, Solution
+from solver.scheduler_runtime_bridge import Verification
+from solver.sizes_deadlines_progress import IN_PYTHON, OF_THE_COMMAND, format_size
+from solver.sizes_deadlines_progress.format import describe_op, format_share, format_time
 from solver.solving import solve
 from tests.support.builders import make, op
 from tests.support.overwriting import with_overwrites

@@ -13,9 +13,9 @@ import pytest
 from graphs.files import FormatError
 from graphs.graph import Graph
 from solver import solve
-from solver.analysis.by_block import block_rows
-from solver.analysis.explain import peak, why_recomputed
 from solver.cli.command import Exit, main
+from solver.plan_analysis.by_block import block_rows
+from solver.plan_analysis.explain import peak, why_recomputed
 from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.memory import away_for_backward, occupancy, saved_for_backward
 from solver.schedule.ops import Schedule

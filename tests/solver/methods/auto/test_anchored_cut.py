@@ -10,7 +10,6 @@ import pytest
 
 from graphs.graph import Graph
 from graphs.synthetic import nets
-from solver.analysis.pareto import sweep
 from solver.bound.cut import solve_cuts
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
 from solver.bound.storage_graph import StorageGraph
@@ -19,6 +18,7 @@ from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.search import Search
 from solver.methods.proposal import Method, Proposal
+from solver.plan_analysis.pareto import sweep
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate

@@ -1,0 +1,89 @@
+"""The closest setting of another system: of all that it offers, the fastest that fits.
+
+Every candidate (`systems.py`) is simulated on the same graph as our plan, so the figures can be
+compared. They are forecasts of that system: it runs other kernels, and what it allocates beside the
+model is not in the graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from solver.module_checkpointing.for_other_frameworks.model_layers import layers
+from solver.module_checkpointing.for_other_frameworks.systems import SYSTEMS, Candidate, Family
+from solver.module_checkpointing.forecasts import forecast
+from solver.schedule import Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The setting of a system that is closest to a budget.
+
+    setting: in the system's words, "" for its default.
+    fits: whether it is within the budget; where none is, it is that of the smallest peak.
+    n_layers: of the model.
+    n_judged: candidates that were simulated.
+    """
+
+    system: str
+    title: str
+    setting: str
+    simulation: Simulation
+    fits: bool
+    n_layers: int
+    n_judged: int
+    note: str = ""
+
+
+def nearest(graph: Graph, *, system: str, budget_bytes: int) -> Emitted:
+    """The fastest setting of the system whose simulated peak is at most `budget_bytes`.
+
+    Raises NoLayersError (a graph without layers), KeyError (an unknown system).
+    """
+    asked = SYSTEMS[system]
+    of_model = layers(graph)
+    tried: list[tuple[str, Simulation]] = []
+    for family in asked.families(graph, of_model):
+        tried += _tried(graph, family, budget_bytes=budget_bytes)
+    fitting = [(text, run) for text, run in tried if run.peak_bytes <= budget_bytes]
+    if fitting:
+        setting, simulation = min(fitting, key=lambda t: (t[1].time_s, t[1].peak_bytes))
+    else:
+        setting, simulation = min(tried, key=lambda t: (t[1].peak_bytes, t[1].time_s))
+    return Emitted(
+        system=system,
+        title=asked.title,
+        setting=setting,
+        simulation=simulation,
+        fits=bool(fitting),
+        n_layers=len(of_model),
+        n_judged=len(tried),
+        note=asked.note,
+    )
+
+
+SHORT_FAMILY = 8
+"""Families of up to so many candidates are simulated whole."""
+
+
+def _tried(graph: Graph, family: Family, *, budget_bytes: int) -> list[tuple[str, Simulation]]:
+    """A short family whole. Of a long one, each member of which recomputes more than the one
+    before, the first that fits, by bisection, and the last.
+    """
+
+    def simulated(candidate: Candidate) -> tuple[str, Simulation]:
+        return candidate.text, simulate(graph, forecast(graph, candidate.regions))
+
+    if len(family) <= SHORT_FAMILY:
+        return [simulated(candidate) for candidate in family]
+    tried: list[tuple[str, Simulation]] = []
+
+    def fits(candidate: Candidate) -> bool:
+        tried.append(simulated(candidate))
+        return tried[-1][1].peak_bytes <= budget_bytes
+
+    if fits(family[-1]):
+        bisect_left(family[:-1], True, key=fits)
+    return tried

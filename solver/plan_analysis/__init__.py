@@ -1,0 +1,39 @@
+"""Questions about plans: other budgets, largest batch, why an op is recomputed, advice."""
+
+from solver.plan_analysis.advice import ABOUT, Advice, advise
+from solver.plan_analysis.by_block import block_names, block_rows
+from solver.plan_analysis.copy_timeline import (
+    TITLE_OF_STREAM,
+    Copies,
+    Stall,
+    Stream,
+    Trip,
+    copied,
+    copies,
+)
+from solver.plan_analysis.explain import (
+    Peak,
+    WhyRecomputed,
+    most_recomputed,
+    neighbours,
+    peak,
+    step_bytes_for,
+    why_recomputed,
+)
+from solver.plan_analysis.largest_batch import (
+    FIRST,
+    Candidate,
+    SameStepError,
+    Size,
+    SizeNotTraceableError,
+    SizeSearch,
+    largest,
+)
+from solver.plan_analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
+from solver.plan_analysis.peak_memory import PeakMemory, peaks
+from solver.plan_analysis.rate_shares import (
+    LARGEST_RATIO,
+    LEAST_RATIO,
+    overhead_range,
+    split_s,
+)

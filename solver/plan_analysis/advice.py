@@ -1,0 +1,260 @@
+"""Advice beside the plan: where the memory goes, and what reduces it where recomputation cannot.
+
+Given only where the baseline does not fit; every sentence quotes figures of this graph. Ops are
+recognized by operator (`aten._log_softmax.default`) and dtypes by the metadata of the trace; what a
+graph file does not record is not guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from graphs.fsdp import sharding_of
+from graphs.graph import Graph, Node
+from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
+from solver.methods import METHODS
+from solver.plan_analysis.peak_memory import STATE, PeakMemory, peaks
+from solver.schedule import Solution, keep, node_at, simulate
+from solver.sizes_deadlines_progress import (
+    IN_PYTHON,
+    Reader,
+    counted,
+    describe_op,
+    format_percent,
+    format_share,
+    format_size,
+)
+
+Kind = Literal["state", "logits", "one_op", "precision", "theory"]
+
+ABOUT: Mapping[Kind, str] = {
+    "state": "model state",
+    "logits": "logits",
+    "one_op": "one operator",
+    "precision": "precision",
+    "theory": "theory",
+}
+"""The subject of each kind, as shown in reports."""
+
+STATE_SHARE = 0.5
+"""Of the budget: above it, parameters, gradients and optimizer state are the problem."""
+OP_SHARE = 0.5
+"""Of the non-resident budget: above it, the tensors of a single op are the problem."""
+LARGE_SHARE = 0.2
+"""Of the tensors of an op: those above it decide whether it belongs to the loss."""
+ACTIVATION_SHARE = 0.25
+"""Of the baseline peak: below it, smaller activations would change little."""
+LOSS_OPERATORS = (
+    *("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
+    *("nll_loss2d_forward", "nll_loss2d_backward", "cross_entropy_loss"),
+)
+"""Operators of a classification loss, whose tensors are as large as the logits."""
+WIDE_DTYPES = ("float32", "float64")
+BITS_8_SHARE = 0.25
+"""8-bit optimizer states beside 32-bit ones (Dettmers et al. 2022, arXiv:2110.02861)."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """kind: its subject. text: sentences."""
+
+    kind: Kind
+    text: str
+
+
+def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, ...]:
+    """All advice that applies, the most useful first; none where the baseline fits.
+
+    reader: in whose words.
+
+    Simulates two schedules of the chain of blocks, each linear in the graph.
+    """
+    if solution.baseline.peak_bytes <= solution.request.available_bytes:
+        return ()
+    finders: dict[Kind, Callable[[Solution], Iterator[str]]] = {
+        "state": _state,
+        "logits": partial(_logits, reader=reader),
+        "one_op": _one_op,
+        "precision": partial(_precision, reader=reader),
+        "theory": _theory,
+    }
+    return tuple(Advice(kind, text) for kind, find in finders.items() for text in find(solution))
+
+
+def _state(solution: Solution) -> Iterator[str]:
+    """Parameters, their gradients and the optimizer's state fill the budget."""
+    graph, available_bytes = solution.graph, solution.request.available_bytes
+    run = peaks(solution)[-1]
+    bytes_of = run.bytes_at_the_end()
+    state_bytes = sum(bytes_of[name] for name in STATE)
+    if state_bytes < STATE_SHARE * available_bytes:
+        return
+    share = format_percent(state_bytes / available_bytes, digits=1)
+    text = (
+        "At the end of the step parameters, gradients and optimizer state take "
+        f"{format_size(state_bytes)}, {share} of the available memory, and recomputation frees "
+        f"none of it. {_state_at_the_peak(run, state_bytes)} "
+    )
+    sharding = sharding_of(graph.meta.environment)
+    if sharding is None:
+        text += "Sharding over k devices (FSDP, ZeRO) divides it by k"
+    else:
+        text += f"With more than {sharding.n_ranks} ranks each has a smaller shard"
+    if bytes_of["optimizer"]:
+        less = BITS_8_SHARE * bytes_of["optimizer"]
+        text += (
+            f"; 8-bit optimizer states take a quarter of 32-bit ones, {format_size(less)} instead "
+            f"of {format_size(bytes_of['optimizer'])}"
+        )
+    trained = bytes_of["gradients"] + bytes_of["optimizer"]
+    if trained:
+        text += (
+            "; training only adapters (LoRA) saves nearly all of the "
+            f"{format_size(trained)} of gradients and optimizer state"
+        )
+    yield text + "."
+
+
+def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
+    """The table's figures, and why they are others than those of the end of the step."""
+    here_bytes = sum(run.bytes_of[name] for name in STATE)
+    fewer = ", as not all gradients exist yet" if here_bytes < end_bytes else ""
+    return (
+        f"At the peak of the {run.name}, {format_size(run.total_bytes)}, they take "
+        f"{format_size(here_bytes)} ({format_percent(run.share(*STATE), digits=1)}) besides "
+        f"{format_size(run.bytes_of['activations'])} of activations "
+        f"({format_percent(run.share('activations'), digits=1)}){fewer}."
+    )
+
+
+def _logits(solution: Solution, *, reader: Reader) -> Iterator[str]:
+    node, size = _widest(solution)
+    if node is not None and _is_of_the_loss(solution.graph, node):
+        in_chunks = _in_chunks(solution, reader)
+        yield (
+            f"At the peak, {describe_op(node)} alone requires {size}, tensors as large as the "
+            "logits. Computing the head and the loss together in chunks of tokens (a fused linear "
+            f"cross-entropy) requires the logits of one chunk at a time{in_chunks}."
+        )
+
+
+def _in_chunks(solution: Solution, reader: Reader) -> str:
+    """Who can do so: what plans of the request's word leave as it is, the model has to."""
+    if solution.request.rewrites == "allclose":
+        return "; the plan does so where it can (docs/rewrites.md), and found this loss otherwise"
+    return (
+        f"; a plan of the model with {reader.last_bits} does so where it can, for one "
+        "cross-entropy of one linear head, and changes last bits"
+    )
+
+
+def _one_op(solution: Solution) -> Iterator[str]:
+    node, size = _widest(solution)
+    if node is not None and not _is_of_the_loss(solution.graph, node):
+        yield (
+            f"At the peak, {describe_op(node)} alone requires {size}. No schedule can run this "
+            "operator with less; split it over the batch or the sequence, or use a fused one."
+        )
+
+
+def _precision(solution: Solution, *, reader: Reader) -> Iterator[str]:
+    """Activations matter, and they are in a wide dtype."""
+    graph = solution.graph
+    bytes_of = graph.meta.parameter_bytes
+    main_dtype = max(bytes_of, key=lambda dtype: bytes_of[dtype], default="")
+    autocast = graph.meta.environment.get("autocast", "unknown")
+    if autocast is not None or main_dtype not in WIDE_DTYPES:
+        return
+    share = _activation_share(solution)
+    if share < ACTIVATION_SHARE:
+        return
+    yield (
+        f"Mixed precision is off: the parameters are {main_dtype} and activations are "
+        f"{format_percent(share, digits=1)} of the baseline peak. In 16 bits most of them take "
+        f"half the bytes, and matrix products run faster on most GPUs; {reader.in_16_bits}."
+    )
+
+
+def _theory(solution: Solution) -> Iterator[str]:
+    """What the textbook strategies cost on this graph, beside the plan."""
+    graph, simulation = solution.graph, solution.simulation
+    blocks = computing_blocks(solution.plain)
+    if simulation is None or simulation.n_recomputed == 0 or blocks.n_blocks < 2:
+        return
+    plain_s = solution.baseline.time_s or 1.0
+    forward_s = math.fsum(node.time_s for node in graph.forward_nodes)
+    n_segments = max(2, round(math.sqrt(blocks.n_blocks)))
+    segments = split_into_blocks(solution.plain, max_blocks=n_segments)
+    share = _activation_share(solution)
+    method = METHODS.get(solution.method)
+    where = "here on the step without rewrites" if graph.meta.rewrites else "here"
+    plan = "this plan, op by op," if method and method.op_by_op else "this plan"
+    # nobody checkpoints single ops: it keeps nearly all, and saves next to nothing
+    single = sum(len(names) == 1 for names in blocks.forward)
+    of_layers = 2 * single < blocks.n_blocks
+    ways, every_block = "√L segments", ""
+    if of_layers:
+        ways = f"every block, or {ways},"
+        every_block = f"every block {_costs(solution, split_into_blocks(solution.plain))}; "
+    yield (
+        f"Activations are {format_percent(share, digits=1)} of the baseline peak. Split where few "
+        f"activations cross, the step is a chain of {blocks.n_blocks} blocks. In theory, "
+        f"checkpointing {ways} costs at most one more forward pass, "
+        f"{format_share(forward_s / plain_s)}. Simulated {where}: {every_block}"
+        f"√L, {counted(n_segments, 'segment')}, {_costs(solution, segments)}; "
+        f"{plan} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
+    )
+
+
+def _activation_share(solution: Solution) -> float:
+    """Of the baseline peak."""
+    return peaks(solution)[0].share("activations")
+
+
+def _costs(solution: Solution, blocks: Blocks) -> str:
+    """Peak and overhead of saving the inputs of these blocks and all of the last one."""
+    graph = solution.plain
+    simulation = simulate(graph, keep(graph, checkpoints(graph, blocks, n_whole=1)))
+    over = simulation.time_s / (solution.baseline.time_s or 1.0) - 1.0 if simulation.time_s else 0.0
+    fits = simulation.peak_bytes <= solution.request.available_bytes
+    unfit = "" if fits else " (does not fit)"
+    return f"{format_size(simulation.peak_bytes)} at {format_share(over)}{unfit}"
+
+
+def _widest(solution: Solution) -> tuple[Node | None, str]:
+    """The peak op or bottleneck op with the size of its tensors; None if they are small."""
+    graph, node = solution.graph, None
+    if solution.obstacle is not None:
+        node = graph.node_by_name.get(solution.obstacle.op)
+    elif solution.schedule is not None and solution.simulation is not None:
+        node = node_at(graph, solution.schedule, solution.simulation)
+    if node is None or node.phase == "optimizer":
+        return None, ""
+    own_bytes = _own_bytes(graph, node)
+    room_bytes = solution.request.available_bytes - graph.resident_bytes
+    return (node, format_size(own_bytes)) if own_bytes >= OP_SHARE * room_bytes else (None, "")
+
+
+def _own_tensors(graph: Graph, node: Node) -> dict[str, int]:
+    """The non-resident storages that the node reads or writes, with their bytes."""
+    roots = {graph.root(name) for name in (*node.inputs, *node.outputs)}
+    return {r: graph.tensor_by_name[r].size_bytes for r in roots if r in graph.producer}
+
+
+def _own_bytes(graph: Graph, node: Node) -> int:
+    return sum(_own_tensors(graph, node).values()) + node.workspace_bytes
+
+
+def _is_of_the_loss(graph: Graph, node: Node) -> bool:
+    """Whether the op is an operator of a loss, or shares a large tensor with one."""
+    least_bytes = LARGE_SHARE * _own_bytes(graph, node)
+    large = {root for root, size in _own_tensors(graph, node).items() if size >= least_bytes}
+    return any(
+        (other.op.split(".")[1:2] or [other.op])[0] in LOSS_OPERATORS  # of aten.OPERATOR.default
+        and (other == node or large & set(map(graph.root, (*other.inputs, *other.outputs))))
+        for other in graph.nodes
+    )

@@ -1,0 +1,228 @@
+"""Overhead against budget: the same graph planned for many budgets.
+
+A schedule that fits a budget fits every larger one, and a bound for a budget holds for every
+smaller one. The sweep uses both: a cheaper schedule is carried up, a better bound is carried down.
+Each search begins from the schedule of the budget below, where its method can.
+So along a method's curve the overhead never rises with the budget, and neither does the bound,
+whatever a method happens to find at one budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from graphs.rewrites import Variants
+from solver.methods import METHODS, Method, find_obstacle
+from solver.schedule import Obstacle, Places, Request, Schedule, Solution, simulate_unplanned
+from solver.sizes_deadlines_progress import Deadline, check_time_limit, interrupted
+from solver.solving import attempt
+
+N_BUDGETS = 20
+
+
+@dataclass(frozen=True)
+class Curve:
+    """graph: the plain step.
+    points: a Solution for each method and budget, in the order of budgets, method by method.
+    proven_bytes: no schedule fits a smaller budget (0: not searched for).
+    quick: each point was searched for with a fraction of the work.
+
+    Where nothing was found a point has no schedule.
+    """
+
+    graph: Graph
+    points: tuple[Solution, ...]
+    proven_bytes: int = 0
+    quick: bool = False
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(point.method for point in self.points))
+
+    def of(self, method: str) -> tuple[Solution, ...]:
+        """The points of one method, smallest budget first."""
+        return tuple(point for point in self.points if point.method == method)
+
+    @property
+    def least_planned_bytes(self) -> int | None:
+        """The smallest budget for which there is a plan."""
+        budgets = (p.request.budget_bytes for p in self.points if p.schedule is not None)
+        return min(budgets, default=None)
+
+
+def sweep(
+    step: Graph | Variants,
+    *,
+    budgets: Iterable[int] | None = None,
+    n_budgets: int = N_BUDGETS,
+    methods: Sequence[str] = ("auto",),
+    reserve_bytes: int = 0,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    quick: bool = False,
+    known: Sequence[Solution] = (),
+    rewrites: str = "none",
+    places: Places | None = None,
+    on_point: Callable[[int, int], None] | None = None,
+) -> Curve:
+    """Plan for every budget with every method.
+
+    budgets: bytes for the whole step, reserve included (None: `n_budgets` of them, as
+        `default_budgets` gives them).
+    time_limit_s: of each search, that for the least budget included, so the sweep takes at most
+    budgets times methods times this, and once more without `budgets`.
+    quick: each search with a fraction of the work, where its method can.
+    known: answers for this graph that are there already; their budgets become points as well, but
+        for those of reserved memory: a curve is of what is allocated.
+    rewrites: the word that the variants of the step stand for.
+    places: what plans may copy to; the same as in the requests of `known`.
+    on_point: called after each search with how many plans there are by now, and of how many.
+
+    Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep with the points until then.
+    Raises ValueError for a budget that the reserve takes all of, or when there is none.
+    """
+    obstacles: tuple[Obstacle, ...] = ()
+    if budgets is None:
+        obstacles = _obstacles(step, METHODS[methods[0]], places, time_limit_s=time_limit_s)
+        budgets = _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
+    reached = [obstacle.schedule for obstacle in obstacles if obstacle.schedule is not None]
+    known = [solution for solution in known if solution.request.budget_of == "allocated"]
+    asked = {*budgets, *(solution.request.budget_bytes for solution in known)}
+    if not asked or min(asked) <= reserve_bytes:
+        raise ValueError(
+            f"the smallest budget is {min(asked, default=0)} bytes; it must be above the reserve "
+            f"of {reserve_bytes} bytes"
+        )
+    answers = {(s.method, s.request.budget_bytes): s for s in known}
+    requests = [
+        Request(
+            budget_bytes=budget_bytes,
+            reserve_bytes=reserve_bytes,
+            method=method,
+            time_limit_s=time_limit_s,
+            seed=seed,
+            rewrites=rewrites,
+            places=places,
+        )
+        for method in methods
+        for budget_bytes in sorted(asked)
+    ]
+    points: list[Solution] = []
+    for request in requests:
+        if interrupted():
+            break
+        found = answers.get((request.method, request.budget_bytes))
+        if found is None:
+            # of each variant the schedule of the largest budget so far fits this one too
+            starts = {
+                schedule.graph_id: schedule
+                for schedule in (*reached, *_schedules(points, request.method))
+            }
+            found = attempt(step, request, starts=tuple(starts.values()), quick=quick)
+            if found.interrupted and found.status == "time_limit":  # nothing by then
+                break
+        points.append(found)
+        if on_point is not None:
+            on_point(len(points), len(requests))
+    carried: list[Solution] = []
+    for method in dict.fromkeys(point.method for point in points):
+        carried += _schedules_carried_up([point for point in points if point.method == method])
+    return Curve(
+        graph=Variants.of(step).plain,
+        points=tuple(_bounds_carried_down(carried)),
+        proven_bytes=min((o.proven_bytes + reserve_bytes for o in obstacles), default=0),
+        quick=quick,
+    )
+
+
+def default_budgets(
+    step: Graph | Variants,
+    *,
+    method: str = "auto",
+    reserve_bytes: int = 0,
+    time_limit_s: float = 10.0,
+    n_budgets: int = N_BUDGETS,
+    places: Places | None = None,
+) -> tuple[int, ...]:
+    """Evenly spaced budgets from the least feasible one found to the peak without checkpointing.
+
+    method: the one that searches for the least budget, for at most time_limit_s in all; the least
+    that was found by then counts.
+    places: what plans may copy to. The least that is found is then reached without copies; smaller
+    budgets, down to what one op itself needs, come before it, and perhaps nothing is found there.
+    """
+    check_time_limit(time_limit_s)
+    obstacles = _obstacles(step, METHODS[method], places, time_limit_s=time_limit_s)
+    return _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
+
+
+def _obstacles(
+    step: Graph | Variants, method: Method, places: Places | None, *, time_limit_s: float
+) -> tuple[Obstacle, ...]:
+    """The least budget of each variant of the step, proven and reached."""
+    deadline = Deadline.after(time_limit_s)
+    return tuple(
+        find_obstacle(graph, method=method, deadline=deadline, places=places)
+        for graph in Variants.of(step).planned
+    )
+
+
+def _spread(
+    step: Graph | Variants,
+    obstacles: Sequence[Obstacle],
+    places: Places | None,
+    n_budgets: int,
+    *,
+    reserve_bytes: int,
+) -> tuple[int, ...]:
+    peak_bytes = simulate_unplanned(Variants.of(step).plain).peak_bytes
+    reached_bytes = min(obstacle.reached_bytes for obstacle in obstacles)
+    may_copy = places is not None and places.host is not None
+    least_bytes = min(o.proven_bytes for o in obstacles) if may_copy else reached_bytes
+    steps = max(1, n_budgets - 1)
+    span_bytes = peak_bytes - least_bytes
+    sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}
+    return tuple(reserve_bytes + size for size in sorted(sizes | {reached_bytes}))
+
+
+def _schedules(points: Iterable[Solution], method: str) -> Iterator[Schedule]:
+    """Of what was found with this method so far."""
+    return (p.schedule for p in points if p.method == method and p.schedule is not None)
+
+
+def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
+    """line: the answers of one method, smallest budget first."""
+    carried: list[Solution] = []
+    best: Solution | None = None
+    for point in line:
+        if best is not None and _time_s(best) < _time_s(point):
+            point = dataclasses.replace(
+                point,
+                graph=best.graph,
+                schedule=best.schedule,
+                simulation=best.simulation,
+                status=best.status,
+                obstacle=None,
+            )
+        if point.simulation is not None:
+            best = point
+        carried.append(point)
+    return carried
+
+
+def _time_s(point: Solution) -> float:
+    return math.inf if point.simulation is None else point.simulation.time_s
+
+
+def _bounds_carried_down(points: Sequence[Solution]) -> list[Solution]:
+    """A bound is of the graph and the budget, not of the method: the best at or above counts."""
+    best_s: dict[int, float] = {}
+    running_s = 0.0
+    for point in sorted(points, key=lambda p: p.request.budget_bytes, reverse=True):
+        running_s = max(running_s, point.lower_bound_s)
+        best_s[point.request.budget_bytes] = running_s
+    return [point.with_bound(best_s[point.request.budget_bytes]) for point in points]

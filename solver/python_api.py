@@ -1,0 +1,208 @@
+"""The outputs of the command in Python: report, draw, sweep budgets, verify.
+
+torch and Matplotlib are imported only when `verify` and `draw` are called.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from graphs.graph import Graph
+from graphs.rewrites import Variants
+from solver.plan_analysis import Curve, SizeSearch, advise, pareto
+from solver.reporting import Report, describe_costs, step_notes
+from solver.schedule import Solution
+from solver.scheduler_runtime_bridge import Verification, run_verifier
+from solver.sizes_deadlines_progress import (
+    IN_PYTHON,
+    counted,
+    format_time,
+    names_checked,
+    now_s,
+    parse_size,
+    tell,
+    telling,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn, optim
+
+    from graphs.training_step import GivenOptimizer
+
+PLOT_SUFFIXES = (".png", ".svg")
+
+
+def report(solution: Solution, *, file: TextIO | None = None) -> None:
+    """Print the request, the memory at the peak, the plan, its lower bound and advice.
+
+    file: a text stream (default: stdout), in colour if it is a terminal.
+
+    Raises TypeError for anything but a Solution.
+    """
+    if not isinstance(solution, Solution):
+        given = "None" if solution is None else f"an object of type {type(solution).__name__}"
+        raise TypeError(
+            f"report() was given {given}; it takes the Solution that solve(model, batch, ...) "
+            "returns: report(solution), with file= to print elsewhere than to stdout"
+        )
+    from rich.console import Console
+
+    from solver.reporting import terminal
+
+    graph = solution.graph
+    shown = Report(
+        problem=graph.meta.model or "graph",
+        device=str(graph.meta.environment.get("device") or "not specified"),
+        costs=describe_costs(graph.meta.cost_model),
+        solutions=(solution,),
+        notes=tuple(step_notes(graph)),
+        advice=advise(solution, reader=IN_PYTHON),
+        reader=IN_PYTHON,
+    )
+    console = Console(
+        file=sys.stdout if file is None else file, highlight=False, emoji=False, markup=False
+    )
+    terminal.show(shown, console)
+
+
+def draw(
+    shown: Solution | Curve | SizeSearch, path: str | Path, *, chosen: Solution | None = None
+) -> None:
+    """Plot to a file (.png, .svg).
+
+    shown: a Solution (memory over the step), a Curve (overhead against budget) or a SizeSearch
+        (throughput against size).
+    chosen: a plan to mark on the curve.
+
+    Raises ValueError for another kind of file or a Solution without a schedule, TypeError for
+    other objects.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise ValueError(f"{path}: the name must end in .png or .svg")
+    from solver.reporting import plot
+
+    if isinstance(shown, Curve):
+        axes = plot.pareto(shown, chosen=chosen)
+    elif isinstance(shown, SizeSearch):
+        axes = plot.throughput(shown)
+    elif not isinstance(shown, Solution):
+        raise TypeError(f"draw() takes a Solution or a Curve, not {type(shown).__name__}")
+    elif shown.schedule is None:
+        raise ValueError(f"no schedule to draw: the status is {shown.status}{shown.obstacle_text}")
+    else:
+        axes = plot.before_and_after(shown)[0]
+    plot.save(axes, path)
+
+
+@names_checked
+def sweep(
+    problem: Solution | Graph | Variants,
+    *,
+    budgets: Iterable[int | float | str] | None = None,
+    methods: Sequence[str] = ("auto",),
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    capacity_bytes: int | None = None,
+) -> Curve:
+    """Plan for each budget and method: the overhead of smaller and larger budgets.
+
+    problem: a Graph, the Variants of one step, or a Solution, whose step, reserve and host are used
+        and which becomes a point.
+    budgets: sizes as in `solve` (None: 20 from the minimum budget to the baseline's peak).
+    time_limit_s: of each search.
+    capacity_bytes: the memory that percentages refer to.
+    """
+    solution = problem if isinstance(problem, Solution) else None
+    step = problem if not isinstance(problem, Solution) else problem.variants or problem.graph
+    sizes = (
+        None if budgets is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in budgets]
+    )
+    name, started_s = Variants.of(step).plain.meta.model or "graph", now_s()
+    with telling(f"sweeping budgets of {name}...") as say:
+        curve = pareto.sweep(
+            step,
+            budgets=sizes,
+            methods=methods,
+            reserve_bytes=solution.request.reserve_bytes if solution else 0,
+            time_limit_s=time_limit_s,
+            seed=seed,
+            rewrites=solution.request.rewrites if solution else "none",
+            places=solution.request.places if solution else None,
+            known=[solution] if solution and solution.method in methods else [],
+            on_point=lambda n_done, n_all: say(
+                f"sweeping budgets of {name}: {n_done} of {counted(n_all, 'plan')}"
+            ),
+        )
+    plans = counted(sum(point.schedule is not None for point in curve.points), "plan")
+    budgets_tried = counted(len({p.request.budget_bytes for p in curve.points}), "budget")
+    tell(f"{name}: {plans} for {budgets_tried} in {format_time(now_s() - started_s)}")
+    return curve
+
+
+@names_checked
+def verify(
+    solution: Solution,
+    *,
+    model: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    optimizer: GivenOptimizer | None = None,
+    device: str = "cpu",
+    autocast: str | None = None,
+) -> Verification:
+    """Run the step with and without the plan here, and compare peaks, times and every bit.
+
+    model, batch: functions that create them.
+    loss, inputs, optimizer: as in `solve` (no optimizer: AdamW). One that is given must be of the
+        parameters of `model()`; its own state is not changed.
+    autocast: "bf16", "fp16" or None.
+
+    Needs the memory of the step without the plan. `.passed` of the result is the verdict. Warns
+    where a measured peak is above the budget that was predicted to be within it, or is not the
+    predicted one (`.warnings`).
+
+    Raises ValueError without a plan or for one of another model; RuntimeError, MemoryError if the
+    step cannot be run here.
+    """
+    for name, value in (("model", model), ("batch", batch)):
+        is_module = hasattr(value, "parameters") and not isinstance(value, type)
+        if not callable(value) or is_module:
+            raise TypeError(
+                f"{name} is an object of type {type(value).__name__}; give a function that creates "
+                f"it ({name}=lambda: ...), as both runs start from the same state"
+            )
+    name = solution.graph.meta.model or "graph"
+    with telling(f"verifying the plan of {name}...") as say:
+        found = run_verifier(
+            solution,
+            model=model,
+            batch=batch,
+            loss=loss,
+            inputs=inputs,
+            optimizer=_maker("AdamW" if optimizer is None else optimizer),
+            device=device,
+            autocast=autocast,
+            say=lambda what: say(f"verifying the plan of {name}: {what}"),
+        )
+    tell(f"{name}: {found.line}")
+    for line in (*found.memory_failures, *found.warnings):
+        warnings.warn(line, stacklevel=2)
+    return found
+
+
+def _maker(given: GivenOptimizer) -> Callable[[nn.Module], optim.Optimizer]:
+    """The function from a model to a new optimizer of it. Raises what `solve` raises, and names."""
+    from graphs.training_step import check_parameters, read_optimizer, without_state
+
+    def made(model: nn.Module) -> optim.Optimizer:
+        optimizer = read_optimizer(given, model)
+        check_parameters(optimizer, model)
+        return without_state(optimizer)
+
+    return made

@@ -1,0 +1,36 @@
+"""Sizes and number formats, deadlines and C code that Ctrl-C can end, lines on what runs."""
+
+from solver.sizes_deadlines_progress.argument_names import check_names, names_checked
+from solver.sizes_deadlines_progress.c_calls import calls_are_left, end_idle_calls, interruptible
+from solver.sizes_deadlines_progress.deadline import (
+    NEVER,
+    Deadline,
+    OutOfTimeError,
+    check_time_limit,
+    ctrl_c_ends_searches,
+    ctrl_c_raises,
+    interrupted,
+    now_s,
+)
+from solver.sizes_deadlines_progress.format import (
+    counted,
+    describe_op,
+    format_percent,
+    format_share,
+    format_time,
+)
+from solver.sizes_deadlines_progress.long_stages import Say, now_and_then
+from solver.sizes_deadlines_progress.reader import IN_PYTHON, OF_THE_COMMAND, Reader
+from solver.sizes_deadlines_progress.sizes import (
+    CUDA_RESERVE_BYTES,
+    BudgetError,
+    format_both,
+    format_size,
+    format_size_up,
+    parse_budget,
+    parse_rate,
+    parse_size,
+    reject_missing_unit,
+    reject_share,
+)
+from solver.sizes_deadlines_progress.what_runs import tell, telling, telling_in_lines, untold

@@ -1,0 +1,103 @@
+"""Calls of C code that Ctrl-C can end.
+
+Python runs the handler of a signal in the main thread between two of its instructions, so not
+before a call of C code returns, and one linear program may take as long as the whole search may.
+Such a call runs in another thread, and the main thread waits for it, which a signal does interrupt.
+Nothing can stop the call itself: it runs on to its own time limit, and nobody waits for it.
+
+That helps with C code that lets go of the interpreter, as HiGHS does in SciPy from 1.15 on and in
+highspy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from solver.sizes_deadlines_progress.deadline import OutOfTimeError, interrupted
+
+POLL_S = 0.05
+"""Between two looks at whether Ctrl-C was pressed."""
+
+_R = TypeVar("_R")
+
+
+class _Worker:
+    """Runs one call after another. One thread for all of them: HiGHS starts helpers for each
+    thread that it is called in."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        # a daemon: nobody waits for it when the process ends
+        self.thread = threading.Thread(target=self._work, name="solver-calls", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (given := self.calls.get()) is not None:
+            future, call = given
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+                future.set_exception(error)
+            del given, future, call
+
+
+_idle: _Worker | None = None
+"""A worker without a call; of the main thread alone."""
+_left: list[_Worker] = []
+"""Workers whose call nobody waits for any more."""
+
+
+def interruptible(call: Callable[[], _R]) -> _R:
+    """What `call` returns or raises, with Ctrl-C as in Python code.
+
+    Outside of the main thread, where no signal arrives, it is called directly.
+
+    Raises KeyboardInterrupt; OutOfTimeError once Ctrl-C has ended the searches
+    (`ctrl_c_ends_searches`).
+    """
+    global _idle
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    worker, _idle = _idle, None
+    if worker is None or not worker.thread.is_alive():  # threads do not survive a fork
+        worker = _Worker()
+    future: Future[_R] = Future()
+    try:
+        worker.calls.put((future, call))
+        while not _is_done(future):
+            if interrupted():
+                raise OutOfTimeError
+    except BaseException:
+        _left.append(worker)
+        worker.calls.put(None)
+        raise
+    _idle = worker
+    return future.result()
+
+
+def _is_done(future: Future[Any]) -> bool:
+    """Waits a moment."""
+    try:
+        future.exception(timeout=POLL_S)
+    except TimeoutError:
+        return False
+    return True
+
+
+def end_idle_calls() -> None:
+    """End the thread that waits for the next call; that call starts another. Of the main thread."""
+    global _idle
+    if _idle is not None and threading.current_thread() is threading.main_thread():
+        worker, _idle = _idle, None
+        worker.calls.put(None)
+        worker.thread.join()
+
+
+def calls_are_left() -> bool:
+    """Whether calls that nobody waits for are still running."""
+    _left[:] = [worker for worker in _left if worker.thread.is_alive()]
+    return bool(_left)

@@ -1,0 +1,220 @@
+"""Sizes as people write them: 16GB, 15.5GiB, 800MB, 60%, and back."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from numbers import Integral, Real
+
+from solver.sizes_deadlines_progress.format import counted
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {unit.removesuffix("B"): size for unit, size in _UNITS.items() if len(unit) > 1}
+_NUMBER = r"[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][0-9]{1,2}(?![0-9a-zA-Z]))?|\.[0-9]{1,30}"
+_SIZE = re.compile(rf"\s*({_NUMBER})\s*([a-zA-Z]*|%)\s*")
+_VALID = "write 16GB, 15.5GiB, 800MB, 60% or a number of bytes"
+
+CUDA_RESERVE_BYTES = 750 * 10**6
+"""The default reserve on a CUDA device.
+
+The context takes 667 MB with every kernel of PyTorch loaded, 287 MB with lazy loading (measured in
+pytorch#86509); the allocator requests segments of 2 and 20 MiB, the last of which are partly empty.
+Fragmentation beyond that is not included. Workspaces of cuBLAS are counted in the peak.
+"""
+
+
+class BudgetError(ValueError):
+    """A budget or reserve is invalid, or nothing fits it."""
+
+
+def parse_budget(
+    budget: str | int | float,
+    reserve: str | int | float | None = None,
+    *,
+    capacity_bytes: int | None = None,
+    on_cuda: bool = False,
+    resident_bytes: int = 0,
+) -> tuple[int, int]:
+    """Bytes of the budget and of the reserve, the part of it that the step may not use.
+
+    reserve: None: CUDA_RESERVE_BYTES for a step on CUDA, else 0.
+    capacity_bytes: the device's memory, which percentages refer to.
+    resident_bytes: of the step, to reject "16" where 16 GB was meant (`reject_missing_unit`).
+
+    Raises BudgetError.
+    """
+    budget_bytes = parse_size(budget, capacity_bytes=capacity_bytes)
+    if reserve is None:
+        reserve = CUDA_RESERVE_BYTES if on_cuda else 0
+    reserve_bytes = parse_size(
+        reserve, capacity_bytes=capacity_bytes, what="reserve", least_bytes=0
+    )
+    reject_missing_unit(budget, resident_bytes=resident_bytes)
+    if reserve_bytes >= budget_bytes:
+        raise BudgetError(
+            f"the reserve of {format_both(reserve_bytes)} leaves nothing of the budget of "
+            f"{format_both(budget_bytes)}; give a larger budget or a smaller reserve"
+        )
+    return budget_bytes, reserve_bytes
+
+
+def parse_size(
+    text: str | int | float,
+    *,
+    capacity_bytes: int | None = None,
+    what: str = "budget",
+    least_bytes: int = 1,
+) -> int:
+    """Bytes of "16GB" or "16G" (10^9), "15.5GiB" or "15.5Gi" (2^30), "800MB", "123456", 123456 or
+    0.85 * total_memory, rounded down.
+
+    "60%" is a share of `capacity_bytes`, the device's memory. `what` names the size in messages.
+
+    Raises BudgetError for an invalid size, for less than `least_bytes`, for a percentage above 100
+    or of an unknown capacity, and for 0.85, which is a share of something.
+    """
+    shown = repr(text) if len(repr(text)) <= 40 else repr(text)[:37] + "..."
+
+    def invalid(reason: str) -> BudgetError:
+        return BudgetError(f"invalid {what} {shown}: {reason}")
+
+    try:
+        amount, unit = _amount(text)
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    if not unit and 0 < amount < 1:
+        right = f"{float(amount):.6g} * its bytes"
+        if capacity_bytes is not None:
+            right = f"'{float(100 * amount):.6g}%'"
+        raise invalid(f"less than a byte; for a share of the device's memory write {right}")
+    if unit != "%":
+        size_bytes = int(amount * _UNITS[unit])
+    elif capacity_bytes is None:
+        raise invalid(
+            "the memory of the device is unknown; name a device (--device h100, or in Python "
+            "device='h100'), or give bytes"
+        )
+    elif amount > 100:
+        raise invalid(f"more than the device has ({format_both(capacity_bytes)})")
+    else:
+        size_bytes = int(amount * capacity_bytes / 100)
+    if size_bytes < least_bytes:
+        raise invalid("must be above zero" if least_bytes == 1 else f"at least {least_bytes} bytes")
+    if size_bytes > 2**60:
+        raise invalid("more than an exbibyte (2**60 bytes)")
+    return size_bytes
+
+
+def _amount(text: object) -> tuple[Fraction, str]:
+    """A number and its unit: a key of _UNITS, or "%". Raises ValueError with the reason."""
+    if isinstance(text, Integral) and not isinstance(text, bool):
+        return Fraction(int(text)), ""
+    if isinstance(text, Real) and not isinstance(text, bool):
+        if not math.isfinite(text):
+            raise ValueError(f"not a finite number; {_VALID}")
+        return Fraction(float(text)), ""
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if isinstance(text, str) and text.strip().startswith("-"):
+        raise ValueError(f"negative; {_VALID}")
+    if match is None:
+        raise ValueError(_VALID)
+    amount, unit = Fraction(match.group(1)), match.group(2).upper()
+    if unit != "%" and unit not in _UNITS:
+        raise ValueError(_VALID)
+    if not unit and amount > 1 and amount.denominator != 1:
+        raise ValueError(f"not a whole number of bytes; {_VALID}")
+    return amount, unit
+
+
+SLOWEST_LINK_BYTES_PER_S = 10**6
+"""A rate below this was meant in another unit: 50 for 50GB/s."""
+
+_RATE = re.compile(r"(.*?)(?:/\s*s)?\s*")
+
+
+def parse_rate(text: str | int | float, *, what: str) -> float:
+    """Bytes per second of "50GB/s", "50GB" or 5e10; `what` names the rate in messages.
+
+    Raises BudgetError, for a lower-case b too ("50Gb/s" is 50 gigabits per second), and for less
+    than SLOWEST_LINK_BYTES_PER_S.
+    """
+    size = text
+    if isinstance(text, str) and (match := _RATE.fullmatch(text)) is not None:
+        size = match.group(1)
+        if size.endswith("b"):
+            raise BudgetError(
+                f"invalid {what} {text!r}: a lower-case b is for bits; write {size[:-1]}B/s for "
+                "bytes per second"
+            )
+    try:
+        rate = float(parse_size("" if size == "" or "%" in str(size) else size, what=what))
+    except BudgetError as error:
+        raise BudgetError(f"invalid {what} {text!r}: write 50GB/s or bytes per second") from error
+    if rate < SLOWEST_LINK_BYTES_PER_S:
+        raise BudgetError(
+            f"invalid {what} {text!r}: {format_size(rate)}/s, and no link is slower than "
+            f"{format_size(SLOWEST_LINK_BYTES_PER_S)}/s; write 50GB/s for gigabytes per second"
+        )
+    return rate
+
+
+SMALLEST_BARE_BYTES = 10**6
+"""A number without a unit below this, and too small for the step, was meant in another unit."""
+
+
+def reject_missing_unit(text: object, *, resident_bytes: int, what: str = "budget") -> None:
+    """Raise BudgetError for a budget of "16" where the resident tensors alone are larger.
+
+    Only for text without a unit and below SMALLEST_BARE_BYTES; other numbers are taken as bytes.
+    `what` names the budget in the message.
+    """
+    if not isinstance(text, str) or not text.strip().isascii() or not text.strip().isdigit():
+        return
+    size_bytes = parse_size(text)
+    if size_bytes < min(SMALLEST_BARE_BYTES, resident_bytes):
+        raise BudgetError(
+            f"invalid {what} {text!r}: {counted(size_bytes, 'byte')}, for a step whose parameters, "
+            f"optimizer state and batch take {format_both(resident_bytes)} or more; write "
+            f"{size_bytes}GB for gigabytes"
+        )
+
+
+def reject_share(text: object, *, what: str) -> None:
+    """Raise BudgetError for "50%": how much host memory or disk a plan may share is not known.
+
+    `what` names the budget in the message.
+    """
+    if "%" in str(text):
+        raise BudgetError(f"invalid {what} {text!r}: write 64GB or a number of bytes")
+
+
+_DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
+
+
+def format_size(size_bytes: int | float) -> str:
+    """Decimal units with three figures or more: "16.00 GB", "812.4 MB", "512 B"."""
+    for unit, factor in _DECIMAL:
+        if abs(size_bytes) >= factor:
+            amount = size_bytes / factor
+            return f"{amount:.2f} {unit}" if amount < 100 else f"{amount:.1f} {unit}"
+    return f"{int(size_bytes)} B"
+
+
+def format_size_up(size_bytes: int) -> str:
+    """As `format_size`, rounded up: a budget of what it says is enough."""
+    for unit, factor in _DECIMAL:
+        if size_bytes >= factor:
+            digits = 2 if size_bytes < 100 * factor else 1
+            amount = math.ceil(size_bytes * 10**digits / factor) / 10**digits
+            return f"{amount:.{digits}f} {unit}"
+    return f"{size_bytes} B"
+
+
+def format_both(size_bytes: int) -> str:
+    """In both units: "16.00 GB (14.90 GiB)", and bytes alone below a kibibyte."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= factor:
+            return f"{format_size(size_bytes)} ({size_bytes / factor:.2f} {unit})"
+    return f"{size_bytes} B"

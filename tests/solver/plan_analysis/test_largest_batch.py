@@ -1,0 +1,373 @@
+"""The largest batch: the search against a scan of all sizes, and the command around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+import solver.cli.largest_batch
+import solver.plan_analysis.largest_batch
+from graphs.graph import Graph
+from graphs.synthetic.nets import residual
+from solver.cli.command import main
+from solver.plan_analysis.largest_batch import (
+    SameStepError,
+    SizeNotTraceableError,
+    SizeSearch,
+    largest,
+)
+from solver.reporting import plot
+from solver.reporting.report_data import Report, to_json
+from solver.reporting.size_rows import size_rows
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from solver.schedule.solution import Request, Solution
+from solver.sizes_deadlines_progress.deadline import ctrl_c_ends_searches
+from solver.solving import attempt
+from tests.support.command import failed, write_model
+from tests.support.paths import GPT2
+
+ONE = residual(n_blocks=4)
+
+
+def batch_of(n: int) -> Graph:
+    """The step for n samples: activations and times grow with n, and a fixed second is lost."""
+    fixed = set(ONE.resident)
+    tensors = tuple(
+        t if t in fixed else dataclasses.replace(t, size_bytes=n * t.size_bytes)
+        for t in ONE.tensors
+    )
+    nodes = tuple(dataclasses.replace(node, time_s=1.0 + n * node.time_s) for node in ONE.nodes)
+    return dataclasses.replace(ONE, tensors=tensors, nodes=nodes)
+
+
+def peak_bytes(n: int) -> int:
+    return simulate(batch_of(n), baseline(batch_of(n))).peak_bytes
+
+
+def planner(budget_bytes: int, *, method: str = "every_block", asked: list[int] | None = None):
+    def plan(n: int) -> Solution:
+        if asked is not None:
+            asked.append(n)
+        request = Request(budget_bytes=budget_bytes, method=method, time_limit_s=600)
+        return attempt(batch_of(n), request)
+
+    return plan
+
+
+@pytest.mark.slow(sample=2)
+@pytest.mark.parametrize("shown", [3, 10, 13])
+@pytest.mark.parametrize("first", [1, 3, 16, 50])
+@pytest.mark.parametrize("method", ["none", "every_block"])
+def test_it_finds_what_a_scan_of_all_sizes_finds(shown, first, method):
+    plan = planner(peak_bytes(shown), method=method)
+    fits = [n for n in range(1, 40) if plan(n).schedule is not None]
+    assert fits == list(range(1, fits[-1] + 1))  # what the search assumes
+    asked: list[int] = []
+    found = largest(planner(peak_bytes(shown), method=method, asked=asked), first=first)
+    assert found.largest is not None
+    assert found.largest.size == fits[-1] >= shown
+    assert found.beyond is not None
+    assert found.beyond.size == fits[-1] + 1
+    assert len(set(asked)) == len(asked) <= 14  # none twice
+    assert [c.size for c in found.candidates] == sorted(asked)
+
+
+def test_bytes_that_grow_by_a_line_are_not_bisected():
+    """Of no schedule but the baseline, whose peak is what each op needs, the second guess is it."""
+    step = dataclasses.replace(
+        ONE, nodes=tuple(dataclasses.replace(node, recomputable=False) for node in ONE.nodes)
+    )
+    sizes = []
+
+    def plan(n: int) -> Solution:
+        sizes.append(n)
+        return attempt(
+            dataclasses.replace(step, tensors=batch_of(n).tensors),
+            Request(budget_bytes=peak_bytes(1000), method="none", time_limit_s=600),
+        )
+
+    found = largest(plan)
+    assert found.largest is not None
+    assert found.largest.size == 1000
+    assert sizes == [1, 4, 16, 64, 256, 1000, 1001]
+
+
+def test_nothing_fits():
+    found = largest(planner(10), first=6)
+    assert found.largest is None
+    assert found.saturation is None
+    assert [c.size for c in found.candidates] == [1, 3, 6]
+    assert found.beyond is not None
+    assert found.beyond.size == 1
+
+
+def test_it_stops_growing(monkeypatch):
+    monkeypatch.setattr(solver.plan_analysis.largest_batch, "MOST", 16)
+    found = largest(planner(2**50))
+    assert found.largest is not None
+    assert found.largest.size == 16
+    assert found.beyond is None
+
+
+def test_a_length_is_found_to_a_64th():
+    """Beyond 128 the last steps of the bisection are left out."""
+    plan = planner(peak_bytes(1000), method="none")
+    exact = largest(plan, first=128)
+    rough = largest(plan, size="seq_length")
+    assert exact.largest is not None
+    assert exact.largest.size == 1000
+    assert rough.largest is not None
+    assert 1000 * (1 - 1 / 64) <= rough.largest.size <= 1000
+    assert len(rough.candidates) < len(exact.candidates)
+
+
+def test_a_size_that_changes_nothing_is_refused():
+    with pytest.raises(SameStepError, match="sizes 1 and 4 give the same step"):
+        largest(lambda n: planner(2**50)(5))
+
+
+def test_a_size_that_cannot_be_made_counts_as_one_that_does_not_fit():
+    def plan(n: int) -> Solution:
+        if n > 6:
+            raise SizeNotTraceableError(f"{n} is too long")
+        return planner(2**50)(n)
+
+    found = largest(plan)
+    assert found.largest is not None
+    assert found.largest.size == 6
+    assert found.refused[0] == (7, "7 is too long")
+    assert all(size > 6 for size, _ in found.refused)
+    assert found.beyond is None
+
+
+@pytest.mark.slow
+def test_where_more_stops_paying():
+    """Below the budget each sample amortises the fixed time; above it recomputation costs more."""
+    found = largest(planner(peak_bytes(6), method="auto"))
+    rates = {c.size: c.rate_per_s for c in found.candidates if c.rate_per_s is not None}
+    best = max(rates.values())
+    assert found.saturation is not None
+    assert found.saturation.size == min(n for n, rate in rates.items() if rate >= 0.99 * best)
+    some = found.candidates[0]
+    assert some.rate_per_s == pytest.approx(1 / sum(node.time_s for node in batch_of(1).nodes))
+
+
+def test_ctrl_c_gives_the_largest_so_far():
+    def plan(n: int) -> Solution:
+        if n > 4:
+            raise KeyboardInterrupt
+        return planner(2**50)(n)
+
+    found = largest(plan)
+    assert found.interrupted
+    assert found.largest is not None
+    assert found.largest.size == 4
+
+    def plan_with_one_more(n: int) -> Solution:
+        found = planner(2**50)(n)
+        if n > 4:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    with ctrl_c_ends_searches():
+        found = largest(plan_with_one_more)
+    assert found.interrupted
+    assert found.largest is not None
+    assert found.largest.size == 16
+
+    def never(n: int) -> Solution:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        largest(never)
+
+
+@pytest.mark.slow
+def test_the_picture_shows_every_size_that_has_a_plan():
+    found = largest(planner(peak_bytes(6), method="auto"))
+    axes = plot.throughput(found)
+    rates = {c.size: c.rate_per_s for c in found.candidates if c.rate_per_s is not None}
+    line = axes.lines[0]
+    assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == rates
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "without recomputation" in labels
+    assert "with recomputation" in labels
+    assert f"throughput saturates at batch {found.saturation.size}" in labels
+    assert not found.beyond.solution.proven_infeasible  # in `test_why_the_next_size_...`, it is
+    assert f"from {found.beyond.size} on auto found none" in labels
+    nothing = SizeSearch("batch_size", found.candidates[-1:])
+    assert len(plot.throughput(nothing).lines[0].get_xdata()) == 0
+
+
+def test_why_the_next_size_has_no_plan_is_told_apart():
+    found = largest(planner(peak_bytes(6), method="none"))
+    beyond = found.beyond.solution
+    cases = {
+        "it is proven that no plan fits": {"lower_bound_s": math.inf},
+        "none was found within the time limit": {"lower_bound_s": 1.0, "status": "time_limit"},
+        "none found none": {"lower_bound_s": 1.0, "status": "infeasible"},
+    }
+    for words, changes in cases.items():
+        other = dataclasses.replace(beyond, obstacle=None, **changes)
+        search = found.with_solution(7, other)
+        labels = [t.get_text() for t in plot.throughput(search).get_legend().get_texts()]
+        assert f"from 7 on {words}" in labels
+        assert dict(size_rows(search))["largest"] == f"6; for 7 {words}"
+
+
+def test_the_object_of_json():
+    found = largest(planner(peak_bytes(6)))
+    report = Report("m.py", "cpu", "", (found.largest.solution,), sizes=found)
+    value = json.loads(json.dumps(to_json(report), allow_nan=False))["sizes"]
+    assert value["largest"] == found.largest.size
+    assert value["pays_until"] == found.saturation.size
+    assert [c["size"] for c in value["candidates"]] == [c.size for c in found.candidates]
+    assert value["candidates"][-1]["rate_per_s"] is None
+
+
+# The command.
+
+
+def run_json(capsys, *argv: str) -> dict:
+    code = main([*argv, "--json", "--method", "sqrt"])
+    value = json.loads(capsys.readouterr().out)
+    assert value["exit_code"] == code
+    return value
+
+
+@pytest.mark.slow
+def test_the_command_finds_the_largest_batch(tmp_path, capsys):
+    model = write_model(tmp_path)
+    found = run_json(capsys, "--max-batch", "--budget", "300KB", model)
+    n = found["sizes"]["largest"]
+    assert n > 64
+    assert run_json(capsys, "--budget", "300KB", "--batch-size", str(n), model)["exit_code"] == 0
+    more = ("--batch-size", str(n + 1))
+    assert run_json(capsys, "--budget", "300KB", *more, model)["exit_code"] == 3
+    assert found["schedule"]["peak_bytes"] <= 300_000
+    assert f"batch size {n})" in found["problem"]
+
+
+@pytest.mark.slow
+def test_the_report_and_the_files(tmp_path, capsys):
+    model = write_model(tmp_path)
+    names = ("s.json", "g.json", "t.svg", "page.html")
+    schedule, graph, picture, page = (str(tmp_path / name) for name in names)
+    argv = [
+        "--max-batch",
+        "--budget",
+        "300KB",
+        "--method",
+        "sqrt",
+        "-o",
+        schedule,
+        "--graph-out",
+        graph,
+    ]
+    assert main([*argv, "--throughput", picture, "--report", page, "--verify", model]) == 0
+    out = capsys.readouterr().out
+    text = " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+    assert "Batch sizes" in text
+    assert "samples/s" in text
+    assert "sqrt found none" in text
+    assert "saturates at" in text
+    assert "Verification passed" in text  # with the batch that was found
+    assert Solution.load(schedule, graph=graph).simulation.peak_bytes <= 300_000
+    assert "samples per second" in Path(page).read_text()
+    assert "<svg" in Path(picture).read_text()
+
+
+@pytest.mark.slow
+def test_the_longest_sequence(tmp_path, capsys):
+    changes = (
+        ("def get_batch(batch_size=64):", "def get_batch(batch_size=2, seq_length=8):"),
+        ("torch.randn(batch_size, 32)", "torch.randn(batch_size, seq_length, 32)"),
+    )
+    model = write_model(tmp_path, *changes)
+    argv = ("--max-seq", "--budget", "2MB", "--batch-size", "3", model)
+    found = run_json(capsys, *argv)
+    n = found["sizes"]["largest"]
+    assert n > 128
+    assert any("table of positions" in note for note in found["notes"])
+    sizes = ("--budget", "2MB", "--batch-size", "3")
+    assert run_json(capsys, *sizes, "--seq-length", str(n), model)["exit_code"] == 0
+    longer = str(n + n // 64 + 1)
+    assert run_json(capsys, *sizes, "--seq-length", longer, model)["exit_code"] == 3
+
+
+def test_the_budget_is_by_default_all_that_the_device_has(tmp_path, capsys):
+    model = write_model(
+        tmp_path, ("torch.randn(batch_size, 32)", "torch.randn(batch_size * 4 * 10**6, 32)")
+    )
+    found = run_json(capsys, "--max-batch", "--method", "none", "--device", "t4", model)
+    assert found["budget_bytes"] == 16 * 10**9
+    assert found["sizes"]["largest"] >= 4
+    code, line = failed(capsys, "--max-batch", "--device", "cpu", model)
+    assert (code, "--budget is required" in line) == (2, True)
+
+
+def test_nothing_fits_is_infeasible(tmp_path, capsys):
+    model = write_model(tmp_path)
+    code = main(["--max-batch", "--budget", "1KB", model])
+    printed = capsys.readouterr()
+    assert code == 3
+    assert "none of the sizes tried fits" in printed.out
+    assert "infeasible" in printed.err
+
+
+def test_ctrl_c_reports_the_largest_so_far(tmp_path, capsys, monkeypatch):
+    def interrupted(graph, request, **options):
+        shapes = graph.plain.meta.environment["shapes"]
+        if shapes[0][0] > 8:
+            raise KeyboardInterrupt
+        return attempt(graph, request, **options)
+
+    monkeypatch.setattr(solver.cli.largest_batch, "attempt", interrupted)
+    assert main(["--max-batch", "--budget", "1MB", write_model(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "largest 4" in text
+    assert "Interrupted: the largest size found to fit so far." in text
+
+
+def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
+    model = write_model(
+        tmp_path,
+        ("return torch", "assert batch_size <= 5\n    return torch"),
+    )
+    found = run_json(capsys, "--max-batch", "--budget", "1MB", model)
+    assert found["sizes"]["largest"] == 5
+    assert any("Size 6 could not be traced" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "changes", "reason"),
+    [
+        (
+            ["--max-batch"],
+            [("batch_size=64", ""), ("batch_size, 32", "64, 32")],
+            "get_batch does not accept batch_size; define it as get_batch(batch_size=",
+        ),
+        (["--max-seq"], [], "define it as get_batch(seq_length=1024)"),
+        (["--max-batch"], [("randn(batch_size", "randn(64")], "sizes 1 and 4 give the same step"),
+        (["--max-batch", "--max-seq"], [], "not allowed with"),
+        (["--max-batch", "--compare"], [], "--compare cannot be combined with --max-batch"),
+        (["--throughput", "t.png"], [], "--throughput requires --max-batch"),
+        (["--max-batch", "--throughput", "t.gif"], [], "must end in .png or .svg"),
+    ],
+)
+def test_what_is_refused(argv, changes, reason, tmp_path, capsys):
+    code, line = failed(capsys, *argv, "--budget", "1MB", write_model(tmp_path, *changes))
+    assert code == 2
+    assert reason in line
+
+
+def test_a_graph_file_has_one_size(capsys):
+    code, line = failed(capsys, "--max-batch", "--budget", "4GB", str(GPT2))
+    assert (code, "--max-batch: not possible with a graph file" in line) == (2, True)
