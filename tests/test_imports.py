@@ -50,7 +50,7 @@ def imported_by(program: str, *arguments: str) -> set[str]:
     return {name for name in SLOW if name in loaded}
 
 
-LIGHT_GRAPHS = ("graph", "files", "hardware", "fsdp", "pipeline", "synthetic")
+LIGHT_GRAPHS = ("graph", "files", "hardware", "links", "fsdp", "pipeline", "synthetic")
 LIGHT = [f"graphs.{name}" for name in LIGHT_GRAPHS] + [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "solver").rglob("[!_]*.py"))
