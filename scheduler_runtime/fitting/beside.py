@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphs.calls import device_of
+from graphs.costs import CostModel
 from graphs.graph import Graph
-from graphs.training_step import together, with_optimizer, with_resident
+from graphs.training_step import optimizer_costs, together, with_optimizer, with_resident
 from scheduler_runtime.measuring import bytes_of, resident_tensors
+from scheduler_runtime.surroundings import Buckets
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,28 @@ class Beside:
     rest_bytes: int
     bucket_bytes: int
     kept_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        part: nn.Module,
+        whole: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        costs: CostModel,
+        *,
+        buckets: Buckets | None,
+        kept_bytes: int,
+    ) -> Beside:
+        """part: the module that is planned. whole: the one of which it is a part, or itself."""
+        device = device_of(part)
+        return cls(
+            optimizers=tuple(
+                optimizer_costs(each, part, device=device, costs=costs) for each in optimizers
+            ),
+            rest_bytes=bytes_outside_of(part, whole, device),
+            bucket_bytes=0 if buckets is None else buckets.separate_bytes,
+            kept_bytes=kept_bytes,
+        )
 
     def around(self, graph: Graph) -> Graph:
         """The module's graph with all of it."""

@@ -16,12 +16,12 @@ from graphs.calls import Call, device_of
 from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
-from graphs.training_step import optimizer_costs
 from scheduler_runtime.execute import BoundProgram, build_program, kept_bytes, restore_forward
-from scheduler_runtime.fitting.beside import Beside, bytes_outside_of
+from scheduler_runtime.fitting.beside import Beside
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
-from scheduler_runtime.fitting.loss_outside import LossBytes
+from scheduler_runtime.fitting.loss_outside import LossBytes, loss_outside
 from scheduler_runtime.fitting.options import FitError, Fitted, Options
+from scheduler_runtime.fitting.shared_budget import SharedBudget
 from scheduler_runtime.fitting.unplanned import Watch
 from scheduler_runtime.planned import (
     Difference,
@@ -37,16 +37,12 @@ from scheduler_runtime.planned import (
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
-    budget_for,
-    free_budget_bytes,
-    host_for,
     no_checkpoints,
     refuse_checkpointing,
-    size_on,
 )
 from solver.device_and_costs import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
-from solver.schedule import Places, Request, Solution
+from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import counted, format_both, now_s, tell, telling_in_lines
 
 logger = logging.getLogger(__name__)
@@ -83,8 +79,7 @@ class FittedForward(PlannedForward):
         self._optimizers = optimizers
         self._whole: Callable[[], nn.Module | None] | None = weakref.ref(whole)
         self._parts = tuple(parts)
-        self._budget_bytes: int | None = None
-        self._host: Places | None = None
+        self._budget = SharedBudget(options)
         self._reached: tuple[int, ...] | None = None
 
     @property
@@ -166,14 +161,19 @@ class FittedForward(PlannedForward):
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
         costs = self.options.costs or default_costs(device)
-        request = self._request(call, device, buckets, costs)
+        whole = self._whole_model()
+        request = self._budget.request(
+            self._model, whole, call, self._optimizers, buckets=buckets, costs=costs
+        )
         name = type(self._model).__name__
         with telling_in_lines(f"tracing {name}...") as say:
             step = self._step(call, request, buckets, costs)
             if not held_bytes:  # the step that runs again is given what the first pass has kept
                 held_bytes = kept_bytes(step.captured, device)
-            loss = self._loss_outside(step, device)
-            beside = self._beside(device, costs, buckets, held_bytes=held_bytes)
+            loss = loss_outside(step.captured, device, self.options)
+            beside = Beside.of(
+                self._model, whole, self._optimizers, costs, buckets=buckets, kept_bytes=held_bytes
+            )
             notes = (*(() if loss is None else (loss.note,)), *self._notes(step, buckets))
             say(f"planning {name} ({counted(len(step.graph.nodes), 'op')})...")
             found = self._found(step, beside, loss, request)
@@ -297,65 +297,9 @@ class FittedForward(PlannedForward):
             return True
         return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
 
-    def _request(
-        self, call: Call, device: torch.device, buckets: Buckets | None, costs: CostModel
-    ) -> Request:
-        options = self.options
-        budget: int | float | str = options.budget
-        if self._budget_bytes is not None:  # later plans share the budget of the first
-            budget = self._budget_bytes
-        elif budget == "auto":
-            bucket_bytes = 0 if buckets is None else buckets.separate_bytes
-            whole = self._whole_model()
-            budget = free_budget_bytes(
-                whole, call, self._optimizers, device, bucket_bytes=bucket_bytes
-            )
-        self._budget_bytes, reserve_bytes = budget_for(self._model, budget, options.reserve)
-        if options.host_budget is not None and self._host is None:  # later plans share it, too
-            self._host = host_for(self._model, options.host_budget, options.host_link, costs)
-        return Request(
-            budget_bytes=self._budget_bytes,
-            reserve_bytes=reserve_bytes,
-            method=options.method,
-            time_limit_s=options.time_limit_s,
-            seed=options.seed,
-            rewrites=options.rewrites,
-            places=self._host,
-        )
-
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:
         loss_outputs = self.options.loss_outputs
         return gradient_outputs(output, reached=self._reached, loss_outputs=loss_outputs)
-
-    def _loss_outside(self, step: CapturedStep, device: torch.device) -> LossBytes | None:
-        """None: the model returns the loss."""
-        options, captured = self.options, step.captured
-        outputs = [captured.outputs[i].meta["val"] for i in captured.gradient_outputs]
-        returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
-        if returns_loss and options.loss_outputs is None:
-            return None
-        reserve = options.loss_reserve
-        if reserve is None:
-            return LossBytes.of(outputs, None)
-        return LossBytes.of(outputs, size_on(device, reserve, what="loss_reserve"))
-
-    def _beside(
-        self,
-        device: torch.device,
-        costs: CostModel,
-        buckets: Buckets | None,
-        *,
-        held_bytes: int,
-    ) -> Beside:
-        return Beside(
-            optimizers=tuple(
-                optimizer_costs(each, self._model, device=device, costs=costs)
-                for each in self._optimizers
-            ),
-            rest_bytes=bytes_outside_of(self._model, self._whole_model(), device),
-            bucket_bytes=0 if buckets is None else buckets.separate_bytes,
-            kept_bytes=held_bytes,
-        )
 
     def _notes(self, step: CapturedStep, buckets: Buckets | None) -> tuple[str, ...]:
         """On what a user may not expect to be counted, or not to be."""

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graphs.capture import Capture
 from graphs.graph import Graph
 from graphs.training_step import with_unknown_loss
+from scheduler_runtime.fitting.options import Options
+from scheduler_runtime.surroundings import size_on
 from solver.sizes_deadlines_progress import format_both
 
 _IN_32_BITS = 4
@@ -51,3 +54,14 @@ class LossBytes:
             f"for it besides the outputs and their gradients, {format_both(self.held)} of them for "
             "the whole step (or loss_reserve=)"
         )
+
+
+def loss_outside(captured: Capture, device: torch.device, options: Options) -> LossBytes | None:
+    """None: the model returns the loss."""
+    outputs = [captured.outputs[i].meta["val"] for i in captured.gradient_outputs]
+    returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
+    if returns_loss and options.loss_outputs is None:
+        return None
+    if options.loss_reserve is None:
+        return LossBytes.of(outputs, None)
+    return LossBytes.of(outputs, size_on(device, options.loss_reserve, what="loss_reserve"))

@@ -1,0 +1,59 @@
+"""The budget of the first plan, which later plans of the module share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from graphs.calls import Call, device_of
+from graphs.costs import CostModel
+from scheduler_runtime.fitting.options import Options
+from scheduler_runtime.surroundings import Buckets, budget_for, free_budget_bytes, host_for
+from solver.schedule import Places, Request
+
+
+class SharedBudget:
+    """What `options` asks for, in bytes once the first call has come."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._budget_bytes: int | None = None
+        self._host: Places | None = None
+
+    def request(
+        self,
+        part: nn.Module,
+        whole: nn.Module,
+        call: Call,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        buckets: Buckets | None,
+        costs: CostModel,
+    ) -> Request:
+        """What is asked of the solver for a call.
+
+        part: the module that is planned. whole: the one of which it is a part, or itself.
+        """
+        options = self._options
+        budget: int | float | str = options.budget
+        if self._budget_bytes is not None:
+            budget = self._budget_bytes
+        elif budget == "auto":
+            bucket_bytes = 0 if buckets is None else buckets.separate_bytes
+            budget = free_budget_bytes(
+                whole, call, optimizers, device_of(part), bucket_bytes=bucket_bytes
+            )
+        self._budget_bytes, reserve_bytes = budget_for(part, budget, options.reserve)
+        if options.host_budget is not None and self._host is None:
+            self._host = host_for(part, options.host_budget, options.host_link, costs)
+        return Request(
+            budget_bytes=self._budget_bytes,
+            reserve_bytes=reserve_bytes,
+            method=options.method,
+            time_limit_s=options.time_limit_s,
+            seed=options.seed,
+            rewrites=options.rewrites,
+            places=self._host,
+        )
