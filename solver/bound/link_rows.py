@@ -1,0 +1,217 @@
+"""The rows of the link to the host, in both directions, and of the disk's.
+
+For the program of `solver.bound.copies`, whose names these are. T(i, j) is the time of the first
+runs of the nodes i .. j - 1, c[u] the time of one copy of u, due[u] the first node after p that
+reads u:
+
+    for each q < p:  sum of c_out[u] * h[u] over the u made at or after q  <=  T(q + 1, p) + b
+    for each q > p:  sum of c_in[u] * h[u] over the u due in (p, q]
+                         <=  T(p + 1, q) + a + sum of time_s[n] * r[n]
+
+**Why every legal schedule obeys.** Let h[u] = 1. Between p and its fetch u is never on the device,
+so its data were stored before p, after the first run of its maker, and u was freed before p. The
+free made the compute stream wait for the end of the store. So all stores of such units that were
+made at or after q ran one after the other between the end of q and the start of p, which is the
+time of the first runs in between and part of what is lost before p. They are on the host, or gone
+on to the disk, at p. The fetch stands after p, and a copy starts when the compute stream has come
+to its place; the node that is due waits for its end. So the fetches of all units due up to q ran
+one after the other between the end of p and the start of q. What is lost there is at most what is
+lost after p: the recomputation, each r[n] = 1 at least once, and a.
+
+**A sharper due.** Let n make w, read v, and let w be due at q, before v. If w is neither on the
+device at p nor fetched next, n is recomputed before q. If v is fetched next, that is over by then.
+So of c_in[v] * h[v] the part c_in[v] * (h[v] - x[w] - h[w]) counts as due at q.
+
+**As a program.** The rows of the stores are those of one server with release times and a deadline:
+F[u] >= F[of the unit made before u] + c[u] * h[u] and F[u] >= T(0, maker(u) + 1) + c[u] * h[u] say
+the same with two rows for each unit. Those of the fetches take a running sum.
+
+A disk adds two rows: what is away and not on the host was spilled before p, or comes back after it,
+at the rate of the disk's link. A copy that takes longer than MOST_COPY_SHARE counts as if it took
+that long, for the sake of the solver's tolerances; that only relaxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from solver.bound.milp import Milp
+from solver.bound.storage_graph import StorageGraph
+from solver.schedule import Place
+
+MOST_COPY_SHARE = 100.0
+"""Of the baseline's time: longer copies count as this long."""
+
+
+@dataclass(frozen=True)
+class LinkRows:
+    """Adds them to a program.
+
+    keep, away, recompute: the columns x and h of units, and r of nodes.
+    before, after: the columns b and a.
+    start_share: T(0, n) by node n, as a share of the baseline's time.
+    just_in_time: what is recomputed is recomputed right before it is read, so that not all of it
+        can hide a fetch that is due soon.
+    """
+
+    folded: StorageGraph
+    position: int
+    program: Milp
+    keep: Mapping[int, int]
+    away: Mapping[int, int]
+    recompute: Mapping[int, int]
+    before: int
+    after: int
+    start_share: list[float]
+    host: Place
+    disk: Place | None
+    just_in_time: bool
+
+    def add(self) -> None:
+        self._add_stores()
+        self._add_fetches()
+        if self.disk is not None:
+            self._add_disk(self.disk)
+
+    @property
+    def _baseline_s(self) -> float:
+        return self.folded.graph.baseline_time_s or 1.0
+
+    def _time_share(self, n: int) -> float:
+        return self.folded.time_s[n] / self._baseline_s
+
+    def _share(self, time_s: float) -> float:
+        return min(time_s / self._baseline_s, MOST_COPY_SHARE)
+
+    def _add_stores(self) -> None:
+        """F, by unit in the order in which they are made; the last is over when p starts."""
+        folded, program = self.folded, self.program
+        link, last = self.host.link, None
+        for u in sorted(self.away, key=lambda u: (folded.maker[u], u)):
+            over = program.variable(most=math.inf, whole=False)
+            cost = self._share(link.out_s(folded.unit_bytes[u]))
+            made = self.start_share[folded.maker[u] + 1]
+            program.row([over, self.away[u]], [1.0, -cost], lower=made)
+            if last is not None:
+                program.row([over, last, self.away[u]], [1.0, -1.0, -cost], lower=0.0)
+            last = over
+        if last is not None:
+            start = self.start_share[self.position]
+            program.row([last, self.before], [1.0, -1.0], upper=start)
+
+    def _add_fetches(self) -> None:
+        """By node q at which something is due: what was fetched and lost up to there."""
+        folded, program, p = self.folded, self.program, self.position
+        jobs: dict[int, list[tuple[int, float]]] = {}
+        made_of = self._find_made_of()
+        for u, column in self.away.items():
+            cost = self._share(self.host.link.in_s(folded.unit_bytes[u]))
+            due = next((use for use in folded.uses[u] if use > p), folded.n_nodes)
+            early, part = self._early(u, due, made_of)
+            jobs.setdefault(due, []).append((column, cost))
+            if part is not None:
+                jobs.setdefault(due, []).append((part, -cost))
+                jobs.setdefault(early, []).append((part, cost))
+        lost = self._lost_by(jobs)
+        done = self.start_share[min(p + 1, folded.n_nodes)]
+        fetched: int | None = None
+        for q in sorted(jobs):
+            so_far = program.variable(most=math.inf, whole=False)
+            row = dict.fromkeys([so_far], 1.0) | ({} if fetched is None else {fetched: -1.0})
+            for column, cost in jobs[q]:
+                row[column] = row.get(column, 0.0) - cost
+            program.row(list(row), list(row.values()), lower=0.0)
+            row = {so_far: 1.0, self.after: -1.0, **lost[q]}
+            program.row(list(row), list(row.values()), upper=self.start_share[q] - done)
+            fetched = so_far
+
+    def _lost_by(self, jobs: Iterable[int]) -> dict[int, dict[int, float]]:
+        """By node q: the columns of recomputation before it, with their time."""
+        program, due = self.program, self._due_of_runs()
+        lost: dict[int, dict[int, float]] = {}
+        total: int | None = None
+        left = sorted(self.recompute, key=lambda n: (due[n], n))
+        for q in sorted(jobs):
+            new = [n for n in left if due[n] <= q]
+            if new:
+                left = left[len(new) :]
+                before, total = total, program.variable(most=math.inf, whole=False)
+                row = {total: -1.0} | ({} if before is None else {before: 1.0})
+                row |= {self.recompute[n]: self._time_share(n) for n in new}
+                program.row(list(row), list(row.values()), lower=0.0)
+            lost[q] = {} if total is None else {total: -1.0}
+        return lost
+
+    def _due_of_runs(self) -> dict[int, int]:
+        """By node, the first q before which it may be recomputed."""
+        p = self.position
+        if not self.just_in_time:
+            return dict.fromkeys(self.recompute, p)
+        readers, due = self._readers(), dict[int, int]()
+        for n in sorted(self.recompute, reverse=True):
+            uses = [use for w in self.folded.makes[n] for use in self.folded.uses[w] if use > p]
+            again = [due[m] for m in readers[n]]
+            due[n] = min([self.folded.n_nodes, *uses, *again])
+        return due
+
+    def _readers(self) -> Mapping[int, list[int]]:
+        """By node, those that may be recomputed and read what it makes."""
+        readers: dict[int, list[int]] = {n: [] for n in self.recompute}
+        for m in self.recompute:
+            for u in self.folded.reads[m]:
+                if self.folded.maker[u] in readers:
+                    readers[self.folded.maker[u]].append(m)
+        return readers
+
+    def _early(
+        self, v: int, due: int, made_of: Mapping[int, list[tuple[int, int]]]
+    ) -> tuple[int, int | None]:
+        """The first node that may need v sooner, for what is made of it, and a column for the part
+        of v that it needs then (None: there is none such node).
+        """
+        found: tuple[int, int] | None = None
+        for w, q in made_of.get(v, ()):
+            if q < due and (found is None or q < found[0]):
+                found = q, w
+        if found is None:
+            return due, None
+        q, w = found
+        part = self.program.variable(whole=False)
+        columns = [part, self.away[v], self.keep[w]]
+        values = [1.0, -1.0, 1.0]
+        if w in self.away:
+            columns.append(self.away[w])
+            values.append(1.0)
+        self.program.row(columns, values, lower=0.0)
+        self.program.row([part, self.away[v]], [1.0, -1.0], upper=0.0)
+        return q, part
+
+    def _find_made_of(self) -> dict[int, list[tuple[int, int]]]:
+        """By unit v: (w, q) for each w that may be made again from it and is due at q."""
+        made_of: dict[int, list[tuple[int, int]]] = {}
+        p = self.position
+        for n in self.recompute:
+            for w in self.folded.makes[n]:
+                q = next((use for use in self.folded.uses[w] if use > p), None)
+                if q is not None and w in self.keep and p not in self.folded.uses[w]:
+                    for v in self.folded.reads[n]:
+                        made_of.setdefault(v, []).append((w, q))
+        return made_of
+
+    def _add_disk(self, disk: Place) -> None:
+        """What is not on the host at the position went to the disk before it, and comes back."""
+        p, ends = self.position, self.start_share
+        after = {column: self._time_share(n) for n, column in self.recompute.items()}
+        self._disk_row(disk.link.out_bytes_per_s, {self.before: 1.0}, ends[p])
+        window = ends[-1] - ends[min(p + 1, self.folded.n_nodes)]
+        self._disk_row(disk.link.in_bytes_per_s, {self.after: 1.0, **after}, window)
+
+    def _disk_row(self, bytes_per_s: float, lost: Mapping[int, float], window: float) -> None:
+        """Bytes away <= of the host + rate * (window + what is lost), in shares of time."""
+        size_bytes = self.folded.unit_bytes
+        row = {c: self._share(size_bytes[u] / bytes_per_s) for u, c in self.away.items()}
+        row |= {column: -value for column, value in lost.items()}
+        upper = window + self.host.capacity_bytes / bytes_per_s / self._baseline_s
+        self.program.row(list(row), list(row.values()), upper=upper)
