@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from scheduler_runtime import apply
-from scheduler_runtime.execute.program import LEAST_IN_PIECE, Program
+from scheduler_runtime.execute.program import Program
+from scheduler_runtime.execute.straight_line import LEAST_IN_PIECE
 from solver import solve
 
 

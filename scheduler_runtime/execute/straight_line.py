@@ -1,0 +1,266 @@
+"""A schedule as one straight line of fx nodes, before it is cut into pieces."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.capture import OpaqueForward, Overwrite, is_random
+from graphs.trace import CapturedStep
+from graphs.training_step import accumulation
+from scheduler_runtime.execute.copy_calls import CopyCalls
+from scheduler_runtime.execute.piece import Value
+from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
+from solver.schedule import Compute, CopyLayout, Free, Schedule
+
+LEAST_IN_PIECE = 24
+"""Minimum of values that a piece of the backward pass defines, unless gradients accumulate."""
+
+
+class StraightLine:
+    """The whole step as one straight line of fx nodes, with marks where pieces end.
+
+    "Traced" nodes are those of the captured graph; values are nodes of the line.
+    """
+
+    def __init__(
+        self, step: CapturedStep, schedule: Schedule, copy_layout: CopyLayout | None
+    ) -> None:
+        self.step = step
+        self.layout = step.layout
+        self.copy_layout = copy_layout
+        self.schedule = schedule
+        self.graph = fx.Graph()
+        self.sources: dict[fx.Node, Value] = {}
+        self.constants: dict[Value, torch.Tensor] = {}
+        self._current: dict[fx.Node, Value] = {}  # traced node -> its live value
+        self._of_storage: dict[str, list[fx.Node]] = {}  # storage -> traced nodes with a live value
+        self._states: dict[str, Value] = {}  # random operator -> its generator's state
+        self.recomputed: set[Value] = set()
+        self.ends: list[int] = []  # number of line nodes at the end of each piece
+        self.finished: list[list[tuple[fx.Node, Value]]] = []  # gradients of each piece
+        self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the current piece
+        self.outputs: tuple[Any, ...] = ()
+        made = (item for item in step.captured.outputs if isinstance(item, fx.Node))
+        self._leaves_program = {*made, *step.captured.gradients.values()}
+        self.copying: CopyCalls | None = None
+        self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
+        self._emit()
+
+    def _emit(self) -> None:
+        graph, layout = self.step.graph, self.layout
+        n_runs = Counter(self.schedule.order)
+        due = gradients_due(self.step, self.schedule)
+        for node in self.step.captured.graph.nodes:
+            if node.op == "placeholder":
+                self.sources[node] = self._current[node] = self.graph.placeholder(node.name)
+        if self.copy_layout is not None:
+            self.copying = CopyCalls(
+                graph,
+                self.copy_layout,
+                self.graph,
+                values=self._made_on,
+                define=self._define,
+            )
+        n_forward, in_forward = len(graph.forward_nodes), True
+        started: set[str] = set()
+        for index, op in enumerate(self.schedule.ops):
+            if isinstance(op, Free):
+                self._free(op.tensor)
+                continue
+            if not isinstance(op, Compute):
+                assert self.copying is not None
+                self.copying.op(index, op)
+                continue
+            if in_forward and len(started) == n_forward:
+                self._end_forward()
+                in_forward = False
+            node = graph.node_by_name[op.node]
+            replaced = {} if self.copying is None else self.copying.before(node)
+            if op.node in layout.updates:
+                target, new_value = layout.updates[op.node]
+                self.graph.call_function(
+                    torch.ops.aten.copy_.default, (self.value(target), self.value(new_value))
+                )
+            elif op.node in layout.copies:
+                self._copies[op.node] = self.graph.call_function(
+                    torch.ops.aten.clone.default,
+                    (self.value(layout.copies[op.node]),),
+                    {"memory_format": torch.contiguous_format},
+                )
+            elif op.node in layout.calls:
+                self._call(op.node, again=op.node in started, repeats=n_runs[op.node] > 1)
+            started.add(op.node)
+            if self.copying is not None:
+                self.copying.after(node, replaced)
+            if index in due:
+                self._finish(due[index])
+        if in_forward:
+            self._end_forward()
+        self._finish(due.get(len(self.schedule.ops), []))
+        self._end_piece()
+
+    def _free(self, tensor: str) -> None:
+        if self.copying is not None:
+            self.copying.free(tensor)
+        for node in self._of_storage.pop(tensor, ()):
+            self._current.pop(node, None)
+
+    def _made_on(self, tensor: str) -> dict[fx.Node, Value]:
+        """The live values of a tensor that operators have made: views of them are derived again."""
+        values = {n: self._current[n] for n in self._of_storage.get(tensor, ())}
+        return {node: value for node, value in values.items() if self._is_made(node)}
+
+    def _is_made(self, node: fx.Node) -> bool:
+        call = node.args[0] if node.target is operator.getitem else node
+        return isinstance(call, fx.Node) and call.name in self.layout.calls
+
+    def value(self, node: fx.Node) -> Value:
+        """The live value of a traced node; a view without one is derived again."""
+        known = self._current.get(node)
+        if known is not None:
+            return known
+        if node.op == "get_attr":
+            new = self.graph.placeholder(str(node.target))
+            self.constants[new] = getattr(self.step.captured.module, str(node.target))
+        elif node.name in self.layout.calls:
+            raise AssertionError(f"{node.name} is read while it is not live")
+        else:
+            for argument in node.all_input_nodes:  # before the copy: it may append nodes itself
+                self.value(argument)
+            if node.target is torch.ops.aten.detach.default and node not in self._leaves_program:
+                new = self.value(node.all_input_nodes[0])  # autograd does not see the program
+            else:
+                new = self.graph.node_copy(node, self.value)
+        self._define(node, new)
+        return new
+
+    def _define(self, node: fx.Node, value: Value) -> None:
+        self._current[node] = value
+        stack, storage = [node], node.name
+        while stack:  # a view with several outputs (split) is in the storage that it derives from
+            traced = stack.pop()
+            if traced in self.layout.storage:
+                storage = self.layout.storage[traced]
+                break
+            stack.extend(traced.all_input_nodes)
+        self._of_storage.setdefault(storage, []).append(node)
+
+    def _call(self, name: str, *, again: bool, repeats: bool) -> None:
+        """Run an operator. again: it is a recomputation; repeats: there is one in the schedule."""
+        node = self.layout.calls[name]
+        for argument in node.all_input_nodes:
+            self.value(argument)
+        if repeats and is_random(node):
+            new = self._call_random(node, again=again)
+        elif (overwrite := self.layout.overwriting.get(name)) is not None:
+            new = self._call_over(node, overwrite)
+        else:
+            new = self.graph.node_copy(node, self.value)
+        if again:
+            self.recomputed.add(new)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            self._define(node, new)
+            return
+        for part in node.users:  # the tuple dies once its parts have names
+            if part.target is operator.getitem and part not in self._current:
+                self._define(part, self.graph.call_function(operator.getitem, (new, part.args[1])))
+
+    def _call_over(self, node: fx.Node, overwrite: Overwrite) -> Value:
+        """Run an operator that writes its result over one of its arguments."""
+        args = fx.map_arg(node.args, self.value)
+        kwargs = dict(fx.map_arg(node.kwargs, self.value))
+        if overwrite.keyword is not None:
+            kwargs[overwrite.keyword] = self.value(overwrite.argument)
+        return self.graph.call_function(overwrite.target, args, kwargs)
+
+    def _call_random(self, node: fx.Node, *, again: bool) -> Value:
+        target: Any = node.target
+        result = node.meta["val"]
+        device = (result if isinstance(result, torch.Tensor) else result[0]).device
+        args = fx.map_arg(node.args, self.value)
+        kwargs = fx.map_arg(node.kwargs, self.value)
+        first: Callable[..., Any] = run_and_keep_state
+        repeated: Callable[..., Any] = recompute_random
+        what: tuple[Any, ...] = (target, device)
+        if isinstance(target, OpaqueForward):  # it may draw from other generators, too
+            first, repeated, what = target.keep_state, target.run_again, ()
+        if again:
+            state = self._states[node.name]
+            return self.graph.call_function(repeated, (*what, state, *args), kwargs)
+        both = self.graph.call_function(first, (*what, *args), kwargs)
+        new = self.graph.call_function(operator.getitem, (both, 0))
+        self._states[node.name] = self.graph.call_function(operator.getitem, (both, 1))
+        return new
+
+    def _end_forward(self) -> None:
+        self.outputs = tuple(
+            self.value(item) if isinstance(item, fx.Node) and item.op != "placeholder" else item
+            for item in self.step.captured.outputs
+        )
+        self._end_piece()
+
+    def _finish(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
+        """These gradients are complete; they leave now, or with the next ones.
+
+        A piece costs the host as much as several operators. Where gradients accumulate each is
+        added up and freed at once; where not, they are held to the end of the step anyway, so a few
+        share a piece.
+        """
+        for leaf, gradient in gradients:
+            copied = self._copies.get(self.layout.gradients.get(leaf, ""))
+            self._leaving.append((leaf, self.value(gradient) if copied is None else copied))
+        accumulates = accumulation(self.step.graph.meta.gradients).of_module
+        started = self.ends[-1] if self.ends else 0
+        if accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
+            self._end_piece()
+
+    def _end_piece(self) -> None:
+        self.ends.append(len(self.graph.nodes))
+        self.finished.append(self._leaving)
+        self._leaving = []
+
+
+def gradients_due(
+    step: CapturedStep, schedule: Schedule
+) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
+    """Index of an op of the schedule -> the leaves, with gradients, that leave after it.
+
+    That is when the gradient is complete and nothing reads the leaf any more: in eager mode,
+    too, a parameter has been read for the last time when hooks receive its gradient, and an
+    optimizer inside the backward pass changes it then. Gradients that are inputs leave at the
+    end.
+    """
+    graph, layout = step.graph, step.layout
+    last_run: dict[str, int] = {}
+    last_read: dict[str, int] = {}
+    freed: dict[str, int] = {}
+    for index, op in enumerate(schedule.ops):
+        if isinstance(op, Free):
+            freed[op.tensor] = index
+        if not isinstance(op, Compute):
+            continue
+        last_run[op.node] = index
+        last_read |= dict.fromkeys(graph.node_by_name[op.node].inputs, index)
+    backward = min((last_run[node.name] for node in graph.later_nodes), default=0)
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    due: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+    for leaf, gradient in step.captured.gradients.items():
+        storage = layout.gradients.get(leaf, layout.storage[gradient])
+        producer = graph.producer.get(storage)
+        index = len(schedule.ops)
+        if producer is not None:
+            # One that is copied for other leaves leaves after the last copy: while the program
+            # holds it, autograd would copy it as well.
+            copies = [n for n, of in layout.copies.items() if layout.storage[of] == storage]
+            last = max((producer.name, *copies), key=position.__getitem__)
+            read = last_read.get(layout.storage[leaf], backward)
+            index = max(last_run[last], read, backward)
+            index = min(index, freed.get(storage, index + 1) - 1)
+        due.setdefault(index, []).append((leaf, gradient))
+    return due
