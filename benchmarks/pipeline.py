@@ -9,15 +9,13 @@ micro-batch: the slowest stage sets the pace of the pipeline. Compared are
 - every block: stock checkpointing of each layer in all stages;
 - uniform: each stage is planned as though it had as many micro-batches in flight as the first;
 - per stage: each is planned for those that it has;
-- per stage, split: the layers are divided so that the slowest stage is fastest.
+- per stage, split: the layers are divided so that the slowest stage is fastest (`split_pipeline`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,75 +25,79 @@ from torch import nn
 from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.published.llama import BF16, LlamaLayer, Norm, linear
-from graphs import Graph, Pipeline
-from solver import Solution, solve
+from solver import PipelineSplit, Solution, solve, split_pipeline
+from solver.plan_analysis import micro_batch_s
 
 WIDTH, N_HEADS, N_KV, MLP_WIDTH, N_TOKENS, LENGTH = 4096, 32, 8, 14336, 128256, 4096
 N_STAGES, N_MICROBATCHES, N_LAYERS, BUDGET = 4, 8, 16, "20GB"
-LAYERS_TRIED = (3, 4, 5)
+
+
+class Layer(nn.Module):
+    """A layer of a Llama: the first one with the embedding before it, the last with the head."""
+
+    def __init__(self, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.embedding = self.head = None
+        if is_first:
+            self.embedding = nn.Embedding(N_TOKENS, WIDTH, dtype=BF16, device="meta")
+        self.layer = LlamaLayer(WIDTH, N_HEADS, N_KV, MLP_WIDTH)
+        if is_last:
+            self.head = nn.Sequential(Norm(WIDTH), linear(WIDTH, N_TOKENS, bias=False))
+
+    def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        x = self.layer(x, cosine, sine)
+        return x if self.head is None else self.head(x)
 
 
 class LlamaStage(nn.Module):
-    """Some layers of a Llama; with the embedding in the first stage, and the head in the last."""
+    """Some layers of a Llama, with the rotations that they share."""
 
-    def __init__(self, n_layers: int, pipeline: Pipeline) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.embedding = self.head = None
-        if pipeline.is_first:
-            self.embedding = nn.Embedding(N_TOKENS, WIDTH, dtype=BF16, device="meta")
-        self.layers = nn.ModuleList(
-            LlamaLayer(WIDTH, N_HEADS, N_KV, MLP_WIDTH) for _ in range(n_layers)
-        )
-        if pipeline.is_last:
-            self.head = nn.Sequential(Norm(WIDTH), linear(WIDTH, N_TOKENS, bias=False))
+        self.layers = nn.ModuleList(layers)
         for name in ("cosine", "sine"):
             rotations = torch.empty(1, LENGTH, WIDTH // N_HEADS, dtype=BF16, device="meta")
             self.register_buffer(name, rotations)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
         for layer in self.layers:
             x = layer(x, self.cosine, self.sine)
-        return x if self.head is None else self.head(x)
+        return x
 
 
-def planned(problem: Any, *, method: str = "auto", time_limit_s: float) -> Solution:
-    """problem: a Graph, or a stage's layers and place."""
-    options: dict[str, Any] = {"budget": BUDGET, "method": method, "time_limit_s": time_limit_s}
-    if isinstance(problem, Graph):
-        return solve(problem, reserve="750MB", **options)
-    n_layers, pipeline = problem
-    batch: Any = torch.empty(1, LENGTH, WIDTH, dtype=BF16, device="meta", requires_grad=True)
-    if pipeline.is_first:
-        batch = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
-    if pipeline.is_last:
-        batch = (batch, torch.zeros(1, LENGTH, dtype=torch.long, device="meta"))
-        options |= {"inputs": lambda pair: pair[0], "loss": loss_of}
-    return solve(
-        LlamaStage(n_layers, pipeline),
-        batch,
+def split(time_limit_s: float) -> PipelineSplit:
+    tokens = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+    return split_pipeline(
+        [Layer(is_first=i == 0, is_last=i == N_LAYERS - 1) for i in range(N_LAYERS)],
+        tokens,
+        target=tokens,
+        loss=loss_of,
+        stage_of=LlamaStage,
+        n_stages=N_STAGES,
+        n_microbatches=N_MICROBATCHES,
+        budget=BUDGET,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
-        pipeline=pipeline,
         device="h100",
         rewrites="none",
-        **options,
+        time_limit_s=time_limit_s,
     )
 
 
-def loss_of(logits: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), pair[1].flatten())
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
 def figures(solution: Solution) -> Row:
     """Seconds are of one micro-batch, without the optimizer's step."""
     graph, found = solution.graph, solution.simulation
-    steps_s = math.fsum(node.time_s for node in graph.nodes if node.phase == "optimizer")
+    steps_s = sum(node.time_s for node in graph.nodes if node.phase == "optimizer")
     return {
         "n_in_flight": graph.n_in_flight,
         "plain_s": graph.baseline_time_s - steps_s,
         "plain_peak_bytes": solution.baseline.peak_bytes,
-        "micro_batch_s": None if found is None else found.time_s - steps_s,
+        "micro_batch_s": micro_batch_s(solution),
         "bound_s": solution.lower_bound_s - steps_s,
         "peak_bytes": None if found is None else found.peak_bytes,
         "saved_bytes": None if found is None else found.saved_bytes,
@@ -104,34 +106,31 @@ def figures(solution: Solution) -> Row:
     }
 
 
-def best_split(seconds: Mapping[tuple[int, int], float | None]) -> tuple[int, ...]:
-    """Layers by stage, so that the slowest takes least; of these the least in all.
-
-    seconds: by stage and its number of layers (None: nothing fits).
-    """
-
-    def cost(split: tuple[int, ...]) -> tuple[float, float]:
-        found = [seconds[i, n] for i, n in enumerate(split)]
-        times = [math.inf if each is None else each for each in found]
-        return max(times), sum(times)
-
-    splits = itertools.product(LAYERS_TRIED, repeat=N_STAGES)
-    return min((each for each in splits if sum(each) == N_LAYERS), key=cost)
-
-
 def measured(time_limit_s: float) -> Iterator[tuple[str, Row]]:
-    """The rows: "per stage 0 x 4", "uniform 0 x 4", "every block 0 x 4"."""
-    even = N_LAYERS // N_STAGES
-    for stage, n_layers in itertools.product(range(N_STAGES), LAYERS_TRIED):
-        pipeline = Pipeline(stage, N_STAGES, N_MICROBATCHES)
-        solution = planned((n_layers, pipeline), time_limit_s=time_limit_s)
-        yield f"per stage {stage} x {n_layers}", figures(solution)
-        if n_layers == even:
-            stock = planned(solution.graph, method="every_block", time_limit_s=time_limit_s)
-            yield f"every block {stage} x {n_layers}", figures(stock)
-            first = dataclasses.replace(solution.graph, n_in_flight=N_STAGES)
-            uniform = planned(first, time_limit_s=time_limit_s)
-            yield f"uniform {stage} x {n_layers}", figures(uniform)
+    """The rows: "per stage 0", "uniform 0", "every block 0", "split 0" and "split"."""
+    found = split(time_limit_s)
+    yield (
+        "split",
+        {
+            "sizes": list(found.sizes),
+            "slowest_s": found.slowest_s,
+            "bound_s": found.lower_bound_s,
+            "n_divisions": found.n_divisions,
+            "n_plans": found.n_plans,
+        },
+    )
+    for stage, solution in enumerate(found.solutions):
+        yield f"split {stage}", figures(solution)
+    for stage, solution in enumerate(found.equal):
+        yield f"per stage {stage}", figures(solution)
+        options: dict[str, Any] = {"budget": BUDGET, "reserve": "750MB"}
+        options["time_limit_s"] = time_limit_s
+        yield (
+            f"every block {stage}",
+            figures(solve(solution.graph, method="every_block", **options)),
+        )
+        first = dataclasses.replace(solution.graph, n_in_flight=N_STAGES)
+        yield f"uniform {stage}", figures(solve(first, **options))
 
 
 def main() -> None:
@@ -158,38 +157,44 @@ def markdown(report: Row) -> str:
             "# Pipelines\n",
             text,
             _ways(report["rows"]),
+            _proven(report["rows"]["split"]),
             "\nThe even split, stage by stage:\n",
-            _stages(report["rows"]),
+            _stages(report["rows"], "per stage"),
+            "\nThe best one:\n",
+            _stages(report["rows"], "split"),
             "",
         ]
     )
 
 
+def _proven(row: Row) -> str:
+    return (
+        f"\nNo division has a slowest stage faster than {_ms(row['bound_s'])} ms. Of "
+        f"{row['n_divisions']} divisions, {row['n_plans']} stages were planned to know it, those "
+        "of the even split among them."
+    )
+
+
 def _ways(rows: Mapping[str, Row]) -> str:
     """Each way to plan, with the milliseconds of its stages."""
-    even = (N_LAYERS // N_STAGES,) * N_STAGES
-    seconds = {
-        (i, n): rows[f"per stage {i} x {n}"]["micro_batch_s"]
-        for i, n in itertools.product(range(N_STAGES), LAYERS_TRIED)
-    }
+    even = [N_LAYERS // N_STAGES] * N_STAGES
     ways = [(way, way, even) for way in ("every block", "uniform", "per stage")]
-    ways.append(("per stage, split", "per stage", best_split(seconds)))
+    ways.append(("per stage, split", "split", rows["split"]["sizes"]))
     lines = []
-    for title, way, split in ways:
-        times = [rows[f"{way} {i} x {n}"]["micro_batch_s"] for i, n in enumerate(split)]
+    for title, way, sizes in ways:
+        times = [rows[f"{way} {i}"]["micro_batch_s"] for i in range(N_STAGES)]
         slowest = None if None in times else max(times)
-        lines.append([title, "+".join(map(str, split)), *map(_ms, times), _ms(slowest)])
+        lines.append([title, "+".join(map(str, sizes)), *map(_ms, times), _ms(slowest)])
     heads = [f"stage {i}" for i in range(N_STAGES)]
     return harness.table(["plans", "layers", *heads, "slowest"], lines)
 
 
-def _stages(rows: Mapping[str, Row]) -> str:
-    """The plans per stage of the even split."""
-    even = N_LAYERS // N_STAGES
+def _stages(rows: Mapping[str, Row], way: str) -> str:
+    """The plans per stage of a division."""
     heads = ("stage", "in flight", "plain peak", "plain ms", "saved", "overhead, %", "bound, %")
     lines = []
     for i in range(N_STAGES):
-        row = rows[f"per stage {i} x {even}"]
+        row = rows[f"{way} {i}"]
         sizes = _gb(row["plain_peak_bytes"]), _ms(row["plain_s"]), _gb(row["saved_bytes"])
         shares = _share(row, "micro_batch_s"), _share(row, "bound_s")
         lines.append([i, row["n_in_flight"], *sizes, *shares])

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from solver.plan_analysis import Curve
+    from solver.plan_analysis import Curve, PipelineSplit, rank_peak_bytes, split_pipeline
     from solver.python_api import draw, report, sweep, verify
     from solver.schedule import (
         Compute,
@@ -34,21 +34,24 @@ __all__ = [
     "Curve",
     "Free",
     "IllegalScheduleError",
+    "PipelineSplit",
     "Request",
     "Schedule",
     "Simulation",
     "Solution",
     "Trace",
     "draw",
+    "rank_peak_bytes",
     "report",
     "simulate",
     "solve",
+    "split_pipeline",
     "sweep",
     "verify",
 ]
 
 _HOMES = {
-    "plan_analysis": ("Curve",),
+    "plan_analysis": ("Curve", "PipelineSplit", "rank_peak_bytes", "split_pipeline"),
     "python_api": ("draw", "report", "sweep", "verify"),
     "schedule": (
         *("Compute", "Free", "IllegalScheduleError", "Request", "Schedule", "Simulation"),

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/integrations/pipeline.py
 
-Each process plans its own stage from tensors without memory, within the same budget. The first
-stage has two micro-batches in flight, the last one has one, so their plans differ.
+The first process divides the layers and plans both stages within the same budget, from tensors
+without memory, and sends the answer to the other one, so that both have the same. The first stage
+has two micro-batches in flight, the last one has one and the head: stages and plans differ.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from checkpoint_solver import Pipeline, apply, solve
+from checkpoint_solver import PipelineSplit, apply, split_pipeline
 
-N_STAGES, N_MICROBATCHES, ROWS, WIDTH = 2, 4, 256, 64
-BUDGET = "3.5MB"
+N_STAGES, N_MICROBATCHES, ROWS, WIDTH, N_CLASSES = 2, 4, 256, 64, 512
+BUDGET = "4.6MB"
 
 
 class Block(nn.Module):
@@ -32,37 +33,51 @@ class Block(nn.Module):
         return x + self.narrow(F.gelu(self.wide(self.norm(x))))
 
 
-def main(rank: int) -> None:
-    pipeline = Pipeline(stage=rank, n_stages=N_STAGES, n_microbatches=N_MICROBATCHES)
-    stage = nn.Sequential(Block(), Block())
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
-    x = torch.empty(ROWS, WIDTH, device="meta", requires_grad=not pipeline.is_first)
-    if pipeline.is_last:
-        solution = solve(
-            stage,
-            (x, torch.empty(ROWS, WIDTH, device="meta")),
-            inputs=lambda batch: batch[0],
-            loss=lambda output, batch: F.mse_loss(output, batch[1]),
-            budget=BUDGET,
-            optimizer=optimizer,
-            pipeline=pipeline,
-        )
-    else:  # the gradients of its outputs come from the next stage
-        solution = solve(stage, x, budget=BUDGET, optimizer=optimizer, pipeline=pipeline)
-    print(solution, flush=True)
-    apply(stage, solution)
+def layers() -> list[nn.Module]:
+    return [*(Block() for _ in range(5)), nn.Linear(WIDTH, N_CLASSES)]
 
+
+def planned() -> PipelineSplit:
+    with torch.device("meta"):
+        x, target = torch.empty(ROWS, WIDTH), torch.empty(ROWS, dtype=torch.long)
+        return split_pipeline(
+            layers(),
+            x,
+            target=target,
+            loss=F.cross_entropy,
+            n_stages=N_STAGES,
+            n_microbatches=N_MICROBATCHES,
+            budget=BUDGET,
+            optimizer=torch.optim.AdamW,
+        )
+
+
+def main(rank: int) -> None:
+    shared = [planned() if rank == 0 else None]
+    dist.broadcast_object_list(shared, src=0)
+    split = shared[0]
+    assert split is not None
+    if rank == 0:
+        print(split, flush=True)
+    print(split.solutions[rank], flush=True)
+
+    stage = nn.Sequential(*layers()[split.slices[rank]])
+    apply(stage, split.solutions[rank])
+    is_last = rank == N_STAGES - 1
     example = torch.empty(ROWS, WIDTH, requires_grad=True)
+    output = torch.empty(ROWS, N_CLASSES if is_last else WIDTH, requires_grad=True)
     runner = PipelineStage(
-        stage, rank, N_STAGES, torch.device("cpu"), input_args=example, output_args=example
+        stage, rank, N_STAGES, torch.device("cpu"), input_args=example, output_args=output
     )
-    schedule = Schedule1F1B(runner, n_microbatches=N_MICROBATCHES, loss_fn=F.mse_loss)
+    schedule = Schedule1F1B(runner, n_microbatches=N_MICROBATCHES, loss_fn=F.cross_entropy)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
     torch.manual_seed(0)
-    batch, target = torch.randn(2, N_MICROBATCHES * ROWS, WIDTH)
+    batch = torch.randn(N_MICROBATCHES * ROWS, WIDTH)
+    target = torch.randint(N_CLASSES, (N_MICROBATCHES * ROWS,))
     for _ in range(3):
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        if pipeline.is_first:
+        if rank == 0:
             schedule.step(batch)
         else:
             schedule.step(target=target, losses=losses, return_outputs=False)

@@ -1,4 +1,5 @@
-"""Questions about plans: other budgets, largest batch, why an op is recomputed, advice."""
+"""Questions about plans: other budgets, largest batch, stages of a pipeline, why an op is
+recomputed, advice."""
 
 from solver.plan_analysis.advice import ABOUT, Advice, advise
 from solver.plan_analysis.by_block import block_names, block_rows
@@ -31,9 +32,11 @@ from solver.plan_analysis.largest_batch import (
 )
 from solver.plan_analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
 from solver.plan_analysis.peak_memory import PeakMemory, peaks
+from solver.plan_analysis.rank_peak import rank_peak_bytes
 from solver.plan_analysis.rate_shares import (
     LARGEST_RATIO,
     LEAST_RATIO,
     overhead_range,
     split_s,
 )
+from solver.plan_analysis.stage_split import PipelineSplit, micro_batch_s, split_pipeline

@@ -1,7 +1,8 @@
 """From a model or graph and a budget in bytes to a simulated Solution."""
 
 from solver.solving.disk import disk_behind
-from solver.solving.entry_point import solve
+from solver.solving.entry_point import check_options, request_for, solve
+from solver.solving.problem import as_step, traced_for_device
 from solver.solving.solve_request import (
     KEPT_SHARE,
     NoPlainStepError,

@@ -90,17 +90,20 @@ def solve(
     but the Solution's status.
     """
     started_s = now_s()
-    _check_method(method, with_host=host_budget is not None)
-    check_time_limit(time_limit_s)
-    if "%" not in str(budget):  # refused at once; shares wait for the device
-        parse_size(budget, capacity_bytes=capacity_bytes)
+    check_options(
+        method=method,
+        time_limit_s=time_limit_s,
+        budget=budget,
+        capacity_bytes=capacity_bytes,
+        with_host=host_budget is not None,
+    )
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
     name = name_of(problem)
     with telling(f"{'planning' if is_traced(problem) else 'tracing'} {name}...") as say:
         others = inspect.signature(solve).parameters
         step, hardware, costs = as_step(problem, batch, trace_options, others=others)
-        request = _request(
+        request = request_for(
             step.plain,
             hardware,
             costs,
@@ -124,8 +127,19 @@ def solve(
     return solution
 
 
-def _check_method(method: str, *, with_host: bool) -> None:
-    """Raises ValueError for an unknown method, a host without a method for it, and the reverse."""
+def check_options(
+    *,
+    method: str,
+    time_limit_s: float,
+    budget: int | float | str,
+    capacity_bytes: int | None,
+    with_host: bool = False,
+) -> None:
+    """What can be refused before anything is traced.
+
+    Raises ValueError for an invalid time limit or budget, an unknown method, a host without a
+    method for it, and the reverse.
+    """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
     if with_host and not METHODS[method].takes_places:
@@ -134,9 +148,12 @@ def _check_method(method: str, *, with_host: bool) -> None:
         raise ValueError(
             f"method {method} is for host memory and disks beside the device; give host_budget"
         )
+    check_time_limit(time_limit_s)
+    if "%" not in str(budget):  # refused at once; shares wait for the device
+        parse_size(budget, capacity_bytes=capacity_bytes)
 
 
-def _request(
+def request_for(
     graph: Graph,
     hardware: Hardware | None,
     costs: CostModel | None,
@@ -145,12 +162,12 @@ def _request(
     budget: int | float | str,
     reserve: int | float | str | None,
     capacity_bytes: int | None,
-    host_budget: int | float | str | None,
-    host_link: HostLink | None,
-    disk_budget: int | float | str | None,
-    disk_rate: DiskRate | None,
     rewrites: str | None,
-    budget_of: str,
+    host_budget: int | float | str | None = None,
+    host_link: HostLink | None = None,
+    disk_budget: int | float | str | None = None,
+    disk_rate: DiskRate | None = None,
+    budget_of: str = "allocated",
     **options: Any,
 ) -> Request:
     """What `solve` was asked, in bytes.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphs.files import FormatError
 from graphs.graph import Graph
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from graphs.costs import CostModel
     from graphs.hardware import Hardware
+
+_Traced = TypeVar("_Traced")
 
 
 def is_traced(problem: object) -> bool:
@@ -57,29 +59,41 @@ def as_step(
             "a batch is missing: solve(model, batch, budget=...), with what the model is called "
             "with: a tensor, a tuple or a dict of tensors"
         )
-    from graphs.trace import TraceError, trace, trace_variants
+    from graphs.trace import trace, trace_variants
+
+    check_names("solve", trace_options, [*others, *inspect.signature(trace).parameters])
+    return traced_for_device(
+        problem,
+        trace_options,
+        lambda **options: trace_variants(problem, batch, **options),
+    )
+
+
+def traced_for_device(
+    model: nn.Module, options: Mapping[str, Any], traced: Callable[..., _Traced]
+) -> tuple[_Traced, Hardware | None, CostModel | None]:
+    """What `traced(**options)` returns, with `device` and `costs` among them as words; the device
+    that was named, and the costs (None: none were). Raises what it raises.
+    """
+    from graphs.trace import TraceError
     from solver.device_and_costs import find_target
 
-    known = [*others, *inspect.signature(trace).parameters]
-    check_names("solve", trace_options, known)
-    options = dict(trace_options)
+    options = dict(options)
     device, costs = options.pop("device", None), options.pop("costs", None)
     if device is None and isinstance(costs, str):
-        device = next((parameter.device for parameter in problem.parameters()), "cpu")
+        device = next((parameter.device for parameter in model.parameters()), "cpu")
     try:
         if device is None:  # the device of the model, found and checked by trace
-            return trace_variants(problem, batch, **options, costs=costs), None, costs
+            return traced(**options, costs=costs), None, costs
         target = find_target(device, costs)
-        step, target = target.traced_with(
-            lambda to: trace_variants(
-                problem, batch, **options, device=to.torch_device, costs=to.costs
-            )
+        found, target = target.traced_with(
+            lambda to: traced(**options, device=to.torch_device, costs=to.costs)
         )
     except TraceError as error:
         if error.runs_in_eager:
             error.add_note(PLAN_BY_SUBMODULES)
         raise
-    return step, target.hardware, target.costs
+    return found, target.hardware, target.costs
 
 
 def _loaded(path: str | Path) -> Graph:

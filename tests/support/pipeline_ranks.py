@@ -2,8 +2,10 @@
 
     python -m tests.support.pipeline_ranks 1f1b 2
     python -m tests.support.pipeline_ranks gpipe 2
+    python -m tests.support.pipeline_ranks interleaved 2
 
-Each rank runs a step of the plain and of the planned stage, and prints one line of JSON.
+Each rank runs steps of its plain and of its planned stages, and prints one line of JSON. Under
+"interleaved" it has two stages.
 """
 
 from __future__ import annotations
@@ -13,19 +15,29 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from examples.integrations.two_processes import run
 from graphs import Pipeline
 from graphs.costs import cpu_peak_bytes
 from scheduler_runtime import apply
-from solver import Solution, solve
+from solver import Solution, rank_peak_bytes, solve
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SCHEDULES = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+}
 N_MICROBATCHES, ROWS, WIDTH, N_BLOCKS = 4, 128, 64, 2
 SHARE = 0.6
 """Of what the plain step takes above what is resident: the budget."""
@@ -44,8 +56,8 @@ class Block(nn.Module):
         return x + self.drop(self.narrow(F.gelu(self.wide(self.norm(x)))))
 
 
-def stage_of(rank: int) -> nn.Module:
-    torch.manual_seed(rank)
+def stage_of(index: int) -> nn.Module:
+    torch.manual_seed(index)
     return nn.Sequential(*(Block() for _ in range(N_BLOCKS)))
 
 
@@ -68,36 +80,39 @@ def planned_solution(stage: nn.Module, pipeline: Pipeline) -> Solution:
     return solve(stage, batch, budget=budget, **options)
 
 
-def trained(stage: nn.Module, pipeline: Pipeline) -> tuple[list[torch.Tensor], int]:
+def trained(
+    stages: Sequence[nn.Module], pipelines: Sequence[Pipeline]
+) -> tuple[list[torch.Tensor], int]:
     """Losses, gradients and buffers of three steps; the most that this rank held in a fourth."""
-    rank = pipeline.stage
-    torch.manual_seed(10 + rank)
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
+    model, first, last = nn.ModuleList(stages), pipelines[0], pipelines[-1]
+    torch.manual_seed(10 + first.stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     example = torch.empty(ROWS, WIDTH)
-    runner = PipelineStage(
-        stage,
-        rank,
-        pipeline.n_stages,
-        torch.device("cpu"),
-        input_args=example.clone().requires_grad_(not pipeline.is_first),
-        output_args=example.clone().requires_grad_(),
-    )
-    schedule = SCHEDULES[pipeline.schedule](
-        runner, n_microbatches=pipeline.n_microbatches, loss_fn=loss_of
+    runners = [
+        PipelineStage(
+            stage,
+            pipeline.stage,
+            pipeline.n_stages,
+            torch.device("cpu"),
+            input_args=example.clone().requires_grad_(not pipeline.is_first),
+            output_args=example.clone().requires_grad_(),
+        )
+        for stage, pipeline in zip(stages, pipelines, strict=True)
+    ]
+    schedule = SCHEDULES[first.schedule](
+        runners if first.schedule == "interleaved" else runners[0],
+        n_microbatches=first.n_microbatches,
+        loss_fn=loss_of,
     )
     generator = torch.Generator().manual_seed(7)
-    data = [torch.randn(pipeline.n_microbatches * ROWS, WIDTH, generator=generator) for _ in "xy"]
-    here = [
-        each
-        for each, there in zip(data, (pipeline.is_first, pipeline.is_last), strict=True)
-        if there
-    ]
+    data = [torch.randn(first.n_microbatches * ROWS, WIDTH, generator=generator) for _ in "xy"]
+    here = [each for each, there in zip(data, (first.is_first, last.is_last), strict=True) if there]
     results: list[torch.Tensor] = []
 
     def step() -> None:
         losses: list[torch.Tensor] = []
-        args = (data[0],) if pipeline.is_first else ()
-        target = {"target": data[1], "losses": losses} if pipeline.is_last else {}
+        args = (data[0],) if first.is_first else ()
+        target = {"target": data[1], "losses": losses} if last.is_last else {}
         schedule.step(*args, **target, return_outputs=False)
         optimizer.step()
         results.extend(loss.detach() for loss in losses)
@@ -105,42 +120,48 @@ def trained(stage: nn.Module, pipeline: Pipeline) -> tuple[list[torch.Tensor], i
     for _ in range(3):
         optimizer.zero_grad()
         step()
-        results += [p.grad.clone() for p in stage.parameters() if p.grad is not None]
-    results += [buffer.clone() for buffer in stage.buffers()]
+        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    results += [buffer.clone() for buffer in model.buffers()]
     n_results = len(results)
     optimizer.zero_grad()
     taken_bytes = cpu_peak_bytes(step).peak_bytes
     del results[n_results:]
     buffers = [
         info.buffer
+        for runner in runners
         for of_all in (runner.args_recv_info, runner.grad_recv_info)
         for infos in of_all.values()
         for info in infos
         if info.buffer is not None
     ]
     state = [item for each in optimizer.state.values() for item in each.values()]
-    held = [*stage.parameters(), *stage.buffers(), *state, *buffers, *here]
+    held = [*model.parameters(), *model.buffers(), *state, *buffers, *here]
     storages = {each.untyped_storage().data_ptr(): each for each in held}
     return results, taken_bytes + sum(s.untyped_storage().nbytes() for s in storages.values())
 
 
 def work(rank: int, *, schedule: str, n_ranks: int) -> None:
-    pipeline = Pipeline(rank, n_ranks, N_MICROBATCHES, schedule)
-    stage = stage_of(rank)
-    solution = planned_solution(stage, pipeline)
-    assert solution.simulation is not None, solution
-    plain, plain_bytes = trained(copy.deepcopy(stage), pipeline)
-    got, planned_bytes = trained(apply(stage, solution), pipeline)
+    n_each = 2 if schedule == "interleaved" else 1
+    pipelines = [
+        Pipeline(index, n_ranks * n_each, N_MICROBATCHES, schedule, n_each)
+        for index in range(rank, n_ranks * n_each, n_ranks)
+    ]
+    stages = [stage_of(pipeline.stage) for pipeline in pipelines]
+    solutions = [planned_solution(*each) for each in zip(stages, pipelines, strict=True)]
+    simulations = [found.simulation for found in solutions if found.simulation is not None]
+    plain, plain_bytes = trained(copy.deepcopy(stages), pipelines)
+    planned = [apply(*each) for each in zip(stages, solutions, strict=True)]
+    got, planned_bytes = trained(planned, pipelines)
     found = {
         "stage": rank,
         "same": len(plain) == len(got) and all(map(torch.equal, plain, got)),
         "n_results": len(plain),
-        "n_in_flight": solution.graph.n_in_flight,
-        "n_recomputed": solution.simulation.n_recomputed,
+        "n_in_flight": solutions[0].graph.n_in_flight,
+        "n_recomputed": min(each.n_recomputed for each in simulations),
         "plain_measured_bytes": plain_bytes,
-        "plain_predicted_bytes": solution.baseline.peak_bytes,
+        "plain_predicted_bytes": max(found.baseline.peak_bytes for found in solutions),
         "measured_bytes": planned_bytes,
-        "predicted_bytes": solution.simulation.peak_bytes,
+        "predicted_bytes": rank_peak_bytes(solutions),
     }
     os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
 

@@ -1,0 +1,118 @@
+"""The division of layers into stages whose slowest stage is fastest, with few stages planned.
+
+Planning a stage is dear, so it is put off: a stage that was not planned counts with a bound that no
+plan of it is faster than. Dynamic programming over the cuts finds the best division by these
+numbers, one stage of it that was not planned is planned, and so on. When all stages of the best
+division are planned, it is the best of all: every other one has a slower stage even by its bounds.
+So it is what planning every stage of every division would find (AdaPipe, ASPLOS 2024, plans all).
+
+Cost: O(n_stages n_layers^2) for each stage that is planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """Layers of one stage: from `first`, up to `end` without it."""
+
+    stage: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """plan_s: of the plan that was found (inf: none).
+    lower_bound_s: of all plans (inf: none fits).
+    """
+
+    plan_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True)
+class Division:
+    """parts: by stage; None: none of the divisions has a plan for each of its stages.
+    lower_bound_s: no division has a slowest stage faster than that, with whatever plans.
+    """
+
+    parts: tuple[Part, ...] | None
+    lower_bound_s: float
+
+
+def equal_parts(n_layers: int, n_stages: int) -> tuple[Part, ...]:
+    """The same number of layers in all stages; what is left over goes to the first ones."""
+    size, n_larger = divmod(n_layers, n_stages)
+    ends = [(i + 1) * size + min(i + 1, n_larger) for i in range(n_stages)]
+    return tuple(Part(i, ends[i - 1] if i else 0, end) for i, end in enumerate(ends))
+
+
+def best_division(
+    n_layers: int,
+    n_stages: int,
+    *,
+    bound_s: Callable[[Part], float],
+    plan: Callable[[Part], StageTime],
+) -> Division:
+    """The division whose slowest stage is fastest by its plans; of these the least in all.
+
+    bound_s: seconds that no plan of the part is faster than (inf: it cannot be a stage).
+    plan: called once for each part that is needed.
+    """
+    planned: dict[Part, StageTime] = {}
+    bounds = {part: bound_s(part) for part in _parts(n_layers, n_stages)}
+    known = dict(bounds)
+    while True:
+        found = _least(n_layers, n_stages, known)
+        left = [part for part in found or () if part not in planned]
+        if not left:
+            break
+        part = max(left, key=bounds.__getitem__)
+        planned[part] = plan(part)
+        known[part] = planned[part].plan_s
+    proven = bounds | {part: each.lower_bound_s for part, each in planned.items()}
+    return Division(found, _least_slowest(n_layers, n_stages, proven)[n_stages - 1, n_layers])
+
+
+def _parts(n_layers: int, n_stages: int) -> list[Part]:
+    """Every part of every division: each stage has at least one layer."""
+    return [
+        Part(stage, first, end)
+        for stage in range(n_stages)
+        for first in ((0,) if stage == 0 else range(stage, n_layers))
+        for end in range(first + 1, n_layers - (n_stages - 1 - stage) + 1)
+        if stage < n_stages - 1 or end == n_layers
+    ]
+
+
+def _least_slowest(
+    n_layers: int, n_stages: int, times_s: Mapping[Part, float]
+) -> dict[tuple[int, int], float]:
+    """By stage and the layer where it ends: the least time of the slowest stage up to it."""
+    least: dict[tuple[int, int], float] = {}
+    for part in _parts(n_layers, n_stages):  # stage by stage
+        before_s = 0.0 if part.stage == 0 else least.get((part.stage - 1, part.first), math.inf)
+        here = part.stage, part.end
+        least[here] = min(least.get(here, math.inf), max(before_s, times_s[part]))
+    return least
+
+
+def _least(n_layers: int, n_stages: int, times_s: Mapping[Part, float]) -> tuple[Part, ...] | None:
+    """The division with the least slowest stage, and of these with the least sum; None: all inf."""
+    slowest_s = _least_slowest(n_layers, n_stages, times_s)[n_stages - 1, n_layers]
+    if math.isinf(slowest_s):
+        return None
+    sums: dict[tuple[int, int], tuple[float, tuple[Part, ...]]] = {(-1, 0): (0.0, ())}
+    for part in _parts(n_layers, n_stages):
+        if times_s[part] > slowest_s or (part.stage - 1, part.first) not in sums:
+            continue
+        sum_s, parts = sums[part.stage - 1, part.first]
+        here, total_s = (part.stage, part.end), sum_s + times_s[part]
+        if here not in sums or total_s < sums[here][0]:
+            sums[here] = total_s, (*parts, part)
+    return sums[n_stages - 1, n_layers][1]
