@@ -11,6 +11,7 @@ from scheduler_runtime.compiler import (
 from scheduler_runtime.fitting import FitError, Fitted, fit, plans_of
 from scheduler_runtime.measuring import Measurement, measure
 from scheduler_runtime.planned import ReplanError
+from scheduler_runtime.ranks import RanksDisagreeError, on_all_ranks
 from scheduler_runtime.surroundings import CheckpointedAlreadyError
 
 __all__ = [
@@ -22,12 +23,14 @@ __all__ = [
     "GraphBreakError",
     "Measurement",
     "PlanMismatchError",
+    "RanksDisagreeError",
     "ReplanError",
     "apply",
     "compile",
     "compile_reports",
     "fit",
     "measure",
+    "on_all_ranks",
     "plans_of",
     "remove",
     "uncompile",

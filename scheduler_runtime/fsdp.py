@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from graphs.fsdp import ShardingError, sharding_of
+from scheduler_runtime.ranks import on_all_ranks
 from solver.schedule import Solution
 
 
@@ -22,21 +23,33 @@ def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Modul
     mesh: of one dimension, with as many ranks as were planned for. `fully_shard` is called with its
         default options: others change what a rank holds.
 
-    Raises ShardingError: the solution is not for a sharded step, or for another number of ranks.
+    Raises ShardingError: the solution is not for a sharded step, or for another number of ranks;
+    RanksDisagreeError where other ranks have such a solution, or another plan (`on_all_ranks`).
     """
-    sharding = sharding_of(solution.graph.meta.environment)
+    if mesh.ndim != 1:
+        raise ShardingError(
+            f"the mesh has the shape {tuple(mesh.shape)}; give one of one dimension"
+        )
+    agreed = on_all_ranks(lambda: _checked(solution, mesh), group=mesh.get_group())
+    sharding = sharding_of(agreed.environment)
+    assert sharding is not None
+    for path in reversed(sharding.groups or ()):  # nested groups before those that contain them
+        fully_shard(model.get_submodule(path), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _checked(solution: Solution, mesh: DeviceMesh) -> Solution:
+    """The solution, if it is for ranks of this mesh."""
+    sharding = sharding_of(solution.environment)
     if sharding is None:
         raise ShardingError(
             "the solution is for a step that is not sharded; solve(model, batch, ..., fsdp=N) "
             "plans for one of N ranks"
         )
-    if mesh.ndim != 1 or mesh.size() != sharding.n_ranks:
+    if mesh.size() != sharding.n_ranks:
         raise ShardingError(
             f"the mesh has the shape {tuple(mesh.shape)}, and the plan is for {sharding.n_ranks} "
-            f"ranks; solve with fsdp={mesh.size()}, or pass a mesh of one dimension with "
-            f"{sharding.n_ranks}"
+            f"ranks; solve with fsdp={mesh.size()}, or pass a mesh with {sharding.n_ranks}"
         )
-    for path in reversed(sharding.groups or ()):  # nested groups before those that contain them
-        fully_shard(model.get_submodule(path), mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+    return solution

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphs.fsdp.module_blocks import default_groups
 from graphs.fsdp.spec import Sharding, ShardingError, sharding_of
@@ -240,8 +244,21 @@ def test_a_plan_for_one_rank_is_reported_and_exported_but_not_applied(tmp_path, 
     assert "(per rank of 2, FSDP2)" in str(exported)
     for module in exported.modules:
         assert not any(module.path != g and g.startswith(f"{module.path}.") for g in groups(plain))
-    with pytest.raises(ShardingError, match="step that is not sharded"):
-        shard(model, solve(small_gpt2(0.0), batch, budget="1GB"), mesh=None)  # type: ignore[arg-type]
+    with alone() as mesh:
+        with pytest.raises(ShardingError, match="step that is not sharded"):
+            shard(model, solve(small_gpt2(0.0), batch, budget="1GB"), mesh=mesh)
+        with pytest.raises(ShardingError, match=r"shape \(1,\), and the plan is for 2 ranks"):
+            shard(model, solution, mesh=mesh)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 def groups(graph: Graph) -> tuple[str, ...]:

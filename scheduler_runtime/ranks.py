@@ -1,0 +1,116 @@
+"""Ranks that plan or read plans by themselves: all have plans that fit together, or all stop.
+
+    solution = on_all_ranks(lambda: solve(stage, micro_batch, ..., pipeline=pipeline))
+
+A rank that raises an error while the others go on leaves them waiting in their next collective, and
+ranks whose plans are for different steps wait for each other or mix up what they exchange. Here
+each rank learns what the others have before anything else is exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from graphs.fsdp import sharding_of
+from graphs.pipeline import pipeline_of
+from solver.schedule import Solution
+
+
+class RanksDisagreeError(ValueError):
+    """Another rank has no plan, or the ranks have plans that do not fit together; says which."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells the others.
+
+    failure: why it has no plan ("": it has one).
+    agreed: what must be the same on all.
+    stage, n_ranks: of a pipeline.
+    """
+
+    failure: str = ""
+    agreed: dict[str, Any] = field(default_factory=dict)
+    stage: int | None = None
+    n_ranks: int = 1
+
+    @classmethod
+    def of(cls, solution: Solution) -> _Report:
+        if solution.schedule is None:
+            return cls(failure=f"nothing fits: {solution}")
+        place = pipeline_of(solution.environment)
+        if place is not None:
+            fields = dataclasses.asdict(place)
+            return cls(agreed=fields, stage=fields.pop("stage"), n_ranks=place.n_ranks)
+        sharding = sharding_of(solution.environment)
+        ops = json.dumps(solution.schedule.ops_to_json()).encode()
+        return cls(
+            agreed={
+                **({} if sharding is None else dataclasses.asdict(sharding)),
+                "step": solution.graph.graph_id[:19],
+                "schedule": hashlib.sha256(ops).hexdigest()[:12],
+            }
+        )
+
+
+def on_all_ranks(
+    plan: Callable[[], Solution], *, group: dist.ProcessGroup | None = None
+) -> Solution:
+    """What `plan` returns on this rank, once all ranks of the group have their plans.
+
+    plan: calls `solve`, say, or `Solution.load`. Each rank of a pipeline plans its own stage, once
+        for each of them; ranks of a sharded or replicated step all make the same plan.
+    group: the ranks that train together (None: all): those of the pipeline, or of the mesh.
+
+    Raises what `plan` raises, and RanksDisagreeError on all other ranks; on all ranks where nothing
+    fits on some, and where the plans are not of one pipeline, or not the same. A rank that does not
+    come is waited for as long as the group's timeout.
+    """
+    solution, error = None, None
+    try:
+        solution = plan()
+        report = _Report.of(solution)
+    except Exception as raised:  # noqa: BLE001  (raised below, when the others know)
+        error, report = raised, _Report(failure=f"{type(raised).__name__}: {raised}")
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    if error is not None:
+        raise error
+    if reason := _disagreement(reports):
+        raise RanksDisagreeError(reason)
+    assert solution is not None
+    return solution
+
+
+def _disagreement(reports: Sequence[_Report]) -> str:
+    """Why the ranks cannot go on; "": they can."""
+    failed = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure]
+    if failed:
+        return "; ".join(f"rank {rank} has no plan: {failure}" for rank, failure in failed)
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        for name in {**first.agreed, **report.agreed}:
+            here, there = first.agreed.get(name), report.agreed.get(name)
+            if here != there:
+                return (
+                    f"the plans of ranks 0 and {rank} differ in {name}: {here} and {there}; give "
+                    "all ranks the same options, or plan on one and send the others the answer"
+                )
+    stages = [report.stage for report in reports]
+    if first.stage is None:
+        return ""
+    on_rank = [None if stage is None else stage % first.n_ranks for stage in stages]
+    if on_rank != list(range(first.n_ranks)):
+        return (
+            f"ranks 0 to {len(stages) - 1} have planned the stages "
+            f"{', '.join(map(str, stages))}; the pipeline has {first.n_ranks} ranks, and rank i "
+            "has stage i: give the group of one pipeline"
+        )
+    return ""

@@ -1,0 +1,49 @@
+"""Ranks that do not agree stop, each with an error that says why; none waits for the others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+DIFFER = "RanksDisagreeError: the plans of ranks 0 and 1 differ in"
+NO_PARAMETERS = "GELU has no parameters: it cannot be a stage (stage 1 of 2)"
+EXPECTED = {
+    "agree": ("planned", "planned"),
+    "micro-batches": ("RanksDisagreeError: the plans of ranks 0 and 1 differ in n_microbatches: 4",)
+    * 2,
+    "places": ("RanksDisagreeError: ranks 0 to 1 have planned the stages 0, 0",) * 2,
+    "no parameters": (
+        f"RanksDisagreeError: rank 1 has no plan: PipelineError: {NO_PARAMETERS}",
+        f"PipelineError: {NO_PARAMETERS}",
+    ),
+    "nothing fits": ("RanksDisagreeError: rank 1 has no plan: nothing fits",) * 2,
+    "shapes": (f"{DIFFER} step",) * 2,
+    "sharded shapes": (f"{DIFFER} step",) * 2,
+    "not sharded": (
+        "ShardingError: the solution is for a step that is not sharded",
+        "RanksDisagreeError: rank 0 has no plan: ShardingError",
+    ),
+}
+
+
+@pytest.mark.distributed
+def test_each_rank_says_why_the_ranks_cannot_go_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.disagreeing_ranks"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert set(found) == {0, 1}
+    for name, words in EXPECTED.items():
+        for rank, expected in enumerate(words):
+            assert found[rank][name].startswith(expected), (name, rank, found[rank][name])
