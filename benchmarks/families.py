@@ -21,12 +21,11 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import random
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from torch import nn
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from benchmarks.matrix import CLOSE_BYTES, CLOSE_SHARE, changes, footprint
+from benchmarks.matrix import changes, footprint, peak_faults
 from benchmarks.same_bits import RATE, trained
 from benchmarks.step_styles import STYLES, Seen, Training
 from benchmarks.zoo import LOSS_INSIDE
@@ -141,13 +140,7 @@ def faults(row: Row) -> list[str]:
     found = [f"tracing has changed {name}" for name in row.get("changed", ())]
     if "refused" in row:
         return found
-    found += row["differences"]
-    measured, predicted = row["measured_peak_bytes"], row["predicted_peak_bytes"]
-    if measured > row["budget_bytes"]:
-        found.append(f"peak {measured} bytes above the budget of {row['budget_bytes']}")
-    if abs(measured - predicted) > max(CLOSE_SHARE * predicted, CLOSE_BYTES):
-        found.append(f"peak {measured} bytes, predicted {predicted}")
-    return found
+    return [*found, *row["differences"], *peak_faults(row)]
 
 
 def outcome(row: Row) -> str:
@@ -179,19 +172,16 @@ def main() -> None:
     parser.add_argument("--families", type=harness.names(FAMILIES, ";"), default=list(FAMILIES))
     parser.add_argument("--n-batches", type=int, default=2, help="1: no masks of ones")
     arguments = parser.parse_args()
-    report = harness.read(arguments.out, "families")
-    report["circumstances"] = harness.circumstances(arguments.time_limit)
-    report["circumstances"]["versions"]["transformers"] = metadata.version("transformers")
-    failed = False
-    for name in arguments.families:
-        rows = []
-        for row in rows_of(name, n_batches=arguments.n_batches, time_limit_s=arguments.time_limit):
-            rows.append(row)
-            print(line(row), file=sys.stderr, flush=True)
-            failed = failed or bool(faults(row))
-        report["families"][name] = rows
-        harness.write(arguments.out, report, markdown)
-    sys.exit(failed)
+    options = {"n_batches": arguments.n_batches, "time_limit_s": arguments.time_limit}
+    harness.run_each(
+        arguments,
+        "families",
+        {name: functools.partial(rows_of, name, **options) for name in arguments.families},
+        line=line,
+        faults=faults,
+        markdown=markdown,
+        versions=["transformers"],
+    )
 
 
 def line(row: Row) -> str:

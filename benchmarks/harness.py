@@ -8,11 +8,11 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Row = dict[str, Any]
 
@@ -80,6 +80,38 @@ def read(path: Path | None, part: str) -> Row:
         return {"circumstances": {}, part: {}}
     report: Row = json.loads(path.read_text())
     return report
+
+
+def run_each(
+    arguments: argparse.Namespace,
+    part: str,
+    rows_of: Mapping[str, Callable[[], Iterable[Row]]],
+    *,
+    line: Callable[[Row], str],
+    faults: Callable[[Row], list[str]],
+    markdown: Callable[[Row], str],
+    versions: Collection[str] = (),
+) -> NoReturn:
+    """Run the rows of each name; the figures are written after each, so that a run can go on.
+
+    arguments: of `parser`. part: of the report, which holds the rows by name.
+    line: a row for the terminal. faults: what is wrong with one.
+    versions: of further packages that the figures depend on.
+
+    Exits with 1 where a row has a fault.
+    """
+    report = read(arguments.out, part)
+    report["circumstances"] = circumstances(arguments.time_limit)
+    report["circumstances"]["versions"] |= {name: metadata.version(name) for name in versions}
+    failed = False
+    for name, rows in rows_of.items():
+        report[part][name] = []
+        for row in rows():
+            report[part][name].append(row)
+            print(line(row), file=sys.stderr, flush=True)
+            failed = failed or bool(faults(row))
+        write(arguments.out, report, markdown)
+    sys.exit(failed)
 
 
 def write(path: Path | None, report: Row, markdown: Callable[[Row], str] | None = None) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -173,10 +172,13 @@ def faults(row: Row) -> list[str]:
         return [row["failed"]]
     if "measured_peak_bytes" not in row:
         return [f"no plan: {row['status']}"]
-    found = list(row["differences"])
+    return [*row["differences"], *([] if row["own_memory"] else peak_faults(row))]
+
+
+def peak_faults(row: Row) -> list[str]:
+    """What is wrong with the measured peak, in words."""
+    found = []
     measured, predicted = row["measured_peak_bytes"], row["predicted_peak_bytes"]
-    if row["own_memory"]:
-        return found
     if measured > row["budget_bytes"] + row.get("own_bytes", 0):
         found.append(f"peak {measured} bytes above the budget of {row['budget_bytes']}")
     if abs(measured - predicted) > max(CLOSE_SHARE * predicted, CLOSE_BYTES):
@@ -220,19 +222,9 @@ def main() -> None:
         "--style-shares", type=harness.shares, default=STYLE_SHARES, help="of the others"
     )
     arguments = parser.parse_args()
-    report = harness.read(arguments.out, "models")
-    report["circumstances"] = harness.circumstances(arguments.time_limit)
     costs = Measured(torch.device("cpu"))
-    failed = False
-    for name in arguments.models:
-        rows = []
-        for row in run_model(name, arguments, costs):
-            rows.append(row)
-            print(line(row), file=sys.stderr, flush=True)
-            failed = failed or bool(faults(row))
-        report["models"][name] = rows
-        harness.write(arguments.out, report, markdown)
-    sys.exit(failed)
+    rows_of = {n: functools.partial(run_model, n, arguments, costs) for n in arguments.models}
+    harness.run_each(arguments, "models", rows_of, line=line, faults=faults, markdown=markdown)
 
 
 def line(row: Row) -> str:
