@@ -13,6 +13,8 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import le
 from typing import NamedTuple
 
 from graphs.graph import Graph
@@ -89,7 +91,7 @@ def fastest(
     disk_bytes = 0 if disk is None else disk.capacity_bytes
     none = (0.0,) * len(step.roots)
     start = (State(0, 0, 0, 0), Clocks(0.0, 0.0, 0.0, 0.0, *[none] * 6))
-    known: dict[State, list[Clocks]] = {start[0]: [start[1]]}
+    known: dict[State, dict[Clocks, list[float]]] = {start[0]: {start[1]: []}}
     came: dict[tuple[State, Clocks], tuple[tuple[State, Clocks], tuple[str, str]]] = {}
     queue = [(0.0, 0, start)]
     n_labels = 0
@@ -104,17 +106,19 @@ def fastest(
                 continue
             if step.host_bytes(after.disk) > disk_bytes:
                 continue
-            times = step.settled(after, times)
-            others = known.setdefault(after, [])
-            if any(_no_later(other, times) for other in others):
+            times, flat = _settled(times)
+            others = known.setdefault(after, {})
+            if any(all(map(le, other, flat)) for other in others.values()):
                 continue
-            others[:] = [other for other in others if not _no_later(times, other)]
-            others.append(times)
+            for later in [c for c, other in others.items() if all(map(le, flat, other))]:
+                del others[later]
+            others[times] = flat
             came[after, times] = ((state, clocks), op)
             n_labels += 1
             if n_labels > max_labels:
                 raise TooManyStatesError
-            heapq.heappush(queue, (_end_s(times), n_labels, (after, times)))
+            least_s = max(_end_s(times), times.compute + step.left_s[after.done])
+            heapq.heappush(queue, (least_s, n_labels, (after, times)))
     return Truth(math.inf, None)
 
 
@@ -122,11 +126,21 @@ def _end_s(clocks: Clocks) -> float:
     return max(clocks.compute, clocks.out, clocks.in_, clocks.spill, clocks.load)
 
 
-def _no_later(one: Clocks, other: Clocks) -> bool:
-    return all(
-        all(c <= d for c, d in zip(a, b, strict=True)) if isinstance(a, tuple) else a <= b
-        for a, b in zip(one, other, strict=True)
-    )
+def _settled(clocks: Clocks) -> tuple[Clocks, list[float]]:
+    """A clock that is over by the compute stream's matters no more: all are as if over now.
+
+    With all of them in one list, to compare two of these times.
+    """
+    now, settled, flat = clocks.compute, [], list[float]()
+    for value in clocks:
+        if isinstance(value, tuple):
+            times = [time if time > now else now for time in value]
+            settled.append(tuple(times))
+            flat += times
+        else:
+            settled.append(value if value > now else now)
+            flat.append(settled[-1])
+    return Clocks(*settled), flat
 
 
 def _ops(came: dict, label: tuple[State, Clocks]) -> Ops:  # type: ignore[type-arg]
@@ -188,6 +202,8 @@ class _Step:
         self.over = [
             self.number[root[node.overwrites]] if node.overwrites else None for node in graph.nodes
         ]
+        # By the number of first runs that are done, the time of those that are not.
+        self.left_s = list(accumulate((n.time_s for n in reversed(graph.nodes)), initial=0.0))[::-1]
         self.goal = self._mask(graph.outputs)
         self.leaving = {self.number[root[t]] for t in graph.outputs if root[t] in self.number}
 
@@ -206,17 +222,6 @@ class _Step:
     def device_bytes(self, live: int) -> int:
         return self.resident_bytes + sum(
             size for members, size in zip(self.members, self.size, strict=True) if live & members
-        )
-
-    def settled(self, state: State, clocks: Clocks) -> Clocks:
-        """A clock that is over by the compute stream's matters no more: all are as if over now."""
-        now = clocks.compute
-
-        def after(times: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(max(now, time) for time in times)
-
-        return Clocks(
-            *(after(value) if isinstance(value, tuple) else max(now, value) for value in clocks)
         )
 
     def moves(

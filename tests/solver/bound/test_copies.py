@@ -44,9 +44,9 @@ def small_dag(seed: int) -> Graph:
 
 
 KINDS: dict[str, tuple[Callable[[int], Graph], int]] = {
-    "dag": (small_dag, 180),
-    "overwriting": (overwriting_dag, 90),
-    "aliasing": (aliasing_dag, 40),
+    "dag": (small_dag, 90),
+    "overwriting": (overwriting_dag, 45),
+    "aliasing": (aliasing_dag, 20),
 }
 """How the graphs are made, and how many times CELLS_EACH cells."""
 CASES = [(kind, part) for kind, (_, parts) in KINDS.items() for part in range(parts)]
@@ -138,7 +138,7 @@ def with_disk(host: HostLink, disk: HostLink) -> Places:
 
 DISK_CASES = [
     (kind, part)
-    for kind, parts in (("dag", 80), ("overwriting", 40), ("aliasing", 20))
+    for kind, parts in (("dag", 40), ("overwriting", 20), ("aliasing", 10))
     for part in range(parts)
 ]
 DISK_CASES.sort(key=lambda case: case[1])

@@ -24,7 +24,7 @@ from tests.support.brute_force_in_flight import fastest_in_flight
 from tests.support.builders import make, op, plan
 from tests.support.nets import random_dag
 
-N_RANDOM = 320
+N_RANDOM = 200
 
 
 def small(seed: int) -> Graph:
