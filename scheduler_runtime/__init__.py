@@ -8,7 +8,7 @@ from scheduler_runtime.compiler import (
     compile_reports,
     uncompile,
 )
-from scheduler_runtime.fitting import FitError, Fitted, fit, plans_of
+from scheduler_runtime.fitting import FitError, Fitted, attempt, fit, plans_of
 from scheduler_runtime.measuring import Measurement, measure
 from scheduler_runtime.planned import ReplanError
 from scheduler_runtime.ranks import RanksDisagreeError, on_all_ranks
@@ -26,6 +26,7 @@ __all__ = [
     "RanksDisagreeError",
     "ReplanError",
     "apply",
+    "attempt",
     "compile",
     "compile_reports",
     "fit",

@@ -100,6 +100,25 @@ def free_budget_bytes(
     return free_bytes + torch.cuda.memory_reserved(device) - other_bytes
 
 
+def room_bytes(device: torch.device) -> int | None:
+    """What can be allocated on a CUDA device now; None for others, where nobody knows.
+
+    That is what the driver reports as free, and what PyTorch's allocator holds without a tensor.
+    """
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_bytes + unused
+
+
+def n_out_of_memory(device: torch.device) -> int:
+    """How often PyTorch's allocator was out of memory so far; 0 where it does not count that."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
+
+
 def refuse_auto_budget(device: torch.device) -> NoReturn:
     raise BudgetError(
         "budget 'auto' takes what is free on a CUDA device, and the model is on the "

@@ -19,7 +19,7 @@ from graphs.capture.joint_graph import (
     rehearse,
 )
 from graphs.capture.kept import KeptCapture
-from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned
+from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned, RandomSources
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.refuse import (
     HOOKS,

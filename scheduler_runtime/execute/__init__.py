@@ -1,9 +1,17 @@
 """Running a schedule: generated code, autograd functions, checkpoints, CUDA graphs."""
 
-from scheduler_runtime.execute.again import kept_bytes
+from scheduler_runtime.execute.again import (
+    Again,
+    Others,
+    Shortage,
+    Tighter,
+    drop_frames,
+    kept_bytes,
+)
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
+from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.program import build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from scheduler_runtime.execute.replaced_forward import (

@@ -1,35 +1,98 @@
-"""A step whose loss reads other outputs of the module than its program was made for.
+"""A step that runs again with another program, from where it started.
 
-That is known when the backward pass begins. What the program has kept is dropped then, and forward
-and backward pass run again with a program for the gradients that have arrived: from the same
-inputs, random state and buffers, so with the same bits. It runs on copies of the leaves that share
-their memory: hooks fire where the gradients leave the first program, and nowhere else.
+There are two reasons. The gradients that arrive are of other outputs than the program was made for,
+which is known when the backward pass begins. Or memory has run short in the forward or the backward
+pass, and a program of a tighter plan may fit. What the first program has kept is dropped; the other
+one runs its forward pass from the same inputs, random state and buffers, so it has the same bits.
+
+Its backward pass goes piece by piece, as the engine asks for the gradients that the first program
+still owes. So what was accumulated before stays as it is, and hooks fire once, where the gradients
+leave the first program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from graphs.calls import Call, nested
-from graphs.capture import Capture
-from scheduler_runtime.execute.random_state import get_state, set_state
+from graphs.calls import Call
+from graphs.capture import Capture, RandomSources
+from scheduler_runtime.execute.out_of_memory import is_out_of_memory
+from scheduler_runtime.execute.random_state import get_state
 
 Place = tuple[str, ...] | int
 """Of a tensor that a program starts from: its path in the module, or its index in the call."""
 
 
+class Underway(Protocol):
+    """A step of a program that has run its forward pass again."""
+
+    def piece(self, position: int) -> Mapping[Place, torch.Tensor | None]:
+        """Run one piece of the backward pass; returns the gradients that it completes."""
+
+    def close(self) -> None:
+        """Free what is kept."""
+
+
 class OnTensors(Protocol):
     """A program that can run on other tensors than those of the module and the call."""
 
-    def run_on(self, tensors: Mapping[Place, torch.Tensor]) -> Any: ...
+    @property
+    def reached(self) -> frozenset[Place]:
+        """The leaves that it makes a gradient of."""
+
+    def again(
+        self, tensors: Mapping[Place, torch.Tensor], arrived: Mapping[int, torch.Tensor]
+    ) -> Underway:
+        """Run the forward pass, for these gradients of the flat outputs."""
 
 
-Other = Callable[[Call, tuple[int, ...], int], OnTensors]
-"""The program of a call for gradients of these flat outputs, while so many bytes are held."""
+@dataclass(frozen=True)
+class Shortage:
+    """Memory that ran short in a step.
+
+    error: as it came. where: "forward pass", "backward pass", "step" (outside of both).
+    held_bytes: what the step that runs again finds beside what its plan counts.
+    """
+
+    error: Exception
+    where: str
+    held_bytes: int = 0
+
+
+Tighter = Callable[[OnTensors, Shortage], OnTensors]
+"""A program of the same step that takes less memory than this one. Raises the error where there is
+none."""
+
+
+@dataclass(frozen=True)
+class Others:
+    """Where other programs for a call come from.
+
+    for_gradients: for gradients of these flat outputs, while so many bytes are held.
+    tighter: where memory runs short (None: then the step ends with the error).
+    began: called with each step.
+    """
+
+    for_gradients: Callable[[Call, tuple[int, ...], int], OnTensors]
+    tighter: Tighter | None = None
+    began: Callable[[Again], None] = lambda _again: None
+
+    def survives(self, error: Exception) -> bool:
+        """Whether a step runs again after this error, if there is a tighter program."""
+        return self.tighter is not None and is_out_of_memory(error)
+
+    def instead_of(self, program: OnTensors, shortage: Shortage) -> OnTensors:
+        """A tighter program, for an error that a step survives."""
+        assert self.tighter is not None
+        drop_frames(shortage.error)
+        return self.tighter(program, shortage)
 
 
 def can_run_again(captured: Capture) -> bool:
@@ -38,13 +101,15 @@ def can_run_again(captured: Capture) -> bool:
     return len(made) > 1
 
 
-def kept_bytes(captured: Capture, device: torch.device) -> int:
-    """What `Again` keeps from the forward pass to the end of the step, besides what is there."""
-    if not can_run_again(captured):
+def kept_bytes(captured: Capture, device: torch.device, *, always: bool = False) -> int:
+    """What `Again` keeps from the forward pass to the end of the step, besides what is there.
+
+    always: whether every step can run again.
+    """
+    if not (always or can_run_again(captured)):
         return 0
     copies = sum(node.meta["val"].nbytes for node in captured.mutations)
-    # of a CUDA device, too, the generator's state is in the memory of the host
-    return int(copies) + (get_state(device).nbytes if device.type == "cpu" else 0)
+    return int(copies) + _random_bytes(device)
 
 
 def step_device(tensors: Iterable[torch.Tensor]) -> torch.device:
@@ -53,84 +118,233 @@ def step_device(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 class Again:
-    """What a forward pass started from, so that it can run again.
+    """What a forward pass started from, so that it can run again, and the step that then runs.
 
+    own: the program that the step begins with.
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
     places: of each of them.
-    leaves: those that a gradient may be for.
     written: the placeholders of those that forward changes.
     positions: of the flat outputs that the program computes.
+    random: generators that it draws from.
+    draws_backward: whether its backward pass does.
+    accumulates: whether each gradient is added to one that exists, and dropped.
     """
 
     def __init__(
         self,
-        other: Other,
+        others: Others,
         call: Call,
+        own: OnTensors,
         tensors: Mapping[fx.Node, torch.Tensor],
         *,
         places: Mapping[fx.Node, Place],
         written: Sequence[fx.Node],
         positions: Sequence[int],
+        random: Sequence[RandomSources],
+        draws_backward: bool,
+        accumulates: bool,
     ) -> None:
-        self._other, self._call = other, call
+        self._others, self._call, self._program = others, call, own
         self._positions = positions
         self._tensors, self._places = tensors, places
         self.leaves = tuple(node for node, each in tensors.items() if each.requires_grad)
         self._versions = [(t, t._version) for node, t in tensors.items() if node not in written]
         self._before = [(tensors[node], tensors[node].detach().clone()) for node in written]
+        self._written_versions: list[int] = []
+        self._wrote_alone = True
         self._device = step_device(tensors.values())
-        self._random_state = get_state(self._device)
+        self._random = tuple(random)
+        self._states = [each.states() for each in self._random]
+        self._draws_backward, self._accumulates = draws_backward, accumulates
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._underway: Underway | None = None
+        self._next_piece = 0
+        self._made: dict[Place, torch.Tensor | None] = {}
+        self._delivered: set[Place] = set()
         kind = self._device.type
         self._autocast = torch.autocast(
             kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
         )
+        others.began(self)
 
-    def gradients(
-        self, arrived: Sequence[torch.Tensor | None]
-    ) -> dict[fx.Node, torch.Tensor | None]:
-        """The gradients of the leaves, for those of the outputs that the program computes."""
-        if any(tensor._version != version for tensor, version in self._versions):
+    def survives(self, error: Exception) -> bool:
+        """Whether the step runs again after this error, if there is a tighter program."""
+        return self._others.survives(error)
+
+    def forward_ended(self) -> None:
+        """The forward pass has written its buffers."""
+        self._written_versions = self._versions_written()
+
+    def put_back(self) -> None:
+        """Buffers as they were before the forward pass."""
+        _copy(self._before)
+
+    def back_to_start(self, error: Exception) -> None:
+        """After an error in the forward pass: buffers and generators are as before it."""
+        drop_frames(error)
+        self.put_back()
+        _put(self._random, self._states)
+
+    def shorten(self, error: Exception) -> None:
+        """Memory ran short outside of both passes: the next step has a tighter program.
+
+        Raises the error where there is none.
+        """
+        self._others.instead_of(self._program, Shortage(error, "step"))
+
+    def begin_backward(self, arrived: Sequence[torch.Tensor | None]) -> None:
+        """Hold the gradients that have arrived, if memory may run short."""
+        if self._others.tighter is not None:
+            self._hold(arrived)
+
+    def for_gradients(self, arrived: Sequence[torch.Tensor | None]) -> None:
+        """Run the forward pass again, with a program for the gradients that have arrived."""
+        if self._has_changed():
             raise RuntimeError(
                 "another output of the model gets a gradient than planned, and the step cannot run "
                 "again, because a parameter or the batch has changed since its forward pass: call "
                 "backward first, or say which outputs the loss is computed from: "
                 "fit(model, loss_outputs=lambda output: ...)"
             )
-        pairs = zip(self._positions, arrived, strict=True)
-        reached = {position: gradient for position, gradient in pairs if gradient is not None}
-        now = [(tensor, tensor.detach().clone()) for tensor, _ in self._before]
-        _copy(self._before)
-        try:
-            with torch.enable_grad():
-                held = [*reached.values(), self._random_state]
-                held += [values for _, values in (*self._before, *now)]
-                held_bytes = sum(each.untyped_storage().nbytes() for each in held)
-                # Copies, each a leaf: `autograd.grad` fires the hooks of the tensors that it is
-                # asked for, and those of a non-leaf would be in both graphs.
-                copies = {node: self._tensors[node].detach() for node in self._tensors}
-                leaves = [copies[node].requires_grad_() for node in self.leaves]
-                flat = nested.leaves(self._run(copies, tuple(reached), held_bytes))
-                found = torch.autograd.grad(
-                    [flat[position] for position in reached],
-                    leaves,
-                    list(reached.values()),
-                    allow_unused=True,
-                )
-        finally:
-            _copy(now)
-        return dict(zip(self.leaves, found, strict=True))
+        self._hold(arrived)
+        with self._as_in_forward(runs_it=False), torch.enable_grad(), self._autocast:
+            copies = [values for _, values in self._before]  # and as many of what is there now
+            held = [*self._arrived.values(), *copies, *copies]
+            held_bytes = sum(each.untyped_storage().nbytes() for each in held)
+            held_bytes += _random_bytes(self._device)
+            self._program = self._others.for_gradients(self._call, tuple(self._arrived), held_bytes)
+        self._forward(None)
 
-    def _run(
-        self, tensors: Mapping[fx.Node, torch.Tensor], reached: tuple[int, ...], held_bytes: int
-    ) -> Any:
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self._autocast:
-            program = self._other(self._call, reached, held_bytes)
-            set_state(self._random_state, self._device)
-            return program.run_on({self._places[node]: each for node, each in tensors.items()})
+    def after_backward(self, error: Exception) -> None:
+        """Run the forward pass again, with a program that takes less memory.
+
+        Raises the error where there is none, or where the step cannot run again.
+        """
+        drop_frames(error)
+        if self._has_changed():
+            error.add_note(
+                "The step cannot run again with a tighter plan: parameters or the batch have "
+                "changed since its forward pass (an optimizer inside of the backward pass)."
+            )
+            raise error
+        if self._draws_backward:
+            error.add_note(
+                "The step cannot run again with a tighter plan: its backward pass draws random "
+                "numbers."
+            )
+            raise error
+        self._forward(error)
+
+    def gradients(self, nodes: Sequence[fx.Node]) -> Mapping[fx.Node, torch.Tensor | None]:
+        """Of these leaves, from the step that runs again."""
+        while True:
+            try:
+                return self._gradients(nodes)
+            except Exception as error:
+                if not self.survives(error):
+                    raise
+                failed = error
+            self.after_backward(failed)
+
+    def end(self) -> None:
+        """The step is over; nothing is kept for another one."""
+        self._drop_step()
+        self._arrived = {}
+
+    def _gradients(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, torch.Tensor | None]:
+        assert self._underway is not None
+        wanted = {node: self._places[node] for node in nodes}
+        due = self._program.reached.intersection(wanted.values())
+        while not due <= self._made.keys():
+            made = self._underway.piece(self._next_piece)
+            self._next_piece += 1
+            self._made |= {at: each for at, each in made.items() if at not in self._delivered}
+            del made
+        self._delivered |= due
+        return {node: self._made.pop(place, None) for node, place in wanted.items()}
+
+    def _forward(self, failed: Exception | None) -> None:
+        """Up to where the gradients arrive. failed: why a tighter program is needed."""
+        while True:
+            self._drop_step()
+            if failed is not None:
+                shortage = Shortage(failed, "backward pass", self._delivered_bytes())
+                self._program = self._others.instead_of(self._program, shortage)
+            try:
+                with self._as_in_forward(runs_it=True):
+                    tensors = {self._places[node]: each for node, each in self._tensors.items()}
+                    self._underway = self._program.again(tensors, self._arrived)
+                return
+            except Exception as error:
+                if not self.survives(error):
+                    raise
+                failed = error
+
+    @contextmanager
+    def _as_in_forward(self, *, runs_it: bool) -> Iterator[None]:
+        """Buffers and generators as they were before the forward pass; afterwards as they are now.
+
+        runs_it: whether the forward pass runs inside. What it alone has written is then the same.
+        """
+        now = [each.states() for each in self._random]
+        values = [(tensor, tensor.detach().clone()) for tensor, _ in self._before]
+        self._wrote_alone &= self._written_versions == self._versions_written()
+        self.put_back()
+        _put(self._random, self._states)
+        is_same = False
+        try:
+            yield
+            is_same = runs_it and self._wrote_alone
+        finally:
+            if not is_same:
+                _copy(values)
+            self.forward_ended()
+            _put(self._random, now)
+
+    def _versions_written(self) -> list[int]:
+        return [tensor._version for tensor, _ in self._before]
+
+    def _hold(self, arrived: Sequence[torch.Tensor | None]) -> None:
+        pairs = zip(self._positions, arrived, strict=True)
+        self._arrived = {position: each for position, each in pairs if each is not None}
+
+    def _has_changed(self) -> bool:
+        return any(tensor._version != version for tensor, version in self._versions)
+
+    def _delivered_bytes(self) -> int:
+        """Of gradients that the engine has: they are there while the forward pass runs again."""
+        if self._accumulates:
+            return 0
+        sizes = {self._places[node]: self._tensors[node].nbytes for node in self.leaves}
+        return sum(sizes[place] for place in self._delivered)
+
+    def deliver(self, nodes: Iterable[fx.Node]) -> None:
+        """The first program has given the gradients of these."""
+        self._delivered.update(self._places[node] for node in nodes)
+
+    def _drop_step(self) -> None:
+        if self._underway is not None:
+            self._underway.close()
+        self._underway, self._next_piece = None, 0
+        self._made.clear()
+
+
+def _random_bytes(device: torch.device) -> int:
+    """Of a generator's state; of a CUDA device, too, it is in the memory of the host."""
+    return int(get_state(device).nbytes) if device.type == "cpu" else 0
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
         for tensor, values in pairs:
             tensor.copy_(values)
+
+
+def _put(random: Sequence[RandomSources], states: Sequence[tuple[Any, ...]]) -> None:
+    for each, of_each in zip(random, states, strict=True):
+        each.put(of_each)
+
+
+def drop_frames(error: Exception) -> None:
+    """The functions that an error has left hold tensors."""
+    traceback.clear_frames(error.__traceback__)

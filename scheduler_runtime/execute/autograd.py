@@ -39,7 +39,7 @@ class Run:
     ) -> None:
         self.program = program
         self.again = again
-        self._made: dict[fx.Node, torch.Tensor | None] | None = None  # by another program
+        self._runs_again = False  # with another program
         self.state: dict[fx.Node, Any] = {
             program.sources[node]: tensor.detach() for node, tensor in tensors.items()
         }
@@ -78,6 +78,8 @@ class Run:
         }
         for value in program.forward.handed_out:
             state.pop(value, None)
+        if self.again is not None:
+            self.again.forward_ended()
         return outputs
 
     def start_backward(
@@ -101,11 +103,12 @@ class Run:
         self._started = True
         expected = [value is not None for value in tangents]
         if self.again is not None and expected != [each is not None for each in gradients]:
-            self.state.clear()
-            if self._copies is not None:
-                self._copies.close()
-            self._made = self.again.gradients(gradients)
+            self._release()
+            self._runs_again = True
+            self.again.for_gradients(gradients)
             return
+        if self.again is not None:
+            self.again.begin_backward(gradients)
         for value, gradient in zip(tangents, gradients, strict=True):
             if value is None:
                 if gradient is not None:
@@ -131,10 +134,40 @@ class Run:
                 gradient = copy.copy_(gradient)
             self.state[value] = gradient
 
-    def backward(self, position: int) -> Mapping[fx.Node, torch.Tensor | None]:
+    def backward(
+        self, position: int, leaves: tuple[fx.Node, ...]
+    ) -> Mapping[fx.Node, torch.Tensor | None]:
+        """The gradients of these leaves, which are complete after this piece of the pass."""
+        made: Mapping[fx.Node, torch.Tensor | None]
+        if self._runs_again:
+            assert self.again is not None
+            made = self.again.gradients(leaves)
+        else:
+            made = self._piece_or_again(position, leaves)
+        if position == len(self.program.backward) - 1:
+            self.close()
+        return made
+
+    def _piece_or_again(
+        self, position: int, leaves: tuple[fx.Node, ...]
+    ) -> Mapping[fx.Node, torch.Tensor | None]:
+        try:
+            made = self.piece(position)
+            if self.again is not None:
+                self.again.deliver(made)
+            return made
+        except Exception as error:
+            if self.again is None or not self.again.survives(error):
+                raise
+            failed = error
+        again = self.again
+        self._release()
+        self._runs_again = True
+        again.after_backward(failed)
+        return again.gradients(leaves)
+
+    def piece(self, position: int) -> dict[fx.Node, torch.Tensor | None]:
         """Run one piece of the backward pass; returns the gradients that it completes."""
-        if self._made is not None:
-            return self._made
         piece = self.program.backward[position]
         for value in piece.inputs:
             version = self._watched.get(value)
@@ -151,12 +184,19 @@ class Run:
         made = {node: self.state[value] for node, value in piece.gradients}
         for value in piece.handed_out:
             self.state.pop(value, None)
-        if position == len(self.program.backward) - 1:
-            self.state.clear()
-            self.again = None
-            if self._copies is not None:
-                self._copies.close()
         return made
+
+    def close(self) -> None:
+        """Nothing more will run."""
+        self._release()
+        if self.again is not None:
+            self.again.end()
+        self.again = None
+
+    def _release(self) -> None:
+        self.state.clear()
+        if self._copies is not None:
+            self._copies.close()
 
     def _run(self, piece: Piece) -> None:
         try:
@@ -214,7 +254,7 @@ class Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _token: torch.Tensor) -> Any:
         run: Run = ctx.run
-        made = run.backward(ctx.position)
+        made = run.backward(ctx.position, ctx.leaf_nodes)
         return (
             None,
             None,

@@ -9,23 +9,33 @@ import torch
 from torch import fx, nn
 
 from graphs.calls import Call, nested
-from graphs.capture import leaves_of
+from graphs.capture import OpaqueForward, RandomSources, is_random, leaves_of
 from graphs.trace import CapturedStep
-from scheduler_runtime.execute.again import Again, Other, Place, can_run_again
-from scheduler_runtime.execute.autograd import run_step
+from graphs.training_step import accumulation
+from scheduler_runtime.execute.again import (
+    Again,
+    Others,
+    Place,
+    Shortage,
+    can_run_again,
+    step_device,
+)
+from scheduler_runtime.execute.autograd import Run, run_step
 from scheduler_runtime.execute.program import Program
 
 
 class BoundProgram:
     """Runs a program with the tensors of a module and a call.
 
-    other: where other outputs may get a gradient than planned, the program for these (None: an
-        error).
+    others: the programs for steps that run again (None: no step does).
     """
 
-    def __init__(self, step: CapturedStep, program: Program, *, other: Other | None = None) -> None:
+    def __init__(
+        self, step: CapturedStep, program: Program, *, others: Others | None = None
+    ) -> None:
         self.program = program
-        self._other = other if can_run_again(step.captured) else None
+        may = others is not None and (others.tighter is not None or can_run_again(step.captured))
+        self._others = others if may else None
         self._written = tuple(step.captured.mutations)
         self._positions = tuple(
             at
@@ -41,6 +51,15 @@ class BoundProgram:
                 self._places[node] = tuple(source.name.split("."))
             elif source.kind == "input":
                 self._places[node] = source.index
+        self.reached = frozenset(
+            self._places[node] for piece in program.backward for node, _ in piece.gradients
+        )
+        calls = step.layout.calls
+        backward = (calls[n.name] for n in step.graph.later_nodes if n.name in calls)
+        self._draws_backward = any(map(is_random, backward))
+        self._accumulates = accumulation(step.graph.meta.gradients).of_module
+        targets = [each.target for each in calls.values()]
+        self._opaque = [each.call.random for each in targets if isinstance(each, OpaqueForward)]
 
     @property
     def gradient_outputs(self) -> tuple[int, ...]:
@@ -59,33 +78,77 @@ class BoundProgram:
         return all(guard.holds(leaves) for guard in self._guards)
 
     def run(self, model: nn.Module, call: Call) -> Any:
+        """The output for this call. Where memory runs short, of the program that `others` has."""
         tensors = {
             node: call.tensors[place] if isinstance(place, int) else _tensor_at(model, place)
             for node, place in self._places.items()
         }
-        again = None
-        if self._other is not None:
-            again = Again(
-                self._other,
-                call,
-                tensors,
-                places=self._places,
-                written=self._written,
-                positions=self._positions,
-            )
-        return self._run(tensors, again)
+        others, again = self._others, None
+        try:
+            if others is not None:
+                again = self._again(others, call, tensors)
+            return self._output(run_step(self.program, tensors, again=again), tensors)
+        except Exception as error:
+            if others is None or not others.survives(error):
+                raise
+            failed = error
+        if again is not None:
+            again.back_to_start(failed)
+        other = others.instead_of(self, Shortage(failed, "forward pass"))
+        assert isinstance(other, BoundProgram)
+        return other.run(model, call)
 
-    def run_on(self, tensors: Mapping[Place, torch.Tensor]) -> Any:
-        """The output for these tensors. Other gradients than planned for are an error."""
-        return self._run({node: tensors[place] for node, place in self._places.items()}, None)
+    def again(
+        self, tensors: Mapping[Place, torch.Tensor], arrived: Mapping[int, torch.Tensor]
+    ) -> UnderwayRun:
+        """Run the forward pass on these tensors, for these gradients of the flat outputs."""
+        run = Run(self.program, {node: tensors[at] for node, at in self._places.items()}, None)
+        try:
+            run.forward()
+            gradients = [arrived.get(position) for position in self._positions]
+            planned = dict(self.program.tangents)
+            run.start_backward([planned.get(index) for index in range(len(gradients))], gradients)
+        except BaseException:
+            run.close()
+            raise
+        return UnderwayRun(run, self._places)
 
-    def _run(self, tensors: Mapping[fx.Node, torch.Tensor], again: Again | None) -> Any:
-        made = iter(run_step(self.program, tensors, again=again))
+    def _again(self, others: Others, call: Call, tensors: Mapping[fx.Node, torch.Tensor]) -> Again:
+        return Again(
+            others,
+            call,
+            self,
+            tensors,
+            places=self._places,
+            written=self._written,
+            positions=self._positions,
+            random=[RandomSources(step_device(tensors.values()), ()), *self._opaque],
+            draws_backward=self._draws_backward,
+            accumulates=self._accumulates,
+        )
+
+    def _output(self, outputs: tuple[Any, ...], tensors: Mapping[fx.Node, torch.Tensor]) -> Any:
+        made = iter(outputs)
         flat = list(self.program.outputs)  # plain constants stay
         for index, item in enumerate(flat):
             if isinstance(item, fx.Node):  # a tensor that was handed in, or made
                 flat[index] = tensors[item] if item in tensors else next(made)
         return nested.unflatten(flat, self._output_spec)
+
+
+class UnderwayRun:
+    """The step of a program on given tensors, after its forward pass."""
+
+    def __init__(self, run: Run, places: Mapping[fx.Node, Place]) -> None:
+        self._run, self._places = run, places
+
+    def piece(self, position: int) -> dict[Place, torch.Tensor | None]:
+        """Run one piece of the backward pass; returns the gradients that it completes."""
+        return {self._places[node]: each for node, each in self._run.piece(position).items()}
+
+    def close(self) -> None:
+        """Free what is kept."""
+        self._run.close()
 
 
 def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:

@@ -55,6 +55,7 @@ def fit(
     host_budget: int | float | str | None = None,
     host_link: HostLink | None = None,
     unplanned: str = "warn",
+    on_pressure: str = "raise",
 ) -> nn.Module:
     """Plan the training step of `model` when it first runs; returns the same module.
 
@@ -86,6 +87,11 @@ def fit(
         that nothing is planned: "warn" (UserWarning) or "error" (FitError), at the end of that
         backward pass. Where the training calls a part that holds all that is trained, and not the
         model itself, that part is planned; parameters and buffers outside of it are counted.
+    on_pressure: what to do where memory runs short in the forward or backward pass of a step:
+        "raise" the error, or "replan": the step runs again with a tighter plan, with the same bits,
+        and so do later steps until memory has not been short for some. Each step keeps what it
+        needs for that: the gradients of the outputs to its end, and copies of the buffers that it
+        changes. `attempt` does the same for a loss outside.
 
     Raises ValueError for invalid options and for a module that has a plan; FitError for one that is
     compiled or wrapped; CheckpointedAlreadyError for one that uses activation checkpointing. The
@@ -97,6 +103,8 @@ def fit(
         raise ValueError(f"method {method} copies nothing to the host; leave out host_budget")
     if unplanned not in UNPLANNED:
         raise ValueError(f"unplanned is {unplanned!r}; one of {', '.join(UNPLANNED)}")
+    if on_pressure not in ON_PRESSURE:
+        raise ValueError(f"on_pressure is {on_pressure!r}; one of {', '.join(ON_PRESSURE)}")
     device = device_of(model)
     if budget != "auto":
         budget_for(model, budget, reserve)
@@ -122,6 +130,7 @@ def fit(
         check_word(rewrites),
         host_budget,
         host_link,
+        on_pressure,
     )
     inner: list[FittedForward] = []
     for each in (*_parts_with_all(model), model):
@@ -149,6 +158,7 @@ def _refuse(words: str) -> NoReturn:
     raise FitError(words)
 
 
+ON_PRESSURE = ("raise", "replan")
 UNPLANNED: dict[str, Callable[[str], None]] = {"warn": _warn, "error": _refuse}
 
 

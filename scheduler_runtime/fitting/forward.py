@@ -7,6 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,23 +15,31 @@ from torch import nn
 
 from graphs.calls import Call, device_of
 from graphs.costs import CostModel, default_costs, finish_measuring
-from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
-from scheduler_runtime.execute import BoundProgram, build_program, kept_bytes, restore_forward
+from scheduler_runtime.execute import (
+    Again,
+    BoundProgram,
+    Others,
+    Tighter,
+    build_program,
+    kept_bytes,
+    restore_forward,
+)
+from scheduler_runtime.fitting.attempted import Attempted
 from scheduler_runtime.fitting.beside import Beside
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
-from scheduler_runtime.fitting.loss_outside import LossBytes, loss_outside
-from scheduler_runtime.fitting.options import FitError, Fitted, Options
+from scheduler_runtime.fitting.ladder import Ladder, Rung
+from scheduler_runtime.fitting.loss_outside import loss_outside
+from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
+from scheduler_runtime.fitting.pressure import Pressure
 from scheduler_runtime.fitting.shared_budget import SharedBudget
+from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.fitting.unplanned import Watch
+from scheduler_runtime.fitting.why_another import why_another
 from scheduler_runtime.planned import (
     Difference,
-    NewPlan,
-    Plan,
     PlannedForward,
-    difference,
     module_schedule,
-    new_plan,
     told,
     warn_of_another,
 )
@@ -43,13 +52,16 @@ from scheduler_runtime.surroundings import (
 from solver.device_and_costs import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
 from solver.schedule import Request, Solution
-from solver.sizes_deadlines_progress import counted, format_both, now_s, tell, telling_in_lines
+from solver.sizes_deadlines_progress import (
+    counted,
+    format_both,
+    format_size,
+    now_s,
+    tell,
+    telling_in_lines,
+)
 
 logger = logging.getLogger(__name__)
-
-N_COMPARED = 4
-"""Of the earlier plans, the latest, to say how a call differs from them."""
-_OF_STATE = Difference("attributes or settings that forward depends on have changed")
 
 
 class FittedForward(PlannedForward):
@@ -81,6 +93,8 @@ class FittedForward(PlannedForward):
         self._parts = tuple(parts)
         self._budget = SharedBudget(options)
         self._reached: tuple[int, ...] | None = None
+        self._pressure = Pressure() if options.on_pressure == "replan" else None
+        self.attempt: Attempted | None = None
 
     @property
     def plans(self) -> tuple[Fitted, ...]:
@@ -94,6 +108,7 @@ class FittedForward(PlannedForward):
             "_own_plans": [],
             "watch": None,
             "_whole": None,
+            "attempt": None,
         }
         return {**super().__getstate__(), **of_original}
 
@@ -136,7 +151,7 @@ class FittedForward(PlannedForward):
         buckets = buckets_of(self._model)
         return self._accumulates(buckets), buckets, self._reached
 
-    def program_for(self, call: Call) -> BoundProgram:
+    def program_for(self, call: Call) -> BoundProgram | Ladder:
         return self._planned(call, held_bytes=0)
 
     def _for_gradients(
@@ -151,45 +166,77 @@ class FittedForward(PlannedForward):
         self._reached = reached
         kind = self.kind(call), held_bytes
         program = self._programs.find(kind, self._model, call)
-        if not isinstance(program, BoundProgram):
+        if not isinstance(program, BoundProgram | Ladder):
             program = self._planned(call, held_bytes=held_bytes)
             self._programs.add(kind, program)
-        return program
+        return program.program() if isinstance(program, Ladder) else program
 
-    def _planned(self, call: Call, *, held_bytes: int) -> BoundProgram:
+    def _planned(self, call: Call, *, held_bytes: int) -> BoundProgram | Ladder:
         started_s = now_s()
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
         costs = self.options.costs or default_costs(device)
-        whole = self._whole_model()
         request = self._budget.request(
-            self._model, whole, call, self._optimizers, buckets=buckets, costs=costs
+            self._model, self._whole_model(), call, self._optimizers, buckets=buckets, costs=costs
         )
         name = type(self._model).__name__
         with telling_in_lines(f"tracing {name}...") as say:
-            step = self._step(call, request, buckets, costs)
-            if not held_bytes:  # the step that runs again is given what the first pass has kept
-                held_bytes = kept_bytes(step.captured, device)
-            loss = loss_outside(step.captured, device, self.options)
-            beside = Beside.of(
-                self._model, whole, self._optimizers, costs, buckets=buckets, kept_bytes=held_bytes
-            )
-            notes = (*(() if loss is None else (loss.note,)), *self._notes(step, buckets))
-            say(f"planning {name} ({counted(len(step.graph.nodes), 'op')})...")
-            found = self._found(step, beside, loss, request)
-            finish_measuring(costs)  # after planning, which may measure ops of other variants
-        solution = found.solution
+            to_plan = self._to_plan(call, request, buckets, costs, held_bytes)
+            solutions = [each.solution for each in self._own_plans]
+            reason = why_another(solutions, self._model, call, to_plan.step)
+            say(f"planning {name} ({counted(len(to_plan.step.graph.nodes), 'op')})...")
+            if self._pressure is not None:
+                ladder = self._ladder(to_plan, self._pressure, device, costs, started_s)
+                self._tell(reason)
+                return ladder
+            solution = self._solved(to_plan, costs, started_s)
         if solution.schedule is None:
-            raise FitError(
-                f"no schedule of {name}'s step fits "
-                f"{format_both(solution.request.available_bytes)} ({solution.status})"
-                f"{solution.obstacle_text}"
-            )
-        reason = self._why_another(call, step)
-        took_s = now_s() - started_s
-        self._own_plans.append(Fitted(solution, notes, found.reused, took_s=took_s))
+            raise nothing_fits(name, solution)
         self._tell(reason)
-        return self._program(step, solution)
+        return self._program(to_plan.step, solution)
+
+    def _solved(self, to_plan: StepToPlan, costs: CostModel, started_s: float) -> Solution:
+        """The answer, which is kept if it is a plan."""
+        known = [KnownPlan.of(each.solution) for each in self._own_plans if not each.reused]
+        found = to_plan.planned(known)
+        finish_measuring(costs)  # after planning, which may measure ops of other variants
+        if found.solution.schedule is not None:
+            took_s = now_s() - started_s
+            fitted = Fitted(found.solution, to_plan.notes, found.reused, took_s=took_s)
+            self._own_plans.append(fitted)
+        return found.solution
+
+    def _ladder(
+        self,
+        to_plan: StepToPlan,
+        pressure: Pressure,
+        device: torch.device,
+        costs: CostModel,
+        started_s: float,
+    ) -> Ladder:
+        """With its first plan. It does not keep the batch alive."""
+        title, whole_bytes = type(self._model).__name__, to_plan.request.available_bytes
+
+        def plan(ladder: Ladder, available_bytes: int) -> Rung | Solution:
+            of_it = to_plan.within(available_bytes)
+            within = f"planning {title} within {format_size(available_bytes)}..."
+            with nullcontext() if ladder.is_empty else telling_in_lines(within):
+                since_s = started_s if ladder.is_empty else now_s()
+                solution = self._solved(of_it, costs, since_s)
+            if solution.schedule is None:
+                return solution
+            return Rung(solution, self._program(of_it.step, solution, tighter=ladder.tighter))
+
+        ladder = Ladder(
+            plan,
+            pressure,
+            title=title,
+            device=device,
+            available_bytes=whole_bytes,
+            reserve_bytes=to_plan.request.reserve_bytes,
+        )
+        ladder.program()
+        return ladder
 
     def _step(
         self, call: Call, request: Request, buckets: Buckets | None, costs: CostModel
@@ -207,8 +254,10 @@ class FittedForward(PlannedForward):
             raise FitError(WITH_OPAQUE_PARTS)
         return step
 
-    def _program(self, step: CapturedStep, solution: Solution) -> BoundProgram:
-        """What runs the solution's schedule."""
+    def _program(
+        self, step: CapturedStep, solution: Solution, *, tighter: Tighter | None = None
+    ) -> BoundProgram:
+        """What runs the solution's schedule. tighter: what runs where memory is short."""
         assert solution.schedule is not None
         step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
@@ -221,64 +270,43 @@ class FittedForward(PlannedForward):
                 places=solution.request.places,
                 pools=self._pools,
             ),
-            other=functools.partial(self._for_gradients, returned_bytes=returned_bytes),
+            others=Others(
+                functools.partial(self._for_gradients, returned_bytes=returned_bytes),
+                tighter,
+                self._began,
+            ),
         )
 
-    def _found(
+    def _began(self, again: Again) -> None:
+        if self.attempt is not None:
+            self.attempt.began(again)
+
+    def _to_plan(
         self,
-        step: CapturedStep,
-        beside: Beside,
-        loss: LossBytes | None,
+        call: Call,
         request: Request,
-    ) -> NewPlan:
-        known = [KnownPlan.of(each.solution) for each in self._own_plans if not each.reused]
-
-        def plan(loss: LossBytes | None) -> NewPlan:
-            return new_plan(
-                step,
-                lambda graph: beside.around(graph if loss is None else loss.around(graph)),
-                request,
-                planned=variants_of(self.options.rewrites),
-                known=known,
-            )
-
-        found = plan(loss)
-        if found.solution.schedule is not None or loss is None or not loss.held:
-            return found
-        least = plan(loss.without_held)
-        if least.solution.schedule is None:
-            return found
-        warnings.warn(
-            f"fit: the budget holds only for a loss that keeps nothing while the model's backward "
-            f"pass runs: targets as large as the outputs, and the value of mse_loss, take up to "
-            f"{format_both(loss.held)} more (loss_reserve= says what the loss takes)",
-            stacklevel=2,
+        buckets: Buckets | None,
+        costs: CostModel,
+        held_bytes: int,
+    ) -> StepToPlan:
+        """held_bytes: of a step that runs again (0: it does not)."""
+        device, whole = device_of(self._model), self._whole_model()
+        step = self._step(call, request, buckets, costs)
+        always = self._pressure is not None
+        if not held_bytes:  # the step that runs again is given what the first pass has kept
+            held_bytes = kept_bytes(step.captured, device, always=always)
+        loss = loss_outside(step.captured, device, self.options)
+        beside = Beside.of(
+            self._model, whole, self._optimizers, costs, buckets=buckets, kept_bytes=held_bytes
         )
-        return least
-
-    def _why_another(self, call: Call, step: CapturedStep) -> Difference | None:
-        """How this call differs from the planned ones; None: it is the first of its step.
-
-        Other gradients before the step or of the outputs make another step, not another call.
-        """
-        here = step.graph.meta.environment
-        same_step = ("gradients", "gradient_outputs")
-        plans = [
-            Plan.of(each.solution)
-            for each in self._own_plans
-            if all(each.solution.environment[field] == here[field] for field in same_step)
-        ]
-        alike = [plan for plan in plans if plan.environment["shapes"] == here["shapes"]]
-        found = [
-            difference(
-                plan,
-                call,
-                self._model,
-                step.with_rewrites(plan.rewrites).graph.module_part(),
-            )
-            for plan in (alike or plans)[-N_COMPARED:]
-        ]
-        return _OF_STATE if None in found else found[-1] if found else None
+        return StepToPlan(
+            step,
+            beside,
+            loss,
+            request,
+            notes=(*(() if loss is None else (loss.note,)), *self._notes(step, buckets)),
+            keeps_gradients=always,
+        )
 
     def _tell(self, reason: Difference | None) -> None:
         """The last plan in a line: a warning where a call like it was planned before."""

@@ -10,12 +10,21 @@ from graphs.costs import CostModel
 from graphs.training_step import GivenOptimizer
 from solver.device_and_costs import HostLink
 from solver.schedule import Solution
+from solver.sizes_deadlines_progress import format_both
 
 Optimizers: TypeAlias = GivenOptimizer | Sequence[GivenOptimizer] | None
 
 
 class FitError(ValueError):
     """No schedule fits the budget, or the module cannot be fitted as it is; says why."""
+
+
+def nothing_fits(name: str, solution: Solution) -> FitError:
+    """For a solution without a schedule. name: of the model."""
+    return FitError(
+        f"no schedule of {name}'s step fits {format_both(solution.request.available_bytes)} "
+        f"({solution.status}){solution.obstacle_text}"
+    )
 
 
 @dataclass(frozen=True)
@@ -51,3 +60,4 @@ class Options:
     rewrites: str
     host_budget: int | float | str | None
     host_link: HostLink | None
+    on_pressure: str = "raise"

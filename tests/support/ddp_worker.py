@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scheduler_runtime import fit, plans_of
+from tests.support.short_memory import FailingOperators
 
 N_PROCESSES = 2
 
@@ -42,19 +44,21 @@ def train(
     rank: int,
     *,
     budget_bytes: int | None,
-    host: Mapping[str, Any] | None = None,
+    of_fit: Mapping[str, Any] | None = None,
+    failing: Mapping[int, int] | None = None,
     **options: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Losses, gradients, parameters and buffers after three steps of two micro-batches; plans.
 
-    options: of DistributedDataParallel. host: of `fit`.
+    options: of DistributedDataParallel. of_fit: of `fit`.
+    failing: step -> operator of its second micro-batch that finds no memory.
     """
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.01, **options)
     if budget_bytes is not None:
-        fit(model, budget=budget_bytes, optimizer=optimizer, **(host or {}))
+        fit(model, budget=budget_bytes, optimizer=optimizer, **(of_fit or {}))
     torch.manual_seed(rank)
     results: list[Any] = []
     for step in range(3):
@@ -62,8 +66,10 @@ def train(
         optimizer.zero_grad()
         with parallel.no_sync():
             F.cross_entropy(parallel(torch.randn(64, 16, generator=generator)), TARGETS).backward()
-        loss = F.cross_entropy(parallel(torch.randn(64, 16, generator=generator)), TARGETS)
-        loss.backward()
+        inputs = torch.randn(64, 16, generator=generator)
+        with nullcontext() if step not in (failing or {}) else FailingOperators([failing[step]]):
+            loss = F.cross_entropy(parallel(inputs), TARGETS)
+            loss.backward()
         optimizer.step()
         results.append(loss.detach())
     results += [p.grad for p in model.parameters()]
@@ -73,6 +79,7 @@ def train(
 
 
 TARGETS = torch.arange(64) % 5
+IN_FORWARD, IN_BACKWARD = 30, 90
 
 
 def described(plan: Any) -> dict[str, Any]:
@@ -108,8 +115,15 @@ def main() -> None:
         fitted, plans = train(rank, budget_bytes=400_000, **options)
         found[name] = {"plain": plain, "fitted": fitted, "plans": plans}
     host = {"host_budget": "1GB", "host_link": "1TB/s"}
-    fitted, plans = train(rank, budget_bytes=400_000, host=host)
+    fitted, plans = train(rank, budget_bytes=400_000, of_fit=host)
     found["host"] = {"plain": found["copies"]["plain"], "fitted": fitted, "plans": plans}
+    fitted, plans = train(
+        rank,
+        budget_bytes=10_000_000,
+        of_fit={"on_pressure": "replan"},
+        failing={1: IN_FORWARD, 2: IN_BACKWARD} if rank == 1 else {},
+    )
+    found["short"] = {"plain": found["copies"]["plain"], "fitted": fitted, "plans": plans}
     torch.save(found, out)
     dist.destroy_process_group()
 

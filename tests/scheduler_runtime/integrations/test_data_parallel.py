@@ -63,6 +63,15 @@ def test_each_process_has_the_same_bits_as_without_a_plan(
     assert all(map(torch.equal, first[gradients], second[gradients]))  # they were averaged
 
 
+def test_memory_that_runs_short_in_one_process_leaves_the_bits_of_both(
+    found: list[dict[str, Any]],
+) -> None:
+    for process in found:
+        assert all(map(torch.equal, process["short"]["plain"], process["short"]["fitted"]))
+    n_plans = [len(process["short"]["plans"]) for process in found]
+    assert n_plans[0] == 2 < n_plans[1]
+
+
 def test_copies_of_the_gradients_in_buckets_are_counted(found: list[dict[str, Any]]) -> None:
     alone, gradients_bytes = found[0]["alone"][0], found[0]["gradients_bytes"]
     state_bytes = found[0]["copies"]["plans"][0]["resident_bytes"] - alone["resident_bytes"]

@@ -1,0 +1,81 @@
+"""What `attempt` puts back before a part of a training step runs again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from graphs.calls import device_of
+from graphs.capture import RandomSources
+from scheduler_runtime.execute import Again, drop_frames
+
+
+class Attempted:
+    """What a function around a model's training forward pass starts from, and what it has changed.
+
+    It holds no gradient alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._random = RandomSources(device_of(model), ())
+        self._states = self._random.states()
+        self._steps: list[Again] = []
+        self._sends_buffers = self._is_replicated = False
+        self._before: list[tuple[nn.Parameter, int, Any, int]] = []
+
+    def began(self, again: Again) -> None:
+        """The model's forward pass begins, to be run again by this."""
+        if not self._steps:
+            self._before = [
+                (p, p._version, p.grad if p.grad is None else weakref.ref(p.grad), _version(p.grad))
+                for p in self._model.parameters()
+            ]
+        replicas = DistributedDataParallel._get_active_ddp_module()
+        if replicas is not None:
+            self._is_replicated = True
+            self._sends_buffers |= bool(replicas.will_sync_module_buffers())
+        self._steps.append(again)
+
+    def again(self, error: Exception) -> None:
+        """Put everything back as it was; the next plan is a tighter one.
+
+        Raises the error where that cannot be.
+        """
+        drop_frames(error)
+        why = self._why_not()
+        if why:
+            error.add_note(f"attempt cannot run this again: {why}.")
+            raise error
+        self._steps[-1].shorten(error)
+        for each in reversed(self._steps):
+            each.end()
+            each.put_back()
+        for parameter, _, gradient, _ in self._before:
+            if gradient is None:
+                parameter.grad = None
+        self._random.put(self._states)
+        self._steps.clear()
+
+    def _why_not(self) -> str:
+        if not self._steps:
+            return "no training forward pass of the model ran in it"
+        if any(p._version != version for p, version, _, _ in self._before):
+            return "it has changed parameters (an optimizer's step), which are not put back"
+        if self._sends_buffers:
+            return "DistributedDataParallel sends buffers in the forward pass, once on every rank"
+        for parameter, _, gradient, version in self._before:
+            now = parameter.grad
+            if gradient is not None and (now is not gradient() or _version(now) != version):
+                return "it has changed gradients that existed before, which are not put back"
+            if self._is_replicated and gradient is None and now is not None:
+                return "DistributedDataParallel has sent gradients"
+        return ""
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor._version

@@ -1,0 +1,221 @@
+"""The plans of one kind of call, for a step that runs again where memory is short.
+
+    ladder = Ladder(...)
+    ladder.run(model, call)     # with the fastest plan within the limit of the moment
+
+A plan is made when it is first needed, from the step that was traced once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.calls import Call
+from scheduler_runtime.execute import BoundProgram, Shortage
+from scheduler_runtime.fitting.options import nothing_fits
+from scheduler_runtime.fitting.pressure import SHARE_KEPT, SHARE_OF_RESERVE, Pressure
+from scheduler_runtime.surroundings import n_out_of_memory, room_bytes
+from solver.schedule import Solution
+from solver.sizes_deadlines_progress import format_share, format_size, format_size_up
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A plan and what runs it."""
+
+    solution: Solution
+    program: BoundProgram
+
+    @property
+    def peak_bytes(self) -> int:
+        assert self.solution.simulation is not None
+        return self.solution.simulation.peak_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.solution.graph.resident_bytes
+
+    @property
+    def growth_bytes(self) -> int:
+        """What a step takes besides what is there before it."""
+        return self.peak_bytes - self.resident_bytes
+
+    @property
+    def less_bytes(self) -> int:
+        """For the peak of a plan that takes clearly less."""
+        return self.resident_bytes + int(SHARE_KEPT * self.growth_bytes)
+
+    def __str__(self) -> str:
+        slower = format_share(self.solution.overhead)
+        return f"a plan of {format_size_up(self.peak_bytes)} ({slower} time)"
+
+
+Planner = Callable[["Ladder", int], Rung | Solution]
+"""A plan within so many bytes, or the answer that there is none."""
+
+
+class Ladder:
+    """title: of the model. available_bytes: of the budget, for the peak. reserve_bytes: besides.
+
+    pressure: shared by all ladders of the model.
+    """
+
+    def __init__(
+        self,
+        plan: Planner,
+        pressure: Pressure,
+        *,
+        title: str,
+        device: torch.device,
+        available_bytes: int,
+        reserve_bytes: int,
+    ) -> None:
+        self._plan, self.pressure = plan, pressure
+        self._title, self._device = title, device
+        self._available_bytes, self._reserve_bytes = available_bytes, reserve_bytes
+        self._rungs: list[Rung] = []
+        self._widest: Rung | None = None
+        self._has_least = False
+
+    def fits(self, model: nn.Module, call: Call) -> bool:
+        """As of a program."""
+        return self._rungs[0].program.fits(model, call)
+
+    def run(self, model: nn.Module, call: Call) -> Any:
+        """The step with the fastest plan for which there is memory."""
+        may_rise = self.pressure.step()
+        rung = self._now()
+        if self.pressure.has_seen_another(n_out_of_memory(self._device)):
+            rung = self._after_an_error_outside(rung)
+        elif may_rise:
+            rung = self._raised(rung)
+        return self._for_room(rung).program.run(model, call)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no plan was made yet."""
+        return not self._rungs
+
+    def program(self) -> BoundProgram:
+        """Of the fastest plan within the limit."""
+        return self._now().program
+
+    def tighter(self, than: object, shortage: Shortage) -> BoundProgram:
+        """The program to run again with; later steps keep to its limit.
+
+        Raises the error that came where every plan takes as much as the last.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        last = next(rung for rung in self._rungs if rung.program is than)
+        limit_bytes = last.less_bytes
+        room = room_bytes(self._device)
+        if room is not None:
+            limit_bytes = min(limit_bytes, last.resident_bytes + room - self._reserve_bytes)
+        self.pressure.has_seen_another(n_out_of_memory(self._device))
+        self.pressure.fell(limit_bytes)
+        rung = self._within(limit_bytes - shortage.held_bytes)
+        if rung is None or rung.peak_bytes >= last.peak_bytes:
+            shortage.error.add_note(
+                f"{self._title} ran with {last}, and no tighter one is known: "
+                'fit(on_pressure="replan") cannot run the step in less memory.'
+            )
+            raise shortage.error
+        logger.warning(
+            "%s: out of memory in the %s with %s; it runs again with %s",
+            *(self._title, shortage.where, last, rung),
+        )
+        return rung.program
+
+    def _now(self) -> Rung:
+        """The fastest plan within the limit, or the tightest."""
+        limit_bytes = self.pressure.limit_bytes
+        rung = self._whole() if limit_bytes is None else self._within(limit_bytes)
+        return rung or self._whole()
+
+    def _whole(self) -> Rung:
+        """The plan for the whole budget. Raises FitError where nothing fits."""
+        if self._widest is None:
+            found = self._plan(self, self._available_bytes)
+            if not isinstance(found, Rung):
+                raise nothing_fits(self._title, found)
+            self._widest = found
+            self._rungs.append(found)
+        return self._widest
+
+    def _within(self, limit_bytes: int) -> Rung | None:
+        """The fastest known plan within these bytes, else a new one, else the tightest.
+
+        None: none is known.
+        """
+        found = [rung for rung in self._rungs if rung.peak_bytes <= limit_bytes]
+        if found:
+            return min(found, key=lambda rung: rung.solution.overhead or 0.0)
+        if not self._has_least:
+            answer = self._plan(self, limit_bytes)
+            self._has_least = not isinstance(answer, Rung)
+            new = answer if isinstance(answer, Rung) else self._least(answer)
+            if new is not None:
+                self._rungs.append(new)
+        return min(self._rungs, key=lambda rung: rung.peak_bytes, default=None)
+
+    def _least(self, answer: Solution) -> Rung | None:
+        """The plan for the least bytes that a search has found; None: not less than what is known.
+
+        answer: that of the search, which found nothing for fewer bytes.
+        """
+        budget_bytes = answer.minimum_budget_bytes
+        if budget_bytes is None:
+            return None
+        least_bytes = budget_bytes - self._reserve_bytes
+        if least_bytes >= min((r.peak_bytes for r in self._rungs), default=self._available_bytes):
+            return None
+        found = self._plan(self, least_bytes)
+        return found if isinstance(found, Rung) else None
+
+    def _raised(self, rung: Rung) -> Rung:
+        """The next faster plan, where there is room for it or nobody knows."""
+        above = [each for each in self._rungs if each.peak_bytes > rung.peak_bytes]
+        new = min(above, key=lambda each: each.peak_bytes) if above else self._whole()
+        room = room_bytes(self._device)
+        if room is not None and room < new.growth_bytes + self._reserve_bytes:
+            return rung
+        self.pressure.rose(None if new is self._widest else new.peak_bytes)
+        if new is not rung:
+            logger.warning("%s: no shortage of memory for some steps; back to %s", self._title, new)
+        return new
+
+    def _after_an_error_outside(self, rung: Rung) -> Rung:
+        """A tighter plan: the loss, the optimizer or something else was out of memory."""
+        self.pressure.fell(rung.less_bytes)
+        tighter = self._now()
+        if tighter is not rung:
+            logger.warning(
+                "%s: out of memory outside of the model's passes since the last step with %s; this "
+                "step runs with %s",
+                *(self._title, rung, tighter),
+            )
+        return tighter
+
+    def _for_room(self, rung: Rung) -> Rung:
+        """This plan, or a tighter one where too little is free on the device."""
+        room = room_bytes(self._device)
+        if room is None or room >= rung.growth_bytes + SHARE_OF_RESERVE * self._reserve_bytes:
+            return rung
+        limit_bytes = rung.resident_bytes + room - self._reserve_bytes
+        self.pressure.fell(limit_bytes)
+        tighter = self._now()
+        if tighter is not rung:
+            logger.warning(
+                "%s: %s are free on the device, too little for %s; the step runs with %s",
+                *(self._title, format_size(max(0, room)), rung, tighter),
+            )
+        return tighter

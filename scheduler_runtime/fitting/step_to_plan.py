@@ -1,0 +1,72 @@
+"""The step of one kind of call as it was traced, with all that a plan for it has to count."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from graphs.graph import Graph
+from graphs.rewrites import variants_of
+from graphs.trace import CapturedStep
+from scheduler_runtime.fitting.beside import Beside
+from scheduler_runtime.fitting.loss_outside import LossBytes
+from scheduler_runtime.planned import NewPlan, new_plan
+from solver.methods import KnownPlan
+from solver.schedule import Request
+from solver.sizes_deadlines_progress import format_both
+
+
+@dataclass(frozen=True)
+class StepToPlan:
+    """step: the module's own, without rewrites.
+
+    beside: what else is on the device.
+    loss: outside of the model (None: the model returns it).
+    request: budget and options.
+    notes: sentences on what is counted and what is not.
+    keeps_gradients: whether the gradients of the outputs are held to the end of the step, which may
+        have to run its backward pass again.
+    """
+
+    step: CapturedStep
+    beside: Beside
+    loss: LossBytes | None
+    request: Request
+    notes: tuple[str, ...]
+    keeps_gradients: bool
+
+    def within(self, available_bytes: int) -> StepToPlan:
+        """The same step with other bytes for its peak."""
+        budget_bytes = available_bytes + self.request.reserve_bytes
+        return replace(self, request=replace(self.request, budget_bytes=budget_bytes))
+
+    def planned(self, known: Sequence[KnownPlan]) -> NewPlan:
+        """The fastest plan that is found. known: plans of the same module."""
+        found = self._planned(self.loss, known)
+        if found.solution.schedule is not None or self.loss is None or not self.loss.held:
+            return found
+        least = self._planned(self.loss.without_held, known)
+        if least.solution.schedule is None:
+            return found
+        warnings.warn(
+            f"fit: the budget holds only for a loss that keeps nothing while the model's backward "
+            f"pass runs: targets as large as the outputs, and the value of mse_loss, take up to "
+            f"{format_both(self.loss.held)} more (loss_reserve= says what the loss takes)",
+            stacklevel=2,
+        )
+        return least
+
+    def _planned(self, loss: LossBytes | None, known: Sequence[KnownPlan]) -> NewPlan:
+        def whole(graph: Graph) -> Graph:
+            graph = self.beside.around(graph if loss is None else loss.around(graph))
+            return _keeping_gradients(graph) if self.keeps_gradients else graph
+
+        planned = variants_of(self.request.rewrites)
+        return new_plan(self.step, whole, self.request, planned=planned, known=known)
+
+
+def _keeping_gradients(graph: Graph) -> Graph:
+    """The step with the gradients of the outputs on the device until it ends."""
+    gradients = [t.name for t in graph.tensors if t.kind == "tangent" and t.name in graph.producer]
+    return replace(graph, outputs=(*graph.outputs, *gradients))

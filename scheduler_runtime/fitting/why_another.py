@@ -1,0 +1,38 @@
+"""How a call differs from those that were planned before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from graphs.calls import Call
+from graphs.trace import CapturedStep
+from scheduler_runtime.planned import Difference, Plan, difference
+from solver.schedule import Solution
+
+N_COMPARED = 4
+"""Of the earlier plans, the latest."""
+_OF_STATE = Difference("attributes or settings that forward depends on have changed")
+
+
+def why_another(
+    solutions: Sequence[Solution], model: nn.Module, call: Call, step: CapturedStep
+) -> Difference | None:
+    """None: it is the first of its step.
+
+    Other gradients before the step or of the outputs make another step, not another call.
+    """
+    here = step.graph.meta.environment
+    same_step = ("gradients", "gradient_outputs")
+    plans = [
+        Plan.of(solution)
+        for solution in solutions
+        if all(solution.environment[field] == here[field] for field in same_step)
+    ]
+    alike = [plan for plan in plans if plan.environment["shapes"] == here["shapes"]]
+    found = [
+        difference(plan, call, model, step.with_rewrites(plan.rewrites).graph.module_part())
+        for plan in (alike or plans)[-N_COMPARED:]
+    ]
+    return _OF_STATE if None in found else found[-1] if found else None
