@@ -37,8 +37,8 @@ MOVED_TO = {
     "solver.bound": "step highs cut bounds",
     "solver.chain": "blocks dp revolve block_chain playback",
     "solver.cli": "usage solver.cli.hugging_face solver.cli.maximise solver.cli.submodules",
-    "solver.sizes_deadlines_progress": "solver.sizes_deadlines_progress budget clock figures",
-    "solver.device_and_costs": "solver.device solver.device_and_costs target trace_target",
+    "solver.sizes_deadlines_progress": "solver.common budget clock figures",
+    "solver.device_and_costs": "solver.device solver.target_device target trace_target",
     "solver.methods": "proposal fastest every_block sqrt chain_methods ilp stages evict least",
     "solver.methods.auto": "auto search replay anchor refine recombine improve",
     "solver.module_checkpointing.for_other_frameworks": (

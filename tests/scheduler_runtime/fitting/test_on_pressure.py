@@ -128,7 +128,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", CASES)
 def test_an_error_in_any_operator_of_the_step_leaves_the_bits(name: str) -> None:
     """In the forward pass, the loss, its backward pass and the model's."""
@@ -149,6 +149,7 @@ def test_an_error_in_any_operator_of_the_step_leaves_the_bits(name: str) -> None
     assert len(plans_of(model)) > 1
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("kind", [Net, WithLoss])
 def test_without_attempt_the_passes_of_the_model_run_again(kind: type[nn.Module]) -> None:
     case = Case(kind=kind)
@@ -169,6 +170,7 @@ def test_without_attempt_the_passes_of_the_model_run_again(kind: type[nn.Module]
     assert n_raised <= 3
 
 
+@pytest.mark.slow
 def test_several_errors_in_one_step_and_the_least_plan(caplog: pytest.LogCaptureFixture) -> None:
     """Each time the plan is tighter, until there is none: then the error comes as it was."""
     case, plain = Case(kind=WithLoss), model_of(WithLoss)
@@ -205,6 +207,7 @@ def test_other_errors_are_raised_and_the_default_raises_all() -> None:
         fit(model_of(), budget="1MB", on_pressure="retry")
 
 
+@pytest.mark.slow
 def test_on_a_device_that_is_too_small_the_steps_end_within_it() -> None:
     case, plain = Case(kind=WithLoss), model_of(WithLoss)
     expected = [step(plain, case) for _ in range(4)]
@@ -321,6 +324,7 @@ def descend(parameter: torch.Tensor) -> None:
         parameter.sub_(parameter.grad)
 
 
+@pytest.mark.slow
 def test_an_optimizer_inside_of_the_backward_pass_ends_the_step() -> None:
     """Parameters have changed when memory runs short: nothing is run again on others."""
     model = fitted(model_of(WithLoss))
