@@ -211,6 +211,19 @@ class Arguments:
         STEP,
         least=2,
     )
+    pipeline: int | None = _number(
+        "--pipeline",
+        "divide the layers of a torch.nn.Sequential into N stages of a pipeline (1F1B), so that "
+        "the slowest one is fastest; budget and batch are those of a rank and of a micro-batch",
+        STEP,
+        least=2,
+    )
+    microbatches: int | None = _number(
+        "--microbatches", "micro-batches of a step of the pipeline", STEP, least=1
+    )
+    stage: int | None = _number(
+        "--stage", "stage of the pipeline to report, from 0 (default: the slowest)", STEP, least=0
+    )
     rewrites: str = _option(
         "--rewrites",
         "how the plan may rewrite the step: bitwise (default; results stay bitwise identical), "

@@ -49,6 +49,8 @@ def maximised(
                     problems[size] = resize(size)
             except LoadError as error:
                 raise SizeNotTraceableError(str(error)) from error
+        if (planned := problems[size].planned) is not None:
+            return planned
         found = attempt(problems[size].step, request, quick=True)
         if found.proven_infeasible or not METHODS[request.method].reaches_least_budget:
             return found
@@ -62,7 +64,8 @@ def maximised(
             )
             chosen = search.largest or search.candidates[0]
             quick = chosen.solution
-            if quick.schedule and quick.status == "feasible" and not search.interrupted:
+            is_quick = problems[chosen.size].planned is None and not search.interrupted
+            if quick.schedule and quick.status == "feasible" and is_quick:
                 say(f"planning {chosen.size} thoroughly")
                 thorough = attempt(problems[chosen.size].step, request, starts=[quick.schedule])
                 search = search.with_solution(chosen.size, thorough)

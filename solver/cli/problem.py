@@ -30,6 +30,7 @@ from solver.cli.model_file import (
     opened,
     parse_source,
 )
+from solver.cli.pipeline_stages import reported_stage, split_stages, stage_notes
 from solver.cli.progress import Progress
 from solver.cli.real_run import estimated
 from solver.cli.traced_step import NotTracedError, traced_step
@@ -74,7 +75,8 @@ class Problem:
     step: its variants to plan.
     verify: runs the model with and without the plan, and says what runs (None for a graph file).
     resized: the problem at another value of the size that is maximized (None: nothing is).
-    planned: the plan by submodules of a model that cannot be traced.
+    planned: the plan, where there is one already: by submodules of a model that cannot be traced,
+        or of a stage of a pipeline.
     not_traced: why it cannot be, and what to do.
     rewrites: the word that the variants stand for ("none" for a graph file).
     """
@@ -140,7 +142,7 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
 
 def _graph_problem(arguments: Arguments) -> Problem:
     given = arguments.given(
-        *("costs", "batch_size", "seq_length", "autocast", "accumulate", "fsdp"),
+        *("costs", "batch_size", "seq_length", "autocast", "accumulate", "fsdp", "pipeline"),
         *("verify", "max_batch", "max_seq"),
     )
     if given:
@@ -257,6 +259,26 @@ def _model_problem(
             else lambda n: traced(file.resized(largest, n), optimizer),
         )
 
+    def staged(file: ModelFile) -> Problem:
+        notes = list(file.notes)
+        budget = {name: memory[name] for name in ("budget_bytes", "reserve_bytes")}
+        split = split_stages(file, target, arguments, **budget, notes=notes)
+        stage = reported_stage(split, arguments.stage)
+        solution = split.solutions[stage]
+        step = Variants.of(solution.variants or solution.graph)
+        size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
+        return problem_of(
+            file,
+            step,
+            f"{size}, stage {stage} of {len(split.sizes)}",
+            device=target.hardware.title,
+            costs=describe_costs(step.plain.meta.cost_model),
+            notes=(*stage_notes(split, stage), *allocator, *notes, *step_notes(step.plain)),
+            rewrites=arguments.rewrites,
+            planned=solution,
+            resized=None if largest is None else lambda n: staged(file.resized(largest, n)),
+        )
+
     def measured(file: ModelFile, refused: NotTracedError) -> Problem:
         found = _planned_by_submodules(file, target, arguments, memory, refused, progress)
         return problem_of(
@@ -272,6 +294,11 @@ def _model_problem(
         )
 
     with opened(source, sizes=sizes, varied=largest or "") as file:
+        if arguments.pipeline is not None:
+            with progress.says(f"dividing {arguments.problem} into {arguments.pipeline} stages"):
+                problem = staged(file)
+            yield problem
+            return
         try:
             with progress.says(f"tracing {arguments.problem}"):
                 problem = traced(file)

@@ -38,6 +38,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
     if arguments.fsdp is not None and arguments.verify:
         raise UsageError("--verify runs the step in one process: it cannot be combined with --fsdp")
+    _check_pipeline(arguments)
     _check_sizes(arguments)
     _check_copying(arguments)
     if arguments.disk is not None and ":" not in arguments.disk:
@@ -55,6 +56,26 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("--throughput requires --max-batch or --max-seq")
     _check_outputs(arguments)
     return arguments
+
+
+def _check_pipeline(arguments: Arguments) -> None:
+    """Raises UsageError for a part of a pipeline's options, and for those that it rules out."""
+    n_stages, stage = arguments.pipeline, arguments.stage
+    if n_stages is None:
+        if given := arguments.given("microbatches", "stage"):
+            raise UsageError(f"{given}: of a pipeline; give its number of stages, --pipeline 4")
+        return
+    if arguments.microbatches is None:
+        raise UsageError(
+            f"--pipeline {n_stages}: give the number of micro-batches of a step, --microbatches 8"
+        )
+    if stage is not None and stage >= n_stages:
+        raise UsageError(f"--stage {stage}: of {n_stages} stages; from 0 to {n_stages - 1}")
+    others = "compare verify fsdp accumulate host disk budget_of pareto emit"
+    others += " max_batch max_seq" if stage is not None else ""
+    if given := arguments.given(*others.split()):
+        what = "--pipeline" if stage is None else "--pipeline with --stage"
+        raise UsageError(f"{given} cannot be combined with {what}")
 
 
 def _check_sizes(arguments: Arguments) -> None:

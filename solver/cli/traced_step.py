@@ -62,11 +62,11 @@ def traced_step(
     from graphs.training_step import with_optimizer
 
     notes = list(file.notes)
-    batch = _with_values(file, target.local_device, notes)
+    batch = with_values(file, target.local_device, notes)
 
     def variants(model: nn.Module, target: Target) -> Variants:
         optimizer = file.optimizer(model) if optimizer_costs is None else None
-        with _autocast(arguments.autocast, target.local_device), _quiet_logs():
+        with in_autocast(arguments.autocast, target.local_device), quiet_logs():
             return trace_variants(
                 model,
                 batch,
@@ -97,7 +97,7 @@ def traced_step(
                 raise _refused_again(refused, error, file) from error
         raise refused
 
-    model = _on_meta(file.model, "the model", notes)
+    model = on_meta(file.model, "the model", notes)
     sizes = ModelSizes.of(model, batch)
     try:
         try:
@@ -126,25 +126,25 @@ def traced_step(
     return step, notes
 
 
-def _with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
+def with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
     """The batch on the device, for models that read it (is the padding mask all ones?).
 
     A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device.
     """
     from graphs.calls import nested  # here: it takes torch
 
-    on_meta = _on_meta(file.batch, "the batch", notes)
-    size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(on_meta))
+    described = on_meta(file.batch, "the batch", notes)
+    size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(described))
     if size_bytes > MOST_BATCH_BYTES:
         notes.append(
             f"The batch of {format_size(size_bytes)} was not allocated, so its values are unknown: "
             "if forward reads them, apply plans anew at the first step."
         )
-        return on_meta
+        return described
     return nested.map_tensors(lambda tensor: tensor.to(device), file.batch())
 
 
-def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
+def on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
     """Build on the meta device; what needs values to be built is built with real memory."""
     import torch
 
@@ -157,7 +157,7 @@ def _on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
         return built
 
 
-def _autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
+def in_autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
     """torch.autocast to "bf16" or "fp16" on the device; None: no autocast."""
     import torch
 
@@ -166,7 +166,7 @@ def _autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
+def quiet_logs() -> Iterator[None]:
     """Suppress the tracebacks that fake tensors log; the command prints one line instead."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -134,7 +134,7 @@ def micro_batch_s(solution: Solution) -> float | None:
 
 
 def split_pipeline(
-    layers: Sequence[nn.Module],
+    layers: Iterable[nn.Module],
     micro_batch: Any,
     *,
     n_stages: int,

@@ -1,0 +1,107 @@
+"""`--pipeline`: the layers of a model file divided into stages, and the one that is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from graphs.pipeline import PipelineError
+from solver.cli.arguments import Arguments, UsageError
+from solver.cli.model_file import LoadError, ModelFile
+from solver.cli.traced_step import in_autocast, on_meta, quiet_logs, with_values
+from solver.device_and_costs import Target
+from solver.plan_analysis import PipelineSplit, split_pipeline
+from solver.sizes_deadlines_progress import counted, format_size, format_time
+
+
+def split_stages(
+    file: ModelFile,
+    target: Target,
+    arguments: Arguments,
+    *,
+    budget_bytes: int,
+    reserve_bytes: int,
+    notes: list[str],
+) -> PipelineSplit:
+    """Divide the layers of the file's `nn.Sequential` into stages, and plan these.
+
+    Raises UsageError where they cannot be so divided, LoadError for the model file.
+    """
+    import torch
+    from torch import nn
+
+    from graphs.trace import TraceError
+
+    assert arguments.pipeline is not None
+    assert arguments.microbatches is not None
+    model = on_meta(file.model, "the model", notes)
+    if not isinstance(model, nn.Sequential):
+        raise UsageError(
+            f"--pipeline {arguments.pipeline}: {file.source.factory} of {file.source} returned a "
+            f"{type(model).__name__}; it must return the layers as a torch.nn.Sequential (name "
+            "another function with model.py:function)"
+        )
+    batch = with_values(file, target.local_device, notes)
+
+    def optimizer(module: Any) -> Any:
+        if not isinstance(module, nn.Module):
+            raise TypeError("of a module")  # asked with its parameters first
+        return file.optimizer(module)
+
+    try:
+        with in_autocast(arguments.autocast, target.local_device), quiet_logs():
+            return split_pipeline(
+                model,
+                batch if file.inputs is None else file.inputs(batch),
+                target=batch,
+                loss=file.loss,
+                n_stages=arguments.pipeline,
+                n_microbatches=arguments.microbatches,
+                budget=budget_bytes,
+                reserve=reserve_bytes,
+                method=arguments.methods[0],
+                time_limit_s=arguments.time_limit,
+                seed=arguments.seed,
+                rewrites=arguments.rewrites,
+                optimizer=optimizer,
+                device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+                costs=arguments.costs,
+            )
+    except PipelineError as error:
+        raise UsageError(f"--pipeline {arguments.pipeline}: {error}") from error
+    except TraceError as error:
+        raise LoadError(f"{file.source}: {error}") from error
+
+
+def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
+    """The stage that was asked for; else one that does not fit, or else the slowest."""
+    if wanted is not None:
+        return wanted
+    times = [float("inf") if time_s is None else time_s for time_s in split.times_s]
+    return times.index(max(times))
+
+
+def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
+    """Sentences for the report on all stages and on what is proven."""
+    sizes, n_layers = "+".join(map(str, split.sizes)), sum(split.sizes)
+    this = f"This is stage {stage}; --stage reports another"
+    if split.slowest_s is None:
+        yield (
+            f"Of {counted(split.n_divisions, 'division')} of {n_layers} layers into "
+            f"{len(split.sizes)} stages none was found to fit. {this} of the equal one ({sizes})."
+        )
+        return
+    equal_s = split.equal_slowest_s
+    equal = "does not fit" if equal_s is None else f"takes {format_time(equal_s)}"
+    times = ", ".join(format_time(time_s or 0.0) for time_s in split.times_s)
+    peaks = ", ".join(
+        format_size(each.simulation.peak_bytes) for each in split.solutions if each.simulation
+    )
+    yield (
+        f"Stages of {sizes} layers take {times} for a micro-batch, and their peaks are {peaks}. "
+        f"{this}."
+    )
+    yield (
+        f"No division has a slowest stage faster than {format_time(split.lower_bound_s)} "
+        f"({counted(split.n_divisions, 'division')} compared); the equal one {equal}."
+    )

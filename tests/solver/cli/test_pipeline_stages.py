@@ -1,0 +1,96 @@
+"""`--pipeline`: the command divides a file's layers into stages and reports one of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from solver import Solution
+from solver.cli.command import main
+
+FILE = """
+import torch
+from torch import nn
+
+def get_model():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+
+def not_layers():
+    return nn.Linear(16, 16)
+
+def get_batch(batch_size=64):
+    return torch.randn(batch_size, 16), torch.randn(batch_size, 16)
+
+def get_inputs(batch):
+    return batch[0]
+
+def get_loss(output, batch):
+    return nn.functional.mse_loss(output, batch[1])
+"""
+PIPELINE = ["--pipeline", "2", "--microbatches", "4", "--device", "cpu"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "layers.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_the_slowest_stage_is_reported_and_another_is_written(file, tmp_path, capsys) -> None:
+    assert main(["--budget", "1MB", *PIPELINE, file]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "stage 0 of 2, 1f1b, 4 micro-batches; 2 micro-batches in flight" in printed
+    assert "Stages of 2+1 layers take" in printed
+    assert "No division has a slowest stage faster than" in printed
+    schedule, graph = tmp_path / "schedule.json", tmp_path / "graph.json"
+    words = ["--stage", "1", "--json", "-o", str(schedule), "--graph-out", str(graph)]
+    assert main(["--budget", "1MB", *PIPELINE, *words, file]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problem"] == f"{file} (Sequential, stage 1 of 2)"
+    saved = Solution.load(schedule, graph=graph)
+    assert saved.environment["pipeline"]["stage"] == 1
+
+
+def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys) -> None:
+    assert main(["--budget", "9kB", *PIPELINE, "--json", file]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert "Of 2 divisions of 3 layers into 2 stages none was found to fit" in str(report["notes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [PIPELINE, ["--fsdp", "2", "--device", "cpu"]])
+def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
+    assert main(["--budget", "100kB", *words, "--max-batch", "--json", file]) == 0
+    report = json.loads(capsys.readouterr().out)
+    largest = int(report["problem"].split("batch size ")[1].split(",")[0].rstrip(")"))
+    for size, code in ((largest, 0), (largest + 1, 3)):
+        options = ["--budget", "100kB", *words, "--batch-size", str(size), "--quiet"]
+        assert main([*options, file]) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stage", "1"], "--stage: of a pipeline; give its number of stages, --pipeline 4"),
+        (["--pipeline", "4"], "give the number of micro-batches of a step, --microbatches 8"),
+        ([*PIPELINE, "--stage", "2"], "--stage 2: of 2 stages; from 0 to 1"),
+        ([*PIPELINE, "--fsdp", "2"], "--fsdp cannot be combined with --pipeline"),
+        ([*PIPELINE, "--stage", "1", "--max-batch"], "with --pipeline with --stage"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(words, message, file, capsys) -> None:
+    assert main(["--budget", "1MB", *words, file]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_no_run_of_layers_is_refused(file, capsys) -> None:
+    assert main(["--budget", "1MB", *PIPELINE, f"{file}:not_layers"]) == 2
+    error = capsys.readouterr().err
+    assert "not_layers of" in error
+    assert "returned a Linear; it must return the layers as a torch.nn.Sequential" in error
+    words = ["--pipeline", "4", "--microbatches", "4", "--device", "cpu"]
+    assert main(["--budget", "1MB", *words, file]) == 2
+    assert "3 layers cannot be divided into 4 stages" in capsys.readouterr().err
