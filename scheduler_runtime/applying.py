@@ -49,7 +49,7 @@ from scheduler_runtime.planned import (
     warn_of_another,
 )
 from solver.methods import KnownPlan
-from solver.schedule import simulate
+from solver.schedule import Spill, simulate
 from solver.sizes_deadlines_progress import format_time, names_checked, now_s, tell
 
 ON_MISMATCH = ("smaller", "replan", "error")
@@ -139,6 +139,11 @@ class AppliedForward(PlannedForward):
         of_plans = (plan.request.places for plan in plans)
         planned = (each.disk_directory for each in of_plans if each is not None)
         directory = disk_directory or next(filter(None, planned), None)
+        if directory is None and any(Spill in map(type, plan.schedule.ops) for plan in plans):
+            raise ValueError(
+                "the plan copies to a disk: name a directory there, "
+                'apply(model, plan, disk_directory="/scratch")'
+            )
         super().__init__(model, disk_directory=directory)
         self.plans = tuple(plans)
         self._known = [plan.known for plan in plans]

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from graphs.calls import nested
+from graphs.hardware import is_cuda
 from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
 from scheduler_runtime.errors import InFloat64, errors, is_reference
@@ -111,10 +112,19 @@ def verify(
         differences=tuple(words for name, words in found.items() if name not in unsteady),
         unsteady=() if results == "allclose" else unsteady,
         results=results,
+        planned_for=_card_of(solution) if where.type == "cpu" else "",
         largest_error=largest,
         reserved_bytes=measured.reserved_bytes,
         context_bytes=measured.context_bytes,
     )
+
+
+def _card_of(solution: Solution) -> str:
+    """The CUDA card that the plan is for, if it is for one."""
+    costs = solution.graph.meta.cost_model
+    if not isinstance(costs, Mapping) or not is_cuda(costs):
+        return ""
+    return str(costs.get("title", costs["device"]))
 
 
 def _compared(

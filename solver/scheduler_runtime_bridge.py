@@ -72,6 +72,7 @@ class Verification:
     """The step measured on `device` with the plan, and without it (baseline).
 
     available_bytes: what the plan may use.
+    planned_for: the card whose peaks are predicted, where the device is another ("": the same).
     results: what was compared: "bitwise", or "allclose", errors against the step in float64.
     largest_error: that of the result which is closest to what is allowed, in words ("": bitwise).
     differences: results that are not bitwise identical, such as "gradient of head.weight"; or whose
@@ -103,6 +104,7 @@ class Verification:
     unsteady: tuple[str, ...] = ()
     results: str = "bitwise"
     largest_error: str = ""
+    planned_for: str = ""
 
     @property
     def fits(self) -> bool:
@@ -185,6 +187,22 @@ class Verification:
         return self.predicted_time_s / (self.baseline_predicted_time_s or 1.0) - 1.0
 
     @property
+    def headline(self) -> str:
+        """What a report has beside the title: whether it passed, and with peaks as predicted."""
+        if not self.passed:
+            return "FAILED"
+        return "; ".join(("passed, WARNING", *self._off)) if self._off else "passed"
+
+    @property
+    def _off(self) -> tuple[str, ...]:
+        """Peaks that are not the predicted ones: "peak without the plan 11.20 % above"."""
+        return tuple(
+            f"peak {name} {format_percent(abs(measured / (predicted or 1) - 1))} "
+            f"{'above' if measured > predicted else 'below'} the prediction"
+            for name, measured, predicted in self._unpredicted
+        )
+
+    @property
     def verdict(self) -> str:
         """What came out, in a few words."""
         if self.differences:
@@ -193,7 +211,7 @@ class Verification:
         if self.memory_failures:
             what = "above the budget" if not self.fits else "baseline above the budget"
             return f"FAILED: {what}, {results}"
-        return f"passed: {results}"
+        return f"{self.headline}; {results}" if self._off else f"passed: {results}"
 
     @property
     def line(self) -> str:

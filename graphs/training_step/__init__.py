@@ -3,6 +3,7 @@
 from graphs.training_step.around import (
     ACCUMULATE,
     FRESH,
+    LOSS,
     OF_MICRO_BATCHES,
     accumulation,
     with_accumulation,

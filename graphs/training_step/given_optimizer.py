@@ -60,5 +60,10 @@ def _made(function: Callable[[Any], Any], model: nn.Module) -> Any:
     except (AttributeError, TypeError) as error:
         try:
             return function(model)  # lambda model: AdamW(model.parameters())
-        except (AttributeError, TypeError):
-            raise error from None
+        except (AttributeError, TypeError) as other:
+            name = getattr(function, "__name__", type(function).__name__)
+            raise TypeError(
+                f"optimizer is a function, {name}, and fails: {name}(parameters) with {error!r}, "
+                f"{name}(model) with {other!r}. It is called with one argument, the list of "
+                "trainable parameters or the model, and returns the torch.optim.Optimizer"
+            ) from None

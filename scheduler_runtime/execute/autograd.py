@@ -233,6 +233,11 @@ class Outputs(torch.autograd.Function):
         return None, ctx.run.token_gradient
 
 
+def is_made_by_program(tensor: torch.Tensor) -> bool:
+    """Whether it is an output of `run_step`, whose gradient goes to the program first."""
+    return isinstance(tensor.grad_fn, Outputs._backward_cls)
+
+
 class Link(torch.autograd.Function):
     """One piece of the backward pass, with the leaves whose gradients it completes.
 

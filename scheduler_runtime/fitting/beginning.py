@@ -72,10 +72,11 @@ def fit(
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES on CUDA,
         else 0).
     loss_reserve: bytes that a loss outside takes besides the outputs that it reads and their
-        gradients, targets included (default: twice these outputs in 32 bits, three times if they
-        have 16: what cross-entropy and mse_loss take; docs/bytes.md lists others). Up to twice the
-        outputs in 32 bits are of the whole step: targets, and what the loss's value keeps. Where
-        these do not fit, they are left out with a UserWarning.
+        gradients, targets included. Default: in the first step five times these outputs in 32 bits,
+        where that fits, else twice (docs/bytes.md); what it takes is seen in that step and planned
+        for from then on. A step that exceeds the budget for it is told in a UserWarning. Up to
+        twice the outputs in 32 bits are of the whole step: targets, and what the loss's value
+        keeps. Where these do not fit, they are left out with a UserWarning.
     loss_outputs: a function of the output: those of its tensors that the loss outside is computed
         from (`lambda output: output.logits`). None: all.
     method, time_limit_s, seed, rewrites: as in `solver.solve`, for each plan.

@@ -8,10 +8,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.calls import Call, device_of
 from graphs.costs import CostModel, default_costs, finish_measuring
@@ -29,13 +31,17 @@ from scheduler_runtime.fitting.attempted import Attempted
 from scheduler_runtime.fitting.beside import Beside
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
 from scheduler_runtime.fitting.ladder import Ladder, Rung
-from scheduler_runtime.fitting.loss_outside import loss_outside
+from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen
+from scheduler_runtime.fitting.loss_reserve import LossReserve
+from scheduler_runtime.fitting.made import Made
+from scheduler_runtime.fitting.notes import notes_on
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
 from scheduler_runtime.fitting.pressure import Pressure
 from scheduler_runtime.fitting.shared_budget import SharedBudget
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.fitting.unplanned import Watch
 from scheduler_runtime.fitting.why_another import why_another
+from scheduler_runtime.measuring import resident_tensors
 from scheduler_runtime.planned import (
     Difference,
     PlannedForward,
@@ -54,7 +60,6 @@ from solver.methods import KnownPlan
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import (
     counted,
-    format_both,
     format_size,
     now_s,
     tell,
@@ -94,6 +99,9 @@ class FittedForward(PlannedForward):
         self._budget = SharedBudget(options)
         self._reached: tuple[int, ...] | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
+        self._loss = LossReserve(options.loss_reserve)
+        self._new: Made | None = None
+        self._outdated: Made | None = None
         self.attempt: Attempted | None = None
 
     @property
@@ -109,6 +117,9 @@ class FittedForward(PlannedForward):
             "watch": None,
             "_whole": None,
             "attempt": None,
+            "_loss": LossReserve(self.options.loss_reserve),
+            "_new": None,
+            "_outdated": None,
         }
         return {**super().__getstate__(), **of_original}
 
@@ -142,7 +153,18 @@ class FittedForward(PlannedForward):
         "checkpoint_solver.remove(model) undoes it"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
+        self._loss.stop_watching()
+        output = super().__call__(*args, **kwargs)
+        made, self._new = self._new, None
+        if made is not None and made.loss is not None:
+            self._loss.watch(
+                output,
+                resident_tensors(self._whole_model(), (args, kwargs), self._optimizers),
+                costs=made.costs,
+                device=device_of(self._model),
+                then=functools.partial(self._loss_seen, made),
+            )
+        return output
 
     def covers(self) -> bool:
         return self._model.training
@@ -152,7 +174,31 @@ class FittedForward(PlannedForward):
         return self._accumulates(buckets), buckets, self._reached
 
     def program_for(self, call: Call) -> BoundProgram | Ladder:
-        return self._planned(call, held_bytes=0)
+        outdated = self._outdated
+        if outdated is None or outdated.kind != self.kind(call):
+            found = self._planned(call, held_bytes=0)
+        else:
+            self._outdated = None
+            try:
+                found = self._planned(call, held_bytes=0, instead_of=outdated)
+            except FitError as error:
+                warnings.warn(f"fit: {error}. The plan that was there stays", stacklevel=2)
+                return outdated.program
+        if isinstance(found, Ladder):
+            return found
+        self._new = found
+        return found.program
+
+    def _loss_seen(self, made: Made, seen: LossSeen, reached: Sequence[bool]) -> None:
+        """What the loss took in the first step of a plan is known; its backward pass begins."""
+        expected = {index for index, _ in made.program.program.tangents}
+        if expected != {index for index, each in enumerate(reached) if each}:
+            return  # planned anew at once, for the gradients that there are
+        if (words := made.exceeds(seen)) is not None:
+            warnings.warn(words, stacklevel=2)
+        if made.is_outdated(seen):
+            self._programs.drop(made.program)
+            self._outdated = made
 
     def _for_gradients(
         self, call: Call, reached: tuple[int, ...], held_bytes: int, *, returned_bytes: int
@@ -167,11 +213,15 @@ class FittedForward(PlannedForward):
         kind = self.kind(call), held_bytes
         program = self._programs.find(kind, self._model, call)
         if not isinstance(program, BoundProgram | Ladder):
-            program = self._planned(call, held_bytes=held_bytes)
+            with _disable_current_modes():  # of the training's thread, as in a forward pass
+                found = self._planned(call, held_bytes=held_bytes)
+            program = found.program if isinstance(found, Made) else found
             self._programs.add(kind, program)
         return program.program() if isinstance(program, Ladder) else program
 
-    def _planned(self, call: Call, *, held_bytes: int) -> BoundProgram | Ladder:
+    def _planned(
+        self, call: Call, *, held_bytes: int, instead_of: Made | None = None
+    ) -> Made | Ladder:
         started_s = now_s()
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
@@ -189,22 +239,40 @@ class FittedForward(PlannedForward):
                 ladder = self._ladder(to_plan, self._pressure, device, costs, started_s)
                 self._tell(reason)
                 return ladder
-            solution = self._solved(to_plan, costs, started_s)
+            if instead_of is not None:
+                to_plan = replace(to_plan, losses=to_plan.losses[:1])
+            fitted, loss = self._solved(to_plan, costs, started_s, instead_of)
+        solution = fitted.solution
         if solution.schedule is None:
             raise nothing_fits(name, solution)
-        self._tell(reason)
-        return self._program(to_plan.step, solution)
+        if instead_of is None:
+            self._tell(reason)
+        else:
+            tell(instead_of.line_for(fitted, loss))
+        program = self._program(to_plan.step, solution)
+        return Made(self.kind(call), program, fitted, loss, to_plan.outputs, costs)
 
-    def _solved(self, to_plan: StepToPlan, costs: CostModel, started_s: float) -> Solution:
-        """The answer, which is kept if it is a plan."""
-        known = [KnownPlan.of(each.solution) for each in self._own_plans if not each.reused]
-        found = to_plan.planned(known)
+    def _solved(
+        self,
+        to_plan: StepToPlan,
+        costs: CostModel,
+        started_s: float,
+        instead_of: Made | None = None,
+    ) -> tuple[Fitted, LossBytes | None]:
+        """The answer, which is kept if it is a plan, and the loss that it counts."""
+        outdated = instead_of or self._outdated
+        old = None if outdated is None else outdated.fitted
+        plans = [each for each in self._own_plans if not each.reused and each is not old]
+        known = [KnownPlan.of(each.solution) for each in plans]
+        found, loss = to_plan.planned(known if instead_of is None else [])
         finish_measuring(costs)  # after planning, which may measure ops of other variants
-        if found.solution.schedule is not None:
-            took_s = now_s() - started_s
-            fitted = Fitted(found.solution, to_plan.notes, found.reused, took_s=took_s)
+        notes = (*(() if loss is None else (loss.note,)), *to_plan.notes)
+        fitted = Fitted(found.solution, notes, found.reused, took_s=now_s() - started_s)
+        if found.solution.schedule is not None and instead_of is None:
             self._own_plans.append(fitted)
-        return found.solution
+        elif found.solution.schedule is not None and instead_of is not None:
+            self._own_plans[self._own_plans.index(instead_of.fitted)] = fitted
+        return fitted, loss
 
     def _ladder(
         self,
@@ -222,7 +290,7 @@ class FittedForward(PlannedForward):
             within = f"planning {title} within {format_size(available_bytes)}..."
             with nullcontext() if ladder.is_empty else telling_in_lines(within):
                 since_s = started_s if ladder.is_empty else now_s()
-                solution = self._solved(of_it, costs, since_s)
+                solution = self._solved(of_it, costs, since_s)[0].solution
             if solution.schedule is None:
                 return solution
             return Rung(solution, self._program(of_it.step, solution, tighter=ladder.tighter))
@@ -295,16 +363,22 @@ class FittedForward(PlannedForward):
         always = self._pressure is not None
         if not held_bytes:  # the step that runs again is given what the first pass has kept
             held_bytes = kept_bytes(step.captured, device, always=always)
-        loss = loss_outside(step.captured, device, self.options)
+        captured = step.captured
+        outputs = tuple(captured.outputs[i].meta["val"] for i in captured.gradient_outputs)
+        returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
+        losses: tuple[LossBytes, ...] = ()  # the model returns it
+        if not returns_loss or self.options.loss_outputs is not None:
+            losses = self._loss.choices(outputs, device, is_watched=not always)
         beside = Beside.of(
             self._model, whole, self._optimizers, costs, buckets=buckets, kept_bytes=held_bytes
         )
         return StepToPlan(
             step,
             beside,
-            loss,
+            losses,
+            outputs,
             request,
-            notes=(*(() if loss is None else (loss.note,)), *self._notes(step, buckets)),
+            notes=notes_on(step, buckets, self._optimizers, is_first=not self._own_plans),
             keeps_gradients=always,
         )
 
@@ -328,20 +402,6 @@ class FittedForward(PlannedForward):
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:
         loss_outputs = self.options.loss_outputs
         return gradient_outputs(output, reached=self._reached, loss_outputs=loss_outputs)
-
-    def _notes(self, step: CapturedStep, buckets: Buckets | None) -> tuple[str, ...]:
-        """On what a user may not expect to be counted, or not to be."""
-        notes = list(step.graph.meta.notes)
-        if not self._optimizers:
-            notes.append("the optimizer's state is not counted: pass optimizer= to count it")
-            if not self._own_plans:
-                warnings.warn(f"fit: {notes[-1]}", stacklevel=2)
-        if buckets is not None and buckets.separate_bytes:
-            notes.append(
-                f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; with "
-                "gradient_as_bucket_view=True the gradients would live in them"
-            )
-        return tuple(notes)
 
     def _whole_model(self) -> nn.Module:
         return (self._whole and self._whole()) or self._model

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from graphs.graph import Graph
 from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
@@ -16,13 +18,17 @@ from solver.methods import KnownPlan
 from solver.schedule import Request
 from solver.sizes_deadlines_progress import format_both
 
+_SHARE_OF_FIRST = 0.05
+"""Of the time limit, for a plan with the reserve of a first step, which is made anew afterwards."""
+
 
 @dataclass(frozen=True)
 class StepToPlan:
     """step: the module's own, without rewrites.
 
     beside: what else is on the device.
-    loss: outside of the model (None: the model returns it).
+    losses: how one outside of the model is counted, the first that fits (none: it is inside).
+    outputs: those that get a gradient.
     request: budget and options.
     notes: sentences on what is counted and what is not.
     keeps_gradients: whether the gradients of the outputs are held to the end of the step, which may
@@ -31,7 +37,8 @@ class StepToPlan:
 
     step: CapturedStep
     beside: Beside
-    loss: LossBytes | None
+    losses: tuple[LossBytes, ...]
+    outputs: tuple[torch.Tensor, ...]
     request: Request
     notes: tuple[str, ...]
     keeps_gradients: bool
@@ -41,29 +48,39 @@ class StepToPlan:
         budget_bytes = available_bytes + self.request.reserve_bytes
         return replace(self, request=replace(self.request, budget_bytes=budget_bytes))
 
-    def planned(self, known: Sequence[KnownPlan]) -> NewPlan:
-        """The fastest plan that is found. known: plans of the same module."""
-        found = self._planned(self.loss, known)
-        if found.solution.schedule is not None or self.loss is None or not self.loss.held:
-            return found
-        least = self._planned(self.loss.without_held, known)
-        if least.solution.schedule is None:
-            return found
-        warnings.warn(
-            f"fit: the budget holds only for a loss that keeps nothing while the model's backward "
-            f"pass runs: targets as large as the outputs, and the value of mse_loss, take up to "
-            f"{format_both(self.loss.held)} more (loss_reserve= says what the loss takes)",
-            stacklevel=2,
-        )
-        return least
+    def planned(self, known: Sequence[KnownPlan]) -> tuple[NewPlan, LossBytes | None]:
+        """The fastest plan that is found, and the loss that it counts.
+
+        known: plans of the same module.
+        """
+        if not self.losses:
+            return self._planned(None, known), None
+        for loss in self.losses:
+            found = self._planned(loss, known)
+            if found.solution.schedule is not None:
+                break
+        most_held = self.losses[0].held
+        if found.solution.schedule is not None and most_held and not loss.held:
+            warnings.warn(
+                f"fit: the budget holds only for a loss that keeps nothing while the model's "
+                f"backward pass runs: targets as large as the outputs, and the value of mse_loss, "
+                f"take up to {format_both(most_held)} more (loss_reserve= says what the loss "
+                "takes)",
+                stacklevel=2,
+            )
+        return found, loss
 
     def _planned(self, loss: LossBytes | None, known: Sequence[KnownPlan]) -> NewPlan:
+        request = self.request
+        if loss is not None and loss.is_cautious:
+            request = replace(request, time_limit_s=_SHARE_OF_FIRST * request.time_limit_s)
+
         def whole(graph: Graph) -> Graph:
             graph = self.beside.around(graph if loss is None else loss.around(graph))
             return _keeping_gradients(graph) if self.keeps_gradients else graph
 
         planned = variants_of(self.request.rewrites)
-        return new_plan(self.step, whole, self.request, planned=planned, known=known)
+        return new_plan(self.step, whole, request, planned=planned, known=known)
 
 
 def _keeping_gradients(graph: Graph) -> Graph:

@@ -67,6 +67,10 @@ class ProgramCache:
         self.programs.append((kind, program))
         del self.programs[: -self._n_kept]
 
+    def drop(self, program: StepProgram) -> None:
+        """The next call of its kind needs another."""
+        self.programs = [each for each in self.programs if each[1] is not program]
+
 
 class PlannedForward(ReplacedForward):
     """Keeps one program for each kind of call; calls that are not planned run the module's own.

@@ -28,7 +28,7 @@ from graphs.graph import Graph, GraphError
 from solver.cli import explain, outputs
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.largest_batch import maximised, size_notes
-from solver.cli.model_file import LoadError, SizeError
+from solver.cli.model_file import CONFIGURATION, LoadError, SizeError
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.cli.reading_arguments import parse
@@ -186,7 +186,8 @@ def _run(arguments: Arguments, watch: Watch) -> int:
         with ctrl_c_ends_searches() as interrupt:  # what has been found is saved in any case
             if arguments.largest is not None:
                 problem, search = maximised(arguments, problem, progress)
-                report = _of_largest(problem, search, progress)
+                is_configuration = arguments.problem.startswith(CONFIGURATION)
+                report = _of_largest(problem, search, progress, knows_longest=is_configuration)
             else:
                 report = _plan(arguments, problem, progress)
             report = _saved(arguments, report)
@@ -306,7 +307,9 @@ def _report(
     )
 
 
-def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Report:
+def _of_largest(
+    problem: Problem, search: SizeSearch, progress: Progress, *, knows_longest: bool
+) -> Report:
     """The report of the largest size that fits, or of the smallest if none does."""
     chosen = search.largest or search.candidates[0]
     solution, unexplained = _explained(chosen.solution, progress)
@@ -315,7 +318,7 @@ def _of_largest(problem: Problem, search: SizeSearch, progress: Progress) -> Rep
     return _report(
         problem,
         [solution],
-        notes=[*notes, *size_notes(search)],
+        notes=[*notes, *size_notes(search, knows_longest=knows_longest)],
         advice=advise(solution, reader=OF_THE_COMMAND),
         interrupted=search.interrupted or unexplained,
         sizes=search,

@@ -31,7 +31,7 @@ from solver.plan_analysis import (
     step_bytes_for,
     why_recomputed,
 )
-from solver.reporting import part, stall_rows, terminal, trip_rows
+from solver.reporting import copies_title, part, stall_rows, terminal, trip_rows
 from solver.schedule import OPTIMAL_GAP, Solution
 from solver.sizes_deadlines_progress import (
     counted,
@@ -138,7 +138,7 @@ def _sections(found: Explanation, name: str) -> Iterator[RenderableType]:
     if found.recomputed:
         yield from (terminal.heading("Recomputed"), terminal.pairs(_recomputed_rows(found)))
     if (found_copies := copies(solution)) is not None:
-        yield terminal.heading("Copies to the host")
+        yield terminal.heading(copies_title(solution))
         yield terminal.pairs(_copy_rows(found_copies, solution))
     if found.op is not None:
         yield from (

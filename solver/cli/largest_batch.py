@@ -76,14 +76,14 @@ def maximised(
     return problems[chosen.size], search
 
 
-def size_notes(search: SizeSearch) -> Iterator[str]:
-    """Sentences for the report."""
+def size_notes(search: SizeSearch, *, knows_longest: bool) -> Iterator[str]:
+    """Sentences for the report. knows_longest: what the model cannot take is refused."""
     if late := [str(c.size) for c in search.candidates if c.solution.timed_out]:
         yield f"The time limit ended the search for size {', '.join(late)}."
     if search.refused:
         size, reason = search.refused[0]
         yield f"Size {size} could not be traced: {reason}."
-    if search.size == "seq_length" and search.largest is not None:
+    if search.size == "seq_length" and search.largest is not None and not knows_longest:
         yield (
             "Tracing does not check whether the model supports sequences of this length: its table "
             "of positions may be shorter."

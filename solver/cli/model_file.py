@@ -145,7 +145,13 @@ class ModelFile:
             if not parameters:
                 raise LoadError(f"{self.source}: no parameter of the model requires a gradient")
             return torch.optim.AdamW(parameters)
-        optimizer = self._call("get_optimizer", {}, model)
+        try:
+            optimizer = self._call("get_optimizer", {}, model)
+        except LoadError as error:
+            if not isinstance(error.__cause__, TypeError | AttributeError):
+                raise
+            what = "it is called with the model, whose parameters are model.parameters()"
+            raise LoadError(f"{error}; {what}") from error
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise self._returned("get_optimizer(model)", optimizer, "a torch.optim.Optimizer")
         return optimizer

@@ -1,6 +1,6 @@
 """Reports (terminal, JSON, HTML page), and plots in `plot`."""
 
-from solver.reporting.copy_rows import stall_rows, trip_rows
+from solver.reporting.copy_rows import copies_title, stall_rows, trip_rows
 from solver.reporting.html import write_page
 from solver.reporting.report_data import (
     Report,

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from solver.plan_analysis import Copies, Stall, Trip
 from solver.reporting.rows import Row, Table
+from solver.schedule import Solution
 from solver.sizes_deadlines_progress import (
     counted,
     describe_op,
@@ -23,6 +24,12 @@ N_STALLS = 4
 N_COLUMNS = 54
 LEVELS = " .-+#"
 """Of a column of the timeline: nothing, up to a quarter, half, three quarters, more."""
+
+
+def copies_title(solution: Solution) -> str:
+    """Where the plan copies to."""
+    on_disk = solution.simulation is not None and solution.simulation.disk_peak_bytes
+    return "Copies to the host and the disk" if on_disk else "Copies to the host"
 
 
 def stream_table(found: Copies) -> Table:

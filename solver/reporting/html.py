@@ -105,7 +105,7 @@ def _sections(report: Report, command: str) -> Iterator[str]:
     if found is not None:
         yield _section(
             "Verification",
-            _status("passed" if found.passed else "FAILED"),
+            _status("passed" if found.headline == "passed" else "FAILED", text=found.headline),
             _table(verification_rows.verification_table(found)),
             _list(verification_rows.verification_rows(found, reader=report.reader)),
         )
@@ -120,7 +120,7 @@ def _copies(solution: Solution) -> Iterator[str]:
     """The streams and what is on the host, of a plan with copies."""
     if (found := copies(solution)) is not None:
         yield _section(
-            "Copies to the host",
+            copy_rows.copies_title(solution),
             _table(copy_rows.stream_table(found)),
             _list(copy_rows.stall_rows(found)),
             _table(copy_rows.trip_table(found)),
@@ -181,8 +181,9 @@ def _section(title: str, *parts: str) -> str:
     return "\n".join([f"<h2>{_text(title)}</h2>", *parts])
 
 
-def _status(status: str, reason: str = "") -> str:
-    return f'<p class="{status}">{_text(status + reason)}</p>'
+def _status(status: str, reason: str = "", *, text: str = "") -> str:
+    """text: in place of the status, in its colour."""
+    return f'<p class="{status}">{_text((text or status) + reason)}</p>'
 
 
 def _figure(draw: Callable[[float], Axes], name: str, label: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +34,25 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """n_text: leading columns that are text; the others are numbers. bold: index of a row."""
+    """n_text: leading columns that are text; the others are numbers. bold: index of a row.
+
+    spare: heads of columns that a narrow terminal goes without, the first to go first.
+    """
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     n_text: int = 1
     bold: int | None = None
+    spare: tuple[str, ...] = ()
+
+    def without(self, head: str) -> Table:
+        """The same without that column."""
+        at = self.heads.index(head)
+        rows = tuple(row[:at] + row[at + 1 :] for row in self.rows)
+        spare = tuple(each for each in self.spare if each != head)
+        return dataclasses.replace(
+            self, heads=self.heads[:at] + self.heads[at + 1 :], rows=rows, spare=spare
+        )
 
 
 def step_name(graph: Graph) -> str:
@@ -359,4 +373,5 @@ def method_table(report: Report) -> Table:
         rows.append((solution.method, solution.status, *peak_and_overhead(solution), *figures))
     rows += [(method, "refused", *[""] * len(titles)) for method, _ in report.refused]
     bold = report.solutions.index(report.best)
-    return Table(("method", "status", *titles), tuple(rows), n_text=2, bold=bold)
+    spare = ("gap", "recomputed", "solve time")
+    return Table(("method", "status", *titles), tuple(rows), n_text=2, bold=bold, spare=spare)

@@ -38,9 +38,9 @@ def size_rows(search: SizeSearch) -> Iterator[Row]:
     limit = "" if beyond is None else f"; for {beyond.size} {misfit_text(beyond)}"
     yield "largest", f"{largest.size}{limit}"
     if saturated is not None and saturated.rate_per_s and largest.rate_per_s:
-        text = saturation_text(search)
-        text += f", {saturated.rate_per_s:.4g} {RATE_UNITS[search.size]}"
-        if saturated.size != largest.size:
+        rate = f"{saturated.rate_per_s:.4g} {RATE_UNITS[search.size]}"
+        text = f"{saturation_text(search)}, {rate}"
+        if text and saturated.size != largest.size:
             text += f"; {largest.rate_per_s:.4g} at {largest.size}"
         yield "throughput", text
 
@@ -56,8 +56,11 @@ def misfit_text(candidate: Candidate) -> str:
 
 
 def saturation_text(search: SizeSearch) -> str:
-    """The size from which on larger ones are no faster; "" if nothing fits."""
+    """The size from which on larger ones are no faster, if it is not the largest that fits: up to
+    that one throughput has grown, and where that ends is not known. "" if nothing fits."""
     if search.saturation is None:
         return ""
-    name = "batch" if search.size == "batch_size" else "length"
-    return f"saturates at {name} {search.saturation.size}"
+    size = f"{'batch' if search.size == 'batch_size' else 'length'} {search.saturation.size}"
+    if search.saturation == search.largest:
+        return f"highest at {size}, the largest with a plan"
+    return f"saturates at {size}"

@@ -71,7 +71,7 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     yield heading("Answer", answer.status, STYLE_OF_STATUS.get(answer.status, FAILED))
     yield pairs(rows.answer_rows(report))
     if (found_copies := copies(answer)) is not None:
-        yield heading("Copies to the host")
+        yield heading(copy_rows.copies_title(answer))
         yield _table(copy_rows.stream_table(found_copies), console)
         yield pairs(copy_rows.stall_rows(found_copies))
         yield pairs(copy_rows.timeline_rows(found_copies))
@@ -95,8 +95,8 @@ def _verification(report: Report, console: Console) -> Iterator[RenderableType]:
     """The section on the step that was run; nothing where none was."""
     found = report.verification
     if found is not None:
-        style = "bold green" if found.passed else FAILED
-        yield heading("Verification", "passed" if found.passed else "FAILED", style)
+        style = "bold green" if found.headline == "passed" else FAILED
+        yield heading("Verification", found.headline, style)
         yield _table(verification_rows.verification_table(found), console)
         yield pairs(verification_rows.verification_rows(found, reader=report.reader))
     if report.verify_error:
@@ -121,9 +121,11 @@ def pairs(named: Iterable[tuple[str, str]]) -> RenderableType:
 
 
 def _table(shown: rows.Table, console: Console) -> RenderableType:
-    """Text columns stay whole; on a narrow terminal numbers fold between figure and unit."""
+    """Text columns stay whole. On a narrow terminal spare columns are left out; then numbers fold
+    between figure and unit.
+    """
 
-    def drawn(n_spaces: int) -> Padding:
+    def drawn(shown: rows.Table, n_spaces: int) -> Padding:
         table = Table(box=None, padding=(0, n_spaces, 0, 0), header_style="dim", pad_edge=False)
         for index, head in enumerate(shown.heads):
             if index < shown.n_text:
@@ -137,5 +139,8 @@ def _table(shown: rows.Table, console: Console) -> RenderableType:
         return Padding(table, (0, 0, 0, 2))
 
     unbounded = console.options.update(max_width=1000)
-    wide = drawn(2)
-    return wide if console.measure(wide, options=unbounded).maximum <= console.width else drawn(1)
+    for n_spaces in (2, 1):
+        wide = drawn(shown, n_spaces)
+        if console.measure(wide, options=unbounded).maximum <= console.width:
+            return wide
+    return _table(shown.without(shown.spare[0]), console) if shown.spare else wide

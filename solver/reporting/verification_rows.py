@@ -24,6 +24,11 @@ _WHY_BELOW = (
     "tensors of their own, or workspace that kernels of this machine do not take"
 )
 
+_WHY_OTHER = (
+    "the prediction is for {card}, with the workspaces, rounding and operators of that card: only "
+    "the results are verified here, and the plan's peak there"
+)
+
 
 def verification_table(found: Verification) -> Table:
     """Predicted and measured peak and step time, with the plan and without."""
@@ -58,9 +63,11 @@ def verification_rows(found: Verification, *, reader: Reader) -> Iterator[Row]:
         yield "allocator", text
     for line in found.warnings:
         yield "WARNING", line
-    if found.has_peak_above:
+    if found.planned_for and found.warnings:
+        yield "", _WHY_OTHER.format(card=found.planned_for)
+    elif found.has_peak_above:
         yield "", _WHY_ABOVE.format(measured=reader.measured)
-    if found.has_peak_below:
+    if found.has_peak_below and not found.planned_for:
         yield "", _WHY_BELOW
     if not found.differences:
         gradients = counted(found.n_gradients, "gradient")

@@ -93,10 +93,20 @@ class Solution:
         return (
             f"Solution({asked}: peak {format_size(self.simulation.peak_bytes)}, "
             f"without checkpointing {format_size(self.baseline.peak_bytes)}; "
+            f"{self._copied_text}"
             f"overhead {_plain(self.overhead)}, "
             f"proven at least {_plain(self.lower_bound_overhead)}; "
             f"{counted(self.simulation.n_recomputed, 'op')} recomputed)"
         )
+
+    @property
+    def _copied_text(self) -> str:
+        """ "at most 1.20 GB on the host, 3.00 GB on the disk; "; "" without copies."""
+        assert self.simulation is not None
+        host, disk = self.simulation.host_peak_bytes, self.simulation.disk_peak_bytes
+        there = [f"{format_size(host)} on the host"] if host else []
+        there += [f"{format_size(disk)} on the disk"] if disk else []
+        return f"at most {', '.join(there)}; " if there else ""
 
     @property
     def proven_infeasible(self) -> bool:

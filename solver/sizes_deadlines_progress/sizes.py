@@ -55,7 +55,8 @@ def parse_budget(
     if reserve_bytes >= budget_bytes:
         raise BudgetError(
             f"the reserve of {format_both(reserve_bytes)} leaves nothing of the budget of "
-            f"{format_both(budget_bytes)}; give a larger budget or a smaller reserve"
+            f"{format_both(budget_bytes)}; give a larger budget or a smaller reserve: --reserve 0 "
+            "(in Python reserve=0) leaves all of it to the step, and nothing to the CUDA context"
         )
     return budget_bytes, reserve_bytes
 

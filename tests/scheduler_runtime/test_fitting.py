@@ -176,7 +176,11 @@ def test_accumulated_gradients_are_planned_for_when_they_are_there() -> None:
     assert all(map(torch.equal, expected, got))
     fresh, accumulating = (plan.solution for plan in plans_of(fitted))
     gradients_bytes = sum(p.nbytes for p in fitted.parameters())
-    assert accumulating.graph.resident_bytes == fresh.graph.resident_bytes + gradients_bytes
+    resident = [
+        sum(t.size_bytes for t in each.graph.resident if t.name != "loss.held")
+        for each in (fresh, accumulating)
+    ]
+    assert resident[1] == resident[0] + gradients_bytes
 
 
 def test_several_optimizers_are_counted_together() -> None:
@@ -207,8 +211,9 @@ def test_the_reserve_of_a_loss_outside_is_kept_and_can_be_named() -> None:
         (loss,) = (node for node in graph.nodes if node.phase == "outside")
         held = sum(t.size_bytes for t in graph.resident if t.name == "loss.held")
         reserved.append((loss.workspace_bytes, held))
-    two_bytes = 2 * output.numel() * 4
-    assert reserved == [(0, 0), (0, two_bytes), (10**6 - two_bytes, two_bytes)]
+    one_bytes = output.numel() * 4
+    two_bytes = 2 * one_bytes
+    assert reserved == [(0, 0), (3 * one_bytes, two_bytes), (10**6 - two_bytes, two_bytes)]
 
 
 class TwoHeads(nn.Module):
@@ -422,10 +427,11 @@ def test_a_copy_plans_for_itself() -> None:
 
 @pytest.mark.slow
 def test_shorter_calls_are_planned_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits and budget hold; a longer call than planned is searched for, once."""
+    """Bits and budget hold; a longer call than planned is searched for, once. The second call is
+    that of the first, whose plan is made anew for the loss."""
     plain = tower()
     fitted = copy.deepcopy(plain)
-    batches = [numbers(n) for n in (512, 480, 509, 64, 600, 590, 512)]
+    batches = [numbers(n) for n in (512, 512, 480, 509, 64, 600, 590, 512)]
     optimizer = adamw(fitted.parameters())
     budget = budget_for(plain, batches[0], 0.7, **FIRST)
     fit(fitted, budget=budget, optimizer=optimizer)
@@ -436,7 +442,7 @@ def test_shorter_calls_are_planned_without_a_search(monkeypatch: pytest.MonkeyPa
     assert all(map(torch.equal, expected, got))
     plans = plans_of(fitted)
     assert [plan.reused for plan in plans] == [False, True, True, True, False, True]
-    assert len(searched) == 2
+    assert len(searched) == 3
     for plan in plans:
         assert plan.solution.simulation is not None
         assert plan.solution.simulation.peak_bytes <= budget

@@ -82,6 +82,11 @@ def test_compile(form: str) -> None:
         (3, TypeError, "optimizer is an object of type int; give the torch.optim.Optimizer"),
         (lambda _parameters: 3, TypeError, r"what optimizer\(parameters\) returned is an object"),
         (lambda: SGD, TypeError, "takes 0 positional arguments"),
+        (
+            lambda model: SGD(model.params(), 0.1),
+            TypeError,
+            r"with one argument, the list of trainable parameters or the model, and returns the",
+        ),
     ],
 )
 def test_what_is_no_optimizer(given: Any, error: type[Exception], why: str) -> None:

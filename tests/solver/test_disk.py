@@ -10,7 +10,7 @@ from solver.cli.command import main
 from solver.plan_analysis import copies
 from solver.reporting.copy_rows import trip_table
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate
-from solver.sizes_deadlines_progress import BudgetError
+from solver.sizes_deadlines_progress import BudgetError, format_size
 from solver.solving.disk import disk_behind
 from tests.support.command import failed
 from tests.support.nets import residual
@@ -103,11 +103,13 @@ def test_the_command_says_what_is_on_the_disk(tmp_path: Path, capsys) -> None:
     assert main([*options, "-o", schedule, "--plot", drawn, path]) == 0
     printed = capsys.readouterr().out
     assert "500.0 GB (465.66 GiB), 90.00 TB/s out, 100.0 TB/s in," in " ".join(printed.split())
-    section = printed[printed.index("Copies to the host") :]
+    section = printed[printed.index("Copies to the host and the disk") :]
     assert "host to disk" in section
     assert "disk to host" in section
     assert "\n  on the disk" in section
     solution = Solution.load(schedule, graph=NET)
+    assert " on the host, " in repr(solution)
+    assert f"{format_size(solution.simulation.disk_peak_bytes)} on the disk; " in repr(solution)
     found = copies(solution)
     assert found is not None
     assert any("from the disk" in row for row in trip_table(found).rows)

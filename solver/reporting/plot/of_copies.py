@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from matplotlib.axes import Axes
 
 from solver.plan_analysis import Copies, Stream
+from solver.reporting.copy_rows import copies_title
 from solver.reporting.plot import style
 from solver.schedule import Event, Solution
 from solver.sizes_deadlines_progress import format_size, format_time
@@ -50,7 +51,7 @@ def streams(solution: Solution, found: Copies, axes: Axes, *, s_per_unit: float)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(-0.6, len(rows) + 0.6)
     stalls = f"{format_time(solution.simulation.stall_s)} of it not hidden"
-    style.finish(axes, f"Copies to the host during the computation; {stalls}")
+    style.finish(axes, f"{copies_title(solution)} during the computation; {stalls}")
     axes.grid(visible=False)
     return axes
 

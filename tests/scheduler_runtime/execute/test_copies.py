@@ -473,10 +473,10 @@ def spilling(tmp_path: Path) -> tuple[nn.Module, nn.Module, torch.Tensor, Soluti
 
 
 def test_a_disk_needs_a_directory(tmp_path: Path) -> None:
-    _, planned, batch, solution = spilling(tmp_path)
-    apply(planned, solution)
+    _, planned, _, solution = spilling(tmp_path)
     with pytest.raises(ValueError, match="to a disk: name a directory there, apply"):
-        planned(batch)
+        apply(planned, solution)
+    assert "forward" not in vars(planned)
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:

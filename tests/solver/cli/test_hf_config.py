@@ -203,6 +203,7 @@ def test_the_longest_sequence_is_that_of_one_sample_and_within_the_table(tmp_pat
     report = json.loads(capsys.readouterr().out)
     assert report["problem"].endswith("(GPT2LMHeadModel, seq length 32, batch size 1)")
     assert any("exceeds max_position_embeddings=32" in note for note in report["notes"])
+    assert not any("table of positions may be shorter" in note for note in report["notes"])
 
 
 @pytest.mark.slow

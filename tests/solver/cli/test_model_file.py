@@ -259,6 +259,11 @@ def test_measured_costs_are_of_this_machine(model_file, capsys):
             "def get_optimizer(model): return torch.optim.SGD(model.parameters(), lr=-1)",
             "ValueError: Invalid learning rate: -1 (in get_optimizer)",
         ),
+        (
+            (),
+            "def get_optimizer(parameters): return torch.optim.AdamW(parameters)",
+            "it is called with the model, whose parameters are model.parameters()",
+        ),
     ],
 )
 def test_a_model_file_that_fails(changes, add, reason, model_file, capsys):

@@ -23,7 +23,7 @@ from solver.plan_analysis.largest_batch import (
 )
 from solver.reporting import plot
 from solver.reporting.report_data import Report, to_json
-from solver.reporting.size_rows import size_rows
+from solver.reporting.size_rows import saturation_text, size_rows
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
@@ -154,6 +154,11 @@ def test_where_more_stops_paying():
     best = max(rates.values())
     assert found.saturation is not None
     assert found.saturation.size == min(n for n, rate in rates.items() if rate >= 0.99 * best)
+    assert "saturates at" in saturation_text(found)
+    fits = [c for c in found.candidates if c.size <= found.saturation.size]
+    growing = SizeSearch("batch_size", (*fits, found.candidates[-1]))
+    words = f"highest at batch {found.saturation.size}, the largest with a plan"
+    assert dict(size_rows(growing))["throughput"].startswith(words)
     some = found.candidates[0]
     assert some.rate_per_s == pytest.approx(1 / sum(node.time_s for node in batch_of(1).nodes))
 

@@ -364,7 +364,10 @@ def test_a_verification_prints_readably():
     found = verified()
     assert repr(found) == str(found)
     assert str(found).splitlines() == [
-        "Verification passed: bitwise identical",
+        (
+            "Verification passed, WARNING; peak with the plan 3.23 % above the prediction; bitwise "
+            "identical"
+        ),
         "  plan         peak 3.20 GB measured, 3.10 GB predicted",
         "  baseline     peak 5.30 GB measured, 5.20 GB predicted",
         "  budget       4.00 GB available",
@@ -387,7 +390,9 @@ def test_measured_peaks_that_are_not_the_predicted_ones_are_warnings(planned):
     )
     assert close.warnings == ()
     assert "WARNING" not in shown(report_of(planned, verification=close))
+    assert close.headline == "passed"
     found = dataclasses.replace(close, measured_peak_bytes=3_720_000_000)
+    assert "passed, WARNING; peak with the plan 20.00 % above the prediction" in found.line
     text = " ".join(shown(report_of(planned, verification=found)).split())
     above = "with the plan the measured peak is 3.72 GB, 20.00 % above the predicted 3.10 GB"
     assert f"WARNING {above} above: likely workspace" in text
@@ -406,8 +411,17 @@ def test_measured_peaks_that_are_not_the_predicted_ones_are_warnings(planned):
         above,
         below,
     ]
+    words = "Verification passed, WARNING; peak with the plan 20.00 % above the prediction; peak "
+    assert words + "without the plan 20.00 % below the prediction" in text
     small = dataclasses.replace(verified(), measured_peak_bytes=60_000, predicted_peak_bytes=50_000)
     assert len(small.warnings) == 0  # what a peak is measured to
+
+
+def test_peaks_of_another_device_have_that_as_the_reason(planned):
+    found = dataclasses.replace(verified(), planned_for="NVIDIA H100")
+    text = " ".join(shown(report_of(planned, verification=found)).split())
+    assert "the prediction is for NVIDIA H100, with the workspaces" in text
+    assert "above: likely" not in text
 
 
 def test_a_step_that_was_predicted_to_fit_without_the_plan_and_does_not_has_failed(planned):

@@ -1,0 +1,166 @@
+"""What a loss that the training computes takes: its operators are watched in one step.
+
+A dispatch mode sees them from the end of the model's forward pass until the first gradient of an
+output arrives. Then it does nothing more, and is taken off in the training's own thread, at the
+optimizer's step or the next forward pass: one that is taken off within a backward pass comes back
+after it, since the engine restores the state of the thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from graphs.calls import nested, same_strides
+from graphs.costs import CostModel, Measured, OpCall
+from scheduler_runtime.execute import is_made_by_program
+from scheduler_runtime.fitting.loss_outside import LossSeen
+
+Arrived = Callable[[LossSeen, Sequence[bool]], None]
+"""Is told what was seen, and which of the outputs have got a gradient."""
+
+
+class LossWatch(TorchDispatchMode):
+    """Watches until the outputs' gradients arrive, or until it is ended."""
+
+    def __init__(
+        self, costs: CostModel, device: torch.device, known: Iterable[torch.Tensor]
+    ) -> None:
+        """known: tensors that the plan counts already. costs: for the workspace of operators."""
+        super().__init__()
+        self._costs = costs.roofline if isinstance(costs, Measured) else costs
+        self._device = device
+        self._arrived: Arrived | None = None
+        self._known: set[int] = set()
+        self._made: dict[int, int] = {}  # storage -> its bytes
+        self._read: dict[int, int] = {}
+        self._taken_bytes = self._peak_bytes = 0
+        self._is_on = False
+        self._hooks: list[Any] = []
+        for tensor in known:
+            self._add(tensor)
+
+    def begin(self, output: Any, arrived: Arrived) -> bool:
+        """Watch what happens to the output of a planned forward pass; False: that cannot be.
+
+        Not inside of other modes than these: the top one is taken off when one of them ends.
+        """
+        while (stack := _get_current_dispatch_mode_stack()) and (top := _over(stack[-1])):
+            top.end()  # of a model that was not called again
+        made = [t for t in nested.tensors(output) if is_made_by_program(t)]
+        if not made or not all(isinstance(each, LossWatch) for each in stack):
+            return False
+        for tensor in nested.tensors(output):
+            self._add(tensor)
+        strides = {t.output_nr: t.stride() for t in made}
+        watch = weakref.ref(self)
+
+        def gradients_are_there(gradients: Sequence[torch.Tensor | None]) -> None:
+            if (found := watch()) is not None:
+                found._end_of_loss(gradients, strides)
+
+        def gradients_are_gone() -> None:
+            if (found := watch()) is not None:
+                found._arrived = None
+
+        def before_optimizer(*_: Any) -> None:
+            if (found := watch()) is not None:
+                found._take_off()
+
+        function: Any = made[0].grad_fn
+        self._function = weakref.ref(function, lambda _gone: gradients_are_gone())
+        self._hooks = [
+            function.register_prehook(gradients_are_there),
+            register_optimizer_step_pre_hook(before_optimizer),
+        ]
+        self._arrived = arrived
+        self.__enter__()
+        self._is_on = True
+        return True
+
+    def end(self) -> bool:
+        """Nothing is watched any more. False: it is still below another mode, and does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._take_off()
+        return not self._is_on
+
+    def _take_off(self) -> None:
+        """Unless another mode is on top of it."""
+        self._arrived = None
+        stack = _get_current_dispatch_mode_stack()
+        if self._is_on and stack and stack[-1] is self:
+            self._is_on = False
+            self.__exit__(None, None, None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if self._arrived is not None:
+            self._count(OpCall(target=func, args=args, kwargs=kwargs or {}, value=value))
+        return value
+
+    def _count(self, call: OpCall) -> None:
+        inputs, outputs = call.inputs(), call.outputs()
+        if not outputs and not call.mutated():
+            return  # it asks for a property
+        for tensor in inputs:
+            if self._add(tensor):
+                storage = tensor.untyped_storage()
+                self._read[storage._cdata] = storage.nbytes()
+        for tensor in outputs:
+            if self._add(tensor):
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = storage.nbytes()
+                self._taken_bytes += storage.nbytes()
+        workspace_bytes = self._costs.cost(call).workspace_bytes
+        self._peak_bytes = max(self._peak_bytes, self._taken_bytes + workspace_bytes)
+
+    def _add(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on a storage of the device that was not known."""
+        if tensor.device != self._device or tensor.layout != torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return False
+        self._known.add(storage._cdata)
+        weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+        return True
+
+    def _gone(self, storage: int) -> None:
+        self._known.discard(storage)
+        self._taken_bytes -= self._made.pop(storage, 0)
+
+    def _end_of_loss(
+        self, gradients: Sequence[torch.Tensor | None], strides: dict[int, tuple[int, ...]]
+    ) -> None:
+        if (arrived := self._arrived) is None:
+            return
+        self._arrived = None
+        here = [(n, each) for n, each in enumerate(gradients) if each is not None]
+        total_bytes = sum(each.nbytes for _, each in here)
+        own = {each.untyped_storage()._cdata for _, each in here} & self._made.keys()
+        copied_bytes = sum(  # the plan's own, in the strides that it was traced with
+            each.nbytes
+            for n, each in here
+            if not same_strides(each.shape, each.stride(), strides.get(n, each.stride()))
+        )
+        peak_bytes = max(self._peak_bytes, self._taken_bytes + copied_bytes) - total_bytes
+        seen = LossSeen(
+            read_bytes=sum(self._read.values()),
+            left_bytes=self._taken_bytes - sum(self._made[each] for each in own),
+            peak_bytes=max(0, peak_bytes),
+            output_bytes=total_bytes,
+        )
+        arrived(seen, [each is not None for each in gradients])
+
+
+def _over(mode: TorchDispatchMode) -> LossWatch | None:
+    return mode if isinstance(mode, LossWatch) and mode._arrived is None else None

@@ -1,0 +1,65 @@
+"""A plan of `fit` in its first step, which shows what a loss outside of the model takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphs.costs import CostModel
+from scheduler_runtime.execute import BoundProgram
+from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
+from scheduler_runtime.fitting.options import Fitted
+from scheduler_runtime.planned import told
+from solver.sizes_deadlines_progress import format_both
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A plan, and what it was made for.
+
+    loss: None where it is in the model. outputs: those that get a gradient.
+    costs: that it was planned with.
+    """
+
+    kind: Any
+    program: BoundProgram
+    fitted: Fitted
+    loss: LossBytes | None
+    outputs: tuple[torch.Tensor, ...]
+    costs: CostModel
+
+    def line_for(self, new: Fitted, loss: LossBytes | None) -> str:
+        """What is told of the plan that takes this one's place."""
+        assert self.loss is not None
+        assert loss is not None
+        line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
+        return (
+            f"{line}: anew, since the loss takes {format_both(loss.reserved)} and "
+            f"{format_both(self.loss.reserved)} were reserved"
+        )
+
+    def exceeds(self, seen: LossSeen) -> str | None:
+        """That the step in which this was seen takes more than the budget; None: it does not."""
+        assert self.loss is not None
+        took, solution = seen.in_first_step, self.fitted.solution
+        available_bytes = solution.request.available_bytes
+        took_bytes = peak_with(solution, self.loss, took)
+        if took_bytes <= available_bytes:
+            return None
+        return (
+            f"fit: the loss takes {format_both(took.reserved)} besides the outputs and their "
+            f"gradients, {format_both(self.loss.reserved)} were reserved: this step takes up to "
+            f"{format_both(took_bytes)}, more than the {format_both(available_bytes)} available. "
+            "The next one is planned for it (loss_reserve= says it beforehand)"
+        )
+
+    def is_outdated(self, seen: LossSeen) -> bool:
+        """Whether later steps need another plan, or can have a faster one."""
+        assert self.loss is not None
+        later, solution = seen.for_outputs(self.outputs), self.fitted.solution
+        if peak_with(solution, self.loss, later) > solution.request.available_bytes:
+            return True
+        is_less = self.loss.is_cautious and later.reserved < self.loss.reserved
+        return is_less and bool(solution.overhead)

@@ -1,0 +1,36 @@
+"""What a plan of `fit` counts and does not, for its user."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from graphs.trace import CapturedStep
+from scheduler_runtime.surroundings import Buckets
+from solver.sizes_deadlines_progress import format_both
+
+
+def notes_on(
+    step: CapturedStep,
+    buckets: Buckets | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    is_first: bool,
+) -> tuple[str, ...]:
+    """On what a user may not expect to be counted, or not to be.
+
+    is_first: of the model's plans; a missing optimizer is then warned of.
+    """
+    notes = list(step.graph.meta.notes)
+    if not optimizers:
+        notes.append("the optimizer's state is not counted: pass optimizer= to count it")
+        if is_first:
+            warnings.warn(f"fit: {notes[-1]}", stacklevel=2)
+    if buckets is not None and buckets.separate_bytes:
+        notes.append(
+            f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; with "
+            "gradient_as_bucket_view=True the gradients would live in them"
+        )
+    return tuple(notes)
