@@ -292,9 +292,16 @@ def _traced_on(
         graph = as_rehearsed(step.graph, rehearsed)
         if outside is not None and loss_layout is not None:
             graph = outside.insert(graph, step.captured, step.layout, loss_layout)
-        if groups is not None:
+        if sharding is not None and groups is not None:
             on_cpu = target.type == "cpu" and not hardware.is_cuda(costs.description)
-            graph = sharded(graph, n_ranks=n_ranks, groups=groups, on_cpu=on_cpu)
+            graph = sharded(
+                graph,
+                n_ranks=n_ranks,
+                groups=groups,
+                on_cpu=on_cpu,
+                n_replicas=sharding.n_replicas,
+                reshard_after_forward=sharding.reshard_after_forward,
+            )
         if optimizer_cost is not None:
             graph = with_optimizer(graph, optimizer_cost)
         graph = with_pipeline(graph, pipeline)

@@ -8,6 +8,9 @@ shard(model, solution, mesh=mesh)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -20,22 +23,23 @@ from solver.schedule import Solution
 def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Module:
     """Call `fully_shard` on the groups that the solution was planned with; returns the model.
 
-    mesh: of one dimension, with as many ranks as were planned for. `fully_shard` is called with its
+    mesh: with as many ranks as were planned for; of two dimensions, (replicas, ranks), for hybrid
+        sharding. `fully_shard` is called with what the plan's `Sharding` says, and else with its
         default options: others change what a rank holds.
 
-    Raises ShardingError: the solution is not for a sharded step, or for another number of ranks;
+    Raises ShardingError: the solution is not for a sharded step, or for another mesh;
     RanksDisagreeError where other ranks have such a solution, or another plan (`on_all_ranks`).
     """
-    if mesh.ndim != 1:
-        raise ShardingError(
-            f"the mesh has the shape {tuple(mesh.shape)}; give one of one dimension"
-        )
-    agreed = on_all_ranks(lambda: _checked(solution, mesh), group=mesh.get_group())
-    sharding = sharding_of(agreed.environment)
+    agree: Callable[[], Solution] = functools.partial(_checked, solution, mesh)
+    for dimension in range(mesh.ndim):  # each rank of a row has heard of all in its column
+        agree = functools.partial(on_all_ranks, agree, group=mesh.get_group(dimension))
+    sharding = sharding_of(agree().environment)
     assert sharding is not None
+    # None: all groups but the root, which is needed again at once
+    reshards = None if sharding.reshard_after_forward else False
     for path in reversed(sharding.groups or ()):  # nested groups before those that contain them
-        fully_shard(model.get_submodule(path), mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(model.get_submodule(path), mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     return model
 
 
@@ -47,9 +51,17 @@ def _checked(solution: Solution, mesh: DeviceMesh) -> Solution:
             "the solution is for a step that is not sharded; solve(model, batch, ..., fsdp=N) "
             "plans for one of N ranks"
         )
-    if mesh.size() != sharding.n_ranks:
+    n_replicas, n_ranks = sharding.n_replicas, sharding.n_ranks
+    wanted = (n_ranks,) if n_replicas == 1 else (n_replicas, n_ranks)
+    if tuple(mesh.shape) != wanted:
         raise ShardingError(
-            f"the mesh has the shape {tuple(mesh.shape)}, and the plan is for {sharding.n_ranks} "
-            f"ranks; solve with fsdp={mesh.size()}, or pass a mesh with {sharding.n_ranks}"
+            f"the mesh has the shape {tuple(mesh.shape)}, and the plan is for {wanted}: one "
+            "dimension of the ranks that share a parameter, and before it one of replicas, if "
+            "there are any (fsdp=Sharding(n_ranks=..., n_replicas=...))"
+        )
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        raise ShardingError(
+            "FSDP2 takes a mesh of two dimensions with their names: init_device_mesh(..., "
+            'mesh_dim_names=("replicate", "shard"))'
         )
     return solution

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +16,29 @@ class ShardingError(ValueError):
 class Sharding:
     """How FSDP2 is applied.
 
-    n_ranks: number of devices.
+    n_ranks: devices that share each parameter.
     groups: paths of the modules that `fully_shard` is called on, in the model's order, before the
         model itself; None: the model's blocks (`graphs.fsdp.module_blocks.default_groups`).
+    n_replicas: hybrid sharding: so many times n_ranks devices, on a mesh of (n_replicas, n_ranks);
+        each shard's gradient is summed over its replicas.
+    reshard_after_forward: False: a group keeps its whole parameters from its forward to its
+        backward pass, and gathers them once.
     """
 
     n_ranks: int
     groups: tuple[str, ...] | None = None
+    n_replicas: int = 1
+    reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.n_ranks, bool) or not isinstance(self.n_ranks, int) or self.n_ranks < 2:
-            raise ShardingError(f"n_ranks is {self.n_ranks!r}; a whole number of at least 2")
+        for name, least in (("n_ranks", 2), ("n_replicas", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ShardingError(f"{name} is {value!r}; a whole number of at least {least}")
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ShardingError(
+                f"reshard_after_forward is {self.reshard_after_forward!r}; True or False"
+            )
         if isinstance(self.groups, str):
             raise ShardingError(f"groups is {self.groups!r}; a sequence of module paths")
         if self.groups is not None:
@@ -38,14 +51,24 @@ def shard_rows(n_rows: int, n_ranks: int) -> int:
 
 
 def sharding_of(environment: Mapping[str, Any]) -> Sharding | None:
-    """The sharding in the environment of a graph or plan; None: the step is not sharded."""
+    """The sharding in the environment of a graph or plan; None: the step is not sharded.
+
+    Raises ShardingError for one that is none.
+    """
     found = environment.get("sharding")
     if not isinstance(found, Mapping):
         return None
-    return Sharding(n_ranks=found.get("n_ranks", 0), groups=tuple(found.get("groups", ())))
+    names = {each.name for each in dataclasses.fields(Sharding)}
+    if not found.keys() <= names:
+        raise ShardingError(f"sharding is {dict(found)!r:.80}; it has the fields of Sharding")
+    return Sharding(**{"n_ranks": 0, **found, "groups": tuple(found.get("groups", ()))})
 
 
 def sharding_words(environment: Mapping[str, Any]) -> str:
     """ "per rank of 8, FSDP2"; "" for a step that is not sharded."""
     sharding = sharding_of(environment)
-    return "" if sharding is None else f"per rank of {sharding.n_ranks}, FSDP2"
+    if sharding is None:
+        return ""
+    replicas = f"{sharding.n_replicas} x " if sharding.n_replicas > 1 else ""
+    kept = "" if sharding.reshard_after_forward else ", parameters kept from forward to backward"
+    return f"per rank of {replicas}{sharding.n_ranks}, FSDP2{kept}"

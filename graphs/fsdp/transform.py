@@ -25,7 +25,7 @@ FSDP2 cannot do; the whole parameters that it would need are then not counted. E
 (`to_torch_checkpoint`) recompute only inside of groups.
 
 Communication takes no time here: most of it is overlapped, and the rest depends on the network.
-Not modelled: MixedPrecisionPolicy and CPU offload, reshard_after_forward other than the default,
+Not modelled: MixedPrecisionPolicy and CPU offload, reshard_after_forward by a number of ranks,
 groups of several modules, `set_requires_gradient_sync(False)`, shard placements other than dim 0,
 and memory that NCCL allocates outside of torch's allocator. What gloo allocates on the CPU is
 counted: a copy of what it gathers, and one of what it reduces.
@@ -46,11 +46,19 @@ GLOO_SCALARS_BYTES = 12
 """gloo divides a sum by the number of ranks, a tensor that it allocates in two dtypes."""
 
 
-def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str], on_cpu: bool = False) -> Graph:
+def sharded(
+    graph: Graph,
+    *,
+    n_ranks: int,
+    groups: Sequence[str],
+    on_cpu: bool = False,
+    **options: Any,
+) -> Graph:
     """The step as one rank runs it; `graph` is a traced step without an optimizer.
 
     groups: paths of modules, in the model's order; the root is added. Those without parameters of
         their own, and those that do not run, have no effect.
+    options: the other fields of `Sharding`.
     on_cpu: the step runs on the CPU, where gloo communicates and FSDP2 pads rows in a copy.
 
     Raises ShardingError for a group that runs several times or not in one piece, a parameter that
@@ -66,7 +74,7 @@ def sharded(graph: Graph, *, n_ranks: int, groups: Sequence[str], on_cpu: bool =
         raise ShardingError(
             f"the graph is sharded already: {sharding_words(graph.meta.environment)}"
         )
-    sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups))
+    sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups), **options)
     return _Transform(graph, sharding, on_cpu).run()
 
 
@@ -77,7 +85,8 @@ class _Transform:
     _flat: group -> the buffer that it was gathered into and not yet copied out of.
     _whole: group -> its whole parameters.
     _gathered: the last buffer of the forward pass.
-    _reduced: the last buffer that gradients were copied into.
+    _reduced: the last buffer that gradients were copied into; and with replicas of accumulated
+        gradients, what they were reduced to.
     _order: the groups in the order in which their forward ended.
     """
 
@@ -89,7 +98,7 @@ class _Transform:
     _flat: dict[str, str] = field(default_factory=dict)
     _whole: dict[str, str] = field(default_factory=dict)
     _gathered: str | None = None
-    _reduced: str | None = None
+    _reduced: tuple[str, ...] = ()
     _order: list[Group] = field(default_factory=list)
     _done: set[str] = field(default_factory=set)
 
@@ -109,7 +118,7 @@ class _Transform:
             if t.name not in self._accumulated
         )
         paths = [group.path for group in self._groups if group.path != ROOT]
-        described = {"n_ranks": self.sharding.n_ranks, "groups": paths}
+        described = {**dataclasses.asdict(self.sharding), "groups": paths}
         outputs = tuple(name for name in graph.outputs if name not in whole_gradients)
         return Graph(
             nodes=tuple(self.nodes),
@@ -129,7 +138,7 @@ class _Transform:
             for group in reversed(self._groups):
                 if group.last == position:
                     self._order.append(group)
-                    if group.path != ROOT:
+                    if group.path != ROOT and self.sharding.reshard_after_forward:
                         whole = self._whole.pop(group.path)
                         self._put("reshard", group.path, "forward", inputs=(whole,))
         if self._gathered is not None:
@@ -164,8 +173,8 @@ class _Transform:
 
     def _post_backward(self, group: Group) -> None:
         self._done.add(group.path)
-        dropped = (self._whole.pop(group.path), *([self._reduced] if self._reduced else []))
-        self._reduced = None
+        dropped = (self._whole.pop(group.path), *self._reduced)
+        self._reduced = ()
         self._put("reshard", group.path, "backward", inputs=dropped)
         trained = [p for p in group.parameters if p.gradient is not None]
         if not trained:
@@ -175,12 +184,17 @@ class _Transform:
         gradients = tuple(p.gradient for p in trained if p.gradient is not None)
         padded_bytes = sum(p.shard_bytes * n_ranks for p in trained if not p.is_even)
         self._put("copy in", group.path, "backward", gradients, (copied,), padded_bytes)
-        self._reduced = copied
+        self._reduced = (copied,)
         name = _gradient_name(group)
         self.tensors.append(Tensor(name, size_bytes, "gradient"))
         copy_bytes = n_ranks * size_bytes + GLOO_SCALARS_BYTES
         self._put("reduce scatter", group.path, "backward", (copied,), (name,), copy_bytes)
+        if self.sharding.n_replicas > 1:
+            copy_bytes = size_bytes + GLOO_SCALARS_BYTES
+            self._put("all reduce", group.path, "backward", (name,), (), copy_bytes)
         if self._accumulated:
+            if self.sharding.n_replicas > 1:  # held until the next group's is there
+                self._reduced = (copied, name)
             resident = f"{name}.accumulated"
             self.tensors.append(Tensor(resident, size_bytes, "gradient"))
             self._put("accumulate", group.path, "backward", (name, resident))

@@ -2,6 +2,7 @@
 
     python -m tests.support.fsdp_ranks 2               # the cases of the tests
     python -m tests.support.fsdp_ranks 4 tied deep     # by hand, on four ranks
+    python -m tests.support.fsdp_ranks 4 hybrid 'hybrid kept'
 
 Each rank prints one line of JSON for each case and plan.
 """
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from examples import gpt2
 from examples.integrations.two_processes import rank_peak_bytes, run, train
+from graphs.fsdp import Sharding
 from graphs.trace import trace
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
@@ -73,15 +75,30 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
     "adapters": (adapters, (0.6,)),
     "wide": (wide, ()),
     "deep": (tied, (0.4,)),
+    "kept": (wide, (0.7,)),
+    "hybrid": (wide, (0.7,)),
+    "hybrid kept": (wide, ()),
 }
-QUICK = ("tied", "frozen", "adapters", "wide")
+KEPT, HYBRID = ("kept", "hybrid kept"), ("hybrid", "hybrid kept")
+"""Whole parameters from forward to backward; two replicas of half of the ranks."""
+QUICK = ("tied", "frozen", "adapters", "wide", "kept")
 """Without those whose plan takes long to be chosen."""
+
+
+def sharding_of_case(case: str, *, n_ranks: int) -> Sharding:
+    n_replicas = 2 if case in HYBRID else 1
+    return Sharding(
+        n_ranks=n_ranks // n_replicas,
+        n_replicas=n_replicas,
+        reshard_after_forward=case not in KEPT,
+    )
 
 
 def plans(case: str, *, n_ranks: int) -> list[Solution]:
     """For the step as it is, and for smaller budgets, by shares of what is not resident."""
     build, shares = CASES[case]
-    graph = trace(build(), gpt2.get_batch(**SIZES), optimizer=torch.optim.AdamW, fsdp=n_ranks)
+    sharding = sharding_of_case(case, n_ranks=n_ranks)
+    graph = trace(build(), gpt2.get_batch(**SIZES), optimizer=torch.optim.AdamW, fsdp=sharding)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     above_bytes = peak_bytes - graph.resident_bytes
     return [
@@ -91,8 +108,13 @@ def plans(case: str, *, n_ranks: int) -> list[Solution]:
 
 
 def work(rank: int, *, n_ranks: int, solutions: dict[str, Sequence[Solution]]) -> None:
-    mesh = init_device_mesh("cpu", (n_ranks,))
+    whole = init_device_mesh("cpu", (n_ranks,))
+    halves = whole
+    if not {*solutions}.isdisjoint(HYBRID):
+        names = ("replicate", "shard")
+        halves = init_device_mesh("cpu", (2, n_ranks // 2), mesh_dim_names=names)
     for case, of_case in solutions.items():
+        mesh = halves if case in HYBRID else whole
         model = CASES[case][0]()
         expected: list[torch.Tensor] = []
         for solution in of_case:

@@ -132,6 +132,52 @@ def test_two_groups_and_the_root_step_by_step():
     ]
 
 
+def test_parameters_that_are_kept_are_gathered_once():
+    """As above; l0 and l1 keep their 16 and 8 bytes from forward to backward."""
+    options = {"n_ranks": N, "groups": ["l0", "l1"]}
+    resharded = held(sharded(layers(4, 2, 6), **options))
+    kept = held(sharded(layers(4, 2, 6), **options, reshard_after_forward=False))
+    gathers = [name for name in kept if "all gather" in name]
+    assert gathers == [f"fsdp: all gather, forward ({path})" for path in ("", "l0", "l1")]
+    assert "fsdp: reshard, forward (l0)" not in kept
+    assert kept["f0"] == resharded["f0"]
+    assert kept["f2"] == resharded["f2"] + 16 + 8
+    root, x = 24, 10
+    assert kept["b2"] == root + 16 + 8 + 3 * x + x + 24  # nothing is in a buffer
+    assert kept["fsdp: reshard, backward ()"] == resharded["fsdp: reshard, backward ()"]
+
+
+def test_replicas_reduce_in_place_and_hold_what_accumulates():
+    one = sharded(layers(4, 2), n_ranks=N, groups=["l0"])
+    two = sharded(layers(4, 2), n_ranks=N, groups=["l0"], n_replicas=2)
+    names = [node.name for node in two.nodes if node.op == "fsdp.all_reduce"]
+    assert names == ["fsdp: all reduce, backward ()", "fsdp: all reduce, backward (l0)"]
+    assert {k: v for k, v in held(two).items() if k not in names} == held(one)
+    on_cpu = sharded(layers(4, 2), n_ranks=N, groups=["l0"], n_replicas=2, on_cpu=True)
+    assert on_cpu.node_by_name[names[1]].workspace_bytes == 8 + GLOO_SCALARS_BYTES
+    assert sharding_of(two.meta.environment) == Sharding(N, ("l0",), n_replicas=2)
+    assert "per rank of 2 x 2, FSDP2" in repr(solve(two, budget="1kB"))
+
+
+def test_a_file_from_before_these_options_has_their_defaults():
+    old = {"sharding": {"n_ranks": 2, "groups": ["a"]}}
+    assert sharding_of(old) == Sharding(2, ("a",))
+    with pytest.raises(ShardingError, match="it has the fields of Sharding"):
+        sharding_of({"sharding": {"n_ranks": 2, "colour": "red"}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n_replicas": 0}, "n_replicas is 0; a whole number of at least 1"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward is 2; True or False"),
+    ],
+)
+def test_options_that_are_none(fields, words):
+    with pytest.raises(ShardingError, match=words):
+        Sharding(2, **fields)
+
+
 def test_a_frozen_group_is_prefetched_and_never_used():
     graph = sharded(layers(4, 2, 2, frozen=1), n_ranks=N, groups=["l0", "l1"])
     flat = "fsdp: gathered, backward (l0)"
@@ -247,7 +293,7 @@ def test_a_plan_for_one_rank_is_reported_and_exported_but_not_applied(tmp_path, 
     with alone() as mesh:
         with pytest.raises(ShardingError, match="step that is not sharded"):
             shard(model, solve(small_gpt2(0.0), batch, budget="1GB"), mesh=mesh)
-        with pytest.raises(ShardingError, match=r"shape \(1,\), and the plan is for 2 ranks"):
+        with pytest.raises(ShardingError, match=r"shape \(1,\), and the plan is for \(2,\)"):
             shard(model, solution, mesh=mesh)
 
 
@@ -289,9 +335,13 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.distributed
-def test_what_two_ranks_hold_is_what_was_predicted():
+@pytest.mark.parametrize(
+    ("n_ranks", "cases"),
+    [(2, ["tied", "frozen", "adapters", "wide", "kept"]), (4, ["hybrid", "hybrid kept"])],
+)
+def test_what_each_rank_holds_is_what_was_predicted(n_ranks, cases):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.fsdp_ranks", str(N)],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.fsdp_ranks", str(n_ranks), *cases],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -300,8 +350,8 @@ def test_what_two_ranks_hold_is_what_was_predicted():
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert {each["case"] for each in found} == {"tied", "frozen", "adapters", "wide"}
-    assert {each["rank"] for each in found} == {0, 1}
+    assert {each["case"] for each in found} == set(cases)
+    assert {each["rank"] for each in found} == set(range(n_ranks))
     for each in found:
         assert each["same"], each
         assert 0.95 * each["predicted_bytes"] <= each["measured_bytes"], each
