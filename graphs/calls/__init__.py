@@ -15,4 +15,10 @@ from graphs.calls.call import (
 )
 from graphs.calls.environment import environment_of
 from graphs.calls.forms import buffer_forms, bytes_by_dtype, input_forms, parameter_forms
+from graphs.calls.local_parts import (
+    distributed_as,
+    is_distributed,
+    is_distributed_class,
+    local_part,
+)
 from graphs.calls.names import tensor_names

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+
+from graphs.calls.local_parts import is_distributed, local_part
 
 
 def parameter_forms(model: nn.Module) -> dict[str, str]:
@@ -38,12 +41,17 @@ def input_forms(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def _form(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if not is_distributed(tensor):
+        return form
+    distributed: Any = tensor
+    (placement,) = distributed.placements
+    return f"{form}, {placement} of {distributed.device_mesh.size()} ranks"
 
 
 def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
     """Bytes of the parameters by dtype name: shown in the advice, never compared."""
     sizes: Counter[str] = Counter()
-    for p in model.parameters():
+    for p in map(local_part, model.parameters()):
         sizes[str(p.dtype).removeprefix("torch.")] += p.numel() * p.element_size()
     return dict(sizes)

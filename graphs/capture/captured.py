@@ -8,18 +8,19 @@ cannot be for: outputs that share memory, and written tensors that overlap with 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch._functorch._aot_autograd import descriptors
 from torch.utils import _pytree as pytree
 
-from graphs.calls import HOLE, TraceError, nested
+from graphs.calls import HOLE, TraceError, local_part, nested
 from graphs.capture.as_eager import Guard
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
 from graphs.capture.shell import Shell
+from graphs.capture.tensor_parallel import has_distributed, of_local_parts
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Capture:
     held: tensors in plain attributes of the module, which are constants of the program.
     filled: those that the module's first call puts there.
     opaque: modules that cannot be traced; each call is one forward and one backward node.
+    gradient_specs: placeholder of a distributed parameter -> how DTensor places its gradient.
     """
 
     graph: torch.fx.Graph
@@ -74,6 +76,7 @@ class Capture:
     held: tuple[HeldTensor, ...]
     filled: tuple[HeldTensor, ...] = ()
     opaque: tuple[OpaquePart, ...] = ()
+    gradient_specs: Mapping[torch.fx.Node, Any] = field(default_factory=dict)
 
     def copy(self) -> Capture:
         """The same with a graph of its own, which may be changed; nodes have the same names."""
@@ -95,12 +98,15 @@ class Capture:
             tangents=both(self.tangents),
             gradients=both(self.gradients),
             mutations=both(self.mutations),
+            gradient_specs=both(self.gradient_specs),
         )
 
 
 def read_joint(joint: Any, shell: Shell) -> Capture:
     """Translate AOTAutograd's descriptors into a `Capture`."""
     module: torch.fx.GraphModule = joint.graph_module
+    if has_distributed(shell.model):
+        of_local_parts(module.graph)
     sources: dict[torch.fx.Node, Source] = {}
     by_desc: dict[Any, torch.fx.Node] = {}
     for node in module.graph.find_nodes(op="placeholder"):
@@ -147,6 +153,11 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
         mutations=mutations,
         guards=tuple(shell.mode.guards),
         held=shell.mode.read.held_by(shell.model),
+        gradient_specs={
+            node: shell.gradient_specs[source.name]
+            for node, source in sources.items()
+            if source.kind == "parameter" and source.name in shell.gradient_specs
+        },
     )
 
 
@@ -198,7 +209,8 @@ def _refuse_overlapping(
     for node, source in sources.items():
         if source.kind != "tangent":
             is_input = source.kind == "input"
-            tensors[node] = shell.batch_given[source.index] if is_input else state[source.name]
+            given = shell.batch_given[source.index] if is_input else state[source.name]
+            tensors[node] = local_part(given)
             titles[node] = source.title
     for index, tensor in enumerate(shell.mode.read.tensors):
         tensors[index], titles[index] = tensor, "a tensor that forward reads besides its arguments"

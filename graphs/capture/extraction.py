@@ -21,6 +21,7 @@ from graphs.calls import TraceError
 from graphs.capture.as_eager import own_generator
 from graphs.capture.captured import Capture
 from graphs.capture.opaque import OpaqueForward
+from graphs.costs import is_collective
 from graphs.graph import Kind, Node, Phase, Tensor
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -221,7 +222,7 @@ class _Extraction:
 
     def _is_recomputable(self, node: torch.fx.Node, inputs: tuple[str, ...]) -> bool:
         target = node.target
-        if getattr(target, "namespace", "").startswith(("_c10d", "c10d")):
+        if is_collective(target):
             return False  # a collective must run equally often on every rank
         if isinstance(target, OpaqueForward) and not target.recomputable:
             return False

@@ -63,6 +63,7 @@ from graphs.capture.rehearsal import (
 from graphs.capture.same_program import Described, described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
+from graphs.capture.tensor_parallel import has_distributed
 
 TRACING = threading.RLock()
 """Held while tracing: what a trace patches (operators' kernels, branches of libraries, hooks of all
@@ -182,10 +183,10 @@ def rehearse(
 ) -> Rehearsed:
     """Run the captured step in eager mode on fake tensors; see `graphs.capture.rehearsal`.
 
-    Nothing is known where it does not run like that (a part that is not traced); it is not run
-    where no function computes something on the way.
+    Nothing is known where it does not run like that (a part that is not traced, and DTensors, whose
+    operators run within others); it is not run where no function computes something on the way.
     """
-    if captured.opaque or not has_temporaries(layout):
+    if captured.opaque or has_distributed(model) or not has_temporaries(layout):
         return Rehearsed()
     chosen = captured.gradient_outputs
     try:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphs.calls import Call
+from graphs.calls import Call, is_distributed, is_distributed_class, local_part
 from graphs.capture.refuse import global_hooks, sharing
 from graphs.capture.shell import Shell
 
@@ -58,11 +58,15 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, str] = {}
         for name, tensor in own.items():
             self._name(tensor, name)
+            if is_distributed(tensor):
+                self._name(local_part(tensor), f"{name}, here")
         self._n_run = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_distributed_class, types)):  # the operators of its parts come next
+            return NotImplemented
         kwargs = kwargs or {}
         self.note(str(func), torch.is_grad_enabled(), by_value=func in _MADE_ANEW)
         self.note(args, kwargs, by_value=func in _MADE_ANEW)

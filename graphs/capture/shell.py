@@ -7,8 +7,9 @@ of a call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.calls import HOLE, Call, TraceError, nested, strided_like
+from graphs.calls import (
+    HOLE,
+    Call,
+    TraceError,
+    is_distributed,
+    local_part,
+    nested,
+    strided_like,
+)
 from graphs.capture.as_eager import KnowingMode, Leaf, casts_once
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
@@ -26,6 +35,7 @@ from graphs.capture.refuse import (
     random_states_untouched,
     refuse_replaced_buffers,
 )
+from graphs.capture.tensor_parallel import gradient_noted, refuse_distributed, with_part
 
 
 class _WithoutHooks(nn.Module):
@@ -55,6 +65,7 @@ class Shell(_WithoutHooks):
     """Owns fake copies of a module's tensors and calls the module with them.
 
     spec, chosen, flat_outputs, differentiable: of the last call; see `Capture`.
+    gradient_specs: parameter -> how DTensor places its gradient, once it has been computed.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class Shell(_WithoutHooks):
         standing: Sequence[StandIn] = (),
     ) -> None:
         super().__init__()
+        refuse_distributed(model, call.tensors)
         self._standing = tuple(standing)
         self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
         self._paths: dict[str, str] = {}  # by the name here
@@ -75,6 +87,7 @@ class Shell(_WithoutHooks):
         self.chosen: tuple[int, ...] = ()
         self.flat_outputs: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
+        self.gradient_specs: dict[str, Any] = {}
         known = {
             leaf: tensor
             for leaf, tensor in leaves_of(model, call).items()
@@ -117,12 +130,30 @@ class Shell(_WithoutHooks):
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output for the shell's parameters and these tensors."""
+        return self._call(tensors, self._own())
+
+    def _own(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What stands for each of the model's parameters and buffers."""
+        found: dict[torch.Tensor, torch.Tensor]
+        found = {p: getattr(self, f"p{i}") for i, p in enumerate(self.model.parameters())}
+        found |= {b: getattr(self, f"b{i}") for i, b in enumerate(self.model.buffers())}
+        if not any(map(is_distributed, found)):
+            return found
+        names = {tensor: name for name, tensor in self.model.named_parameters()}
+        note = self.gradient_specs.__setitem__
+        return {
+            tensor: gradient_noted(fake, functools.partial(note, names[tensor]))
+            if is_distributed(tensor) and tensor in names
+            else fake
+            for tensor, fake in found.items()
+        }
+
+    def _call(
+        self, tensors: Sequence[torch.Tensor], own: Mapping[torch.Tensor, torch.Tensor]
+    ) -> Any:
         model, call, _ = self._outside
         for each in self._standing:
             each.begin()
-        own: dict[torch.Tensor, torch.Tensor]
-        own = {p: getattr(self, f"p{i}") for i, p in enumerate(model.parameters())}
-        own |= {b: getattr(self, f"b{i}") for i, b in enumerate(model.buffers())}
         # Each attribute of each module once. `tie_weights=True` lists an attribute once per name of
         # its module (shared modules have several), and would finally restore a fake tensor there.
         state = {
@@ -136,11 +167,14 @@ class Shell(_WithoutHooks):
         return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
-        leaves = [*self.parameters(), *tensors]
+        own = self._own()
+        leaves = [*own.values(), *tensors]
         with casts_once(leaves, cache_enabled=self._cache_enabled):
-            output = self.call(tensors)
+            output = self._call(tensors, own)
         flat, self.spec = nested.flatten(output)
         for item in flat:
+            if is_distributed(item):
+                raise TraceError(_DISTRIBUTED_OUTPUT)
             if not isinstance(item, torch.Tensor | int | float | bool | str | None):
                 raise TraceError(_hidden(item))
         self.chosen = self._outside[2](output)
@@ -155,6 +189,12 @@ class Shell(_WithoutHooks):
             for i, item in enumerate(flat)
             if isinstance(item, torch.Tensor)
         ]
+
+
+_DISTRIBUTED_OUTPUT = (
+    "the model returns a DTensor; return this rank's part (use_local_output=True in the parallel "
+    "style of its last submodule) or all of it (full_tensor())"
+)
 
 
 def _hidden(item: object) -> str:
@@ -181,6 +221,8 @@ def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
 
 def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """An empty tensor of the same size, strides and type (called under a fake mode)."""
+    if is_distributed(tensor):
+        return with_part(tensor, _fake(local_part(tensor), device))
     if type(tensor) is not torch.Tensor and not isinstance(tensor, nn.Parameter | FakeTensor):
         raise TraceError(f"tensors of type {type(tensor).__name__} are not supported")
     if tensor.layout != torch.strided:

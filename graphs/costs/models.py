@@ -17,8 +17,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphs import links
 from graphs.costs.attention_seeds import real_seeds
 from graphs.costs.cache import CostCache
+from graphs.costs.collectives import Collective, is_collective, is_wait
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
 from graphs.costs.free_memory import free_bytes
 from graphs.costs.host_copies import measured_host_copies
@@ -28,6 +30,7 @@ from graphs.costs.observed import observed_run
 from graphs.costs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.workspace import cpu_workspace_bytes
 from graphs.hardware import Hardware, HostCopies, card_called, named
+from graphs.links import Link, link_between
 
 DISPATCH_S = 5e-6
 """Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
@@ -73,17 +76,30 @@ class Roofline:
     device has it: by default in convolutions, not in matrix products. Not modelled: caches, and
     that no operator reaches the peak rates. Workspace is estimated from what the device's kernels
     allocate; that of cuDNN's convolutions can only be measured and is 0.
+
+    link: to the other ranks of a step that has collectives (default: `link_between`).
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, *, link: Link | None = None) -> None:
         self.hardware = hardware
+        self.link = link_between(hardware) if link is None else link
 
     @property
     def description(self) -> Mapping[str, Any]:
-        return {"model": "roofline", "device": self.hardware.name, "title": self.hardware.title}
+        described = {
+            "model": "roofline",
+            "device": self.hardware.name,
+            "title": self.hardware.title,
+        }
+        is_usual = self.link is link_between(self.hardware)
+        return described if is_usual else {**described, "link": self.link.name}
 
     def cost(self, call: OpCall) -> Cost:
-        if call.is_view():
+        if (collective := Collective.of(call)) is not None:
+            on_cpu = self.hardware.kind == "cpu"
+            copied_bytes = collective.gloo_workspace_bytes if on_cpu else 0
+            return Cost(collective.time_s(self.link), copied_bytes)
+        if call.is_view() or is_wait(call.target):
             return Cost(time_s=0.0)
         if (loop := row_loop(call)) is not None:
             return Cost(*loop_cost(loop, call, self.cost))
@@ -163,7 +179,9 @@ class Measured:
         }
 
     def cost(self, call: OpCall) -> Cost:
-        if call.is_view():
+        if is_collective(call.target):  # it runs on all ranks or not at all
+            return self.roofline.cost(call)
+        if call.is_view() or is_wait(call.target):
             return Cost(time_s=0.0)
         if (run := observed_run(call)) is not None:
             return Cost(run.time_s, run.workspace_bytes)
@@ -271,7 +289,8 @@ def from_description(
     """
     kind = str(description.get("device", "cpu"))
     if description.get("model") != "measured":
-        return Roofline(named(kind))
+        link = description.get("link")
+        return Roofline(named(kind), link=None if link is None else links.named(str(link)))
     fallback = named(str(description.get("fallback", "cpu")))
     if kind == "cuda" and not torch.cuda.is_available():
         return Roofline(fallback)

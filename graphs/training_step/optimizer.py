@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from graphs import hardware
-from graphs.calls import TraceError, strided_like
+from graphs.calls import TraceError, local_part, strided_like
 from graphs.costs import CostModel, Tracker
 from graphs.fsdp import shard_rows
 from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
@@ -155,7 +155,7 @@ def _twin(
     """An optimizer of the same class and options, for fake parameters with gradients."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     fakes = {
-        id(p): _fake(_shard(p, n_ranks), device)
+        id(p): _fake(_shard(local_part(p), n_ranks), device, trained=p.requires_grad)
         for group in optimizer.param_groups
         for p in group["params"]
     }
@@ -174,7 +174,7 @@ def _twin(
         shape = getattr(parameter, "shape", None)
 
         def fake_state(tensor: torch.Tensor, shape: Any = shape) -> torch.Tensor:
-            part = _shard(tensor, n_ranks) if tensor.shape == shape else tensor
+            part = local_part(_shard(tensor, n_ranks) if tensor.shape == shape else tensor)
             # step counts on the host stay there
             stays = tensor.dim() == 0 and tensor.device.type == "cpu"
             return strided_like(part, tensor.device if stays else device)
@@ -209,14 +209,13 @@ def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
     if n_ranks == 1 or tensor.dim() == 0:
         return tensor
     shape = (shard_rows(tensor.shape[0], n_ranks), *tensor.shape[1:])
-    shard = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return shard.requires_grad_(tensor.requires_grad)
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _fake(parameter: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """A fake parameter like the given one, with a gradient if it requires one."""
-    fake = nn.Parameter(strided_like(parameter, device), requires_grad=parameter.requires_grad)
-    if parameter.requires_grad:
+def _fake(parameter: torch.Tensor, device: torch.device, *, trained: bool) -> nn.Parameter:
+    """A fake parameter like the given one. trained: it requires a gradient, and has one."""
+    fake = nn.Parameter(strided_like(parameter, device), requires_grad=trained)
+    if trained:
         fake.grad = strided_like(parameter, device)
     return fake
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.calls import same_strides
+from graphs.calls import distributed_as, local_part, same_strides
 from scheduler_runtime.execute.again import Again, step_device
 from scheduler_runtime.execute.copies import Copies
 from scheduler_runtime.execute.piece import Piece
@@ -41,7 +41,7 @@ class Run:
         self.again = again
         self._runs_again = False  # with another program
         self.state: dict[fx.Node, Any] = {
-            program.sources[node]: tensor.detach() for node, tensor in tensors.items()
+            program.sources[node]: local_part(tensor).detach() for node, tensor in tensors.items()
         }
         self.state.update(program.constants)
         self._device = step_device(tensors.values())
@@ -181,7 +181,13 @@ class Run:
                 )
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             self._run(piece)
-        made = {node: self.state[value] for node, value in piece.gradients}
+        specs = self.program.gradient_specs
+        made: dict[fx.Node, torch.Tensor | None] = {
+            node: distributed_as(specs[node], self.state[value])
+            if node in specs
+            else self.state[value]
+            for node, value in piece.gradients
+        }
         for value in piece.handed_out:
             self.state.pop(value, None)
         return made

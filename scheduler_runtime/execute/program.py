@@ -46,6 +46,7 @@ class Program:
     titles: of sources, for messages ("buffer 'norm.running_mean'").
     reachable: tensors that code outside can reach: inputs, constants, outputs.
     read_backward: what the backward pass depends on and does not compute itself.
+    gradient_specs: placeholder of a distributed parameter -> how its gradient is placed.
     copies: the value that is the step's `Copies` (None: the schedule has none).
     copy_layout: where they lie. pools: where the memory comes from.
     """
@@ -62,6 +63,7 @@ class Program:
     titles: Mapping[Value, str]
     reachable: tuple[Value, ...]
     read_backward: frozenset[Value]
+    gradient_specs: Mapping[fx.Node, Any]
     copies: Value | None = None
     copy_layout: CopyLayout | None = None
     pools: Pools | None = None
@@ -151,6 +153,7 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
         | {value: captured.sources[node].title for node, value in line.sources.items()},
         reachable=(*line.sources.values(), *line.constants, *made),
         read_backward=frozenset(read_backward - indifferent),
+        gradient_specs=captured.gradient_specs,
         copies=copies,
         copy_layout=line.copy_layout,
         pools=pools,

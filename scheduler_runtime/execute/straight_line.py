@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from graphs.capture import OpaqueForward, Overwrite, is_random
+from graphs.costs import is_collective
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
 from scheduler_runtime.execute.copy_calls import CopyCalls
@@ -166,6 +167,9 @@ class StraightLine:
             self.recomputed.add(new)
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._define(node, new)
+            if is_collective(node.target):  # it reads its input until then
+                for user in node.users:
+                    self.value(user)
             return
         for part in node.users:  # the tuple dies once its parts have names
             if part.target is operator.getitem and part not in self._current:

@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.calls import strided_like
+from graphs.calls import is_distributed_class, strided_like
 from graphs.capture.as_eager.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
 from graphs.costs import OpCall
@@ -97,6 +97,8 @@ class KnowingMode(FakeTensorMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if any(map(is_distributed_class, types)):  # the operators of its parts come next
+            return NotImplemented
         if func is torch.ops.prim.device.default and isinstance(args[0], FunctionalTensor):
             return args[0].elem.device
         self.read.note(func, (*args, *(kwargs or {}).values()))

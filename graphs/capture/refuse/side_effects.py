@@ -13,7 +13,7 @@ import contextlib
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from graphs.capture.refuse.generators import generators_of, put_back, state_of
 from graphs.capture.refuse.transformers_hooks import capturing_hooks_as_before, is_capturing
+from graphs.capture.tensor_parallel import is_of_parallel_style
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -55,7 +56,12 @@ def global_hooks() -> tuple[Any, ...]:
 
 
 def has_refused_hook(module: nn.Module) -> bool:
-    return any(not all(map(is_capturing, getattr(module, of).values())) for of in HOOKS)
+    return any(not all(map(_is_traced, getattr(module, of).values())) for of in HOOKS)
+
+
+def _is_traced(hook: Callable[..., Any]) -> bool:
+    """Whether all that the hook does is in the trace."""
+    return is_capturing(hook) or is_of_parallel_style(hook)
 
 
 def refuse_hooks(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> None:
@@ -67,7 +73,7 @@ def refuse_hooks(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> None:
     for name, module in model.named_modules():
         for attribute, kind in HOOKS.items():
             hooks = getattr(module, attribute).values()
-            if module not in run and not all(map(is_capturing, hooks)):
+            if module not in run and not all(map(_is_traced, hooks)):
                 raise HookError(
                     f"submodule {name!r} has a {kind}, which a planned step would not run; "
                     "remove it, register it on the model itself or on parameters, or compute it in "

@@ -1,0 +1,9 @@
+"""A module whose parameters are DTensors, traced as the operators of one rank."""
+
+from graphs.capture.tensor_parallel.as_dtensors import gradient_noted, with_part
+from graphs.capture.tensor_parallel.checks import (
+    has_distributed,
+    is_of_parallel_style,
+    refuse_distributed,
+)
+from graphs.capture.tensor_parallel.joint import of_local_parts

@@ -1,0 +1,71 @@
+"""Collectives among the operators of a traced step: what they send, and how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from graphs.costs.operators import OpCall
+from graphs.links import Link, all_gather_s, all_reduce_s, reduce_scatter_s
+
+_NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor")
+_WAIT = "_c10d_functional.wait_tensor.default"
+
+
+def is_collective(target: object) -> bool:
+    """Whether all ranks of a group have to call this operator together."""
+    return getattr(target, "namespace", "") in _NAMESPACES and not is_wait(target)
+
+
+def is_wait(target: object) -> bool:
+    """Whether it returns the tensor that a collective fills, once it is there."""
+    return str(target) == _WAIT
+
+
+@dataclass(frozen=True)
+class Collective:
+    """kind: the operator's name ("all_reduce"). n_bytes: of the whole tensor, which an all-gather
+    makes and others take. n_ranks: of its group."""
+
+    kind: str
+    n_bytes: int
+    n_ranks: int
+
+    @classmethod
+    def of(cls, call: OpCall) -> Collective | None:
+        """None: the call is no collective."""
+        if not is_collective(call.target):
+            return None
+        kind = call.packet.__name__.rstrip("_").removesuffix("_coalesced")
+        tensors = call.outputs() if kind == _GATHERS else call.inputs()
+        n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(_group(call)))
+
+    def time_s(self, link: Link) -> float:
+        """Of an operator that is not known as an all-reduce, which sends the most."""
+        return _TIMES.get(self.kind, all_reduce_s)(self.n_bytes, n_ranks=self.n_ranks, link=link)
+
+    @property
+    def gloo_workspace_bytes(self) -> int:
+        """gloo gathers into a list of tensors, and reduces a copy."""
+        return self.n_bytes if self.kind in (_GATHERS, _SCATTERS) else 0
+
+
+def _group(call: OpCall) -> Any:
+    """The name of its process group."""
+    names = [argument.name for argument in call.target._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    return given["group_name"]
+
+
+_GATHERS, _SCATTERS = "all_gather_into_tensor", "reduce_scatter_tensor"
+_TIMES: Mapping[str, Callable[..., float]] = {
+    _GATHERS: all_gather_s,
+    _SCATTERS: reduce_scatter_s,
+    "all_to_all_single": reduce_scatter_s,  # n - 1 of n parts leave each rank, too
+    "shard_dim_alltoall": reduce_scatter_s,
+    "broadcast": all_gather_s,
+}

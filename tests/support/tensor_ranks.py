@@ -1,0 +1,226 @@
+"""Planned tensor-parallel steps against plain ones, measured: processes of test_tensor_parallel.py.
+
+    python -m tests.support.tensor_ranks 2 colwise sequence
+
+Each rank runs steps of the plain and of the planned module, and prints one line of JSON for each
+plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from examples.integrations.two_processes import rank_peak_bytes, run
+from scheduler_runtime import apply, fit
+from scheduler_runtime.fitting import plans_of
+from solver import Solution, solve
+
+WIDTH, N_HEADS, N_BLOCKS, N_TOKENS, LENGTH, ROWS = 64, 4, 2, 256, 64, 4
+SHARES = (0.85, 0.6, 0.35)
+"""Of what the plain step takes above its least: the budgets."""
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in "qkv")
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            of(x).unflatten(-1, (-1, WIDTH // N_HEADS)).transpose(1, 2)
+            for of in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x)))
+        return x + self.drop(self.feed_forward(self.norm(x)))
+
+
+class Transformer(nn.Module):
+    """Returns the loss of the next tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(N_TOKENS, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(N_BLOCKS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, N_TOKENS, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(self.blocks(self.embedding(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def colwise() -> dict[str, Any]:
+    """Matrices of each block are split; the rest is the same on all ranks."""
+    plan: dict[str, Any] = {}
+    for i in range(N_BLOCKS):
+        of_block = f"blocks.{i}"
+        plan |= {f"{of_block}.attention.{name}": ColwiseParallel() for name in "qkv"}
+        plan[f"{of_block}.feed_forward.up"] = ColwiseParallel()
+        plan |= {
+            f"{of_block}.{name}": RowwiseParallel()
+            for name in ("attention.out", "feed_forward.down")
+        }
+    return plan
+
+
+def sequence() -> dict[str, Any]:
+    """Between the split matrices each rank has a part of the sequence; embedding and head too."""
+
+    def whole_sequence() -> PrepareModuleInput:
+        return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
+    plan = colwise() | {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for i in range(N_BLOCKS):
+        of_block = f"blocks.{i}"
+        plan |= {
+            f"{of_block}.attention_norm": SequenceParallel(),
+            f"{of_block}.norm": SequenceParallel(),
+            f"{of_block}.attention": whole_sequence(),
+            f"{of_block}.feed_forward": whole_sequence(),
+            f"{of_block}.attention.out": RowwiseParallel(output_layouts=Shard(1)),
+            f"{of_block}.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    return plan
+
+
+CASES = {"colwise": colwise, "sequence": sequence}
+
+
+def model_of(case: str, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    return parallelize_module(Transformer(), mesh, CASES[case]())
+
+
+def batch_of(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(N_TOKENS, (ROWS, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def solutions(case: str, mesh: DeviceMesh) -> list[Solution]:
+    """Plans within shares of the plain step's memory, made from tensors without values."""
+    with torch.device("meta"):
+        model = parallelize_module(Transformer(), mesh, CASES[case]())
+    batch = tuple(each.to("meta") for each in batch_of(0))
+    plain = solve(model, batch, budget="1GB", optimizer=torch.optim.AdamW)
+    least_bytes = solve(model, batch, budget=1, optimizer=torch.optim.AdamW).minimum_budget_bytes
+    return [
+        solve(
+            model,
+            batch,
+            budget=int(least_bytes + share * (plain.baseline.peak_bytes - least_bytes)),
+            optimizer=torch.optim.AdamW,
+        )
+        for share in SHARES
+    ]
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Losses, and this rank's part of each gradient and parameter, of three steps."""
+    torch.manual_seed(7)
+    results = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(*batch_of(step))
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        results += [loss.detach(), *(_part(each).clone() for each in gradients)]
+        optimizer.step()
+    return [*results, *(_part(each).detach().clone() for each in model.parameters())]
+
+
+def _part(tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local().clone()  # waits, where the part is still on its way
+
+
+def placements_of(model: nn.Module) -> list[Any]:
+    return [getattr(p.grad, "placements", None) for p in model.parameters()]
+
+
+def work(rank: int, *, n_ranks: int, cases: Sequence[str]) -> None:
+    mesh = init_device_mesh("cpu", (n_ranks,))
+    for case in cases:
+        plain = model_of(case, mesh)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        expected, placed = trained(plain, optimizer), placements_of(plain)
+        plain_bytes = rank_peak_bytes(plain, optimizer, batch_of(0))
+        plans = solutions(case, mesh)
+        for index, solution in enumerate(plans):
+            assert solution.simulation is not None, solution
+            model = model_of(case, mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            with_fit = index == len(plans) - 1
+            if with_fit:
+                fit(model, budget=solution.request.budget_bytes, optimizer=optimizer)
+            else:
+                apply(model, solution)
+            got = trained(model, optimizer)
+            if with_fit:
+                (solution,) = (each.solution for each in plans_of(model))
+                assert solution.simulation is not None
+            found = {
+                "case": case,
+                "rank": rank,
+                "same": len(expected) == len(got) and all(map(torch.equal, expected, got)),
+                "same_placements": placements_of(model) == placed,
+                "n_results": len(got),
+                "n_recomputed": solution.simulation.n_recomputed,
+                "rewrites": list(solution.graph.meta.rewrites),
+                "plain_measured_bytes": plain_bytes,
+                "plain_predicted_bytes": solution.baseline.peak_bytes,
+                "measured_bytes": rank_peak_bytes(model, optimizer, batch_of(0)),
+                "predicted_bytes": solution.simulation.peak_bytes,
+            }
+            os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+
+
+if __name__ == "__main__":
+    n, names = int(sys.argv[1]), sys.argv[2:] or tuple(CASES)
+    run(functools.partial(work, n_ranks=n, cases=names), n_processes=n)
