@@ -45,8 +45,8 @@ def _form(tensor: torch.Tensor) -> str:
     if not is_distributed(tensor):
         return form
     distributed: Any = tensor
-    (placement,) = distributed.placements
-    return f"{form}, {placement} of {distributed.device_mesh.size()} ranks"
+    placements = ", ".join(map(repr, distributed.placements))
+    return f"{form}, {placements} of {distributed.device_mesh.size()} ranks"
 
 
 def bytes_by_dtype(model: nn.Module) -> dict[str, int]:

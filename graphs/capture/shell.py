@@ -139,7 +139,7 @@ class Shell(_WithoutHooks):
         found |= {b: getattr(self, f"b{i}") for i, b in enumerate(self.model.buffers())}
         if not any(map(is_distributed, found)):
             return found
-        names = {tensor: name for name, tensor in self.model.named_parameters()}
+        names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         note = self.gradient_specs.__setitem__
         return {
             tensor: gradient_noted(fake, functools.partial(note, names[tensor]))
