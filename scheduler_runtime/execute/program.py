@@ -13,6 +13,7 @@ the end of the step anyway leave a few at a time.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ class Program:
     reachable: tensors that code outside can reach: inputs, constants, outputs.
     read_backward: what the backward pass depends on and does not compute itself.
     gradient_specs: placeholder of a distributed parameter -> how its gradient is placed.
+    plan_id: of the traced step and the schedule; equal on all ranks of a distributed module.
     copies: the value that is the step's `Copies` (None: the schedule has none).
     copy_layout: where they lie. pools: where the memory comes from.
     """
@@ -64,6 +66,7 @@ class Program:
     reachable: tuple[Value, ...]
     read_backward: frozenset[Value]
     gradient_specs: Mapping[fx.Node, Any]
+    plan_id: str
     copies: Value | None = None
     copy_layout: CopyLayout | None = None
     pools: Pools | None = None
@@ -154,6 +157,9 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
         reachable=(*line.sources.values(), *line.constants, *made),
         read_backward=frozenset(read_backward - indifferent),
         gradient_specs=captured.gradient_specs,
+        plan_id=hashlib.sha256(
+            repr((line.schedule.graph_id, line.schedule.ops)).encode()
+        ).hexdigest()[:16],
         copies=copies,
         copy_layout=line.copy_layout,
         pools=pools,

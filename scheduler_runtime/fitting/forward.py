@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.calls import Call, device_of
+from graphs.calls import Call, device_of, input_forms
 from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute import (
@@ -45,6 +45,7 @@ from scheduler_runtime.measuring import resident_tensors
 from scheduler_runtime.planned import (
     Difference,
     PlannedForward,
+    Ranks,
     module_schedule,
     told,
     warn_of_another,
@@ -234,6 +235,9 @@ class FittedForward(PlannedForward):
             to_plan = self._to_plan(call, request, buckets, costs, held_bytes)
             solutions = [each.solution for each in self._own_plans]
             reason = why_another(solutions, self._model, call, to_plan.step)
+            if (ranks := Ranks.of(self._model)) is not None:
+                forms, traced = input_forms(call.tensors), to_plan.step.graph.graph_id
+                ranks.agree({"the batch": forms, "the traced step": traced})
             say(f"planning {name} ({counted(len(to_plan.step.graph.nodes), 'op')})...")
             if self._pressure is not None:
                 ladder = self._ladder(to_plan, self._pressure, device, costs, started_s)
@@ -266,11 +270,14 @@ class FittedForward(PlannedForward):
         known = [KnownPlan.of(each.solution) for each in plans]
         found, loss = to_plan.planned(known if instead_of is None else [])
         finish_measuring(costs)  # after planning, which may measure ops of other variants
+        solution, ranks = found.solution, Ranks.of(self._model)
+        if ranks is not None:
+            solution = ranks.with_plan_of_first(solution)
         notes = (*(() if loss is None else (loss.note,)), *to_plan.notes)
-        fitted = Fitted(found.solution, notes, found.reused, took_s=now_s() - started_s)
-        if found.solution.schedule is not None and instead_of is None:
+        fitted = Fitted(solution, notes, found.reused, took_s=now_s() - started_s)
+        if solution.schedule is not None and instead_of is None:
             self._own_plans.append(fitted)
-        elif found.solution.schedule is not None and instead_of is not None:
+        elif solution.schedule is not None and instead_of is not None:
             self._own_plans[self._own_plans.index(instead_of.fitted)] = fitted
         return fitted, loss
 

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from graphs.calls import Call, TraceError, argument_order, device_of
+from graphs.calls import Call, TraceError, argument_order, device_of, input_forms
 from graphs.capture import KeptCapture, Planned, refuse_plans
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import CapturedStep, trace_module
 from scheduler_runtime.execute import (
+    BoundProgram,
     Pools,
     ReplacedForward,
     StepProgram,
@@ -30,6 +31,7 @@ from scheduler_runtime.execute import (
     restore_forward,
 )
 from scheduler_runtime.planned.guards import kind_of
+from scheduler_runtime.planned.ranks import Ranks
 from solver.schedule import Compute, Schedule, name_in
 from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
 from solver.sizes_deadlines_progress import telling_in_lines
@@ -131,7 +133,7 @@ class PlannedForward(ReplacedForward):
         kind = self.kind(call)
         program = self._programs.find(kind, model, call)
         if program is None:
-            program = self.program_for(call)
+            program = self._agreed(call)
             self._programs.add(self.kind(call), program)  # tracing may have filled attributes
             if self._programs.n_added in N_WORTH_A_WARNING:
                 logger.warning(
@@ -142,6 +144,17 @@ class PlannedForward(ReplacedForward):
                     self._programs.n_added,
                 )
         return program.run(model, call)
+
+    def _agreed(self, call: Call) -> StepProgram:
+        """A new program; of a distributed module, the same on all ranks, or an error on all."""
+        ranks = Ranks.of(self._model)
+        if ranks is None:
+            return self.program_for(call)
+        with ranks.told_of_errors():
+            program = self.program_for(call)
+        plan = program.program.plan_id if isinstance(program, BoundProgram) else None
+        ranks.agree({"the batch": input_forms(call.tensors), "the plan": plan})
+        return program
 
     def kind(self, call: Call) -> Any:
         """Equal for calls that one program can be for."""

@@ -33,6 +33,7 @@ from solver.schedule.ops import (
     n_before_optimizer,
     name_in,
     needs,
+    ops_from_json,
     word_for,
 )
 from solver.schedule.recompute import (

@@ -93,7 +93,8 @@ def _refuse_placement(name: str, tensor: Any) -> None:
         return
     if type(placement).__name__ != "Shard":
         raise TraceError(
-            f"{name} is placed as {placement!r}; a plan is for parameters that are Shard or Replicate"
+            f"{name} is placed as {placement!r}; a plan is for parameters that are Shard or "
+            "Replicate"
         )
     n_rows, n_ranks = tensor.shape[placement.dim], tensor.device_mesh.size()
     if n_rows % n_ranks:

@@ -111,6 +111,7 @@ def test_the_sequence_is_gathered_and_scattered(mesh: DeviceMesh) -> None:
             assert (made, node.workspace_bytes) == (whole_bytes // 2, whole_bytes)
 
 
+@pytest.mark.slow
 def test_meta_tensors_give_the_graph_of_real_ones(mesh: DeviceMesh) -> None:
     with torch.device("meta"):
         model = parallel(mesh)
@@ -118,6 +119,7 @@ def test_meta_tensors_give_the_graph_of_real_ones(mesh: DeviceMesh) -> None:
     assert graph.graph_id == trace(parallel(mesh), batch(), loss=square).graph_id
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("link", ["nvlink4", "ib-ndr"])
 def test_a_link_is_slower_by_what_it_is_slower(mesh: DeviceMesh, link: str) -> None:
     costs = Roofline(named("h100"), link=LINKS[link])
@@ -126,6 +128,7 @@ def test_a_link_is_slower_by_what_it_is_slower(mesh: DeviceMesh, link: str) -> N
     assert {n.time_s for n in graph.nodes if "c10d" in n.op} == {expected_s}
 
 
+@pytest.mark.slow
 def test_a_plan_never_repeats_a_collective(mesh: DeviceMesh) -> None:
     model, optimizer = parallel(mesh), torch.optim.AdamW
     least = solve(model, batch(), loss=square, optimizer=optimizer, budget=1)
@@ -151,6 +154,7 @@ def test_shards_that_do_not_come_out_even_are_refused() -> None:
             trace(model, batch(), loss=square)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_two_dimensions_is_refused() -> None:
     for _ in group_of(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -163,6 +167,7 @@ def test_a_mesh_of_two_dimensions_is_refused() -> None:
             trace(model, batch(), loss=square)
 
 
+@pytest.mark.slow
 def test_fsdp_on_top_is_refused() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -173,6 +178,7 @@ def test_fsdp_on_top_is_refused() -> None:
             trace(model, batch(), loss=square)
 
 
+@pytest.mark.slow
 def test_parameters_of_several_meshes_are_refused() -> None:
     for _ in group_of(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

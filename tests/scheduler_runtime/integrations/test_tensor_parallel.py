@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 from tests.support.paths import ROOT
 
 
-def ranks(*arguments: str) -> list[dict[str, Any]]:
-    """What each rank found, a dict for each plan."""
+def ranks_of(program: str, *arguments: str) -> list[dict[str, Any]]:
+    """What the ranks of a program in tests.support print, line by line."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.tensor_ranks", *arguments],
+        [sys.executable, "-W", "ignore", "-m", f"tests.support.{program}", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -29,17 +30,64 @@ def ranks(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ["colwise", "sequence"])
 def test_each_rank_has_the_same_bits_and_holds_what_was_predicted(case: str) -> None:
-    found = ranks("2", case)
+    found = ranks_of("tensor_ranks", "2", case)
     assert len(found) == 2 * 3  # two ranks, three budgets
     for each in found:
         assert each["same"], each
         assert each["same_placements"], each
-        assert each["n_recomputed"] > 0, each
         assert each["measured_bytes"] <= each["predicted_bytes"], each
         assert each["measured_bytes"] >= 0.95 * each["predicted_bytes"], each
         assert each["plain_measured_bytes"] <= each["plain_predicted_bytes"], each
+    assert max(each["n_recomputed"] for each in found) > 0
     of_rank = [
         [each["predicted_bytes"] for each in found if each["rank"] == rank] for rank in (0, 1)
     ]
     assert of_rank[0] == of_rank[1]
     assert sorted(of_rank[0], reverse=True) == of_rank[0]
+
+
+@pytest.fixture(scope="module")
+def disagreements() -> dict[str, list[dict[str, Any]]]:
+    """By case, what each rank found."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in sorted(ranks_of("tensor_disagreements"), key=lambda each: each["rank"]):
+        found.setdefault(each["case"], []).append(each)
+    return found
+
+
+OTHER_PLANS = "RanksDisagreeError.*the plan is .* Solve on one rank"
+OTHER_SHAPES = (
+    r"RanksDisagreeError: ranks 0 and 1 have different steps: the batch is "
+    r"\['float32 \[2, 64, 32\]'\] on rank 0 and \['float32 \[2, 32, 32\]'\] on rank 1"
+)
+WRONG = {
+    "other_plans": (OTHER_PLANS, OTHER_PLANS),
+    "other_shapes": (
+        "RanksDisagreeError: rank 1 cannot run the step: PlanMismatchError: .*shape",
+        r"PlanMismatchError: .*argument x has shape \[2, 32, 32\]",
+    ),
+    "other_shapes_with_fit": (OTHER_SHAPES, OTHER_SHAPES),
+    "nothing_fits_one": (
+        "RanksDisagreeError: rank 1 cannot run the step: FitError: no schedule",
+        "FitError: no schedule of Net's step fits",
+    ),
+    "one_does_not_come": (
+        "RanksDisagreeError: rank 0 waited for rank 1 for up to 2 s before a planned step",
+        "^$",
+    ),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", WRONG)
+def test_ranks_that_differ_all_get_an_error(case: str, disagreements: Any) -> None:
+    for each, message in zip(disagreements[case], WRONG[case], strict=True):
+        assert re.search(message, each["error"]), each
+
+
+@pytest.mark.distributed
+def test_all_ranks_run_the_plan_of_the_first(disagreements: Any) -> None:
+    first, second = disagreements["other_costs"]
+    assert first["error"] == second["error"] == ""
+    assert "Compute" in first["plan"]
+    assert first["plan"] == second["plan"]

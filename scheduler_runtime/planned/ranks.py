@@ -1,0 +1,139 @@
+"""The ranks of a tensor-parallel step: one plan for all, and no rank that waits for ever.
+
+Before a new program runs, each rank says in the group's store what it has planned, or why it could
+not, and reads what the others say. A rank that fails therefore fails on all, with its reason; and
+one that does not come is named when the time is up. Collectives then run in the same order
+everywhere: that of the traced step, each once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from graphs.calls import is_distributed
+from solver.schedule import Schedule, Solution, ops_from_json, simulate
+
+WAIT_S = 600.0
+"""For another rank: as long as planning may take longer there."""
+
+_n_said: Counter[str] = Counter()
+"""By the name of a group: what has been said in it, by this rank."""
+
+
+class RanksDisagreeError(RuntimeError):
+    """The ranks of a group have planned different steps, or one of them could not; says which."""
+
+
+class Ranks:
+    """The ranks that a module is distributed over."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._name = str(group.group_name)
+        self._store = distributed_c10d._get_process_group_store(group)
+        self.rank, self._n_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks | None:
+        """None: the module is not distributed, or this process stands for one rank alone."""
+        found: Any = next(filter(is_distributed, model.parameters()), None)
+        if found is None or not dist.is_initialized():
+            return None
+        group = found.device_mesh.get_group()
+        alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+        return None if alone else cls(group)
+
+    def said(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each rank says at this point, in their order. Raises RanksDisagreeError."""
+        keys = self._say(mine)
+        seconds = datetime.timedelta(seconds=WAIT_S)
+        found = []
+        for rank, key in enumerate(keys):
+            try:
+                self._store.wait([key], seconds)
+                found.append(json.loads(self._store.get(key)))
+            except RuntimeError as error:  # of the store: the time is up, or its process has ended
+                raise RanksDisagreeError(
+                    f"rank {self.rank} waited for rank {rank} for up to {WAIT_S:.0f} s before a "
+                    "planned step: it has ended, or has not called the model. All ranks have to "
+                    "call it together, with batches of one shape"
+                ) from error
+        for rank, words in enumerate(found):
+            if "error" in words:
+                raise RanksDisagreeError(f"rank {rank} cannot run the step: {words['error']}")
+        return found
+
+    @contextlib.contextmanager
+    def told_of_errors(self) -> Iterator[None]:
+        """An error inside reaches the ranks that wait for this one."""
+        try:
+            yield
+        except RanksDisagreeError:
+            raise  # the others have seen the same
+        except Exception as error:
+            self._say({"error": f"{type(error).__name__}: {error}"})
+            raise
+
+    def agree(self, mine: Mapping[str, Any]) -> None:
+        """Raise RanksDisagreeError on all ranks where what they say differs, field by field."""
+        all_of_them = self.said(mine)
+        for field in mine:
+            first = all_of_them[0].get(field)
+            for rank, words in enumerate(all_of_them):
+                if words.get(field) != first:
+                    raise RanksDisagreeError(
+                        f"ranks 0 and {rank} have different steps: {field} is {first} on rank 0 "
+                        f"and {words.get(field)} on rank {rank}. {_REMEDIES.get(field, '')}"
+                    )
+
+    def with_plan_of_first(self, solution: Solution) -> Solution:
+        """The plan of the first rank, where this one has found another for the same step: with
+        measured costs, or when the time limit ends a search, ranks may."""
+        plan = None
+        if solution.schedule is not None:
+            plan = [list(solution.graph.meta.rewrites), solution.schedule.ops_to_json()]
+        first = self.said({"plan": plan})[0]["plan"]
+        if first in (plan, None):
+            return solution
+        taken = _with_plan(solution, *first)
+        assert taken.simulation is not None
+        fits = taken.simulation.peak_bytes <= solution.request.available_bytes
+        return taken if fits else solution  # with an error to come: the budgets differ
+
+    def _say(self, words: Mapping[str, Any]) -> list[str]:
+        """Returns the key of each rank at this point."""
+        place = f"checkpoint_solver/{self._name}/{_n_said[self._name]}"
+        _n_said[self._name] += 1
+        keys = [f"{place}/{rank}" for rank in range(self._n_ranks)]
+        self._store.set(keys[self.rank], json.dumps(words))
+        return keys
+
+
+_REMEDIES = {
+    "the batch": "Give all ranks batches of one shape: pad them, or drop the last one.",
+    "the plan": (
+        "Solve on one rank and give all of them its file (Solution.save), or use fit, which takes "
+        "the plan of the first rank everywhere."
+    ),
+}
+
+
+def _with_plan(solution: Solution, rewrites: Sequence[str], ops: Sequence[Any]) -> Solution:
+    variants = () if solution.variants is None else solution.variants.planned
+    graph = next(
+        each for each in (solution.graph, *variants) if list(each.meta.rewrites) == rewrites
+    )
+    schedule = Schedule(ops_from_json(ops, source="the plan of rank 0"), graph.graph_id)
+    simulation = simulate(graph, schedule, places=solution.request.places)
+    return dataclasses.replace(
+        solution, status="feasible", graph=graph, schedule=schedule, simulation=simulation
+    )

@@ -1,0 +1,139 @@
+"""Ranks whose steps differ: the processes of test_tensor_parallel.py.
+
+    python -m tests.support.tensor_disagreements
+
+Each rank prints one line of JSON for each case: the error that it gets, and what it has planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from checkpoint_solver.costs import Roofline
+from examples.integrations.two_processes import run
+from graphs.hardware import named
+from scheduler_runtime import apply, fit
+from scheduler_runtime.fitting import plans_of
+from scheduler_runtime.planned import ranks
+from solver import Solution, solve
+
+WIDTH, LENGTH = 32, 64
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.down(F.gelu(F.silu(self.up(x)).sin()))
+        return x.square().mean()
+
+
+class Slower(Roofline):
+    """Costs as measured where one operator is so many times as slow."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(named("cpu"))
+        self._factor = factor
+
+    def cost(self, call: Any) -> Any:
+        cost = super().cost(call)
+        is_slow = call.packet is torch.ops.aten.silu
+        return dataclasses.replace(cost, time_s=cost.time_s * self._factor) if is_slow else cost
+
+
+def model_on(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    return parallelize_module(Net(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def batch_of(length: int = LENGTH) -> torch.Tensor:
+    return torch.ones(2, length, WIDTH)
+
+
+def planned(mesh: DeviceMesh, share: float) -> Solution:
+    model = model_on(mesh)
+    refused = solve(model, batch_of(), budget=1)
+    assert refused.minimum_budget_bytes is not None
+    above_bytes = refused.baseline.peak_bytes - refused.minimum_budget_bytes
+    return solve(model, batch_of(), budget=int(refused.minimum_budget_bytes + share * above_bytes))
+
+
+def other_plans(rank: int, mesh: DeviceMesh) -> None:
+    model = apply(model_on(mesh), planned(mesh, 0.1 if rank else 0.9))
+    model(batch_of()).backward()
+
+
+def other_shapes(rank: int, mesh: DeviceMesh) -> None:
+    model = apply(model_on(mesh), planned(mesh, 0.5), on_mismatch="error")
+    model(batch_of(LENGTH // 2 if rank else LENGTH)).backward()
+
+
+def other_shapes_with_fit(rank: int, mesh: DeviceMesh) -> None:
+    model = fit(model_on(mesh), budget="1GB")
+    model(batch_of(LENGTH // 2 if rank else LENGTH)).backward()
+
+
+def nothing_fits_one(rank: int, mesh: DeviceMesh) -> None:
+    model = fit(model_on(mesh), budget=1000 if rank else "1GB")
+    model(batch_of()).backward()
+
+
+def one_does_not_come(rank: int, mesh: DeviceMesh) -> None:
+    model = fit(model_on(mesh), budget="1GB")
+    if rank == 0:
+        ranks.WAIT_S = 2.0
+        model(batch_of()).backward()
+
+
+def other_costs(rank: int, mesh: DeviceMesh) -> str:
+    """What the ranks have measured differs: they take the plan of the first."""
+    budget = planned(mesh, 0.3).request.budget_bytes
+    model = fit(model_on(mesh), budget=budget, costs=Slower(20.0 if rank else 1.0))
+    model(batch_of()).backward()
+    (plan,) = plans_of(model)
+    assert plan.solution.schedule is not None
+    return repr(plan.solution.schedule.ops)
+
+
+CASES: Mapping[str, Callable[[int, DeviceMesh], Any]] = {
+    each.__name__: each
+    for each in (
+        other_plans,
+        other_shapes,
+        other_shapes_with_fit,
+        nothing_fits_one,
+        other_costs,
+        one_does_not_come,
+    )
+}
+
+
+def work(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, case in CASES.items():
+        error, plan = "", None
+        try:
+            plan = case(rank, mesh)
+        except (RuntimeError, ValueError) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        found = {"case": name, "rank": rank, "error": error, "plan": plan}
+        os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+        dist.barrier()  # the store is in the first rank's process
+
+
+if __name__ == "__main__":
+    run(work)
