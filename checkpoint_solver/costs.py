@@ -1,4 +1,4 @@
-"""Costs of operators, and named devices, of `graphs.costs` and `graphs.hardware`."""
+"""Costs of operators, named devices and links between them: `graphs.costs`, `graphs.hardware` and `graphs.links`."""
 
 from graphs.costs import (
     Cost,
@@ -11,16 +11,20 @@ from graphs.costs import (
     flops_of,
 )
 from graphs.hardware import Hardware, named
+from graphs.links import Link
+from graphs.links import named as link_named
 
 __all__ = [
     "Cost",
     "CostModel",
     "Hardware",
+    "Link",
     "Measured",
     "OpCall",
     "Roofline",
     "bytes_moved",
     "cpu_peak_bytes",
     "flops_of",
+    "link_named",
     "named",
 ]

@@ -23,7 +23,7 @@ NAVIGATION = (
     ("Integrations", "integrations/"),
     (
         "How to",
-        "report options model_files running_a_plan hugging_face emit export compile pipeline gpu",
+        "report options model_files running_a_plan hugging_face emit export compile pipeline tensor_parallel gpu",
     ),
     (
         "Understand",

@@ -31,7 +31,7 @@ from scheduler_runtime.execute import (
     restore_forward,
 )
 from scheduler_runtime.planned.guards import kind_of
-from scheduler_runtime.planned.ranks import Ranks
+from scheduler_runtime.planned.one_plan import Ranks
 from solver.schedule import Compute, Schedule, name_in
 from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
 from solver.sizes_deadlines_progress import telling_in_lines

@@ -21,9 +21,10 @@ SCRIPTS = (
     "lightning_module",
     "pipeline",
     "plain_loop",
+    "tensor_parallel",
 )
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-LAUNCH = {"ddp": TWO_PROCESSES, "pipeline": TWO_PROCESSES}
+LAUNCH = {"ddp": TWO_PROCESSES, "pipeline": TWO_PROCESSES, "tensor_parallel": TWO_PROCESSES}
 OPTIONS = {"plain_loop": ["--fit"]}
 
 
