@@ -1,4 +1,4 @@
-"""Costs of operators, named devices and links between them: `graphs.costs`, `graphs.hardware` and `graphs.links`."""
+"""Costs of operators, named devices and links: `graphs.costs`, `.hardware` and `.links`."""
 
 from graphs.costs import (
     Cost,

@@ -23,7 +23,10 @@ NAVIGATION = (
     ("Integrations", "integrations/"),
     (
         "How to",
-        "report options model_files running_a_plan hugging_face emit export compile pipeline tensor_parallel gpu",
+        (
+            "report options model_files running_a_plan hugging_face emit export compile pipeline "
+            "tensor_parallel gpu"
+        ),
     ),
     (
         "Understand",

@@ -20,11 +20,8 @@ import torch.distributed as dist
 
 from graphs.fsdp import sharding_of
 from graphs.pipeline import pipeline_of
+from scheduler_runtime.planned import RanksDisagreeError
 from solver.schedule import Solution
-
-
-class RanksDisagreeError(ValueError):
-    """Another rank has no plan, or the ranks have plans that do not fit together; says which."""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ from solver.sizes_deadlines_progress import (
 
 logger = logging.getLogger(__name__)
 
+_NOT_ALONE = (
+    "fit: on_pressure='replan' runs a step again on the rank that is short of memory, and its "
+    "collectives would wait for the other ranks: leave it out with tensor parallelism"
+)
+
 
 class FittedForward(PlannedForward):
     """Makes a plan for each kind of call, in training mode.
@@ -236,6 +241,8 @@ class FittedForward(PlannedForward):
             solutions = [each.solution for each in self._own_plans]
             reason = why_another(solutions, self._model, call, to_plan.step)
             if (ranks := Ranks.of(self._model)) is not None:
+                if self._pressure is not None:
+                    raise FitError(_NOT_ALONE)
                 forms, traced = input_forms(call.tensors), to_plan.step.graph.graph_id
                 ranks.agree({"the batch": forms, "the traced step": traced})
             say(f"planning {name} ({counted(len(to_plan.step.graph.nodes), 'op')})...")

@@ -8,7 +8,7 @@ from scheduler_runtime.planned.mismatch import (
     difference,
     difference_of_bits,
 )
+from scheduler_runtime.planned.one_plan import Ranks, RanksDisagreeError
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.planned.planning import NewPlan, new_plan
-from scheduler_runtime.planned.one_plan import Ranks, RanksDisagreeError
 from scheduler_runtime.planned.replanning import ReplanError, replan

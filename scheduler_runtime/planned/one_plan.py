@@ -30,8 +30,8 @@ _n_said: Counter[str] = Counter()
 """By the name of a group: what has been said in it, by this rank."""
 
 
-class RanksDisagreeError(RuntimeError):
-    """The ranks of a group have planned different steps, or one of them could not; says which."""
+class RanksDisagreeError(ValueError):
+    """Another rank has no plan, or the ranks have plans that do not fit together; says which."""
 
 
 class Ranks:
