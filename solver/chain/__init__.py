@@ -1,10 +1,9 @@
 """A graph as a chain of blocks, and exact solvers for chains (rotor, binomial, levels)."""
 
-from solver.chain.binomial import n_extra_steps, reversal
+from solver.chain.binomial import Action, n_extra_steps, reversal
 from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
 from solver.chain.bookkeeping import computing_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
-from solver.chain.levels import Action as LevelAction
 from solver.chain.levels import (
     Level,
     cost_of,
@@ -23,5 +22,6 @@ from solver.chain.problem import (
     keeping_everything,
     simulate_chain,
 )
+from solver.chain.reversal_ops import reversal_ops
 from solver.chain.rotor import solve_chain
 from solver.chain.to_schedule import chain_to_schedule

@@ -33,7 +33,8 @@ from itertools import chain
 from math import comb
 
 Action = tuple[str, int, int]
-"""(kind, start, stop); see `reversal` for the kinds."""
+"""(kind, start, stop); see `reversal` for the kinds. With snapshots on several levels: ("store", i,
+level), ("restore", i, level), ("drop", i, level)."""
 
 
 def n_extra_steps(*, n_steps: int, n_snapshots: int) -> int:

@@ -35,11 +35,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from solver.chain.binomial import n_extra_steps
+from solver.chain.binomial import Action, n_extra_steps
 
-Action = tuple[str, int, int]
-"""(kind, from, to); as in `reversal`, but for ("store", i, level), ("restore", i, level) and
-("drop", i, level)."""
 MAX_TURNS = 5
 """Of `multistage`."""
 Floats = npt.NDArray[np.float64]

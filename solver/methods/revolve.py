@@ -15,15 +15,11 @@ from collections.abc import Iterator
 
 from graphs.graph import Graph
 from solver.chain import (
-    Backward,
     Blocks,
-    ChainOp,
-    ForwardKeepingAll,
-    ForwardKeepingInput,
-    ForwardKeepingOutput,
     chain_to_schedule,
     n_extra_steps,
     reversal,
+    reversal_ops,
     split_into_blocks,
 )
 from solver.methods.best_so_far import BestSoFar
@@ -77,24 +73,6 @@ def reversal_to_schedule(
     graph: Graph, blocks: Blocks, n_snapshots: int, deadline: Deadline = NEVER
 ) -> Schedule:
     """The reversal of the blocks as a schedule. Raises OutOfTimeError."""
-    ops = _reversal_ops(blocks.n_blocks, n_snapshots)
+    actions = reversal(n_steps=blocks.n_blocks, n_snapshots=n_snapshots)
+    ops = reversal_ops(blocks.n_blocks, actions)
     return chain_to_schedule(graph, blocks, ops, deadline=deadline)
-
-
-def _reversal_ops(n_blocks: int, n_snapshots: int) -> Iterator[ChainOp]:
-    """Step i of the reversal is block i + 1."""
-    snapshots: set[int] = set()
-    for kind, start, stop in reversal(n_steps=n_blocks, n_snapshots=n_snapshots):
-        if kind == "store":
-            snapshots.add(start)
-        elif kind == "drop":
-            snapshots.remove(start)
-        elif kind == "advance":
-            for step in range(start, stop):
-                keeping = ForwardKeepingInput if step in snapshots else ForwardKeepingOutput
-                yield keeping(step + 1)
-        elif kind == "reverse":
-            yield ForwardKeepingAll(start)
-            if start == n_blocks:  # the caller's loss, between forward and backward pass
-                yield Backward(start + 1)
-            yield Backward(start)

@@ -29,19 +29,15 @@ from dataclasses import dataclass
 from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.chain import (
-    Backward,
+    Action,
     Blocks,
-    ChainOp,
-    ForwardKeepingAll,
-    ForwardKeepingInput,
-    ForwardKeepingOutput,
     Level,
-    LevelAction,
     chain_to_schedule,
     disk_revolve,
     hrevolve,
     multistage,
     periodic_disk_revolve,
+    reversal_ops,
     split_into_blocks,
 )
 from solver.methods.auto import Gap, find_gaps, place_side_by_side
@@ -53,7 +49,7 @@ MAX_BLOCKS = 128
 IN_PASSING = 2
 """Snapshots for which the host keeps room where there is a disk."""
 
-Actions = tuple[LevelAction, ...]
+Actions = tuple[Action, ...]
 Reverse = Callable[[int, Sequence[Level]], Actions | None]
 """From the number of steps and the levels to the actions; None: not enough snapshots."""
 
@@ -104,23 +100,20 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
     return method
 
 
+def _with_disk(reverse: Callable[..., Actions | None]) -> Reverse:
+    """That of memory and disk; where there is memory only, the best with that."""
+
+    def either(n_steps: int, levels: Sequence[Level]) -> Actions | None:
+        if len(levels) == 1:
+            return hrevolve(n_steps=n_steps, levels=levels)
+        return reverse(n_steps=n_steps, memory=levels[0], disk=levels[-1])
+
+    return either
+
+
 METHODS_ON_LEVELS = {
-    "disk_revolve": on_levels(
-        lambda n, levels: (
-            disk_revolve(n_steps=n, memory=levels[0], disk=levels[-1])
-            if len(levels) > 1
-            else hrevolve(n_steps=n, levels=levels)
-        ),
-        two_levels=True,
-    ),
-    "periodic_disk_revolve": on_levels(
-        lambda n, levels: (
-            periodic_disk_revolve(n_steps=n, memory=levels[0], disk=levels[-1])
-            if len(levels) > 1
-            else hrevolve(n_steps=n, levels=levels)
-        ),
-        two_levels=True,
-    ),
+    "disk_revolve": on_levels(_with_disk(disk_revolve), two_levels=True),
+    "periodic_disk_revolve": on_levels(_with_disk(periodic_disk_revolve), two_levels=True),
     "hrevolve": on_levels(lambda n, levels: hrevolve(n_steps=n, levels=levels)),
     "multistage": on_levels(lambda n, levels: multistage(n_steps=n, levels=levels)),
 }
@@ -168,7 +161,7 @@ def _scheduled(
     """The actions on the graph, with copies of what is on slow levels. Raises OutOfTimeError."""
     graph = search.graph
     plain = chain_to_schedule(
-        graph, blocks, _chain_ops(blocks.n_blocks, actions), deadline=search.deadline
+        graph, blocks, reversal_ops(blocks.n_blocks, actions), deadline=search.deadline
     )
     if places is None or not slow:
         return plain
@@ -184,25 +177,6 @@ def _scheduled(
         places=places,
         to_disk=lambda within: frozenset(u for u in on_disk if size_bytes[u] <= within.disk_bytes),
     ).schedule
-
-
-def _chain_ops(n_blocks: int, actions: Actions) -> Iterator[ChainOp]:
-    """Step i of the reversal is block i + 1; a snapshot on any level is held."""
-    held: dict[int, int] = {}  # by step, on how many levels
-    for kind, start, stop in actions:
-        if kind == "store":
-            held[start] = held.get(start, 0) + 1
-        elif kind == "drop":
-            held[start] -= 1
-        elif kind == "advance":
-            for step in range(start, stop):
-                keeping = ForwardKeepingInput if held.get(step) else ForwardKeepingOutput
-                yield keeping(step + 1)
-        elif kind == "reverse":
-            yield ForwardKeepingAll(start)
-            if start == n_blocks:  # the caller's loss, between forward and backward pass
-                yield Backward(start + 1)
-            yield Backward(start)
 
 
 def _away(
