@@ -45,6 +45,7 @@ from graphs.captured_graph import as_rehearsed, captured_graph
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
+from graphs.links import link_between
 from graphs.pipeline import Pipeline, with_pipeline
 from graphs.rewrites import (
     Variant,
@@ -178,17 +179,29 @@ def trace_variants(
 ) -> Variants:
     """Trace the step once, as itself and with the rewrites that a plan may choose from.
 
-    rewrites: a word of `graphs.rewrites.WORDS`. A sharded step has none.
+    rewrites: a word of `graphs.rewrites.WORDS`. A sharded step has none, but with
+        `reshard_after_forward=None` the one that reshards and the one that does not.
     The rest is as for `trace`.
 
     Raises what `trace` raises; ValueError for another word.
     """
+    if isinstance(fsdp, Sharding) and fsdp.reshard_after_forward is None:
+        of_one = replace(fsdp, reshard_after_forward=True)
+        resharded = trace_variants(model, batch, rewrites=rewrites, fsdp=of_one, **options)
+        of_one = replace(fsdp, reshard_after_forward=False)
+        kept_whole = trace_variants(model, batch, rewrites=rewrites, fsdp=of_one, **options)
+        return replace(resharded, planned=(*resharded.planned, *kept_whole.planned))
     planned = variants_of(rewrites, sharded=fsdp is not None)
     traced = _traced(model, batch, lambda step: step.variants(planned), fsdp=fsdp, **options)
     found = offered([(graph, step.captured) for graph, step in traced.variants], planned)
     captured = traced.variants[0][1].captured
     kept = KeptCapture.of(model, traced.call, captured, device=traced.device)
     return replace(found, kept=kept)
+
+
+def _link_of(card: hardware.Hardware | None) -> str | None:
+    """Between ranks on such cards; None for the CPU, and for what is not known."""
+    return link_between(card).name if card is not None and card.kind == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -300,7 +313,8 @@ def _traced_on(
                 groups=groups,
                 on_cpu=on_cpu,
                 n_replicas=sharding.n_replicas,
-                reshard_after_forward=sharding.reshard_after_forward,
+                reshard_after_forward=sharding.reshard_after_forward is not False,
+                link=sharding.link or _link_of(NodeCosts(costs).hardware),
             )
         if optimizer_cost is not None:
             graph = with_optimizer(graph, optimizer_cost)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphs.links import named
+
 
 class ShardingError(ValueError):
     """The step cannot be sharded this way; says why."""
@@ -22,23 +24,32 @@ class Sharding:
     n_replicas: hybrid sharding: so many times n_ranks devices, on a mesh of (n_replicas, n_ranks);
         each shard's gradient is summed over its replicas.
     reshard_after_forward: False: a group keeps its whole parameters from its forward to its
-        backward pass, and gathers them once.
+        backward pass, and gathers them once. None: whichever plan is faster.
+    link: between the devices, a name of `graphs.links` ("nvlink4", "ib-ndr"): what a rank waits
+        for over it is counted (`graphs.fsdp.communication`). None: the link of the card that is
+        planned for; on the CPU communication takes no time.
     """
 
     n_ranks: int
     groups: tuple[str, ...] | None = None
     n_replicas: int = 1
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = True
+    link: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("n_ranks", 2), ("n_replicas", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ShardingError(f"{name} is {value!r}; a whole number of at least {least}")
-        if not isinstance(self.reshard_after_forward, bool):
+        if not isinstance(self.reshard_after_forward, bool | None):
             raise ShardingError(
-                f"reshard_after_forward is {self.reshard_after_forward!r}; True or False"
+                f"reshard_after_forward is {self.reshard_after_forward!r}; True, False or None"
             )
+        if self.link is not None:
+            try:
+                object.__setattr__(self, "link", named(self.link).name)
+            except ValueError as error:
+                raise ShardingError(str(error)) from error
         if isinstance(self.groups, str):
             raise ShardingError(f"groups is {self.groups!r}; a sequence of module paths")
         if self.groups is not None:
@@ -70,5 +81,6 @@ def sharding_words(environment: Mapping[str, Any]) -> str:
     if sharding is None:
         return ""
     replicas = f"{sharding.n_replicas} x " if sharding.n_replicas > 1 else ""
-    kept = "" if sharding.reshard_after_forward else ", parameters kept from forward to backward"
+    is_kept = sharding.reshard_after_forward is False
+    kept = ", parameters kept from forward to backward" if is_kept else ""
     return f"per rank of {replicas}{sharding.n_ranks}, FSDP2{kept}"

@@ -24,7 +24,8 @@ A schedule of single operators may recompute an operator outside of its group's 
 FSDP2 cannot do; the whole parameters that it would need are then not counted. Exported plans
 (`to_torch_checkpoint`) recompute only inside of groups.
 
-Communication takes no time here: most of it is overlapped, and the rest depends on the network.
+With `Sharding.link` what a rank waits for is counted (`graphs.fsdp.communication`); without it
+communication takes no time.
 Not modelled: MixedPrecisionPolicy and CPU offload, reshard_after_forward by a number of ranks,
 groups of several modules, `set_requires_gradient_sync(False)`, shard placements other than dim 0,
 and memory that NCCL allocates outside of torch's allocator. What gloo allocates on the CPU is
@@ -38,9 +39,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphs.fsdp.communication import with_waits
 from graphs.fsdp.groups import ROOT, Group, GroupFinder, read_parameters
 from graphs.fsdp.spec import Sharding, ShardingError, sharding_of, sharding_words
 from graphs.graph import Graph, Node, Phase, Tensor
+from graphs.links import named
 
 GLOO_SCALARS_BYTES = 12
 """gloo divides a sum by the number of ranks, a tensor that it allocates in two dtypes."""
@@ -75,7 +78,8 @@ def sharded(
             f"the graph is sharded already: {sharding_words(graph.meta.environment)}"
         )
     sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups), **options)
-    return _Transform(graph, sharding, on_cpu).run()
+    made = _Transform(graph, sharding, on_cpu).run()
+    return made if sharding.link is None else with_waits(made, sharding, named(sharding.link))
 
 
 @dataclass
@@ -138,7 +142,7 @@ class _Transform:
             for group in reversed(self._groups):
                 if group.last == position:
                     self._order.append(group)
-                    if group.path != ROOT and self.sharding.reshard_after_forward:
+                    if group.path != ROOT and self.sharding.reshard_after_forward is not False:
                         whole = self._whole.pop(group.path)
                         self._put("reshard", group.path, "forward", inputs=(whole,))
         if self._gathered is not None:

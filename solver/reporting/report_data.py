@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.fsdp import sharding_of, sharding_words
+from graphs.fsdp import Sharding, sharding_of, sharding_words
 from graphs.graph import Graph, Node
+from graphs.links import named
 from graphs.rewrites import PROGRAM_REWRITES, results_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import Advice, Curve, SizeSearch, overhead_range
@@ -93,6 +94,16 @@ def best(solutions: Iterable[Solution]) -> Solution:
     )
 
 
+def _communication(graph: Graph, sharding: Sharding) -> str:
+    if sharding.link is None:
+        return "Communication is assumed to take no time."
+    waits_s = math.fsum(node.time_s for node in graph.nodes if node.op.startswith("fsdp."))
+    return (
+        f"A rank waits {format_time(waits_s)} for what is gathered and reduced over "
+        f"{named(sharding.link).title}, where operators do not hide it."
+    )
+
+
 def step_notes(graph: Graph) -> Iterator[str]:
     """Sentences on how this step differs from a usual training step."""
     sharding = sharding_of(graph.meta.environment)
@@ -101,8 +112,8 @@ def step_notes(graph: Graph) -> Iterator[str]:
             f"All figures are {sharding_words(graph.meta.environment)} (fully_shard on "
             f"{len(sharding.groups or ())} modules, then on the model), for the batch of one rank: "
             "shards of parameters, gradients and optimizer state, and gathered parameters with "
-            "their buffers while they are live. Communication is assumed to take no time. The step "
-            "is PyTorch's own, without rewrites. Export the plan to run it: "
+            f"their buffers while they are live. {_communication(graph, sharding)} The step is "
+            "PyTorch's own, without rewrites. Export the plan to run it: "
             "to_torch_checkpoint(model, solution)."
         )
     yield from graph.meta.notes

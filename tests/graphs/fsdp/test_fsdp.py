@@ -170,7 +170,7 @@ def test_a_file_from_before_these_options_has_their_defaults():
     ("fields", "words"),
     [
         ({"n_replicas": 0}, "n_replicas is 0; a whole number of at least 1"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward is 2; True or False"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward is 2; True, False or None"),
     ],
 )
 def test_options_that_are_none(fields, words):

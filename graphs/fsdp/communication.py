@@ -1,0 +1,90 @@
+"""How long a rank of FSDP2 waits for what it gathers and reduces, beside its operators.
+
+FSDP2 communicates beside the operators: in the forward pass a group is gathered while the one
+before it runs, in the backward pass from when the group that runs before it begins; a group's
+gradients are reduced while the next groups run. All of it goes over one link, one after another, in
+the time of `graphs.links`. An operator waits for its group's parameters, a reduction for the one
+before it, and the optimizer for the last.
+
+The waits are those of the step without recomputation, and become the times of the nodes where they
+occur, so that the times of all nodes add up to the step. What a plan recomputes hides more of the
+communication than is counted: plans that recompute are a little faster than they say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from graphs.fsdp.spec import Sharding
+from graphs.graph import Graph, Node
+from graphs.links import Link, all_gather_s, all_reduce_s, reduce_scatter_s
+
+GATHER, COPY_OUT = "fsdp.all_gather", "fsdp.copy_out"
+REDUCE, ALL_REDUCE = "fsdp.reduce_scatter", "fsdp.all_reduce"
+
+
+def with_waits(graph: Graph, sharding: Sharding, link: Link) -> Graph:
+    """The sharded step in which each rank waits for the others. graph: without an optimizer."""
+    waits = _Clock(graph, sharding, link).waits()
+    nodes = tuple(
+        dataclasses.replace(node, time_s=node.time_s + waits.get(node.name, 0.0))
+        for node in graph.nodes
+    )
+    return dataclasses.replace(graph, nodes=nodes)
+
+
+class _Clock:
+    """Goes through the step with two clocks: of the operators, and of the link.
+
+    _now_s: of the operators. _free_s: when the link is free.
+    _gathered_s: buffer -> when all of it is there. _begun_s: when the last group could be gathered.
+    """
+
+    def __init__(self, graph: Graph, sharding: Sharding, link: Link) -> None:
+        self._graph, self._sharding, self._link = graph, sharding, link
+        self._now_s = self._free_s = self._begun_s = 0.0
+        self._gathered_s: dict[str, float] = {}
+
+    def waits(self) -> dict[str, float]:
+        """Seconds by the node that they are spent before."""
+        found: dict[str, float] = {}
+        reduced_s, last = 0.0, None
+        for node in self._graph.nodes:
+            ready_s = self._now_s
+            if node.op == GATHER:
+                begin_s = self._begun_s if node.phase == "forward" else self._now_s
+                self._gathered_s[node.outputs[0]] = self._sent(node, begin_s)
+            elif node.op == COPY_OUT:
+                ready_s = self._gathered_s[node.inputs[0]]
+                self._begun_s = max(self._now_s, ready_s)
+            elif node.op == REDUCE:
+                ready_s = reduced_s
+                reduced_s = self._sent(node, max(self._now_s, ready_s))
+                last = node
+            elif node.op == ALL_REDUCE:
+                reduced_s = self._sent(node, reduced_s)
+            wait_s = max(0.0, ready_s - self._now_s)
+            found[node.name] = wait_s
+            self._now_s += wait_s + node.time_s
+        if last is not None:
+            found[last.name] += max(0.0, reduced_s - self._now_s)
+        return found
+
+    def _sent(self, node: Node, begin_s: float) -> float:
+        """When the collective, which can begin then, is done."""
+        self._free_s = max(self._free_s, begin_s) + self._collective_s(node)
+        return self._free_s
+
+    def _collective_s(self, node: Node) -> float:
+        n_ranks, n_replicas = self._sharding.n_ranks, self._sharding.n_replicas
+        if node.op == GATHER:
+            n_bytes = self._bytes(node.outputs)
+            return all_gather_s(n_bytes, n_ranks=n_ranks, link=self._link)
+        if node.op == REDUCE:
+            n_bytes = self._bytes(node.inputs)
+            return reduce_scatter_s(n_bytes, n_ranks=n_ranks, link=self._link)
+        return all_reduce_s(self._bytes(node.inputs), n_ranks=n_replicas, link=self._link)
+
+    def _bytes(self, names: Sequence[str]) -> int:
+        return sum(self._graph.tensor_by_name[name].size_bytes for name in names)
