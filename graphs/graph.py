@@ -19,6 +19,7 @@ from graphs.files import FormatError, Record, read_json, write_json
 from graphs.meta import GraphMeta
 from graphs.parts import (
     KINDS,
+    MAX_BYTES,
     PHASES,
     GraphError,
     Kind,
@@ -44,6 +45,9 @@ class Graph:
     n_in_flight: micro-batches of a pipeline whose forward pass has begun and whose backward pass
         has not ended, at most. This step is that of one of them; each of the others holds what its
         forward pass left for backward.
+    host_state_bytes: of the optimizer's state, which is in host memory for the whole step. Nodes of
+        phase optimizer copy it through their workspace, and their time is that with the copies
+        (`graphs.host_state`).
 
     Validated on construction; raises GraphError.
     """
@@ -53,6 +57,7 @@ class Graph:
     outputs: tuple[str, ...] = ()
     meta: GraphMeta = field(default_factory=GraphMeta, compare=False)
     n_in_flight: int = 1
+    host_state_bytes: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.meta, dict):  # a graph written by hand
@@ -204,6 +209,7 @@ class Graph:
             "format": FORMAT,
             "meta": self.meta.to_json(),
             **({} if self.n_in_flight == 1 else {"n_in_flight": self.n_in_flight}),
+            **({"host_state_bytes": self.host_state_bytes} if self.host_state_bytes else {}),
             "outputs": list(self.outputs),
             # the fields of Tensor and Node are those of the format, in its order
             "tensors": [dict(vars(tensor)) for tensor in self.tensors],
@@ -252,6 +258,7 @@ class Graph:
                 outputs=record.strings("outputs"),
                 meta=GraphMeta.from_json(record.mapping("meta", default={})),
                 n_in_flight=record.integer("n_in_flight", default=1),
+                host_state_bytes=record.integer("host_state_bytes", default=0),
             )
         except GraphError as error:
             raise FormatError(f"{source}: {error}") from error
@@ -268,6 +275,7 @@ def _validate(graph: Graph) -> None:
     check_names(graph.nodes, what="node")
     if graph.n_in_flight < 1:
         raise GraphError(f"n_in_flight is {graph.n_in_flight}; it must be at least 1")
+    _check_host_state(graph)
     tensors = graph.tensor_by_name
     for tensor in graph.tensors:
         check_tensor(tensor, tensors)
@@ -290,6 +298,17 @@ def _validate(graph: Graph) -> None:
             raise GraphError(f"outputs names {name!r}, which is no tensor of the graph")
     if len(set(graph.outputs)) != len(graph.outputs):
         raise GraphError("outputs names a tensor twice")
+
+
+def _check_host_state(graph: Graph) -> None:
+    if not 0 <= graph.host_state_bytes <= MAX_BYTES:
+        raise GraphError(
+            f"host_state_bytes is {graph.host_state_bytes}; it must be from 0 to 2**60"
+        )
+    if graph.host_state_bytes and graph.n_before_optimizer == len(graph.nodes):
+        raise GraphError(
+            f"host_state_bytes is {graph.host_state_bytes}, and no node of phase optimizer uses it"
+        )
 
 
 def _check_wiring(graph: Graph) -> set[str]:

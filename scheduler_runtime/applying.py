@@ -22,6 +22,7 @@ from torch import nn
 from graphs.calls import Call, TraceError, device_of
 from graphs.costs import finish_measuring, from_description
 from graphs.trace import CapturedStep
+from graphs.training_step import GivenOptimizer, read_optimizer
 from scheduler_runtime.by_submodule import SubmoduleSolution, put
 from scheduler_runtime.execute import (
     BoundProgram,
@@ -32,6 +33,7 @@ from scheduler_runtime.execute import (
     remove_torch_checkpoint,
 )
 from scheduler_runtime.execute import cuda_graph as cuda_graphs
+from scheduler_runtime.host_state import bring_back, keep_on_host
 from scheduler_runtime.planned import (
     AnyPlan,
     Difference,
@@ -67,6 +69,7 @@ def apply(
     on_mismatch: str = "smaller",
     cuda_graph: bool = False,
     disk_directory: str | Path | None = None,
+    optimizer: GivenOptimizer | None = None,
 ) -> nn.Module:
     """Replace the module's forward by the planned step; returns the same module.
 
@@ -82,9 +85,12 @@ def apply(
         addresses are then fixed; see `scheduler_runtime.execute.cuda_graph` for what is refused.
     disk_directory: on the disk that the plan copies tensors to, if it does (default: the one that
         it was made for). Nothing is left there when the process has ended, however it ends.
+    optimizer: the one that trains the model, where the plan has its state on the host: from now on
+        it is on the device only while the optimizer steps. Other plans do not look at it.
 
     Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
-    different steps; applied twice), TypeError (not a module and a plan).
+    different steps; applied twice; an optimizer that is missing or not the planned one), TypeError
+    (not a module and a plan).
     """
     if on_mismatch not in ON_MISMATCH:
         raise ValueError(f"on_mismatch is {on_mismatch!r}; one of {', '.join(ON_MISMATCH)}")
@@ -101,6 +107,7 @@ def apply(
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
         disk_directory=disk_directory,
+        optimizer=None if optimizer is None else read_optimizer(optimizer, model),
     )
     return model
 
@@ -128,9 +135,11 @@ class AppliedForward(PlannedForward):
         on_mismatch: str,
         cuda_graph: bool,
         disk_directory: str | Path | None,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         if not plans:
             raise ValueError("there is no plan to apply: the list is empty")
+        self._optimizer = _with_state_on_host(plans, optimizer)
         # shapes may differ between plans, but not what is differentiated, nor how
         for field in ("train", "gradients", "gradient_outputs"):
             values = [plan.environment.get(field) for plan in plans]
@@ -154,8 +163,15 @@ class AppliedForward(PlannedForward):
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
 
     def __getstate__(self) -> dict[str, Any]:
+        """The optimizer belongs to the original, not to a copy of the module."""
         recordings = None if self._recordings is None else cuda_graphs.Recordings()
-        return {**super().__getstate__(), "_recordings": recordings, "_kept": []}
+        own: dict[str, Any] = {"_recordings": recordings, "_kept": [], "_optimizer": None}
+        return {**super().__getstate__(), **own}
+
+    def restore(self) -> None:
+        if self._optimizer is not None:
+            bring_back(self._optimizer)
+        super().restore()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan, which runs operator by operator; "
@@ -255,6 +271,29 @@ class AppliedForward(PlannedForward):
             opaque=environment.get("opaque", ()),
             kept=kept,
         )
+
+
+def _with_state_on_host(
+    plans: Sequence[Plan], optimizer: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer | None:
+    """The optimizer after its state has moved to the host; None where it stays on the device."""
+    buckets = {plan.state_buckets for plan in plans}
+    if len(buckets) > 1:
+        raise ValueError(
+            "the plans are for different steps: some have the optimizer's state on the host, or in "
+            'other parts; solve them all with optimizer_state="host", or all with "device"'
+        )
+    (of_all,) = buckets
+    if not of_all:
+        return None
+    if optimizer is None:
+        raise ValueError(
+            "the plan has the optimizer's state on the host: give the optimizer that trains the "
+            "model, apply(model, plan, optimizer=optimizer), or solve with "
+            'optimizer_state="device"'
+        )
+    keep_on_host(optimizer, of_all)
+    return optimizer
 
 
 __all__ = ["CudaGraphError", "PlanMismatchError", "TraceError", "apply", "remove"]

@@ -25,6 +25,7 @@ from torch import nn
 from graphs.capture import CPU_RANDOM_STATE_BYTES, caching_configs
 from graphs.fsdp import called_children, is_container, listed_blocks, sharding_words
 from graphs.graph import Graph, is_under
+from graphs.host_state import with_state_on_device
 from scheduler_runtime.execute import (
     CheckpointedForward,
     SavedCalls,
@@ -167,6 +168,8 @@ def to_torch_checkpoint(
     _check_model(model, solution.graph)
     own, budget_bytes = solution.simulation, solution.request.available_bytes
     plan_compared = "the plan itself"
+    if solution.graph.host_state_bytes:  # no part of what is exported
+        solution = replace(solution, graph=with_state_on_device(solution.graph))
     if solution.graph.meta.rewrites:  # checkpointed modules run PyTorch's own step
         plan_compared = "a plan of single operators without rewrites"
         solution = _without_rewrites(solution, or_least=on_excess == "least")

@@ -21,6 +21,7 @@ from torch import nn
 from graphs.calls import TraceError, as_call, check_call, device_of, find_loss, nested
 from graphs.costs import CudaPeaks, cpu_peak_bytes
 from graphs.training_step import GivenOptimizer, read_optimizer
+from scheduler_runtime.host_state import host_blocks
 from solver.sizes_deadlines_progress import names_checked
 
 
@@ -270,7 +271,12 @@ def resident_tensors(
     yield from model.parameters()
     yield from model.buffers()
     yield from (p.grad for p in model.parameters() if p.grad is not None)
-    yield from nested.tensors((batch, [list(each.state.values()) for each in optimizers]))
+    yield from nested.tensors(batch)
+    for each in optimizers:
+        on_host = {block.untyped_storage()._cdata for block in host_blocks(each)}
+        for tensor in nested.tensors(list(each.state.values())):
+            if tensor.untyped_storage()._cdata not in on_host:
+                yield tensor
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

@@ -28,6 +28,7 @@ from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
 from scheduler_runtime.errors import InFloat64, errors, is_reference
 from scheduler_runtime.execute import own_forwards
+from scheduler_runtime.host_state import on_device
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
 from solver.schedule import Solution
 from solver.scheduler_runtime_bridge import Verification
@@ -187,10 +188,12 @@ class _Bench:
         torch.manual_seed(SEED)
 
     @contextlib.contextmanager
-    def planned(self, solution: Solution) -> Iterator[None]:
-        apply(self.model, solution)
+    def planned(self, solution: Solution) -> Iterator[torch.optim.Optimizer]:
+        """With the optimizer of its steps."""
+        optimizer = self.optimizer(self.model)
+        apply(self.model, solution, optimizer=optimizer)
         try:
-            yield
+            yield optimizer
         finally:
             remove(self.model)
 
@@ -225,12 +228,18 @@ class _Bench:
     def measured(self, solution: Solution) -> list[Measurement]:
         """Peak and time of the step with its optimizer, without the plan and with it."""
         self._restore()
-        with self.planned(solution):
+        with self.planned(solution) as optimizer:
+
+            @contextlib.contextmanager
+            def without() -> Iterator[None]:
+                with own_forwards(self.model), on_device(optimizer):
+                    yield
+
             return measure_in_turns(
                 self.model,
                 self.batch,
-                (lambda: own_forwards(self.model), contextlib.nullcontext),
-                optimizer=self.optimizer(self.model),
+                (without, contextlib.nullcontext),
+                optimizer=optimizer,
                 gradients=self.gradients,
                 n_steps=N_TIMED_STEPS,
                 **self.step,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphs.graph import Graph
+from graphs.host_state import with_state_on_device
 from graphs.rewrites.names import PROGRAM_REWRITES, REWRITES, Variant
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ class Variants:
     @classmethod
     def of(cls, step: Graph | Variants) -> Variants:
         """A graph alone is its only variant."""
-        return step if isinstance(step, Variants) else cls(_not_in_place(step), (step,))
+        if isinstance(step, Variants):
+            return step
+        return cls(with_state_on_device(_not_in_place(step)), (step,))
 
 
 def _not_in_place(graph: Graph) -> Graph:

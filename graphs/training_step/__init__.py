@@ -12,7 +12,7 @@ from graphs.training_step.around import (
     with_unknown_loss,
 )
 from graphs.training_step.device_bytes import cublas_workspace_bytes, with_device_bytes
-from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
+from graphs.training_step.given_optimizer import GivenOptimizer, is_made_from, read_optimizer
 from graphs.training_step.loss_only import LossOnly
 from graphs.training_step.optimizer import (
     check_parameters,
@@ -22,3 +22,4 @@ from graphs.training_step.optimizer import (
 )
 from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss
 from graphs.training_step.stage import check_stage, indices_with_gradient
+from graphs.training_step.state_buckets import aligned, of_buckets, trained, why_state_stays

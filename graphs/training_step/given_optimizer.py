@@ -22,8 +22,8 @@ def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optim
     made: Any = given
     if isinstance(made, str):
         made = _named(made)
-    is_function = callable(made) and not isinstance(made, torch.optim.Optimizer)
-    if is_function and not _is_wrapper(made):
+    is_function = is_made_from(made)
+    if is_function:
         made = _made(made, model)
     while _is_wrapper(made):
         made = made.optimizer
@@ -35,6 +35,15 @@ def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optim
             'the name of a class of torch.optim ("AdamW")'
         )
     return made
+
+
+def is_made_from(given: GivenOptimizer) -> bool:
+    """Whether it stands for an optimizer that is yet to be made: its name, or a function."""
+    if isinstance(given, str):
+        return True
+    return (
+        callable(given) and not isinstance(given, torch.optim.Optimizer) and not _is_wrapper(given)
+    )
 
 
 def _is_wrapper(value: Any) -> bool:

@@ -28,6 +28,7 @@ from graphs.calls import TraceError, local_part, strided_like
 from graphs.costs import CostModel, Tracker
 from graphs.fsdp import shard_rows
 from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
+from graphs.training_step.state_buckets import Figures, bucket_figures, why_state_stays
 
 _HOOKED = ("step", "state_dict", "load_state_dict")
 _HOOKS = [f"_optimizer_{method}_{when}_hooks" for method in _HOOKED for when in ("pre", "post")]
@@ -53,7 +54,8 @@ def optimizer_costs(
 
     Returns what `with_optimizer` takes and schedule files store: its class's name, state_bytes
     (resident from the first step on), workspace_bytes (the peak that a later step allocates
-    besides), and the time_s of a step.
+    besides), and the time_s of a step; where the state can be on the host, also what
+    `bucket_figures` returns.
 
     optimizer: of the model's parameters (real or on the meta device). Those without gradients have
         no state.
@@ -75,14 +77,23 @@ def optimizer_costs(
             twin = _twin(optimizer, mode, device, foreach=foreach, n_ranks=n_ranks)
             with _StepTracker(costs.cost):
                 _step(twin)  # makes the state
-            with _StepTracker(costs.cost) as tracker:
-                _step(twin)
-            return {
+
+            def step() -> Figures:
+                with _StepTracker(costs.cost) as tracker:
+                    _step(twin)
+                return tracker.peak_bytes, tracker.time_s
+
+            whole, state_bytes = step(), _state_bytes(twin, device)
+            found = {
                 "name": name,
-                "state_bytes": _state_bytes(twin, device),
-                "workspace_bytes": tracker.peak_bytes,
-                "time_s": tracker.time_s,
+                "state_bytes": state_bytes,
+                "workspace_bytes": whole[0],
+                "time_s": whole[1],
             }
+            reason = "it is sharded" if n_ranks > 1 else why_state_stays(optimizer)
+            if reason:
+                return {**found, "state_stays": reason}
+            return found | bucket_figures(twin, step, whole=whole, state_bytes=state_bytes)
     except Exception as error:
         raise TraceError(
             f"the optimizer {name} cannot step on fake tensors "
@@ -125,9 +136,12 @@ def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The figures of several optimizers that step one after the other; None for none."""
-    if not figures:
-        return None
+    """The figures of several optimizers that step one after the other; None for none.
+
+    Only a single one can have its state on the host.
+    """
+    if len(figures) < 2:
+        return dict(figures[0]) if figures else None
     return {
         "name": " + ".join(str(each["name"]) for each in figures),
         "state_bytes": sum(int(each["state_bytes"]) for each in figures),

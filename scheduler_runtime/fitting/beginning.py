@@ -10,6 +10,7 @@ budget. `plans_of(model)` returns the plans.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from torch import nn
 from graphs.calls import device_of
 from graphs.costs import CostModel
 from graphs.rewrites import check_word
-from graphs.training_step import read_optimizer
+from graphs.training_step import is_made_from, read_optimizer
 from scheduler_runtime.execute import ReplacedForward, has_checkpoints
 from scheduler_runtime.fitting.forward import FittedForward
 from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers, Options
@@ -36,6 +37,7 @@ from scheduler_runtime.surroundings import (
 from solver.device_and_costs import HostLink
 from solver.methods import METHODS
 from solver.sizes_deadlines_progress import names_checked
+from solver.solving import check_where
 
 
 @names_checked
@@ -54,6 +56,7 @@ def fit(
     rewrites: str = "bitwise",
     host_budget: int | float | str | None = None,
     host_link: HostLink | None = None,
+    optimizer_state: str = "auto",
     unplanned: str = "warn",
     on_pressure: str = "raise",
 ) -> nn.Module:
@@ -84,6 +87,8 @@ def fit(
     host_budget, host_link: host memory that the plans may copy to, and how fast, as in
         `solver.solve`. All plans share it: it is the most that one forward pass with its backward
         pass takes. Of several that are open at once each has as much, and so has each process.
+    optimizer_state: as in `solver.solve`. It can be on the host where `optimizer` is one optimizer
+        itself, and not its name or a function; it moves there when the first such plan is made.
     unplanned: what to do if gradients reach the model before it was called in training mode, so
         that nothing is planned: "warn" (UserWarning) or "error" (FitError), at the end of that
         backward pass. Where the training calls a part that holds all that is trained, and not the
@@ -117,6 +122,7 @@ def fit(
     if reason is not None:
         raise FitError(reason)
     refuse_checkpointing(model)
+    check_where(optimizer_state, with_host=host_budget is not None)
     several: Any = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = () if optimizer is None else tuple(read_optimizer(o, model) for o in several)
     options = Options(
@@ -131,8 +137,11 @@ def fit(
         check_word(rewrites),
         host_budget,
         host_link,
+        optimizer_state,
         on_pressure,
     )
+    if len(optimizers) != 1 or is_made_from(several[0]):
+        options = _with_state_on_device(options)
     inner: list[FittedForward] = []
     for each in (*_parts_with_all(model), model):
         each.forward = FittedForward(each, options, optimizers, whole=model, parts=inner)
@@ -141,6 +150,16 @@ def fit(
     for forward in inner:
         forward.watch = watch
     return model
+
+
+def _with_state_on_device(options: Options) -> Options:
+    """`fit` does not have the one optimizer that trains the model."""
+    if options.optimizer_state == "host":
+        raise ValueError(
+            "optimizer_state is 'host', for which fit needs the optimizer that trains the model, "
+            "and no other: fit(model, optimizer=optimizer, ...)"
+        )
+    return dataclasses.replace(options, optimizer_state="device")
 
 
 def plans_of(model: nn.Module) -> tuple[Fitted, ...]:

@@ -41,9 +41,11 @@ from scheduler_runtime.fitting.shared_budget import SharedBudget
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.fitting.unplanned import Watch
 from scheduler_runtime.fitting.why_another import why_another
+from scheduler_runtime.host_state import bring_back, keep_on_host
 from scheduler_runtime.measuring import resident_tensors
 from scheduler_runtime.planned import (
     Difference,
+    Plan,
     PlannedForward,
     Ranks,
     module_schedule,
@@ -147,6 +149,8 @@ class FittedForward(PlannedForward):
         if self.watch is not None:
             self.watch.end()
         self._restore_parts()
+        for optimizer in self._optimizers:
+            bring_back(optimizer)
         super().restore()
 
     def _restore_parts(self) -> None:
@@ -233,7 +237,13 @@ class FittedForward(PlannedForward):
         device, buckets = device_of(self._model), buckets_of(self._model)
         costs = self.options.costs or default_costs(device)
         request = self._budget.request(
-            self._model, self._whole_model(), call, self._optimizers, buckets=buckets, costs=costs
+            self._model,
+            self._whole_model(),
+            call,
+            self._optimizers,
+            buckets=buckets,
+            costs=costs,
+            optimizer_state=self._where_state_may_be(),
         )
         name = type(self._model).__name__
         with telling_in_lines(f"tracing {name}...") as say:
@@ -341,6 +351,9 @@ class FittedForward(PlannedForward):
     ) -> BoundProgram:
         """What runs the solution's schedule. tighter: what runs where memory is short."""
         assert solution.schedule is not None
+        if n_parameters := Plan.of(solution).state_buckets:
+            (optimizer,) = self._optimizers
+            keep_on_host(optimizer, n_parameters)
         step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
         returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
@@ -412,6 +425,17 @@ class FittedForward(PlannedForward):
         if buckets is not None and buckets.are_gradients:
             return True
         return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
+
+    def _where_state_may_be(self) -> str:
+        """It moves to the host once, and not where earlier plans may fill the host with copies."""
+        if any(each.solution.graph.host_state_bytes for each in self._own_plans):
+            return "host"
+        asked = self.options.optimizer_state
+        fills = any(
+            each.solution.simulation is not None and each.solution.simulation.host_peak_bytes
+            for each in self._own_plans
+        )
+        return "device" if asked == "auto" and fills else asked
 
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:
         loss_outputs = self.options.loss_outputs

@@ -60,4 +60,5 @@ class Options:
     rewrites: str
     host_budget: int | float | str | None
     host_link: HostLink | None
+    optimizer_state: str
     on_pressure: str = "raise"

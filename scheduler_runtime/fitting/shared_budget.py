@@ -31,10 +31,12 @@ class SharedBudget:
         *,
         buckets: Buckets | None,
         costs: CostModel,
+        optimizer_state: str,
     ) -> Request:
         """What is asked of the solver for a call.
 
         part: the module that is planned. whole: the one of which it is a part, or itself.
+        optimizer_state: where it may be, as in `Request`.
         """
         options = self._options
         budget: int | float | str = options.budget
@@ -56,4 +58,5 @@ class SharedBudget:
             seed=options.seed,
             rewrites=options.rewrites,
             places=self._host,
+            optimizer_state=optimizer_state,
         )

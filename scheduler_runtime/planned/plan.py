@@ -72,6 +72,14 @@ class Plan:
         """Those that the planned graph was made with."""
         return self.known.rewrites
 
+    @property
+    def state_buckets(self) -> tuple[int, ...]:
+        """The parameters in each bucket of optimizer state that is on the host; (): none is."""
+        optimizer = self.environment.get("optimizer") or {}
+        if not optimizer.get("state_on_host"):
+            return ()
+        return tuple(n_parameters for n_parameters, *_ in optimizer["buckets"])
+
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
         if isinstance(plan, str | Path):

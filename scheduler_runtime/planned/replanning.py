@@ -25,12 +25,13 @@ def replan(
     """Plan the module's new step, with the loss and the optimizer of the old plan.
 
     As in `solve`, all variants are planned that the request allows, unless one of the known plans
-    serves. Returns the step as it is planned.
+    serves; the optimizer's state stays where it is. Returns the step as it is planned.
     """
+    where = "host" if plan.state_buckets else "device"
     found = new_plan(
         step,
         lambda graph: _whole(graph, plan, reason),
-        plan.request,
+        dataclasses.replace(plan.request, optimizer_state=where),
         planned=_variants(plan),
         known=known,
     )

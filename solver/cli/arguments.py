@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from graphs.host_state import WHERE
 from graphs.rewrites import WORDS
 from solver.cli.installed import version
 from solver.methods import METHODS
@@ -174,6 +175,15 @@ class Arguments:
         "bytes per second that the disk writes and reads, such as 5GB/s,6GB/s",
         SEARCH,
         metavar="RATE[,RATE]",
+    )
+    optimizer_state: str = _option(
+        "--optimizer-state",
+        "where the optimizer's state is between its steps: on the device, in the memory of --host, "
+        "or where the plan is faster (default: auto)",
+        SEARCH,
+        default="auto",
+        choices=WHERE,
+        metavar="WHERE",
     )
     time_limit: float = _option(
         "--time-limit",

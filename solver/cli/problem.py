@@ -111,6 +111,7 @@ class Problem:
             rewrites=self.rewrites,
             places=self.places,
             budget_of=arguments.budget_of,
+            optimizer_state=arguments.optimizer_state,
         )
 
 

@@ -101,6 +101,8 @@ def _check_sizes(arguments: Arguments) -> None:
 
 def _check_copying(arguments: Arguments) -> None:
     """Raises UsageError for a host without a method for it, and the reverse."""
+    if arguments.optimizer_state == "host" and arguments.host is None:
+        raise UsageError("--optimizer-state host: give the memory for it, --host 64GB")
     if arguments.compare:
         return
     method = METHODS[arguments.method or "auto"]

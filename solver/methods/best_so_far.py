@@ -58,7 +58,7 @@ class BestSoFar:
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
         """Whether it fits, its copies side by side; remembered if it is the best so far."""
         places = self.places or Places()
-        if simulation.host_peak_bytes > places.host_bytes:
+        if simulation.host_peak_bytes - self.graph.host_state_bytes > places.host_bytes:
             return False
         if simulation.disk_peak_bytes > places.disk_bytes:
             return False

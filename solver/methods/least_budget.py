@@ -71,6 +71,7 @@ def find_obstacle(
         reached is reached without copies.
     """
     folded = needed = StorageGraph.of(graph)
+    places = None if places is None else places.beside(graph.host_state_bytes)
     if graph.n_in_flight > 1:
         least_bytes = least_in_flight_bytes(folded)
         p = int(np.argmax(least_bytes))

@@ -61,8 +61,11 @@ class Method:
         Same input and seed, same answer, unless `time_limit_s` ends the search.
 
         quick: with a fraction of the work, for one of many budgets or sizes.
-        places: what the schedule may copy to; its copies fit there.
+        places: what the schedule may copy to; its copies fit there, beside the optimizer's state if
+        it is there.
         """
+        if places is not None:
+            places = places.beside(graph.host_state_bytes)
         common = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
         options = {"starts": starts, "quick": quick} if self.takes_starts else {}
         if places is not None and not self.takes_places:

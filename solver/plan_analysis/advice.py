@@ -104,7 +104,7 @@ def _state(solution: Solution) -> Iterator[str]:
         text += "Sharding over k devices (FSDP, ZeRO) divides it by k"
     else:
         text += f"With more than {sharding.n_ranks} ranks each has a smaller shard"
-    if bytes_of["optimizer"]:
+    if bytes_of["optimizer"] and not graph.host_state_bytes:
         less = BITS_8_SHARE * bytes_of["optimizer"]
         text += (
             f"; 8-bit optimizer states take a quarter of 32-bit ones, {format_size(less)} instead "

@@ -213,7 +213,10 @@ class Copies:
 
     def host_bytes(self) -> tuple[tuple[float, int], ...]:
         """(seconds, bytes on the host from then on), where they change."""
-        return _held((trip.from_s, trip.until_s, trip.size_bytes) for trip in self.trips)
+        stays = [(trip.from_s, trip.until_s, trip.size_bytes) for trip in self.trips]
+        if state_bytes := self.graph.host_state_bytes:
+            stays.append((0.0, self.end_s, state_bytes))
+        return _held(stays)
 
     def disk_bytes(self) -> tuple[tuple[float, int], ...]:
         """(seconds, bytes on the disk from then on), where they change."""

@@ -19,7 +19,7 @@ from graphs.rewrites import Variants
 from solver.methods import METHODS, Method, find_obstacle
 from solver.schedule import Obstacle, Places, Request, Schedule, Solution, simulate_unplanned
 from solver.sizes_deadlines_progress import Deadline, check_time_limit, interrupted
-from solver.solving import attempt
+from solver.solving import attempt, with_state_choices
 
 N_BUDGETS = 20
 
@@ -86,6 +86,7 @@ def sweep(
     Raises ValueError for a budget that the reserve takes all of, or when there is none.
     """
     obstacles: tuple[Obstacle, ...] = ()
+    step = with_state_choices(step, places)
     if budgets is None:
         obstacles = _obstacles(step, METHODS[methods[0]], places, time_limit_s=time_limit_s)
         budgets = _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
@@ -156,6 +157,7 @@ def default_budgets(
     budgets, down to what one op itself needs, come before it, and perhaps nothing is found there.
     """
     check_time_limit(time_limit_s)
+    step = with_state_choices(step, places)
     obstacles = _obstacles(step, METHODS[method], places, time_limit_s=time_limit_s)
     return _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
 

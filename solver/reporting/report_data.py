@@ -11,6 +11,7 @@ from typing import Any
 
 from graphs.fsdp import Sharding, sharding_of, sharding_words
 from graphs.graph import Graph, Node
+from graphs.host_state import with_state_on_device
 from graphs.links import named
 from graphs.rewrites import PROGRAM_REWRITES, results_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
@@ -205,13 +206,14 @@ class Rewritten:
 
 
 def rewritten(solution: Solution) -> Rewritten | None:
-    """None: the plan runs the plain step."""
-    graph = solution.graph
+    """None: the plan runs the plain step. All with the optimizer's state on the device."""
+    graph = with_state_on_device(solution.graph)
     if not graph.meta.rewrites:
         return None
     names = tuple(graph.meta.rewrites)
     variants = solution.variants.planned if solution.variants else ()
-    by_names = {tuple(variant.meta.rewrites): variant for variant in variants}
+    here = map(with_state_on_device, variants)
+    by_names = {tuple(variant.meta.rewrites): variant for variant in here}
     steps = [by_names.get(names[at:]) for at in range(len(names))]  # with fewer and fewer
     peaks = [simulate(each, baseline(each)).peak_bytes for each in steps if each is not None]
     plain_bytes = freed_early_bytes(solution)
@@ -273,7 +275,8 @@ def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, 
         "n_recomputed": simulation.n_recomputed,
         **(_in_flight(graph, simulation) if graph.n_in_flight > 1 else {}),
         "reserved_bytes": reserved_by_setting(graph, schedule) or None,
-        **(_copies(simulation) if schedule.has_copies else {}),
+        **(_copies(simulation) if simulation.host_peak_bytes else {}),
+        **({"host_state_bytes": graph.host_state_bytes} if graph.host_state_bytes else {}),
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
+from graphs.host_state import with_state_on_device
 from graphs.pipeline import pipeline_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
@@ -216,6 +217,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield "gap", f"{format_percent(solution.gap)} of the baseline step time"
     if simulation is not None:
         yield "recomputed ops", str(simulation.n_recomputed)
+        yield from _state_rows(solution)
         yield from _copy_rows(solution, simulation)
     ended = "; the search was ended by the time limit" if solution.timed_out else ""
     ended = "; the search was interrupted" if solution.interrupted else ended
@@ -235,13 +237,26 @@ def _reserved_rows(solution: Solution) -> Iterator[Row]:
         yield "reserved", f"{format_both(taken['default'])} {text}"
 
 
+def _state_rows(solution: Solution) -> Iterator[Row]:
+    """Where the optimizer's state is, if there is a host, and what that costs."""
+    graph, name = solution.graph, "optimizer state"
+    optimizer = graph.meta.environment.get("optimizer") or {}
+    if graph.host_state_bytes:
+        slower_s = graph.baseline_time_s - with_state_on_device(graph).baseline_time_s
+        share = format_share(slower_s / (solution.baseline.time_s or 1.0))
+        yield name, f"{format_both(graph.host_state_bytes)} on the host, {share} time"
+    elif solution.request.places is not None and (reason := optimizer.get("state_stays")):
+        yield name, f"on the device: {reason}"
+
+
 def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
     """What is copied to the host and the disk, or that nothing is."""
     if not simulation.busy_s:
         if solution.request.places is not None:
             proven = solution.status == "optimal"
+            what = "nothing else" if simulation.host_peak_bytes else "nothing"
             text = "copies would save no time" if proven else "copies were not found to save time"
-            yield "on the host", f"nothing; {text}{' (proven)' if proven else ''}"
+            yield "on the host", f"{what}; {text}{' (proven)' if proven else ''}"
         return
     yield "on the host", format_both(simulation.host_peak_bytes)
     if simulation.disk_peak_bytes:

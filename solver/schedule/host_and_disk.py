@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from graphs.files import FormatError, Record
@@ -78,6 +78,14 @@ class Places:
             raise ValueError("places have a disk and no host; a copy to disk goes through the host")
         if self.disk_directory and self.disk is None:
             raise ValueError("places have a directory and no disk")
+
+    def beside(self, host_state_bytes: int) -> Places | None:
+        """What is left for copies beside the optimizer's state; None: the host is full of it."""
+        if self.host is None or not host_state_bytes:
+            return self
+        left_bytes = self.host.capacity_bytes - host_state_bytes
+        host = replace(self.host, capacity_bytes=left_bytes) if left_bytes > 0 else None
+        return None if host is None else replace(self, host=host)
 
     @property
     def host_bytes(self) -> int:

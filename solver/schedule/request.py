@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphs.files import FormatError, Record
+from graphs.host_state import WHERE
 from graphs.rewrites import WORDS, check_word
 from solver.schedule.host_and_disk import Places
 from solver.schedule.ops import Schedule
@@ -29,6 +30,8 @@ class Request:
     places: host memory and disk that a plan may copy to (None: the device alone).
     budget_of: what the budget is of: "allocated", what tensors hold, or "reserved", what PyTorch's
         caching allocator takes from a CUDA device for them (`solver.schedule.reserved_memory`).
+    optimizer_state: where the optimizer's state is: on the "device", on the "host", or "auto",
+        where the plan is faster.
 
     Raises ValueError for a time limit that is not a positive number, and for other words.
     """
@@ -41,12 +44,17 @@ class Request:
     rewrites: str = "none"
     places: Places | None = None
     budget_of: str = "allocated"
+    optimizer_state: str = "auto"
 
     def __post_init__(self) -> None:
         check_time_limit(self.time_limit_s)
         check_word(self.rewrites)
         if self.budget_of not in BUDGETS_OF:
             raise ValueError(f"budget_of is {self.budget_of!r}; one of {', '.join(BUDGETS_OF)}")
+        if self.optimizer_state not in WHERE:
+            raise ValueError(
+                f"optimizer_state is {self.optimizer_state!r}; one of {', '.join(WHERE)}"
+            )
 
     @property
     def available_bytes(self) -> int:
@@ -70,6 +78,8 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         value = {**vars(self)}
         places = value.pop("places")
+        if self.optimizer_state == "auto":
+            del value["optimizer_state"]
         return value if places is None else {**value, "places": places.to_json()}
 
     @classmethod
@@ -91,6 +101,7 @@ class Request:
             rewrites=record.choice("rewrites", WORDS, default="none"),
             places=Places.from_json(places, source=f"{source}: places") if places else None,
             budget_of=record.choice("budget_of", BUDGETS_OF, default="allocated"),
+            optimizer_state=record.choice("optimizer_state", WHERE, default="auto"),
         )
         if request.reserve_bytes > budget_bytes:
             raise FormatError(f"{source}: reserve_bytes is above budget_bytes")

@@ -37,7 +37,8 @@ class Simulation:
         after the drop for a free).
     n_recomputed: computes beyond each node's first.
     saved_bytes: on the device when the forward pass has ended, beside what is resident.
-    host_peak_bytes, disk_peak_bytes: the most that copies take there at once.
+    host_peak_bytes, disk_peak_bytes: the most that copies take there at once, on the host with the
+        optimizer's state that is there.
     stall_s: the part of `time_s` in which nothing is computed.
     busy_s: seconds of all copies by direction: store, fetch, spill, load ({}: no copies).
     """

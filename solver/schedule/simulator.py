@@ -27,6 +27,10 @@ file formats and nothing of how a schedule was found. The rules:
    has on the device, beside what is resident, when the forward pass has ended: all forward nodes
    have run, and nothing else was computed. It counts at every op before the optimizer's first.
 
+11. The optimizer's state that is in host memory (`Graph.host_state_bytes`) is there from before the
+   first op to the end. A node of the optimizer has all streams to itself then: it starts when the
+   copies before it have ended, and those after it start when it has ended.
+
 Bytes go by program order. A copy's target is occupied from the op that starts it; bytes are given
 back where `Free`, `Drop` and `Delete` stand, or where a compute replaces an output. So whether a
 schedule fits does not depend on a time. How long it takes is for `solver.schedule.streams`.
@@ -76,6 +80,7 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
     peak_bytes = max(live_bytes, default=graph.resident_bytes)
     streams, compute_s = device.streams, math.fsum(device.times_s)
     time_s = compute_s if streams is None else streams.end_s(compute_s)
+    copies_bytes = 0 if streams is None else streams.host.peak_bytes
     return Simulation(
         time_s=time_s,
         peak_bytes=max(peak_bytes, graph.resident_bytes),
@@ -83,7 +88,7 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
         live_bytes=tuple(live_bytes),
         n_recomputed=device.n_recomputed,
         saved_bytes=device.saved_bytes,
-        host_peak_bytes=0 if streams is None else streams.host.peak_bytes,
+        host_peak_bytes=graph.host_state_bytes + copies_bytes,
         disk_peak_bytes=0 if streams is None else streams.disk.peak_bytes,
         stall_s=time_s - compute_s,
         busy_s={} if streams is None else streams.busy_s(),
@@ -300,6 +305,8 @@ class _Device:
         """It waits for what is being fetched; what it replaces is given up when it has run."""
         root = self.graph.root
         reads = (root(name) for name in needs(self.graph, node))
+        if self.graph.host_state_bytes and node.phase == "optimizer":
+            streams.wait_for_all()
         streams.compute(len(self.live_bytes), node.time_s, reads)
         for name in node.outputs:
             if name in self._live and root(name) == name:

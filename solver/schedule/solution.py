@@ -14,6 +14,7 @@ from graphs.eager_memory import as_eager
 from graphs.files import Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
+from graphs.host_state import with_state_on_device, with_state_on_host
 from graphs.pipeline import pipeline_of
 from graphs.rewrites import Variants
 from solver.schedule.ops import Schedule, ops_from_json
@@ -200,7 +201,7 @@ class Solution:
             "time_s": self.simulation.time_s,
             "baseline_time_s": self.baseline.time_s,
             "baseline_peak_bytes": self.baseline.peak_bytes,
-            **self._copies_to_json(self.schedule, self.simulation),
+            **self._away_to_json(self.simulation),
             "lower_bound_s": self.lower_bound_s,
             "rewrites": list(self.graph.meta.rewrites),
             "request": self.request.to_json(),
@@ -214,8 +215,8 @@ class Solution:
         write_json(path, value)
 
     @staticmethod
-    def _copies_to_json(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
-        if not schedule.has_copies:
+    def _away_to_json(simulation: Simulation) -> dict[str, Any]:
+        if not simulation.host_peak_bytes:
             return {}
         return {
             "host_peak_bytes": simulation.host_peak_bytes,
@@ -241,6 +242,7 @@ class Solution:
                 f"({saved.schedule.graph_id[:19]}…) than the one given "
                 f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
             )
+        graph = _with_state_as_planned(graph, saved)
         variants = Variants.of(graph)
         baseline = simulate_unplanned(variants.plain)
         if variants.plain.meta.rewrites and saved.baseline_peak_bytes:
@@ -316,6 +318,17 @@ class SavedSchedule:
             baseline_time_s=record.number("baseline_time_s", default=0.0),
             baseline_peak_bytes=record.integer("baseline_peak_bytes", default=0),
         )
+
+
+def _with_state_as_planned(graph: Graph, saved: SavedSchedule) -> Graph:
+    """The graph with the optimizer's state where the file says that it is."""
+    graph = with_state_on_device(graph)
+    optimizer = saved.environment.get("optimizer") or {}
+    places = saved.request.places
+    if not optimizer.get("state_on_host") or places is None or places.host is None:
+        return graph
+    link = places.host.link
+    return with_state_on_host(graph, out_s=link.out_s, in_s=link.in_s) or graph
 
 
 def simulate_unplanned(plain: Graph) -> Simulation:

@@ -6,6 +6,7 @@ direction of each link (store, fetch, spill, load). The step ends with the last 
 - A compute waits for its stream, and for the fetches of the storages that it reads.
 - A copy waits for its stream, for the compute stream to have come to this position, and for its
   source to be whole.
+- A step of the optimizer that copies its state waits for all copies.
 - Giving up a storage makes whoever may reuse its bytes wait until the copies from and to it have
   ended: `Free` the compute stream, as does a compute with an output that replaces what is still
   there, after it has run; `Drop` later copies to the host; `Delete` later copies to the disk.
@@ -94,6 +95,10 @@ class Streams:
         if ready_s:
             self._stall_until(max((ready_s.get(storage, 0.0) for storage in reads), default=0.0))
         self._run("compute", position, self._at_s["compute"], time_s)
+
+    def wait_for_all(self) -> None:
+        """The next compute starts when all copies have ended."""
+        self._stall_until(max(self._at_s.values()))
 
     def leave_device(self, storage: str) -> None:
         """Its bytes on the device may be reused from here on."""

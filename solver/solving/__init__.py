@@ -11,3 +11,4 @@ from solver.solving.solve_request import (
     explained,
     without_rewrites,
 )
+from solver.solving.state_choices import check_where, with_state_choices

@@ -31,6 +31,7 @@ from solver.sizes_deadlines_progress import (
 from solver.solving.disk import DiskRate, disk_behind
 from solver.solving.problem import as_step, is_traced, name_of
 from solver.solving.solve_request import answer
+from solver.solving.state_choices import check_where
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +55,7 @@ def solve(
     host_link: HostLink | None = None,
     disk_budget: int | float | str | None = None,
     disk_rate: DiskRate | None = None,
+    optimizer_state: str = "auto",
     budget_of: str = "allocated",
     **trace_options: Any,
 ) -> Solution:
@@ -78,6 +80,10 @@ def solve(
         directory that `apply` uses there ("500GB:/scratch", "500GB"; default: none).
     disk_rate: bytes per second that the disk writes and reads, "5GB/s,6GB/s".
 
+    optimizer_state: where the optimizer's state is while it does not step: on the "device", in
+        "host" memory, within `host_budget`, or where the plan is faster ("auto"; without a host on
+        the device). `apply` then takes the optimizer.
+
     budget_of: "allocated": the budget is for what tensors hold, with the reserve for the rest;
         "reserved": for what PyTorch's caching allocator takes from a CUDA device, as simulated
         (`solver.solving.within_reserved`).
@@ -85,7 +91,8 @@ def solve(
     time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
     reason. What is best by then is the answer; it says that the clock ended the search.
 
-    Raises ValueError for an invalid budget, reserve, method, time limit or word of rewrites;
+    Raises ValueError for an invalid budget, reserve, method, time limit or word of rewrites, and
+    for optimizer state that cannot be on the host;
     TraceError (a module that cannot be traced), FormatError (a file). That nothing fits is no error
     but the Solution's status.
     """
@@ -97,6 +104,7 @@ def solve(
         capacity_bytes=capacity_bytes,
         with_host=host_budget is not None,
     )
+    check_where(optimizer_state, with_host=host_budget is not None)
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
     name = name_of(problem)
@@ -116,6 +124,7 @@ def solve(
             disk_budget=disk_budget,
             disk_rate=disk_rate,
             rewrites=rewrites,
+            optimizer_state=optimizer_state,
             budget_of=budget_of,
             method=method,
             time_limit_s=time_limit_s,

@@ -28,6 +28,7 @@ from solver.schedule import (
     simulate_unplanned,
 )
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
+from solver.solving.state_choices import with_state_choices
 from solver.solving.within_reserved import planned_within_reserved, with_reserved
 
 KEPT_SHARE = 0.1
@@ -75,7 +76,7 @@ def attempt(
     """
     started_s = now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
-    variants = Variants.of(step)
+    variants = with_state_choices(step, request.places, where=request.optimizer_state)
 
     def planned(request: Request) -> Solution:
         return _attempt(variants, request, starts=starts, quick=quick, deadline=deadline)
@@ -110,12 +111,13 @@ def _attempt(
     method = METHODS[request.method]
     ranked = _ranked(variants.planned, request, deadline)
     answers: list[Solution] = []
-    for n_later, (graph, bound_s) in zip(reversed(range(len(ranked))), ranked, strict=True):
+    for index, (graph, bound_s) in enumerate(ranked, 1):
         if answers and bound_s >= _time_s(_fastest(answers)):
             continue
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:
             known += [transferred(graph, a.schedule) for a in answers if a.schedule is not None]
+        n_later = len({later.graph_id for later, _ in ranked[index:]})  # wherever its state is
         due = deadline.earlier(min(0.5, KEPT_SHARE * n_later) * deadline.left_s)
         answers.append(
             _attempt_one(
@@ -136,15 +138,15 @@ def _ranked(
     """
     if len(graphs) == 1:
         return [(graphs[0], 0.0)]
-    bounds_s = {graph.graph_id: _quick_bound_s(graph, request, deadline) for graph in graphs}
-    least_s = min(bounds_s.values())
+    bounded = [(graph, _quick_bound_s(graph, request, deadline)) for graph in graphs]
+    least_s = min(bound_s for _, bound_s in bounded)
     lost_s = least_s - min(graph.baseline_time_s for graph in graphs)
 
-    def rank(graph: Graph) -> float:
-        bound_s = bounds_s[graph.graph_id]
+    def rank(each: tuple[Graph, float]) -> float:
+        _, bound_s = each
         return least_s if bound_s <= least_s + SIMILAR * lost_s else bound_s
 
-    return [(graph, bounds_s[graph.graph_id]) for graph in sorted(graphs, key=rank)]
+    return sorted(bounded, key=rank)
 
 
 def _quick_bound_s(graph: Graph, request: Request, deadline: Deadline) -> float:
@@ -256,7 +258,8 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
 def _layout_excess(graph: Graph, request: Request, schedule: Schedule) -> str:
     if not schedule.has_copies:
         return ""
-    return copy_layout(graph, schedule, request.places).excess(request.places)
+    places = None if request.places is None else request.places.beside(graph.host_state_bytes)
+    return copy_layout(graph, schedule, places).excess(places)
 
 
 def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
@@ -308,11 +311,12 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
 def without_rewrites(solution: Solution) -> Solution:
     """The plan itself if its step is the plain one, else a plan of the plain step.
 
-    For whatever runs PyTorch's own operators: it answers the same request, and may find nothing.
+    For whatever runs PyTorch's own operators: it answers the same request, with the optimizer's
+    state on the device, and may find nothing.
 
     Raises NoPlainStepError for a graph that was made by rewrites and is all that is known.
     """
-    if not solution.graph.meta.rewrites:
+    if not solution.graph.meta.rewrites and not solution.graph.host_state_bytes:
         return solution
     if made_with := solution.plain.meta.rewrites:
         raise NoPlainStepError(
@@ -320,4 +324,4 @@ def without_rewrites(solution: Solution) -> Solution:
             "which PyTorch runs, is not in the file; plan again from the model, with "
             'rewrites="none"'
         )
-    return answer(solution.plain, solution.request)
+    return answer(solution.plain, dataclasses.replace(solution.request, optimizer_state="device"))

@@ -88,7 +88,10 @@ def fastest(
 ) -> Truth:
     """The least time over all legal schedules with copies. Raises TooManyStatesError."""
     step = _Step(graph, host, disk)
+    host_bytes = host.capacity_bytes - graph.host_state_bytes
     disk_bytes = 0 if disk is None else disk.capacity_bytes
+    if host_bytes < 0:
+        return Truth(math.inf, None)
     none = (0.0,) * len(step.roots)
     start = (State(0, 0, 0, 0), Clocks(0.0, 0.0, 0.0, 0.0, *[none] * 6))
     known: dict[State, dict[Clocks, list[float]]] = {start[0]: {start[1]: []}}
@@ -102,7 +105,7 @@ def fastest(
         if step.is_end(state, clocks):
             return Truth(_end_s(clocks), _ops(came, (state, clocks)))
         for op, after, times, peak_bytes in step.moves(state, clocks):
-            if peak_bytes > budget_bytes or step.host_bytes(after.host) > host.capacity_bytes:
+            if peak_bytes > budget_bytes or step.host_bytes(after.host) > host_bytes:
                 continue
             if step.host_bytes(after.disk) > disk_bytes:
                 continue
@@ -342,6 +345,8 @@ class _Step:
         if over is not None and (state.host | state.disk) >> over & 1:
             return
         start_s = max([clocks.compute, *(clocks.ready[u] for u in self.reads[p])])
+        if self.graph.host_state_bytes and node.phase == "optimizer":
+            start_s = max(start_s, _end_s(clocks))
         times = clocks._replace(compute=start_s + node.time_s)
         made_bytes = sum(self.size[u] for u in self.made_roots[p])
         peak_bytes = self.device_bytes(live) + made_bytes + node.workspace_bytes

@@ -31,7 +31,7 @@ class Step:
     """One op of the schedule for the clock.
 
     copies: (storage, place) at both ends of a copy. gives_up: such pairs, when the op has run.
-    reads: storages that a compute needs on the device.
+    reads: storages that a compute needs on the device. alone: rule 11.
     """
 
     stream: str
@@ -39,6 +39,7 @@ class Step:
     copies: tuple[tuple[str, str], ...] = ()
     gives_up: set[tuple[str, str]] = field(default_factory=set)
     reads: set[str] = field(default_factory=set)
+    alone: bool = False
 
 
 def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]:
@@ -134,6 +135,7 @@ def play_with_copies(
                 node.time_s,
                 gives_up={(t, "device") for t in replaced},
                 reads={root[t] for t in node.inputs} | (makes - outputs),
+                alone=graph.host_state_bytes > 0 and node.phase == "optimizer",
             )
         )
         if node.overwrites:
@@ -150,7 +152,8 @@ def play_with_copies(
     if set(graph.outputs) & gone:
         raise FoulError("7: an output was overwritten")
     peak_bytes = max([*curve, resident_bytes])
-    return _longest_path(steps), peak_bytes, (*curve,), max(used["host"]), max(used["disk"])
+    host_bytes = graph.host_state_bytes + max(used["host"])
+    return _longest_path(steps), peak_bytes, (*curve,), host_bytes, max(used["disk"])
 
 
 def _move(op: Op, there: set[tuple[str, str]], size: int, places: Places | None) -> Step:
@@ -195,6 +198,8 @@ def _longest_path(steps: list[Step]) -> float:
         waits_for |= {
             j for j in copies if steps[j].stream == "Fetch" and steps[j].copies[1][0] in step.reads
         }
+        if step.alone:
+            waits_for |= {*range(i)}
         start_s = max((end_s[j] for j in waits_for), default=0.0)
         end = start_s + step.time_s
         if step.stream == "compute":

@@ -1,0 +1,136 @@
+"""Optimizer state in host memory: on the device only while the optimizer steps, in buckets.
+
+State is used once a step. Kept on the host, it leaves its bytes on the device to forward and
+backward pass. The optimizer then steps a bucket of parameters at a time: their state is fetched,
+used, and stored again, while that of the next bucket arrives and that of the last one leaves. As
+each parameter is stepped by itself, with the same operators on the device, the bits are the same.
+
+The idea is that of ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), which steps on the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+
+WHERE = ("auto", "device", "host")
+"""What may be asked for: where the state is better off, or one of the two."""
+
+STEP, STATE = "optimizer_step", "optimizer_state"
+"""The node and the tensor of `with_optimizer`."""
+
+Seconds = Callable[[int], float]
+"""Bytes -> seconds of one copy in one direction."""
+
+
+@dataclass(frozen=True)
+class StateBucket:
+    """The next n_parameters of those that the optimizer trains, in its own order.
+
+    state_bytes: of their state, side by side. workspace_bytes, time_s: of their step.
+    """
+
+    n_parameters: int
+    state_bytes: int
+    workspace_bytes: int
+    time_s: float
+
+
+def buckets_of(graph: Graph) -> tuple[StateBucket, ...]:
+    """Those that the optimizer of this step can take its state through; (): it has to stay."""
+    environment = graph.meta.environment
+    optimizer = environment.get("optimizer") or {}
+    if STEP not in graph.node_by_name or STATE not in graph.tensor_by_name:
+        return ()
+    if "pipeline" in environment or "kept_state_bytes" not in optimizer:
+        return ()
+    return tuple(StateBucket(*figures) for figures in optimizer.get("buckets", ()))
+
+
+def streamed_step_s(buckets: Sequence[StateBucket], *, out_s: Seconds, in_s: Seconds) -> float:
+    """Seconds of the optimizer's step with its state on the host, until all of it is back there.
+
+    The next bucket is fetched as soon as one is about to be stepped, and the bucket before the last
+    has left by then.
+    """
+    if not buckets:
+        return 0.0
+    stepped_s, left_s = 0.0, [0.0, 0.0]
+    arrived_s = in_s(buckets[0].state_bytes)
+    for bucket, after in zip(buckets, [*buckets[1:], None], strict=True):
+        start_s = max(stepped_s, left_s[-2])
+        next_s = 0.0 if after is None else max(arrived_s, start_s) + in_s(after.state_bytes)
+        stepped_s = max(start_s, arrived_s) + bucket.time_s
+        left_s.append(max(left_s[-1], stepped_s) + out_s(bucket.state_bytes))
+        arrived_s = next_s
+    return left_s[-1]
+
+
+def streamed_workspace_bytes(buckets: Sequence[StateBucket]) -> int:
+    """The most that such a step takes: of a bucket that leaves, one that is stepped, and one that
+    arrives the state, and the workspace."""
+    sizes = [0, *(bucket.state_bytes for bucket in buckets), 0]
+    return max(
+        (
+            sum(sizes[index : index + 3]) + bucket.workspace_bytes
+            for index, bucket in enumerate(buckets)
+        ),
+        default=0,
+    )
+
+
+def with_state_on_host(graph: Graph, *, out_s: Seconds, in_s: Seconds) -> Graph | None:
+    """The same step with the optimizer's state on the host; None: it has to stay on the device.
+
+    out_s, in_s: of copies to the host and back. What cannot leave (`kept_state_bytes`) stays.
+    """
+    graph = with_state_on_device(graph)
+    buckets = buckets_of(graph)
+    if not buckets or graph.host_state_bytes:
+        return None
+    optimizer = graph.meta.environment["optimizer"]
+    return _with(
+        graph,
+        time_s=streamed_step_s(buckets, out_s=out_s, in_s=in_s),
+        workspace_bytes=streamed_workspace_bytes(buckets),
+        device_bytes=int(optimizer["kept_state_bytes"]),
+        host_bytes=sum(bucket.state_bytes for bucket in buckets),
+    )
+
+
+def with_state_on_device(graph: Graph) -> Graph:
+    """The step that `with_state_on_host` was given; a graph that does not say it as it is."""
+    optimizer = graph.meta.environment.get("optimizer") or {}
+    if not graph.host_state_bytes or not buckets_of(graph):
+        return graph
+    return _with(
+        graph,
+        time_s=float(optimizer["time_s"]),
+        workspace_bytes=int(optimizer["workspace_bytes"]),
+        device_bytes=int(optimizer["state_bytes"]),
+        host_bytes=0,
+    )
+
+
+def _with(
+    graph: Graph, *, time_s: float, workspace_bytes: int, device_bytes: int, host_bytes: int
+) -> Graph:
+    optimizer = {**graph.meta.environment["optimizer"], "state_on_host": host_bytes > 0}
+    return dataclasses.replace(
+        graph,
+        nodes=tuple(
+            dataclasses.replace(node, time_s=time_s, workspace_bytes=workspace_bytes)
+            if node.name == STEP
+            else node
+            for node in graph.nodes
+        ),
+        tensors=tuple(
+            dataclasses.replace(tensor, size_bytes=device_bytes) if tensor.name == STATE else tensor
+            for tensor in graph.tensors
+        ),
+        host_state_bytes=host_bytes,
+        meta=graph.meta.with_environment(optimizer=optimizer),
+    )
