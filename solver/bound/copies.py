@@ -1,7 +1,7 @@
 """The cut at one position when storages may also be in host memory or on disk.
 
 Stand at node p as in `solver.bound.cut`. A storage that later nodes need and that is not on the
-device now comes back in one of two ways. Take the first: it is made again, or it is fetched. So
+device now comes back in one of two ways. Take the first: it is recomputed, or it is fetched. So
 beside x[u] (u is on the device at p) and r[n] (n is recomputed after p) there are h[u] (u is not on
 the device at p, and the next time that it is there it was fetched) and the seconds b and a that the
 compute stream loses before p, and after p beside recomputation:
@@ -153,7 +153,7 @@ class CopyProgram:
                 self._cover(u, (column,))
 
     def _cover(self, u: int, readers: tuple[int, ...]) -> None:
-        """Unit u is kept, fetched or made again, if its reader is there (none: in any case)."""
+        """Unit u is kept, fetched or recomputed, if its reader is there (none: in any case)."""
         columns = [self.keep[u]]
         if u in self.away:
             columns.append(self.away[u])

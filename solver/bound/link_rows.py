@@ -189,7 +189,7 @@ class LinkRows:
         return q, part
 
     def _find_made_of(self) -> dict[int, list[tuple[int, int]]]:
-        """By unit v: (w, q) for each w that may be made again from it and is due at q."""
+        """By unit v: (w, q) for each w that may be recomputed from it and is due at q."""
         made_of: dict[int, list[tuple[int, int]]] = {}
         p = self.position
         for n in self.recompute:

@@ -1,6 +1,6 @@
 """Spans of a step in which a forward node cannot be recomputed, whatever is decided.
 
-A storage is not made again while an alias holds the old one. The alias of a node that runs only
+A storage is not recomputed while an alias holds the old one. The alias of a node that runs only
 once (a view or an overwrite in the backward pass) cannot be freed before its last use, so up to
 there the node that made the storage stays as it is, with all its other outputs.
 """

@@ -67,7 +67,7 @@ class StorageGraph:
         """Fold the graph; linear in its size.
 
         may_leave: storages may be away, in another place, and come back by a copy. Then nothing is
-        pinned, and as an alias may be away while its storage is made again, every recomputable
+        pinned, and as an alias may be away while its storage is recomputed, every recomputable
         node may be recomputed at any time.
         """
         roots = [

@@ -11,7 +11,7 @@ rules hold:
 - Nodes with several outputs: while one is recomputed, outputs that are still there count twice.
 - Aliases have no bytes; the root is there as long as one of them is. A node is not recomputed while
   an alias that another node made holds the storage of one of its outputs: the alias is dropped
-  before and made again afterwards; where it cannot be, the node has a span without recomputation
+  before and recomputed afterwards; where it cannot be, the node has a span without recomputation
   (`solver.bound.no_recompute_spans`).
 - Workspace, tensors of size zero without aliases (never dropped), ops that may not be recomputed,
   outputs made in the forward pass (they may be dropped and recomputed), a last stage for what the
