@@ -14,13 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 
-N_TOKENS = 99
-N_CLASSES = 3
-ROWS, LENGTH = 8, 32
-SIDE = 32
-"""Of images, in pixels."""
-
-Inputs = dict[str, Any]
+from benchmarks.zoo.family_batches import (
+    LANGUAGE,
+    N_CLASSES,
+    N_TOKENS,
+    ROWS,
+    SENTENCES,
+    SIDE,
+    Inputs,
+    captioned,
+    class_of_row,
+    classified,
+    detected,
+    images,
+    one_batch,
+    patched_series,
+    questions,
+    random_tokens,
+    segmented,
+    spectra,
+    speech,
+    texts,
+    time_series,
+    unmasked,
+)
 
 
 @dataclass(frozen=True)
@@ -50,130 +67,10 @@ class Family:
         return model, self.batches[batch]()
 
 
-def _tokens(n_rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(5, N_TOKENS, (n_rows, length))  # the first five are special
-
-
-def _padded(tokens: torch.Tensor) -> torch.Tensor:
-    """A mask: the rows have different lengths."""
-    lengths = torch.linspace(tokens.shape[1], tokens.shape[1] // 4, len(tokens)).long()
-    return (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
-
-
-def _classes() -> torch.Tensor:
-    return torch.arange(ROWS) % N_CLASSES
-
-
-def _text(
-    labels: Callable[[torch.Tensor], torch.Tensor], *, length: int = LENGTH, name: str = "labels"
-) -> dict[str, Callable[[], Inputs]]:
-    """Batches with a mask of ones, and with rows of different lengths."""
-
-    def batch(mask: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        tokens = _tokens(length=length)
-        return {"input_ids": tokens, "attention_mask": mask(tokens), name: labels(tokens)}
-
-    return {"ones": lambda: batch(torch.ones_like), "padded": lambda: batch(_padded)}
-
-
-_LANGUAGE = _text(torch.clone)
-_SENTENCES = _text(lambda _: _classes())
-
-
-def _unmasked() -> Inputs:
-    tokens = _tokens()
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
-def _one(batch: Callable[[], Inputs]) -> dict[str, Callable[[], Inputs]]:
-    return {"": batch}
-
-
-def _pixels(n_rows: int = ROWS, side: int = SIDE) -> torch.Tensor:
-    return torch.randn(n_rows, 3, side, side)
-
-
-def _classified(side: int = SIDE) -> dict[str, Callable[[], Inputs]]:
-    return _one(lambda: {"pixel_values": _pixels(side=side), "labels": _classes()})
-
-
-def _segmented(side: int) -> dict[str, Callable[[], Inputs]]:
-    def batch() -> Inputs:
-        return {
-            "pixel_values": _pixels(2, side),
-            "labels": torch.randint(0, N_CLASSES, (2, side, side)),
-        }
-
-    return _one(batch)
-
-
-def _detected() -> Inputs:
-    """Two images with one and two boxes."""
-    boxes = [torch.rand(n, 4) * 0.4 + 0.1 for n in (1, 2)]
-    labels = [{"class_labels": torch.arange(len(b)), "boxes": b} for b in boxes]
-    return {"pixel_values": _pixels(2, 64), "labels": labels}
-
-
-def _captioned(*, generated: bool = False) -> dict[str, Callable[[], Inputs]]:
-    """Images with texts: for a contrastive loss, or one of the text generated."""
-
-    def batch(mask: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        tokens = _tokens(length=16)
-        tokens[:, -1] = 2  # the end
-        inputs = {"input_ids": tokens, "attention_mask": mask(tokens)}
-        loss = {"labels": tokens.clone()} if generated else {"return_loss": True}
-        return inputs | {"pixel_values": _pixels()} | loss
-
-    return {"ones": lambda: batch(torch.ones_like), "padded": lambda: batch(_padded)}
-
-
-def _speech() -> dict[str, Callable[[], Inputs]]:
-    """Waveforms with transcriptions, for the CTC loss."""
-
-    def batch(*, padded: bool) -> Inputs:
-        waves = torch.randn(4, 2048)
-        inputs = {"input_values": waves, "labels": torch.randint(1, 31, (4, 6))}
-        if padded:
-            lengths = torch.tensor([2048, 2000, 1600, 1400])
-            mask = (torch.arange(2048) < lengths[:, None]).long()
-            inputs |= {"attention_mask": mask, "input_values": waves * mask}
-        return inputs
-
-    return {"ones": lambda: batch(padded=False), "padded": lambda: batch(padded=True)}
-
-
-def _spectra(n_rows: int = 4) -> Inputs:
-    return {"input_features": torch.randn(n_rows, 80, 60), "labels": _tokens(n_rows, 12)}
-
-
-def _series() -> Inputs:
-    """For the models of the time series library: lags up to 7 steps, two time features."""
-    past = 14 + 7
-    return {
-        "past_values": torch.randn(ROWS, past),
-        "past_time_features": torch.randn(ROWS, past, 2),
-        "past_observed_mask": torch.ones(ROWS, past),
-        "future_values": torch.randn(ROWS, 7),
-        "future_time_features": torch.randn(ROWS, 7, 2),
-    }
-
-
-def _patches() -> Inputs:
-    return {"past_values": torch.randn(ROWS, 32, 4), "future_values": torch.randn(ROWS, 8, 4)}
-
-
-def _answers(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.arange(len(tokens)) % 4
-
-
-def _questions() -> dict[str, Callable[[], Inputs]]:
-    """For question answering: where the answer begins and ends."""
-
-    def with_ends(batch: Callable[[], Inputs]) -> Callable[[], Inputs]:
-        return lambda: {**(b := batch()), "end_positions": b["start_positions"] + 3}
-
-    batches = _text(_answers, name="start_positions")
-    return {name: with_ends(batch) for name, batch in batches.items()}
+def _sides(*, n_heads: int, ffn_dim: int) -> dict[str, int]:
+    """An encoder and a decoder of two layers."""
+    of_each = {"layers": 2, "attention_heads": n_heads, "ffn_dim": ffn_dim}
+    return {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in of_each.items()}
 
 
 _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -191,12 +88,7 @@ _GPT = {"vocab_size": N_TOKENS, "n_layer": 2, "n_embd": 32, "n_head": 4, "n_posi
 _SEQUENCES = {
     "vocab_size": N_TOKENS,
     "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
+    **_sides(n_heads=4, ffn_dim=64),
     "max_position_embeddings": 64,
     "decoder_start_token_id": 2,
     **_ENDS,
@@ -232,12 +124,7 @@ _SERIES = {
     "lags_sequence": [1, 2, 3, 4, 5, 6, 7],
     "num_time_features": 2,
     "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
+    **_sides(n_heads=2, ffn_dim=32),
 }
 
 
@@ -264,7 +151,6 @@ def _detr() -> Any:
         out_features=["stage4"],
         out_indices=[4],
     )
-    about = {name: value for name, value in _SEQUENCES.items() if name in _DETR_FIELDS}
     return DetrConfig(
         use_timm_backbone=False,
         use_pretrained_backbone=False,
@@ -272,72 +158,67 @@ def _detr() -> Any:
         backbone_config=backbone,
         num_queries=6,
         num_labels=N_CLASSES,
-        **about,
+        d_model=32,
+        **_sides(n_heads=4, ffn_dim=64),
     )
 
 
-_DETR_FIELDS = {
-    "d_model",
-    *(f"{side}_{what}" for side in ("encoder", "decoder") for what in ("layers", "ffn_dim")),
-    *(f"{side}_attention_heads" for side in ("encoder", "decoder")),
-}
-
 FAMILIES: Mapping[str, Family] = {
     # decoders
-    "gpt2": Family("GPT2LMHeadModel", _LANGUAGE, _GPT),
-    "openai-gpt": Family("OpenAIGPTLMHeadModel", _LANGUAGE, _GPT),
+    "gpt2": Family("GPT2LMHeadModel", LANGUAGE, _GPT),
+    "openai-gpt": Family("OpenAIGPTLMHeadModel", LANGUAGE, _GPT),
     "gpt_neo": Family(
         "GPTNeoForCausalLM",
-        _LANGUAGE,
+        LANGUAGE,
         _DECODER | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     ),
-    "gptj": Family("GPTJForCausalLM", _LANGUAGE, _GPT | {"rotary_dim": 4}),
-    "gpt_neox": Family("GPTNeoXForCausalLM", _LANGUAGE, _DECODER),
-    "gpt_bigcode": Family("GPTBigCodeForCausalLM", _LANGUAGE, _GPT),
-    "codegen": Family("CodeGenForCausalLM", _LANGUAGE, _GPT | {"rotary_dim": 4}),
+    "gptj": Family("GPTJForCausalLM", LANGUAGE, _GPT | {"rotary_dim": 4}),
+    "gpt_neox": Family("GPTNeoXForCausalLM", LANGUAGE, _DECODER),
+    "gpt_bigcode": Family("GPTBigCodeForCausalLM", LANGUAGE, _GPT),
+    "codegen": Family("CodeGenForCausalLM", LANGUAGE, _GPT | {"rotary_dim": 4}),
     "opt": Family(
-        "OPTForCausalLM", _LANGUAGE, _DECODER | {"ffn_dim": 64, "word_embed_proj_dim": 32}
+        "OPTForCausalLM", LANGUAGE, _DECODER | {"ffn_dim": 64, "word_embed_proj_dim": 32}
     ),
     "bloom": Family(
         "BloomForCausalLM",
-        _LANGUAGE,
+        LANGUAGE,
         {"vocab_size": N_TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4, **_ENDS},
     ),
-    "llama": Family("LlamaForCausalLM", _LANGUAGE, _GROUPED),
-    "mistral": Family("MistralForCausalLM", _LANGUAGE, _GROUPED | {"sliding_window": 16}),
-    "mixtral": Family("MixtralForCausalLM", _LANGUAGE, _GROUPED | {"num_local_experts": 4}),
-    "qwen2": Family("Qwen2ForCausalLM", _LANGUAGE, _GROUPED),
+    "llama": Family("LlamaForCausalLM", LANGUAGE, _GROUPED),
+    "mistral": Family("MistralForCausalLM", LANGUAGE, _GROUPED | {"sliding_window": 16}),
+    "mixtral": Family("MixtralForCausalLM", LANGUAGE, _GROUPED | {"num_local_experts": 4}),
+    "qwen2": Family("Qwen2ForCausalLM", LANGUAGE, _GROUPED),
     "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM", _LANGUAGE, _EXPERTS | {"shared_expert_intermediate_size": 32}
+        "Qwen2MoeForCausalLM", LANGUAGE, _EXPERTS | {"shared_expert_intermediate_size": 32}
     ),
-    "qwen3": Family("Qwen3ForCausalLM", _LANGUAGE, _GROUPED | {"head_dim": 8}),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", _LANGUAGE, _EXPERTS | {"head_dim": 8}),
-    "gemma": Family("GemmaForCausalLM", _LANGUAGE, _GROUPED | {"head_dim": 8}),
+    "qwen3": Family("Qwen3ForCausalLM", LANGUAGE, _GROUPED | {"head_dim": 8}),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", LANGUAGE, _EXPERTS | {"head_dim": 8}),
+    "gemma": Family("GemmaForCausalLM", LANGUAGE, _GROUPED | {"head_dim": 8}),
     "gemma2": Family(
-        "Gemma2ForCausalLM", _LANGUAGE, _GROUPED | {"head_dim": 8, "sliding_window": 16}
+        "Gemma2ForCausalLM", LANGUAGE, _GROUPED | {"head_dim": 8, "sliding_window": 16}
     ),
     "gemma3": Family(
-        "Gemma3ForCausalLM", _LANGUAGE, _GROUPED | {"head_dim": 8, "sliding_window": 16}
+        "Gemma3ForCausalLM", LANGUAGE, _GROUPED | {"head_dim": 8, "sliding_window": 16}
     ),
-    "phi": Family("PhiForCausalLM", _LANGUAGE, _DECODER),
-    "phi3": Family("Phi3ForCausalLM", _LANGUAGE, _GROUPED),
-    "falcon": Family("FalconForCausalLM", _LANGUAGE, _DECODER),
-    "stablelm": Family("StableLmForCausalLM", _LANGUAGE, _GROUPED),
-    "olmo": Family("OlmoForCausalLM", _LANGUAGE, _GROUPED),
-    "olmo2": Family("Olmo2ForCausalLM", _LANGUAGE, _GROUPED),
-    "olmoe": Family("OlmoeForCausalLM", _LANGUAGE, _EXPERTS),
-    "starcoder2": Family("Starcoder2ForCausalLM", _LANGUAGE, _GROUPED),
-    "cohere": Family("CohereForCausalLM", _LANGUAGE, _GROUPED),
-    "granite": Family("GraniteForCausalLM", _LANGUAGE, _GROUPED),
-    "glm": Family("GlmForCausalLM", _LANGUAGE, _GROUPED | {"head_dim": 8}),
+    "phi": Family("PhiForCausalLM", LANGUAGE, _DECODER),
+    "phi3": Family("Phi3ForCausalLM", LANGUAGE, _GROUPED),
+    "falcon": Family("FalconForCausalLM", LANGUAGE, _DECODER),
+    "stablelm": Family("StableLmForCausalLM", LANGUAGE, _GROUPED),
+    "olmo": Family("OlmoForCausalLM", LANGUAGE, _GROUPED),
+    "olmo2": Family("Olmo2ForCausalLM", LANGUAGE, _GROUPED),
+    "olmoe": Family("OlmoeForCausalLM", LANGUAGE, _EXPERTS),
+    "starcoder2": Family("Starcoder2ForCausalLM", LANGUAGE, _GROUPED),
+    "cohere": Family("CohereForCausalLM", LANGUAGE, _GROUPED),
+    "granite": Family("GraniteForCausalLM", LANGUAGE, _GROUPED),
+    "glm": Family("GlmForCausalLM", LANGUAGE, _GROUPED | {"head_dim": 8}),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        _LANGUAGE,
+        LANGUAGE,
         _GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        _LANGUAGE,
+        LANGUAGE,
         _DECODER
         | {
             "moe_intermediate_size": 16,
@@ -353,17 +234,15 @@ FAMILIES: Mapping[str, Family] = {
             "v_head_dim": 8,
         },
     ),
-    "mamba": Family(
-        "MambaForCausalLM", _LANGUAGE, _DECODER | {"state_size": 4, "use_cache": False}
-    ),
+    "mamba": Family("MambaForCausalLM", LANGUAGE, _DECODER | {"state_size": 4, "use_cache": False}),
     "mamba2": Family(
         "Mamba2ForCausalLM",
-        _LANGUAGE,
+        LANGUAGE,
         _DECODER | {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8, "state_size": 8},
     ),
     "jamba": Family(
         "JambaForCausalLM",
-        _LANGUAGE,
+        LANGUAGE,
         _GROUPED
         | {
             "num_experts": 2,
@@ -376,31 +255,31 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "recurrent_gemma": Family(
-        "RecurrentGemmaForCausalLM", _LANGUAGE, _GROUPED | {"num_hidden_layers": 3}
+        "RecurrentGemmaForCausalLM", LANGUAGE, _GROUPED | {"num_hidden_layers": 3}
     ),
     "rwkv": Family(
         "RwkvForCausalLM",
-        _one(_unmasked),
+        one_batch(unmasked),
         _DECODER | {"attention_hidden_size": 32, "context_length": 64},
     ),
     "xlnet": Family(
         "XLNetLMHeadModel",
-        _LANGUAGE,
+        LANGUAGE,
         {"vocab_size": N_TOKENS, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
     ),
-    "ctrl": Family("CTRLLMHeadModel", _LANGUAGE, _GPT | {"dff": 64}),
+    "ctrl": Family("CTRLLMHeadModel", LANGUAGE, _GPT | {"dff": 64}),
     "xglm": Family(
         "XGLMForCausalLM",
-        _LANGUAGE,
+        LANGUAGE,
         _DECODER | {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
     ),
     # encoders
-    "bert": Family("BertForMaskedLM", _LANGUAGE, _ENCODER),
-    "roberta": Family("RobertaForSequenceClassification", _SENTENCES, _ENCODER),
-    "albert": Family("AlbertForMaskedLM", _LANGUAGE, _ENCODER | {"embedding_size": 16}),
+    "bert": Family("BertForMaskedLM", LANGUAGE, _ENCODER),
+    "roberta": Family("RobertaForSequenceClassification", SENTENCES, _ENCODER),
+    "albert": Family("AlbertForMaskedLM", LANGUAGE, _ENCODER | {"embedding_size": 16}),
     "distilbert": Family(
         "DistilBertForSequenceClassification",
-        _SENTENCES,
+        SENTENCES,
         {
             "vocab_size": N_TOKENS,
             "dim": 32,
@@ -413,21 +292,21 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "electra": Family(
         "ElectraForTokenClassification",
-        _text(lambda tokens: tokens % N_CLASSES),
+        texts(lambda tokens: tokens % N_CLASSES),
         _ENCODER | {"embedding_size": 16},
     ),
-    "deberta": Family("DebertaForMaskedLM", _LANGUAGE, _ENCODER | {"relative_attention": True}),
+    "deberta": Family("DebertaForMaskedLM", LANGUAGE, _ENCODER | {"relative_attention": True}),
     "deberta_v2": Family(
         "DebertaV2ForSequenceClassification",
-        _SENTENCES,
+        SENTENCES,
         _ENCODER | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     ),
-    "mpnet": Family("MPNetForQuestionAnswering", _questions(), _ENCODER | {"num_labels": 2}),
-    "modernbert": Family("ModernBertForMaskedLM", _LANGUAGE, _ENCODER),
-    "convbert": Family("ConvBertForMaskedLM", _LANGUAGE, _ENCODER | {"embedding_size": 32}),
+    "mpnet": Family("MPNetForQuestionAnswering", questions(), _ENCODER | {"num_labels": 2}),
+    "modernbert": Family("ModernBertForMaskedLM", LANGUAGE, _ENCODER),
+    "convbert": Family("ConvBertForMaskedLM", LANGUAGE, _ENCODER | {"embedding_size": 32}),
     "funnel": Family(
         "FunnelForMaskedLM",
-        _LANGUAGE,
+        LANGUAGE,
         {
             "vocab_size": N_TOKENS,
             "block_sizes": [1, 2],
@@ -438,20 +317,20 @@ FAMILIES: Mapping[str, Family] = {
             "d_inner": 64,
         },
     ),
-    "fnet": Family("FNetForMaskedLM", _one(_unmasked), _ENCODER),
+    "fnet": Family("FNetForMaskedLM", one_batch(unmasked), _ENCODER),
     "nystromformer": Family(
         "NystromformerForMaskedLM",
-        _LANGUAGE,
+        LANGUAGE,
         _ENCODER | {"segment_means_seq_len": 32, "num_landmarks": 32},
     ),
     "longformer": Family(
         "LongformerForMaskedLM",
-        _LANGUAGE,
+        LANGUAGE,
         _ENCODER | {"attention_window": 8, "max_position_embeddings": 80},
     ),
     "big_bird": Family(
         "BigBirdForMaskedLM",
-        _text(torch.clone, length=64),
+        texts(torch.clone, length=64),
         _ENCODER
         | {
             "max_position_embeddings": 128,
@@ -462,7 +341,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "reformer": Family(
         "ReformerModelWithLMHead",
-        _LANGUAGE,
+        LANGUAGE,
         {
             "vocab_size": N_TOKENS,
             "hidden_size": 32,
@@ -479,34 +358,32 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     # sequence to sequence
-    "t5": Family("T5ForConditionalGeneration", _LANGUAGE, _T5),
-    "mt5": Family("MT5ForConditionalGeneration", _LANGUAGE, _T5),
+    "t5": Family("T5ForConditionalGeneration", LANGUAGE, _T5),
+    "mt5": Family("MT5ForConditionalGeneration", LANGUAGE, _T5),
     "switch_transformers": Family(
         "SwitchTransformersForConditionalGeneration",
-        _LANGUAGE,
+        LANGUAGE,
         _T5 | {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     ),
-    "longt5": Family("LongT5ForConditionalGeneration", _LANGUAGE, _T5 | {"local_radius": 4}),
-    "bart": Family("BartForConditionalGeneration", _LANGUAGE, _SEQUENCES),
-    "mbart": Family("MBartForConditionalGeneration", _LANGUAGE, _SEQUENCES),
-    "pegasus": Family("PegasusForConditionalGeneration", _LANGUAGE, _SEQUENCES),
-    "marian": Family("MarianMTModel", _LANGUAGE, _SEQUENCES),
+    "longt5": Family("LongT5ForConditionalGeneration", LANGUAGE, _T5 | {"local_radius": 4}),
+    "bart": Family("BartForConditionalGeneration", LANGUAGE, _SEQUENCES),
+    "mbart": Family("MBartForConditionalGeneration", LANGUAGE, _SEQUENCES),
+    "pegasus": Family("PegasusForConditionalGeneration", LANGUAGE, _SEQUENCES),
+    "marian": Family("MarianMTModel", LANGUAGE, _SEQUENCES),
     "m2m_100": Family(
-        "M2M100ForConditionalGeneration", _LANGUAGE, _SEQUENCES | {"encoder_layerdrop": 0.1}
+        "M2M100ForConditionalGeneration", LANGUAGE, _SEQUENCES | {"encoder_layerdrop": 0.1}
     ),
-    "blenderbot": Family("BlenderbotForConditionalGeneration", _LANGUAGE, _SEQUENCES),
+    "blenderbot": Family("BlenderbotForConditionalGeneration", LANGUAGE, _SEQUENCES),
     "prophetnet": Family(
         "ProphetNetForConditionalGeneration",
-        _LANGUAGE,
+        LANGUAGE,
         {
             "vocab_size": N_TOKENS,
             "hidden_size": 32,
-            "num_encoder_layers": 2,
-            "num_decoder_layers": 2,
-            "num_encoder_attention_heads": 4,
-            "num_decoder_attention_heads": 4,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
+            **{
+                name if name.endswith("dim") else f"num_{name}": value
+                for name, value in _sides(n_heads=4, ffn_dim=64).items()
+            },
             "max_position_embeddings": 64,
             "ngram": 2,
             "decoder_start_token_id": 0,
@@ -515,7 +392,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "led": Family(
         "LEDForConditionalGeneration",
-        _LANGUAGE,
+        LANGUAGE,
         {k: v for k, v in _SEQUENCES.items() if k != "max_position_embeddings"}
         | {
             "attention_window": 8,
@@ -526,12 +403,14 @@ FAMILIES: Mapping[str, Family] = {
     # speech
     "whisper": Family(
         "WhisperForConditionalGeneration",
-        _one(_spectra),
+        one_batch(spectra),
         _SEQUENCES | {"max_source_positions": 30, "max_target_positions": 40},
     ),
     "speech_to_text": Family(
         "Speech2TextForConditionalGeneration",
-        _one(lambda: {"input_features": torch.randn(4, 40, 16), "labels": _tokens(4, 12)}),
+        one_batch(
+            lambda: {"input_features": torch.randn(4, 40, 16), "labels": random_tokens(4, 12)}
+        ),
         _SEQUENCES
         | {
             "input_feat_per_channel": 16,
@@ -543,13 +422,13 @@ FAMILIES: Mapping[str, Family] = {
             "max_target_positions": 40,
         },
     ),
-    "wav2vec2": Family("Wav2Vec2ForCTC", _speech(), _WAVES),
-    "hubert": Family("HubertForCTC", _speech(), _WAVES),
-    "wavlm": Family("WavLMForCTC", _speech(), _WAVES),
-    "sew": Family("SEWForCTC", _speech(), _WAVES | {"squeeze_factor": 2}),
+    "wav2vec2": Family("Wav2Vec2ForCTC", speech(), _WAVES),
+    "hubert": Family("HubertForCTC", speech(), _WAVES),
+    "wavlm": Family("WavLMForCTC", speech(), _WAVES),
+    "sew": Family("SEWForCTC", speech(), _WAVES | {"squeeze_factor": 2}),
     "audio-spectrogram-transformer": Family(
         "ASTForAudioClassification",
-        _one(lambda: {"input_values": torch.randn(ROWS, 24, 16), "labels": _classes()}),
+        one_batch(lambda: {"input_values": torch.randn(ROWS, 24, 16), "labels": class_of_row()}),
         _LAYERS
         | {
             "num_labels": N_CLASSES,
@@ -561,13 +440,13 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     # images
-    "vit": Family("ViTForImageClassification", _classified(), _VISION),
-    "deit": Family("DeiTForImageClassification", _classified(), _VISION),
-    "beit": Family("BeitForImageClassification", _classified(), _VISION),
-    "dinov2": Family("Dinov2ForImageClassification", _classified(), _VISION),
+    "vit": Family("ViTForImageClassification", classified(), _VISION),
+    "deit": Family("DeiTForImageClassification", classified(), _VISION),
+    "beit": Family("BeitForImageClassification", classified(), _VISION),
+    "dinov2": Family("Dinov2ForImageClassification", classified(), _VISION),
     "vit_mae": Family(
         "ViTMAEForPreTraining",
-        _one(lambda: {"pixel_values": _pixels()}),
+        one_batch(lambda: {"pixel_values": images()}),
         _VISION
         | {
             "decoder_hidden_size": 32,
@@ -578,7 +457,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "swin": Family(
         "SwinForImageClassification",
-        _classified(),
+        classified(),
         {
             "image_size": SIDE,
             "patch_size": 2,
@@ -590,20 +469,20 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "convnext": Family(
-        "ConvNextForImageClassification", _classified(64), _STAGES | {"drop_path_rate": 0.1}
+        "ConvNextForImageClassification", classified(64), _STAGES | {"drop_path_rate": 0.1}
     ),
-    "convnextv2": Family("ConvNextV2ForImageClassification", _classified(64), _STAGES),
+    "convnextv2": Family("ConvNextV2ForImageClassification", classified(64), _STAGES),
     "resnet": Family(
-        "ResNetForImageClassification", _classified(64), _STAGES | {"embedding_size": 16}
+        "ResNetForImageClassification", classified(64), _STAGES | {"embedding_size": 16}
     ),
     "regnet": Family(
         "RegNetForImageClassification",
-        _classified(64),
+        classified(64),
         _STAGES | {"embedding_size": 16, "groups_width": 8},
     ),
     "mobilenet_v2": Family(
         "MobileNetV2ForImageClassification",
-        _classified(),
+        classified(),
         {
             "num_labels": N_CLASSES,
             "depth_multiplier": 0.25,
@@ -613,7 +492,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "efficientnet": Family(
         "EfficientNetForImageClassification",
-        _classified(),
+        classified(),
         {
             "image_size": SIDE,
             "kernel_sizes": [3, 3, 5],
@@ -630,7 +509,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mobilevit": Family(
         "MobileViTForImageClassification",
-        _classified(),
+        classified(),
         {
             "image_size": SIDE,
             "patch_size": 2,
@@ -641,12 +520,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "poolformer": Family(
         "PoolFormerForImageClassification",
-        _classified(64),
+        classified(64),
         {"num_labels": N_CLASSES, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 2, 1]},
     ),
     "segformer": Family(
         "SegformerForSemanticSegmentation",
-        _segmented(64),
+        segmented(64),
         {
             "num_labels": N_CLASSES,
             "hidden_sizes": [16, 16, 32, 32],
@@ -657,7 +536,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "dpt": Family(
         "DPTForSemanticSegmentation",
-        _segmented(SIDE),
+        segmented(SIDE),
         _VISION
         | {
             "num_hidden_layers": 4,
@@ -667,15 +546,15 @@ FAMILIES: Mapping[str, Family] = {
             "is_hybrid": False,
         },
     ),
-    "detr": Family("DetrForObjectDetection", _one(_detected), _detr),
+    "detr": Family("DetrForObjectDetection", one_batch(detected), _detr),
     "yolos": Family(
         "YolosForObjectDetection",
-        _one(_detected),
+        one_batch(detected),
         _VISION | {"image_size": [64, 64], "num_detection_tokens": 6},
     ),
     "perceiver": Family(
         "PerceiverForMaskedLM",
-        _text(torch.clone),
+        texts(torch.clone),
         {
             "vocab_size": N_TOKENS,
             "max_position_embeddings": 32,
@@ -691,24 +570,24 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     # images and texts
-    "clip": Family("CLIPModel", _captioned(), _two_towers("CLIP", _VISION, projection_dim=16)),
-    "siglip": Family("SiglipModel", _captioned(), _two_towers("Siglip", _VISION)),
+    "clip": Family("CLIPModel", captioned(), _two_towers("CLIP", _VISION, projection_dim=16)),
+    "siglip": Family("SiglipModel", captioned(), _two_towers("Siglip", _VISION)),
     "blip": Family(
         "BlipForConditionalGeneration",
-        _captioned(generated=True),
+        captioned(generated=True),
         _two_towers("Blip", _VISION, projection_dim=16),
     ),
     "git": Family(
         "GitForCausalLM",
-        _one(lambda: {**_unmasked(), "pixel_values": _pixels()}),
+        one_batch(lambda: {**unmasked(), "pixel_values": images()}),
         _DECODER | {"vision_config": _VISION},
     ),
     "vilt": Family(
         "ViltForQuestionAnswering",
-        _one(
+        one_batch(
             lambda: {
-                "input_ids": _tokens(),
-                "pixel_values": _pixels(),
+                "input_ids": random_tokens(),
+                "pixel_values": images(),
                 "pixel_mask": torch.ones(ROWS, SIDE, SIDE, dtype=torch.int64),
                 "labels": torch.rand(ROWS, N_CLASSES),
             }
@@ -716,17 +595,21 @@ FAMILIES: Mapping[str, Family] = {
         _ENCODER | {"image_size": SIDE, "patch_size": 8},
     ),
     "layoutlm": Family(
-        "LayoutLMForMaskedLM", _LANGUAGE, _ENCODER | {"max_2d_position_embeddings": 64}
+        "LayoutLMForMaskedLM", LANGUAGE, _ENCODER | {"max_2d_position_embeddings": 64}
     ),
     # time series and decisions
-    "time_series_transformer": Family("TimeSeriesTransformerForPrediction", _one(_series), _SERIES),
-    "informer": Family("InformerForPrediction", _one(_series), _SERIES),
+    "time_series_transformer": Family(
+        "TimeSeriesTransformerForPrediction", one_batch(time_series), _SERIES
+    ),
+    "informer": Family("InformerForPrediction", one_batch(time_series), _SERIES),
     "autoformer": Family(
-        "AutoformerForPrediction", _one(_series), _SERIES | {"label_length": 7, "moving_average": 5}
+        "AutoformerForPrediction",
+        one_batch(time_series),
+        _SERIES | {"label_length": 7, "moving_average": 5},
     ),
     "patchtst": Family(
         "PatchTSTForPrediction",
-        _one(_patches),
+        one_batch(patched_series),
         {
             "num_input_channels": 4,
             "context_length": 32,
@@ -741,7 +624,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "patchtsmixer": Family(
         "PatchTSMixerForPrediction",
-        _one(_patches),
+        one_batch(patched_series),
         {
             "num_input_channels": 4,
             "context_length": 32,
