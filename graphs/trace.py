@@ -86,6 +86,11 @@ class CapturedStep:
     _costs: CostModel | None = field(repr=False)
     _extracted: Callable[[Capture, Variant, CostModel | None], CapturedStep] = field(repr=False)
 
+    @property
+    def original(self) -> Capture:
+        """The program as it was traced."""
+        return self._original
+
     def with_rewrites(self, rewrites: Iterable[str]) -> CapturedStep:
         """Another variant of the same step, without tracing again."""
         wanted = tuple(rewrites)
@@ -351,13 +356,13 @@ def trace_module(
     captured = known
     if captured is None:
         captured = capture(model, call, device=device, choose=choose, planned=opaque)
-    original = captured
+    original, form = captured, call.without_values()  # the step outlives the batch
 
     def extracted(program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
         cost = NodeCosts(costs)
         layout = rewritten(extract(program, cost=cost), variant)
         graph = captured_graph(
-            model, call, program, layout, variant, device=device, gradients=gradients, cost=cost
+            model, form, program, layout, variant, device=device, gradients=gradients, cost=cost
         )
         return CapturedStep(program, layout, graph, original, costs, extracted)
 

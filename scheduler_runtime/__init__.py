@@ -8,7 +8,7 @@ from scheduler_runtime.compiler import (
     compile_reports,
     uncompile,
 )
-from scheduler_runtime.fitting import FitError, Fitted, attempt, fit, plans_of
+from scheduler_runtime.fitting import FitError, Fitted, attempt, fit, plan_ahead, plans_of
 from scheduler_runtime.measuring import Measurement, measure
 from scheduler_runtime.planned import ReplanError
 from scheduler_runtime.ranks import RanksDisagreeError, on_all_ranks
@@ -32,6 +32,7 @@ __all__ = [
     "fit",
     "measure",
     "on_all_ranks",
+    "plan_ahead",
     "plans_of",
     "remove",
     "uncompile",

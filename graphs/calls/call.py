@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,12 +51,24 @@ class Call:
         rest = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
         return cls(tensors=tensors, rest=rest, spec=spec)
 
+    def without_values(self) -> Call:
+        """The same with tensors on the meta device, for what outlives the batch."""
+        return replace(self, tensors=[_on_meta(tensor) for tensor in self.tensors])
+
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The (args, kwargs) of the call with these tensors in the holes."""
         values = iter(tensors)
         flat = [next(values) if item is HOLE else item for item in self.rest]
         args, kwargs = nested.unflatten(flat, self.spec)
         return args, kwargs
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the same form; itself where it is not a plain one."""
+    if tensor.layout != torch.strided:
+        return tensor
+    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return form.requires_grad_(tensor.requires_grad)
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:

@@ -190,7 +190,8 @@ class Again:
 
         Raises the error where there is none.
         """
-        self._others.instead_of(self._program, Shortage(error, "step"))
+        with self._autocast:
+            self._others.instead_of(self._program, Shortage(error, "step"))
 
     def begin_backward(self, arrived: Sequence[torch.Tensor | None]) -> None:
         """Hold the gradients that have arrived, if memory may run short."""
@@ -269,7 +270,8 @@ class Again:
             self._drop_step()
             if failed is not None:
                 shortage = Shortage(failed, "backward pass", self._delivered_bytes())
-                self._program = self._others.instead_of(self._program, shortage)
+                with self._autocast:  # plans note it
+                    self._program = self._others.instead_of(self._program, shortage)
             try:
                 with self._as_in_forward(runs_it=True):
                     tensors = {self._places[node]: each for node, each in self._tensors.items()}

@@ -28,12 +28,14 @@ class BoundProgram:
     """Runs a program with the tensors of a module and a call.
 
     others: the programs for steps that run again (None: no step does).
+    captured: the program as it was traced.
     """
 
     def __init__(
         self, step: CapturedStep, program: Program, *, others: Others | None = None
     ) -> None:
         self.program = program
+        self.captured = step.original
         may = others is not None and (others.tighter is not None or can_run_again(step.captured))
         self._others = others if may else None
         self._written = tuple(step.captured.mutations)

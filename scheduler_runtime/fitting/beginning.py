@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from graphs.calls import device_of
+from graphs.calls import as_call, device_of
 from graphs.costs import CostModel
 from graphs.rewrites import check_word
 from graphs.training_step import is_made_from, read_optimizer
@@ -150,6 +150,29 @@ def fit(
     for forward in inner:
         forward.watch = watch
     return model
+
+
+def plan_ahead(model: nn.Module, calls: Iterable[Any]) -> tuple[Fitted, ...]:
+    """Plan for the shapes of these batches before the training meets them; returns all plans.
+
+    calls: what the model is called with: a tensor as model(x), a tuple as model(*x), a dict as
+        model(**x). One of each shape (bucket) that will come; values count only where forward reads
+        them. The largest is planned first: its plan serves smaller ones without a search.
+
+    Plans for a step as it would run now: in the ambient autocast, with the gradients that exist.
+    All share the budget of `fit`. Nothing is run.
+
+    Raises ValueError for a module that `fit` has not, or that is not in training mode; and what the
+    first forward pass raises.
+    """
+    plans_of(model)
+    if not model.training:
+        raise ValueError("plan_ahead needs the model in training mode: call model.train()")
+    forward: FittedForward = model.__dict__["forward"]
+    given = [forward.call_of(*as_call(each, None)) for each in calls]
+    for call in sorted(given, key=lambda call: -sum(t.numel() for t in call.tensors)):
+        forward.plan_ahead(call)
+    return plans_of(model)
 
 
 def _with_state_on_device(options: Options) -> Options:

@@ -7,7 +7,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +29,11 @@ from scheduler_runtime.execute import (
 from scheduler_runtime.fitting.attempted import Attempted
 from scheduler_runtime.fitting.beside import Beside
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
-from scheduler_runtime.fitting.ladder import Ladder, Rung
+from scheduler_runtime.fitting.known_program import known_program
+from scheduler_runtime.fitting.ladder import Ladder, ladder_of
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen
 from scheduler_runtime.fitting.loss_reserve import LossReserve
-from scheduler_runtime.fitting.made import Made
+from scheduler_runtime.fitting.made import Ahead, Made
 from scheduler_runtime.fitting.notes import notes_on
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
 from scheduler_runtime.fitting.pressure import Pressure
@@ -63,7 +63,6 @@ from solver.methods import KnownPlan
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import (
     counted,
-    format_size,
     now_s,
     tell,
     telling_in_lines,
@@ -109,6 +108,7 @@ class FittedForward(PlannedForward):
         self._pressure = Pressure() if options.on_pressure == "replan" else None
         self._loss = LossReserve(options.loss_reserve)
         self._new: Made | None = None
+        self._ahead = Ahead()
         self._outdated: Made | None = None
         self.attempt: Attempted | None = None
 
@@ -127,6 +127,7 @@ class FittedForward(PlannedForward):
             "attempt": None,
             "_loss": LossReserve(self.options.loss_reserve),
             "_new": None,
+            "_ahead": Ahead(),
             "_outdated": None,
         }
         return {**super().__getstate__(), **of_original}
@@ -183,9 +184,27 @@ class FittedForward(PlannedForward):
         buckets = buckets_of(self._model)
         return self._accumulates(buckets), buckets, self._reached
 
+    def plan_ahead(self, call: Call) -> None:
+        """Plan for such calls as if this one came now, without running it."""
+        self.begin()
+        kind = self.kind(call)
+        if self._ahead.find(kind, self._model, call) or self._programs.find(
+            kind, self._model, call
+        ):
+            return
+        found = self._planned(call, held_bytes=0, is_ahead=True)
+        if isinstance(found, Ladder):
+            self._programs.add(self.kind(call), found)
+        else:
+            self._ahead.append(found)
+
     def program_for(self, call: Call) -> BoundProgram | Ladder:
         outdated = self._outdated
-        if outdated is None or outdated.kind != self.kind(call):
+        ahead = self._ahead.find(self.kind(call), self._model, call)
+        if ahead is not None:
+            self._ahead.remove(ahead)
+            found: Made | Ladder = ahead
+        elif outdated is None or outdated.kind != self.kind(call):
             found = self._planned(call, held_bytes=0)
         else:
             self._outdated = None
@@ -220,7 +239,8 @@ class FittedForward(PlannedForward):
         held_bytes += returned_bytes
         logger.info("planning for gradients of the outputs %s only", reached)
         self._reached = reached
-        kind = self.kind(call), held_bytes
+        (of_call, situation) = self.kind(call)
+        kind = (of_call, held_bytes), situation
         program = self._programs.find(kind, self._model, call)
         if not isinstance(program, BoundProgram | Ladder):
             with _disable_current_modes():  # of the training's thread, as in a forward pass
@@ -230,8 +250,14 @@ class FittedForward(PlannedForward):
         return program.program() if isinstance(program, Ladder) else program
 
     def _planned(
-        self, call: Call, *, held_bytes: int, instead_of: Made | None = None
+        self,
+        call: Call,
+        *,
+        held_bytes: int,
+        instead_of: Made | None = None,
+        is_ahead: bool = False,
     ) -> Made | Ladder:
+        """is_ahead: asked for, so that another plan is no news."""
         started_s = now_s()
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
@@ -249,7 +275,9 @@ class FittedForward(PlannedForward):
         with telling_in_lines(f"tracing {name}...") as say:
             to_plan = self._to_plan(call, request, buckets, costs, held_bytes)
             solutions = [each.solution for each in self._own_plans]
-            reason = why_another(solutions, self._model, call, to_plan.step)
+            reason = None
+            if not is_ahead:
+                reason = why_another(solutions, self._model, call, to_plan.step)
             if (ranks := Ranks.of(self._model)) is not None:
                 if self._pressure is not None:
                     raise FitError(_NOT_ALONE)
@@ -257,7 +285,15 @@ class FittedForward(PlannedForward):
                 ranks.agree({"the batch": forms, "the traced step": traced})
             say(f"planning {name} ({counted(len(to_plan.step.graph.nodes), 'op')})...")
             if self._pressure is not None:
-                ladder = self._ladder(to_plan, self._pressure, device, costs, started_s)
+                ladder = ladder_of(
+                    to_plan,
+                    self._pressure,
+                    title=name,
+                    device=device,
+                    started_s=started_s,
+                    solved=lambda each, at_s: self._solved(each, costs, at_s)[0].solution,
+                    program=self._program,
+                )
                 self._tell(reason)
                 return ladder
             if instead_of is not None:
@@ -298,38 +334,6 @@ class FittedForward(PlannedForward):
             self._own_plans[self._own_plans.index(instead_of.fitted)] = fitted
         return fitted, loss
 
-    def _ladder(
-        self,
-        to_plan: StepToPlan,
-        pressure: Pressure,
-        device: torch.device,
-        costs: CostModel,
-        started_s: float,
-    ) -> Ladder:
-        """With its first plan. It does not keep the batch alive."""
-        title, whole_bytes = type(self._model).__name__, to_plan.request.available_bytes
-
-        def plan(ladder: Ladder, available_bytes: int) -> Rung | Solution:
-            of_it = to_plan.within(available_bytes)
-            within = f"planning {title} within {format_size(available_bytes)}..."
-            with nullcontext() if ladder.is_empty else telling_in_lines(within):
-                since_s = started_s if ladder.is_empty else now_s()
-                solution = self._solved(of_it, costs, since_s)[0].solution
-            if solution.schedule is None:
-                return solution
-            return Rung(solution, self._program(of_it.step, solution, tighter=ladder.tighter))
-
-        ladder = Ladder(
-            plan,
-            pressure,
-            title=title,
-            device=device,
-            available_bytes=whole_bytes,
-            reserve_bytes=to_plan.request.reserve_bytes,
-        )
-        ladder.program()
-        return ladder
-
     def _step(
         self, call: Call, request: Request, buckets: Buckets | None, costs: CostModel
     ) -> CapturedStep:
@@ -341,6 +345,7 @@ class FittedForward(PlannedForward):
                 gradients="accumulate" if self._accumulates(buckets) else "fresh",
                 costs=costs,
                 rewrites=(),
+                known=known_program(self._programs, self.kind(call), self._model, call),
             )
         if request.places is not None and step.graph.meta.environment.get("opaque"):
             raise FitError(WITH_OPAQUE_PARTS)

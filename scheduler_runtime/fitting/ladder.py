@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,16 @@ from graphs.calls import Call
 from scheduler_runtime.execute import BoundProgram, Shortage
 from scheduler_runtime.fitting.options import nothing_fits
 from scheduler_runtime.fitting.pressure import SHARE_KEPT, SHARE_OF_RESERVE, Pressure
+from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.surroundings import n_out_of_memory, room_bytes
 from solver.schedule import Solution
-from solver.sizes_deadlines_progress import format_share, format_size, format_size_up
+from solver.sizes_deadlines_progress import (
+    format_share,
+    format_size,
+    format_size_up,
+    now_s,
+    telling_in_lines,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +227,40 @@ class Ladder:
                 *(self._title, format_size(max(0, room)), rung, tighter),
             )
         return tighter
+
+
+def ladder_of(
+    to_plan: StepToPlan,
+    pressure: Pressure,
+    *,
+    title: str,
+    device: torch.device,
+    started_s: float,
+    solved: Callable[[StepToPlan, float], Solution],
+    program: Callable[..., BoundProgram],
+) -> Ladder:
+    """The ladder of a step, with its first plan. It does not keep the batch alive.
+
+    started_s: when the call began to wait. solved: the answer for a step, for which was waited
+    since. program: (step, solution, tighter=...) -> what runs it.
+    """
+
+    def plan(ladder: Ladder, available_bytes: int) -> Rung | Solution:
+        of_it = to_plan.within(available_bytes)
+        within = f"planning {title} within {format_size(available_bytes)}..."
+        with nullcontext() if ladder.is_empty else telling_in_lines(within):
+            solution = solved(of_it, started_s if ladder.is_empty else now_s())
+        if solution.schedule is None:
+            return solution
+        return Rung(solution, program(of_it.step, solution, tighter=ladder.tighter))
+
+    ladder = Ladder(
+        plan,
+        pressure,
+        title=title,
+        device=device,
+        available_bytes=to_plan.request.available_bytes,
+        reserve_bytes=to_plan.request.reserve_bytes,
+    )
+    ladder.program()
+    return ladder

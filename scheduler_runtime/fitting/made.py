@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from graphs.calls import Call
 from graphs.costs import CostModel
 from scheduler_runtime.execute import BoundProgram
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
@@ -63,3 +65,12 @@ class Made:
             return True
         is_less = self.loss.is_cautious and later.reserved < self.loss.reserved
         return is_less and bool(solution.overhead)
+
+
+class Ahead(list[Made]):
+    """Plans whose first steps have not come yet."""
+
+    def find(self, kind: Any, model: nn.Module, call: Call) -> Made | None:
+        """The one for this call, of this kind."""
+        found = (each for each in self if each.kind == kind and each.program.fits(model, call))
+        return next(found, None)

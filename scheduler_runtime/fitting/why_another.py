@@ -33,6 +33,8 @@ def why_another(
     alike = [plan for plan in plans if plan.environment["shapes"] == here["shapes"]]
     found = [
         difference(plan, call, model, step.with_rewrites(plan.rewrites).graph.module_part())
-        for plan in (alike or plans)[-N_COMPARED:]
+        for plan in alike[-N_COMPARED:]
     ]
+    if not alike:  # other shapes are told without the operators
+        found = [difference(plan, call, model) for plan in plans[-1:]]
     return _OF_STATE if None in found else found[-1] if found else None

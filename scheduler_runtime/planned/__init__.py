@@ -1,7 +1,12 @@
 """A module with a plan: its programs by kind of call, guards, mismatches, replanning."""
 
 from scheduler_runtime.planned.another import told, warn_of_another
-from scheduler_runtime.planned.forward import PlannedForward, module_schedule, refuse_second
+from scheduler_runtime.planned.forward import (
+    PlannedForward,
+    ProgramCache,
+    module_schedule,
+    refuse_second,
+)
 from scheduler_runtime.planned.mismatch import (
     Difference,
     check_arguments,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from graphs.calls import Call, TraceError, argument_order, device_of, input_forms
-from graphs.capture import KeptCapture, Planned, refuse_plans
+from graphs.capture import Capture, KeptCapture, Planned, refuse_plans
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.trace import CapturedStep, trace_module
@@ -178,10 +178,12 @@ class PlannedForward(ReplacedForward):
         rewrites: Iterable[str],
         opaque: Planned = (),
         kept: Iterable[KeptCapture] = (),
+        known: Capture | None = None,
     ) -> CapturedStep:
         """The module's own forward and backward pass for this call (`graphs.trace`).
 
         kept: traced programs; one that is this call's is taken, and nothing is traced.
+        known: the traced program of this call.
 
         Another library may have wrapped the replaced forward since (accelerate's autocast). That
         wrapper is active already and may not be entered twice, so it is set aside meanwhile.
@@ -193,7 +195,7 @@ class PlannedForward(ReplacedForward):
         model.forward = self.own_forward
         try:
             found = (each.captured_for(model, call) for each in kept)
-            known = next((captured for captured in found if captured is not None), None)
+            known = known or next((each for each in found if each is not None), None)
             with (
                 telling_in_lines(f"tracing {type(model).__name__}...")
                 if known is None
