@@ -15,6 +15,8 @@ from graphs.graph import Graph
 from graphs.host_state import StateBucket, with_state_on_host
 from graphs.synthetic.nets import residual
 from solver.bound import StorageGraph
+from solver.cli import main
+from solver.plan_analysis.pareto import sweep
 from solver.reporting.report_data import Report, to_json
 from solver.reporting.terminal import show
 from solver.schedule import Link, Place, Places, Request, Solution, baseline, simulate
@@ -216,6 +218,33 @@ def report_of(found: Solution) -> Report:
     return Report(problem="a step", device="", costs="", solutions=(found,))
 
 
+def test_a_curve_reaches_below_the_state() -> None:
+    graph = big_step()
+    budgets = [graph.resident_bytes - 100 * MB, graph.resident_bytes + 500 * MB]
+    found = {
+        where: sweep(graph, budgets=budgets, places=places(50e9), optimizer_state=where).points
+        for where in ("auto", "device", "host")
+    }
+    sizes = {
+        where: [p.graph.host_state_bytes if p.simulation else None for p in points]
+        for where, points in found.items()
+    }
+    assert sizes["auto"][0] == 400 * MB
+    assert sizes["device"] == [None, 0]
+    assert sizes["host"] == [400 * MB] * 2
+
+
+def test_the_request_says_where_it_may_be() -> None:
+    asked = Request(10, places=places(50e9), optimizer_state="host")
+    value = asked.to_json()
+    assert value["optimizer_state"] == "host"
+    again = Request.from_json(value, source="", budget_bytes=10, method="auto")
+    assert again == asked
+    assert "optimizer_state" not in dataclasses.replace(asked, optimizer_state="auto").to_json()
+    with pytest.raises(ValueError, match="optimizer_state is 'disk'; one of auto, device, host"):
+        Request(10, optimizer_state="disk")
+
+
 def text_of(found: Solution) -> str:
     file = io.StringIO()
     show(report_of(found), Console(file=file, width=200))
@@ -234,3 +263,30 @@ def test_the_report_says_where_the_state_is() -> None:
     meta = graph.meta.with_environment(optimizer=optimizer)
     stays = planned(dataclasses.replace(graph, meta=meta), 10**12, places(50e9))
     assert re.search(r"optimizer state +on the device: LBFGS steps all at once", text_of(stays))
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A report, a page, a picture and an explanation of a plan with state on the host."""
+    graph, path = big_step(n_buckets=200), str(tmp_path / "graph.json")
+    graph.save(path)
+    options = ["--host", "1GB", "--host-link", "50GB/s", "--optimizer-state", "host"]
+    page, plot = tmp_path / "page.html", tmp_path / "plot.svg"
+    files = [str(tmp_path / "plan.json"), str(tmp_path / "planned.json")]
+    away = with_state_on_host(graph, out_s=lambda _: 0.0, in_s=lambda _: 0.0)
+    assert away is not None
+    for budget_bytes in (10**10, tight(away, 0.6)):  # without copies, and with some
+        outputs = ["--report", str(page), "--plot", str(plot), "-o", files[0]]
+        outputs += ["--graph-out", files[1]]
+        assert main(["--budget", str(budget_bytes), *options, *outputs, path]) == 0
+        printed = capsys.readouterr().out
+        assert re.search(r"optimizer state +400\.0 MB", printed)
+        assert "optimizer state" in page.read_text()
+        assert main(["explain", *files]) == 0
+        capsys.readouterr()
+    assert "Copies to the host" in printed
+    assert main(["--budget", "10GB", "--optimizer-state", "host", path]) == 2
+    assert "--optimizer-state host: give the memory for it, --host 64GB" in capsys.readouterr().err
+    small = ["--host", "1MB", "--host-link", "50GB/s", "--optimizer-state", "host"]
+    assert main(["--budget", "10GB", *small, path]) == 2
+    assert "takes 400.0 MB (381.47 MiB) of host memory" in capsys.readouterr().err
