@@ -1,35 +1,7 @@
 """The simulator: is a schedule legal, what is its peak, how long does it take.
 
 It checks every method, and it is the only code that says what a schedule costs. It knows the two
-file formats and nothing of how a schedule was found. The rules:
-
-1. Tensors that no node outputs are resident: live from before the first op to the end.
-2. A storage's bytes are held as long as any tensor on it is on the device.
-3. `Compute` needs all inputs on the device, and the storages of which it makes aliases. It
-   allocates all its outputs: those still live from before are counted a second time while it
-   runs. It is illegal when all of them are live, or when an alias that another node made, or one
-   left over without its root, still holds the old storage. The workspace counts while it runs.
-4. Each forward node runs at least once, first runs in graph order; a node that is not recomputable
-   and each node of a later phase runs exactly once, in graph order. All forward nodes have run
-   before the first later one.
-5. `Free` drops a live tensor that a node made; an output of the graph is not freed after its last
-   computation.
-6. At the end every output of the graph is on the device.
-7. A copy needs its storage at its source and not at its target: `Store` on the device and not on
-   the host, `Fetch` the reverse, `Spill` on the host and not on the disk, `Load` the reverse.
-   `Drop` needs it on the host, `Delete` on the disk. Resident storages are not copied, nor are
-   those of outputs of the graph: whoever receives an output holds its memory.
-8. `Fetch` brings back every tensor on the storage that has been made so far, except what has been
-   overwritten. They are live again, and each is freed by itself.
-9. A node overwrites a storage only while the device has the only copy of it. So whatever is on the
-   host or the disk is what the storage holds now: recomputing it gives the same bits.
-10. Of several micro-batches in flight (`Graph.n_in_flight`), each other one holds what the schedule
-   has on the device, beside what is resident, when the forward pass has ended: all forward nodes
-   have run, and nothing else was computed. It counts at every op before the optimizer's first.
-
-11. The optimizer's state that is in host memory (`Graph.host_state_bytes`) is there from before the
-   first op to the end. A node of the optimizer has all streams to itself then: it starts when the
-   copies before it have ended, and those after it start when it has ended.
+file formats and nothing of how a schedule was found. Its rules are in `solver.schedule.rules`.
 
 Bytes go by program order. A copy's target is occupied from the op that starts it; bytes are given
 back where `Free`, `Drop` and `Delete` stand, or where a compute replaces an output. So whether a
@@ -39,34 +11,14 @@ schedule fits does not depend on a time. How long it takes is for `solver.schedu
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from itertools import accumulate
 
-from graphs.graph import Graph, Node, Tensor
+from graphs.graph import Graph
 from solver.schedule.host_and_disk import Link, Place, Places
-from solver.schedule.ops import (
-    Compute,
-    Copy,
-    Delete,
-    Drop,
-    Fetch,
-    Free,
-    Op,
-    Schedule,
-    Store,
-    n_before_optimizer,
-    needs,
-    word_for,
-)
-from solver.schedule.simulation import (
-    IllegalScheduleError,
-    Layer,
-    Simulation,
-    Stay,
-)
-from solver.schedule.streams import Event, MoveError, Streams
-
-_LATE = ("backward", "optimizer")
+from solver.schedule.ops import Schedule
+from solver.schedule.rules import Device
+from solver.schedule.simulation import IllegalScheduleError, Simulation, Stay
+from solver.schedule.streams import Event, Streams
 
 
 def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) -> Simulation:
@@ -140,7 +92,7 @@ def _run(
     places: Places | None,
     stays: list[Stay] | None = None,
     events: list[Event] | None = None,
-) -> _Device:
+) -> Device:
     if schedule.graph_id != graph.graph_id:
         raise IllegalScheduleError(
             None,
@@ -148,261 +100,8 @@ def _run(
             f"this graph's is {graph.graph_id[:19]}…)",
         )
     streams = Streams(places, events) if schedule.has_copies or events is not None else None
-    device = _Device(graph, stays, streams)
+    device = Device(graph, stays, streams)
     for op in schedule.ops:
         device.live_bytes.append(device.run(op))
     device.end()
     return device
-
-
-class _Device:
-    """What is on the device, and which nodes have run.
-
-    stays: to be filled, if anyone asks.
-    streams: where copies go, and when (None: the schedule has none).
-    """
-
-    def __init__(self, graph: Graph, stays: list[Stay] | None, streams: Streams | None) -> None:
-        self.graph = graph
-        self.streams = streams
-        self.bytes = graph.resident_bytes
-        self.live_bytes: list[int] = []  # during each op so far, for this micro-batch
-        self._saved_bytes: int | None = None  # once the forward pass has ended
-        self.times_s: list[float] = []
-        self.n_recomputed = 0
-        self._live = {tensor.name for tensor in graph.resident}
-        self._stays = stays
-        self._open_stays: dict[str, tuple[Layer, int]] = {}  # storage -> its layer and start
-        self._holders: dict[str, int] = {}  # storage -> number of live tensors on it
-        self._ran: set[str] = set()
-        self._overwritten: set[str] = set()
-
-    def run(self, op: Op) -> int:
-        """Apply one op; return the bytes on the device during it."""
-        if isinstance(op, Free):
-            return self._free(op.tensor)
-        if not isinstance(op, Compute):
-            return self._move(op)
-        node = self.graph.node_by_name.get(op.node)
-        if node is None:
-            raise self._illegal(f"compute names {op.node!r}, which is no node of the graph")
-        self._check_turn(node)
-        self._check_tensors(node)
-        if self._saved_bytes is None and len(self._ran) >= len(self.graph.forward_nodes):
-            self._saved_bytes = self.bytes - self.graph.resident_bytes
-        return self._compute(node)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Held when the forward pass has ended, beside what is resident."""
-        if self._saved_bytes is None:
-            return self.bytes - self.graph.resident_bytes
-        return self._saved_bytes
-
-    def live_bytes_in_flight(self, schedule: Schedule) -> list[int]:
-        """`live_bytes` of the schedule that has run, with what the other micro-batches hold."""
-        others_bytes = (self.graph.n_in_flight - 1) * self.saved_bytes
-        if not others_bytes:
-            return self.live_bytes
-        before = n_before_optimizer(self.graph, schedule)
-        held = (live_bytes + others_bytes for live_bytes in self.live_bytes[:before])
-        return [*held, *self.live_bytes[before:]]
-
-    def _illegal(self, reason: str) -> IllegalScheduleError:
-        return IllegalScheduleError(len(self.live_bytes), reason)
-
-    def _check_turn(self, node: Node) -> None:
-        if node.name in self._ran:
-            if node.phase != "forward":
-                raise self._illegal(f"{node.phase} node {node.name!r} runs a second time")
-            if not node.recomputable:
-                raise self._illegal(f"{node.name!r} runs a second time, but is not recomputable")
-            return
-        expected = self.graph.nodes[len(self._ran)]
-        if node.name == expected.name:
-            return
-        if node.phase == "forward":
-            raise self._illegal(
-                f"{node.name!r} runs for the first time before {expected.name!r} has"
-            )
-        if expected.phase == "forward":
-            raise self._illegal(
-                f"{node.phase} node {node.name!r} runs before forward node {expected.name!r}"
-            )
-        raise self._illegal(f"{node.name!r} runs before {expected.name!r} has")
-
-    def _check_tensors(self, node: Node) -> None:
-        for name in node.inputs:
-            if name not in self._live:
-                raise self._illegal(f"{node.name!r} reads {name!r}, which is not on the device")
-        for name in node.outputs:
-            root = self.graph.root(name)
-            made_elsewhere = root in self.graph.producer and root not in node.outputs
-            if made_elsewhere and not self._holders.get(root, 0):
-                raise self._illegal(
-                    f"{node.name!r} makes {name!r}, an alias of {root!r}, whose storage is not on "
-                    "the device"
-                )
-        if node.name in self._ran:
-            self._check_recompute(node)
-        if node.overwrites is not None and self.streams is not None:
-            root = self.graph.root(node.overwrites)
-            if where := self.streams.copies_of(root):
-                raise self._illegal(
-                    f"{node.name!r} overwrites {root!r}, of which the {where} has a copy; let it "
-                    "be given up before"
-                )
-
-    def _check_recompute(self, node: Node) -> None:
-        live = [name for name in node.outputs if name in self._live]
-        if len(live) == len(node.outputs):
-            raise self._illegal(
-                f"{node.name!r} is recomputed while all its outputs are on the device"
-            )
-        for name in node.outputs:
-            if self.graph.root(name) != name:
-                continue
-            holders = self._holders.get(name, 0)
-            replaced = [other for other in live if self.graph.root(other) == name]
-            if holders and (name not in live or holders > len(replaced)):
-                raise self._illegal(
-                    f"{node.name!r} recomputes {name!r} while an alias holds its old storage"
-                )
-
-    def _compute(self, node: Node) -> int:
-        allocated = 0
-        replaced = 0
-        if self.streams is not None:
-            self._time(self.streams, node)
-        for name in node.outputs:
-            tensor = self.graph.tensor_by_name[name]
-            if tensor.alias_of is None:
-                allocated += tensor.size_bytes
-                replaced += tensor.size_bytes if name in self._live else 0
-                if self._stays is not None:
-                    self._start_stay(name, node)
-        during = self.bytes + allocated + node.workspace_bytes
-        self.bytes += allocated - replaced
-        for name in node.outputs:
-            if name not in self._live:
-                self._live.add(name)
-                root = self.graph.root(name)
-                self._holders[root] = self._holders.get(root, 0) + 1
-        if node.name in self._ran:
-            self.n_recomputed += 1
-        if node.overwrites is not None:
-            root = self.graph.root(node.overwrites)
-            self._overwritten.update((root, *self.graph.views[root]))
-            self._overwritten.difference_update(node.outputs)
-            if self._stays is not None and root in self._open_stays:  # from here on it is another's
-                self._end_stay(root, len(self.live_bytes))
-                self._start_stay(root, node)
-        self._ran.add(node.name)
-        self.times_s.append(node.time_s)
-        return during
-
-    def _time(self, streams: Streams, node: Node) -> None:
-        """It waits for what is being fetched; what it replaces is given up when it has run."""
-        root = self.graph.root
-        reads = (root(name) for name in needs(self.graph, node))
-        if self.graph.host_state_bytes and node.phase == "optimizer":
-            streams.wait_for_all()
-        streams.compute(len(self.live_bytes), node.time_s, reads)
-        for name in node.outputs:
-            if name in self._live and root(name) == name:
-                streams.leave_device(name)
-
-    def _move(self, op: Op) -> int:
-        """A copy to or from the host or the disk, or the end of one there."""
-        if self.streams is None or not isinstance(op, Copy | Drop | Delete):
-            raise self._illegal(f"{op!r} is no op of a schedule")
-        storage = op.storage
-        tensor = self.graph.tensor_by_name.get(storage)
-        try:
-            if tensor is None:
-                raise MoveError("which is no tensor of the graph")
-            if tensor.alias_of is not None:
-                raise MoveError(f"an alias; name its storage, {tensor.alias_of!r}")
-            if storage not in self.graph.producer:
-                raise MoveError("which is resident and stays")
-            if isinstance(op, Store) and storage in self._leaving:
-                raise MoveError(
-                    "which leaves the step (an output of the model, or a gradient): its memory is "
-                    "the caller's"
-                )
-            if isinstance(op, Drop | Delete):
-                self.streams.give_up(op, tensor.size_bytes)
-            else:
-                on_device = self._holders.get(storage, 0) > 0
-                position = len(self.live_bytes)
-                self.streams.copy(position, op, tensor.size_bytes, on_device=on_device)
-        except MoveError as error:
-            raise self._illegal(f"{word_for(op)} names {storage!r}, {error}") from None
-        if isinstance(op, Fetch):
-            self._bring_back(tensor)
-        return self.bytes
-
-    @cached_property
-    def _leaving(self) -> frozenset[str]:
-        """The storages of the outputs."""
-        return frozenset(map(self.graph.root, self.graph.outputs))
-
-    def _bring_back(self, tensor: Tensor) -> None:
-        on_storage = (tensor.name, *self.graph.views.get(tensor.name, ()))
-        brought = [
-            name
-            for name in on_storage
-            if self.graph.producer[name].name in self._ran and name not in self._overwritten
-        ]
-        self._live.update(brought)
-        self._holders[tensor.name] = len(brought)
-        self.bytes += tensor.size_bytes
-        if self._stays is not None:
-            phase = self.graph.producer[tensor.name].phase
-            layer: Layer = "gradients" if phase in _LATE else "kept"
-            self._open_stays[tensor.name] = layer, len(self.live_bytes)
-
-    def _start_stay(self, storage: str, node: Node) -> None:
-        position = len(self.live_bytes)
-        if storage in self._open_stays:  # replaced: both copies count while the node runs
-            self._end_stay(storage, position + 1)
-        layer: Layer = "recomputed" if node.name in self._ran else "kept"
-        if node.phase in _LATE:
-            layer = "gradients"
-        self._open_stays[storage] = layer, position
-
-    def _end_stay(self, storage: str, stop: int) -> None:
-        assert self._stays is not None
-        layer, start = self._open_stays.pop(storage)
-        self._stays.append(Stay(storage, layer, start, stop))
-
-    def _free(self, name: str) -> int:
-        producer = self.graph.producer.get(name)
-        if producer is None:
-            known = name in self.graph.tensor_by_name
-            raise self._illegal(
-                f"free names {name!r}, which "
-                + ("is resident and stays to the end" if known else "is no tensor of the graph")
-            )
-        if name not in self._live:
-            raise self._illegal(f"free names {name!r}, which is not on the device")
-        self._live.discard(name)
-        root = self.graph.root(name)
-        self._holders[root] -= 1
-        if self._holders[root] == 0 and root in self.graph.producer:
-            self.bytes -= self.graph.tensor_by_name[root].size_bytes
-            if self.streams is not None:
-                self.streams.leave_device(root)
-            if self._stays is not None:
-                self._end_stay(root, len(self.live_bytes))
-        return self.bytes
-
-    def end(self) -> None:
-        if len(self._ran) < len(self.graph.nodes):
-            missing = self.graph.nodes[len(self._ran)].name
-            raise IllegalScheduleError(None, f"{missing!r} has never run")
-        for name in self.graph.outputs:
-            if name not in self._live:
-                raise IllegalScheduleError(None, f"output {name!r} is not on the device")
-        for storage in tuple(self._open_stays):
-            self._end_stay(storage, len(self.live_bytes))
