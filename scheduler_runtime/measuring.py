@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import TraceError, as_call, check_call, device_of, find_loss, nested
+from graphs.calls import (
+    TraceError,
+    as_call,
+    check_call,
+    device_of,
+    find_loss,
+    local_part,
+    nested,
+)
 from graphs.costs import CudaPeaks, cpu_peak_bytes
 from graphs.training_step import GivenOptimizer, read_optimizer
 from scheduler_runtime.host_state import host_blocks
@@ -283,7 +291,7 @@ def bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Bytes of the tensors' storages on this device (of several, with its index), each once."""
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for t in tensors
+        for t in map(local_part, tensors)
         if t.device == device
     }
     return sum(storages.values())

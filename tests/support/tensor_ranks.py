@@ -8,11 +8,12 @@ plan.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +35,7 @@ from scheduler_runtime import apply, fit
 from scheduler_runtime.fitting import plans_of
 from solver import Solution, solve
 
-WIDTH, N_HEADS, N_BLOCKS, N_TOKENS, LENGTH, ROWS = 64, 4, 1, 256, 64, 4
-SHARES = (0.85, 0.6, 0.35)
-"""Of what the plain step takes above its least: the budgets."""
+WIDTH, N_HEADS, N_BLOCKS, ROWS = 64, 4, 1, 4
 
 
 class Attention(nn.Module):
@@ -78,11 +77,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Returns the loss of the next tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_tokens: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(N_TOKENS, WIDTH)
+        self.embedding = nn.Embedding(n_tokens, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(N_BLOCKS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, N_TOKENS, bias=False)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, n_tokens, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.norm(self.blocks(self.embedding(tokens))))
@@ -127,47 +126,62 @@ def sequence() -> dict[str, Any]:
     return plan
 
 
-CASES = {"colwise": colwise, "sequence": sequence}
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """shares: of what the plain step takes above its least, the budgets; the last one for `fit`."""
+
+    styles: Callable[[], dict[str, Any]]
+    n_tokens: int = 256
+    length: int = 64
+    shares: tuple[float, ...] = (0.85, 0.6, 0.35)
+
+    def model(self, mesh: DeviceMesh) -> nn.Module:
+        return parallelize_module(Transformer(self.n_tokens), mesh, self.styles())
+
+    def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same on all ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(self.n_tokens, (ROWS, self.length + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def solutions(self, mesh: DeviceMesh) -> list[Solution]:
+        """Plans within the budgets, made from tensors without values."""
+        with torch.device("meta"):
+            model = self.model(mesh)
+        batch = tuple(each.to("meta") for each in self.batch(0))
+        refused = solve(model, batch, budget=1, optimizer=torch.optim.AdamW)
+        least_bytes, plain_bytes = refused.minimum_budget_bytes, refused.baseline.peak_bytes
+        assert least_bytes is not None
+        return [
+            solve(
+                model,
+                batch,
+                budget=int(least_bytes + share * (plain_bytes - least_bytes)),
+                optimizer=torch.optim.AdamW,
+            )
+            for share in self.shares
+        ]
+
+
+CASES = {
+    "colwise": Case(colwise),
+    "sequence": Case(sequence),
+    "chunked": Case(colwise, n_tokens=4096, length=256, shares=(0.1,)),
+}
 
 
 def model_of(case: str, mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
-    return parallelize_module(Transformer(), mesh, CASES[case]())
+    return CASES[case].model(mesh)
 
 
-def batch_of(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on all ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(N_TOKENS, (ROWS, LENGTH + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def solutions(case: str, mesh: DeviceMesh) -> list[Solution]:
-    """Plans within shares of the plain step's memory, made from tensors without values."""
-    with torch.device("meta"):
-        model = parallelize_module(Transformer(), mesh, CASES[case]())
-    batch = tuple(each.to("meta") for each in batch_of(0))
-    refused = solve(model, batch, budget=1, optimizer=torch.optim.AdamW)
-    least_bytes, plain_bytes = refused.minimum_budget_bytes, refused.baseline.peak_bytes
-    assert least_bytes is not None
-    return [
-        solve(
-            model,
-            batch,
-            budget=int(least_bytes + share * (plain_bytes - least_bytes)),
-            optimizer=torch.optim.AdamW,
-        )
-        for share in SHARES
-    ]
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def trained(case: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Losses, and this rank's part of each gradient and parameter, of three steps."""
     torch.manual_seed(7)
     results = []
     for step in range(3):
         optimizer.zero_grad()
-        loss = model(*batch_of(step))
+        loss = model(*CASES[case].batch(step))
         loss.backward()
         gradients = [p.grad for p in model.parameters()]
         results += [loss.detach(), *(_part(each).clone() for each in gradients)]
@@ -192,9 +206,9 @@ def work(rank: int, *, n_ranks: int, cases: Sequence[str]) -> None:
     for case in cases:
         plain = model_of(case, mesh)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-        expected, placed = trained(plain, optimizer), placements_of(plain)
-        plain_bytes = rank_peak_bytes(plain, optimizer, batch_of(0))
-        plans = solutions(case, mesh)
+        expected, placed = trained(case, plain, optimizer), placements_of(plain)
+        plain_bytes = rank_peak_bytes(plain, optimizer, CASES[case].batch(0))
+        plans = CASES[case].solutions(mesh)
         for index, solution in enumerate(plans):
             assert solution.simulation is not None, solution
             model = model_of(case, mesh)
@@ -204,7 +218,7 @@ def work(rank: int, *, n_ranks: int, cases: Sequence[str]) -> None:
                 fit(model, budget=solution.request.budget_bytes, optimizer=optimizer)
             else:
                 apply(model, solution)
-            got = trained(model, optimizer)
+            got = trained(case, model, optimizer)
             if with_fit:
                 (solution,) = (each.solution for each in plans_of(model))
                 assert solution.simulation is not None
@@ -218,7 +232,7 @@ def work(rank: int, *, n_ranks: int, cases: Sequence[str]) -> None:
                 "rewrites": list(solution.graph.meta.rewrites),
                 "plain_measured_bytes": plain_bytes,
                 "plain_predicted_bytes": solution.baseline.peak_bytes,
-                "measured_bytes": rank_peak_bytes(model, optimizer, batch_of(0)),
+                "measured_bytes": rank_peak_bytes(model, optimizer, CASES[case].batch(0)),
                 "predicted_bytes": solution.simulation.peak_bytes,
             }
             os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes

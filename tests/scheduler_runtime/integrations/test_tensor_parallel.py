@@ -39,11 +39,28 @@ def test_each_rank_has_the_same_bits_and_holds_what_was_predicted(case: str) -> 
         assert each["measured_bytes"] >= 0.95 * each["predicted_bytes"], each
         assert each["plain_measured_bytes"] <= each["plain_predicted_bytes"], each
     assert max(each["n_recomputed"] for each in found) > 0
+    assert_same_on_both(found)
+
+
+def assert_same_on_both(found: list[dict[str, Any]]) -> None:
     of_rank = [
         [each["predicted_bytes"] for each in found if each["rank"] == rank] for rank in (0, 1)
     ]
     assert of_rank[0] == of_rank[1]
     assert sorted(of_rank[0], reverse=True) == of_rank[0]
+
+
+@pytest.mark.distributed
+def test_a_loss_in_chunks_has_the_same_bits() -> None:
+    """The head is whole on each rank, and its logits are never there at once."""
+    found = ranks_of("tensor_ranks", "2", "chunked")
+    assert len(found) == 2
+    for each in found:
+        assert "chunked_loss_backward" in each["rewrites"], each
+        assert each["same"], each
+        assert each["same_placements"], each
+        assert each["measured_bytes"] <= each["predicted_bytes"], each
+    assert_same_on_both(found)
 
 
 @pytest.fixture(scope="module")
