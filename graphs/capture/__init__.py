@@ -33,3 +33,4 @@ from graphs.capture.refuse import (
 )
 from graphs.capture.rehearsal import Rehearsed
 from graphs.capture.shell import leaves_of
+from graphs.capture.tensor_parallel import has_distributed

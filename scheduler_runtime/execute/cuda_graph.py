@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, nested
+from graphs.calls import Call, is_distributed, nested
 from graphs.capture import OpaqueForward
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
@@ -43,7 +43,13 @@ class CudaGraphError(ValueError):
 
 def check_model(model: nn.Module) -> None:
     """Raise CudaGraphError where nothing can be recorded."""
-    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    tensors = (*model.parameters(), *model.buffers())
+    if any(map(is_distributed, tensors)):
+        raise CudaGraphError(
+            "cuda_graph=True with distributed parameters: recording collectives has not been "
+            "tried; apply the plan without it"
+        )
+    devices = {t.device for t in tensors}
     if {device.type for device in devices} != {"cuda"} or len(devices) != 1:
         where = ", ".join(sorted(map(str, devices))) or "no device"
         raise CudaGraphError(

@@ -25,6 +25,7 @@ from graphs.costs import Roofline
 from graphs.hardware import named
 from graphs.links import LINKS, all_reduce_s
 from graphs.trace import trace
+from scheduler_runtime.applying import CudaGraphError, apply
 from solver import solve
 
 ROWS, LENGTH, WIDTH = 4, 16, 32
@@ -176,6 +177,18 @@ def test_fsdp_on_top_is_refused() -> None:
         model = fully_shard(parallel(mesh["tp"]), mesh=mesh["dp"])
         with pytest.raises(TraceError, match=r"sharded by FSDP2.*not supported"):
             trace(model, batch(), loss=square)
+
+
+def test_fsdp_is_planned_before_anything_is_distributed(mesh: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match="fsdp= is for a module that is not distributed yet"):
+        trace(parallel(mesh), batch(), loss=square, fsdp=2)
+
+
+def test_a_recording_is_refused(mesh: DeviceMesh) -> None:
+    model = parallel(mesh)
+    solution = solve(model, batch(), loss=square, budget="1GB")
+    with pytest.raises(CudaGraphError, match="cuda_graph=True with distributed parameters"):
+        apply(model, solution, cuda_graph=True)
 
 
 @pytest.mark.slow
