@@ -79,6 +79,7 @@ def timed_alone(graph: Graph) -> float:
     return total_s
 
 
+@pytest.mark.slow
 def test_whether_to_reshard_is_chosen_by_the_budget(capsys) -> None:
     model, batch = small_gpt2(0.0), tokens()
     either = Sharding(N, reshard_after_forward=None, link="Gloo")
