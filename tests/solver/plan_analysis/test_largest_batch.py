@@ -154,11 +154,18 @@ def test_where_more_stops_paying():
     best = max(rates.values())
     assert found.saturation is not None
     assert found.saturation.size == min(n for n, rate in rates.items() if rate >= 0.99 * best)
-    assert "saturates at" in saturation_text(found)
-    fits = [c for c in found.candidates if c.size <= found.saturation.size]
-    growing = SizeSearch("batch_size", (*fits, found.candidates[-1]))
-    words = f"highest at batch {found.saturation.size}, the largest with a plan"
+    size, solution = found.largest.size, found.largest.solution
+    growing, ended = (
+        found.with_solution(size, dataclasses.replace(solution, simulation=simulation))
+        for simulation in (
+            dataclasses.replace(solution.simulation, time_s=share * solution.simulation.time_s)
+            for share in (0.01, 100)
+        )
+    )
+    words = f"highest at batch {size}, the largest with a plan"
     assert dict(size_rows(growing))["throughput"].startswith(words)
+    assert ended.saturation.size < size
+    assert saturation_text(ended) == f"saturates at batch {ended.saturation.size}"
     some = found.candidates[0]
     assert some.rate_per_s == pytest.approx(1 / sum(node.time_s for node in batch_of(1).nodes))
 
@@ -203,7 +210,7 @@ def test_the_picture_shows_every_size_that_has_a_plan():
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert "without recomputation" in labels
     assert "with recomputation" in labels
-    assert f"throughput saturates at batch {found.saturation.size}" in labels
+    assert f"throughput {saturation_text(found)}" in labels
     assert not found.beyond.solution.proven_infeasible  # in `test_why_the_next_size_...`, it is
     assert f"from {found.beyond.size} on auto found none" in labels
     nothing = SizeSearch("batch_size", found.candidates[-1:])
