@@ -139,6 +139,13 @@ class Buckets:
         return 0 if self.are_gradients else self.size_bytes
 
 
+def has_gradients(model: nn.Module, buckets: Buckets | None) -> bool:
+    """Whether gradients exist before the step."""
+    if buckets is not None and buckets.are_gradients:
+        return True
+    return any(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
 def buckets_of(model: nn.Module) -> Buckets | None:
     """The buckets around this forward pass of the model; None: no DistributedDataParallel runs it.
 

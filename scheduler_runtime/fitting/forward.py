@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +23,10 @@ from scheduler_runtime.execute import (
     Tighter,
     build_program,
     kept_bytes,
-    restore_forward,
 )
 from scheduler_runtime.fitting.attempted import Attempted
 from scheduler_runtime.fitting.beside import Beside
+from scheduler_runtime.fitting.called_part import CalledPart
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
 from scheduler_runtime.fitting.known_program import known_program
 from scheduler_runtime.fitting.ladder import Ladder, ladder_of
@@ -37,16 +36,14 @@ from scheduler_runtime.fitting.made import Ahead, Made
 from scheduler_runtime.fitting.notes import notes_on
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
 from scheduler_runtime.fitting.pressure import Pressure
-from scheduler_runtime.fitting.shared_budget import SharedBudget
+from scheduler_runtime.fitting.shared_budget import SharedBudget, where_state_may_be
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
-from scheduler_runtime.fitting.unplanned import Watch
 from scheduler_runtime.fitting.why_another import why_another
 from scheduler_runtime.host_state import bring_back, keep_on_host
 from scheduler_runtime.measuring import resident_tensors
 from scheduler_runtime.planned import (
     Difference,
     Plan,
-    PlannedForward,
     Ranks,
     module_schedule,
     told,
@@ -55,6 +52,7 @@ from scheduler_runtime.planned import (
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
+    has_gradients,
     no_checkpoints,
     refuse_checkpointing,
 )
@@ -76,15 +74,10 @@ _NOT_ALONE = (
 )
 
 
-class FittedForward(PlannedForward):
-    """Makes a plan for each kind of call, in training mode.
+class FittedForward(CalledPart):
+    """Makes a plan for each kind of call, in training mode. whole, parts: as of `CalledPart`."""
 
-    whole: the module that `fit` was given, which this one is or is a part of.
-    parts: such forwards on parts of this module that hold all that is trained. The training may
-        call one of them in place of the module; what it calls first is planned, and its own parts
-        run as they are.
-    watch: shared by all of them, until one is called.
-    """
+    _parts: tuple[FittedForward, ...]
 
     def __init__(
         self,
@@ -95,14 +88,11 @@ class FittedForward(PlannedForward):
         whole: nn.Module,
         parts: Sequence[FittedForward],
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, whole=whole, parts=parts)
         self.options = options
-        self.watch: Watch | None = None
         self._own_plans: list[Fitted] = []
         self._said: set[str] = set()
         self._optimizers = optimizers
-        self._whole: Callable[[], nn.Module | None] | None = weakref.ref(whole)
-        self._parts = tuple(parts)
         self._budget = SharedBudget(options)
         self._reached: tuple[int, ...] | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
@@ -122,8 +112,6 @@ class FittedForward(PlannedForward):
         of_original: dict[str, Any] = {
             "_optimizers": (),
             "_own_plans": [],
-            "watch": None,
-            "_whole": None,
             "attempt": None,
             "_loss": LossReserve(self.options.loss_reserve),
             "_new": None,
@@ -132,32 +120,10 @@ class FittedForward(PlannedForward):
         }
         return {**super().__getstate__(), **of_original}
 
-    def begin(self) -> None:
-        """This module is the one to plan: the training calls it."""
-        if self.watch is not None:
-            self.watch.end()
-            self.watch = None
-            whole = self._whole and self._whole()
-            if whole is not None and whole is not self._model:
-                path = next(path for path, m in whole.named_modules() if m is self._model)
-                tell(
-                    f"{type(whole).__name__}: the training calls its part {path} "
-                    f"({type(self._model).__name__}) directly, so that is planned"
-                )
-        self._restore_parts()
-
     def restore(self) -> None:
-        if self.watch is not None:
-            self.watch.end()
-        self._restore_parts()
         for optimizer in self._optimizers:
             bring_back(optimizer)
         super().restore()
-
-    def _restore_parts(self) -> None:
-        for part in self._parts:
-            restore_forward(part._model)
-        self._parts = ()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan from fit, which runs operator by operator; "
@@ -182,7 +148,7 @@ class FittedForward(PlannedForward):
 
     def situation(self) -> Any:
         buckets = buckets_of(self._model)
-        return self._accumulates(buckets), buckets, self._reached
+        return has_gradients(self._model, buckets), buckets, self._reached
 
     def plan_ahead(self, call: Call) -> None:
         """Plan for such calls as if this one came now, without running it."""
@@ -269,7 +235,7 @@ class FittedForward(PlannedForward):
             self._optimizers,
             buckets=buckets,
             costs=costs,
-            optimizer_state=self._where_state_may_be(),
+            optimizer_state=where_state_may_be(self.options, self._own_plans),
         )
         name = type(self._model).__name__
         with telling_in_lines(f"tracing {name}...") as say:
@@ -342,7 +308,7 @@ class FittedForward(PlannedForward):
             step = self.traced(
                 call,
                 choose=self._gradient_outputs,
-                gradients="accumulate" if self._accumulates(buckets) else "fresh",
+                gradients="accumulate" if has_gradients(self._model, buckets) else "fresh",
                 costs=costs,
                 rewrites=(),
                 known=known_program(self._programs, self.kind(call), self._model, call),
@@ -425,26 +391,6 @@ class FittedForward(PlannedForward):
         n_plans = len(self._own_plans)
         warn_of_another(line, reason, n_plans=n_plans, said=self._said, all_took_s=took_s)
 
-    def _accumulates(self, buckets: Buckets | None) -> bool:
-        """Whether gradients exist before the step."""
-        if buckets is not None and buckets.are_gradients:
-            return True
-        return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
-
-    def _where_state_may_be(self) -> str:
-        """It moves to the host once, and not where earlier plans may fill the host with copies."""
-        if any(each.solution.graph.host_state_bytes for each in self._own_plans):
-            return "host"
-        asked = self.options.optimizer_state
-        fills = any(
-            each.solution.simulation is not None and each.solution.simulation.host_peak_bytes
-            for each in self._own_plans
-        )
-        return "device" if asked == "auto" and fills else asked
-
     def _gradient_outputs(self, output: Any) -> tuple[int, ...]:
         loss_outputs = self.options.loss_outputs
         return gradient_outputs(output, reached=self._reached, loss_outputs=loss_outputs)
-
-    def _whole_model(self) -> nn.Module:
-        return (self._whole and self._whole()) or self._model

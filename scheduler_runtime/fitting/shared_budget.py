@@ -9,7 +9,7 @@ from torch import nn
 
 from graphs.calls import Call, device_of
 from graphs.costs import CostModel
-from scheduler_runtime.fitting.options import Options
+from scheduler_runtime.fitting.options import Fitted, Options
 from scheduler_runtime.surroundings import Buckets, budget_for, free_budget_bytes, host_for
 from solver.schedule import Places, Request
 
@@ -60,3 +60,16 @@ class SharedBudget:
             places=self._host,
             optimizer_state=optimizer_state,
         )
+
+
+def where_state_may_be(options: Options, plans: Sequence[Fitted]) -> str:
+    """Of the optimizer. It moves to the host once, and not where earlier plans may fill the host
+    with copies."""
+    if any(each.solution.graph.host_state_bytes for each in plans):
+        return "host"
+    asked = options.optimizer_state
+    fills = any(
+        each.solution.simulation is not None and each.solution.simulation.host_peak_bytes
+        for each in plans
+    )
+    return "device" if asked == "auto" and fills else asked
