@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import multiprocessing as mp
 from torch import nn, optim
 
 from checkpoint_solver import apply, fit, plans_of, remove, solve
@@ -17,6 +18,7 @@ from scheduler_runtime.host_state import host_blocks
 from scheduler_runtime.measuring import measure
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import BudgetError
+from tests.support import host_state_ranks
 
 WIDTH, N_LAYERS = 256, 8
 WEIGHT_BYTES = N_LAYERS * WIDTH * WIDTH * 4
@@ -227,3 +229,14 @@ def test_a_copy_of_the_model_leaves_the_optimizer_alone() -> None:
     train(model, optimizer, 64)
     remove(copy.deepcopy(model))
     assert host_bytes(optimizer) == 2 * WEIGHT_BYTES
+
+
+@pytest.mark.distributed
+def test_ranks_that_accumulate_have_the_same_bits(tmp_path: Path) -> None:
+    mp.spawn(host_state_ranks.run, (str(tmp_path),), nprocs=host_state_ranks.N_RANKS)
+    for rank in range(host_state_ranks.N_RANKS):
+        without, planned = torch.load(tmp_path / f"rank{rank}.pt")
+        assert alike(without["parameters"], planned["parameters"])
+        assert alike(without["state"], planned["state"])
+        assert without["host_bytes"] == 0
+        assert planned["host_bytes"] == 2 * host_state_ranks.WEIGHT_BYTES
