@@ -1,0 +1,49 @@
+"""The stages of `auto` one by one: how much eviction there is, and what the last one is for."""
+
+import math
+from typing import Any
+
+import pytest
+
+from solver.bound.storage_graph import StorageGraph
+from solver.methods.auto import stages
+from solver.methods.auto.search import Search
+from solver.methods.least_budget import PATIENCE
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from tests.support.nets import recurrent, residual
+
+
+@pytest.mark.parametrize(("n_steps", "n_tried"), [(20, 1), (300, len(PATIENCE))])
+def test_large_graphs_have_work_for_each_patience(
+    n_steps: int, n_tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[float] = []
+
+    def costly(*_: object, patience: float, **__: Any) -> tuple[None, int]:
+        tried.append(patience)
+        return None, stages.MAX_WORK
+
+    monkeypatch.setattr(stages, "evict", costly)
+    graph = recurrent(n_steps=n_steps)
+    least_bytes = simulate(graph, baseline(graph)).peak_bytes
+    search = Search(StorageGraph.of(graph), budget_bytes=least_bytes, time_limit_s=math.inf)
+    with search:
+        search.offer(baseline(graph))
+        search.lost_share = -1.0  # far from the bound: something is left to search
+        stages._evict(search)
+    assert tried == list(PATIENCE[:n_tried])
+
+
+def test_last_eviction_takes_the_place_of_what_is_slower() -> None:
+    graph = residual(n_blocks=12)
+    budget_bytes = simulate(graph, baseline(graph)).peak_bytes * 3 // 4
+    search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=math.inf)
+    with search:
+        stages.last_eviction(search)
+        found = search.best_share
+        assert 0.0 < found < 0.5
+        search.offer(baseline(graph))  # above the budget
+        stages.last_eviction(search)
+    assert search.best_share <= found
+    assert search.proposal().schedule is not None
