@@ -62,8 +62,8 @@ MAX_WORK, WORK_PER_NODE = 2_000_000, 4_000
 for all, Llama with 32 layers at 33 GB had the first eviction only: 120 % overhead in place of 18.
 """
 LAST_PATIENCE = 0.1
-"""Tried at last: near the least budget of long chains much the best. Before the recombination it led
-ResNet-50 and the U-Net astray: 46 and 75 % at their least budgets in place of 43 and 71.
+"""Tried at last: near the least budget of long chains much the best. Before the recombination it
+led ResNet-50 and the U-Net astray: 46 and 75 % at their least budgets in place of 43 and 71.
 """
 MAX_LAST_WORK = 15_000_000
 """Of those with restarts, where nothing has been found: about five seconds."""
