@@ -4,6 +4,9 @@ A dispatch mode sees them from the end of the model's forward pass until the fir
 output arrives. Then it does nothing more, and is taken off in the training's own thread, at the
 optimizer's step or the next forward pass: one that is taken off within a backward pass comes back
 after it, since the engine restores the state of the thread.
+
+Some of what a loss does is not seen: compiled kernels, and bytes of sparse tensors. Then nothing is
+told.
 """
 
 from __future__ import annotations
@@ -28,6 +31,11 @@ Arrived = Callable[[LossSeen, Sequence[bool]], None]
 class LossWatch(TorchDispatchMode):
     """Watches until the outputs' gradients arrive, or until it is ended."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch.compile gives up a loss that is first called here, and for good."""
+        return True
+
     def __init__(
         self, costs: CostModel, device: torch.device, known: Iterable[torch.Tensor]
     ) -> None:
@@ -40,6 +48,7 @@ class LossWatch(TorchDispatchMode):
         self._made: dict[int, int] = {}  # storage -> its bytes
         self._read: dict[int, int] = {}
         self._taken_bytes = self._peak_bytes = 0
+        self._sees_all = True
         self._is_on = False
         self._hooks: list[Any] = []
         for tensor in known:
@@ -108,11 +117,17 @@ class LossWatch(TorchDispatchMode):
         return value
 
     def _count(self, call: OpCall) -> None:
-        inputs, outputs = call.inputs(), call.outputs()
-        if not outputs and not call.mutated():
+        inputs, outputs, written = call.inputs(), call.outputs(), call.mutated()
+        if not outputs and not written:
             return  # it asks for a property
+        if any(tensor.layout != torch.strided for tensor in (*inputs, *outputs)):
+            self._sees_all = False
+        if not self._sees_all:
+            return
         for tensor in inputs:
             if self._add(tensor):
+                if _in_backward() and not any(tensor is each for each in written):
+                    self._sees_all = False  # what is no accumulated gradient was made unseen
                 storage = tensor.untyped_storage()
                 self._read[storage._cdata] = storage.nbytes()
         for tensor in outputs:
@@ -145,6 +160,8 @@ class LossWatch(TorchDispatchMode):
             return
         self._arrived = None
         here = [(n, each) for n, each in enumerate(gradients) if each is not None]
+        if not self._sees_all or any(self._add(each) for _, each in here):
+            return
         total_bytes = sum(each.nbytes for _, each in here)
         own = {each.untyped_storage()._cdata for _, each in here} & self._made.keys()
         copied_bytes = sum(  # the plan's own, in the strides that it was traced with
@@ -160,6 +177,10 @@ class LossWatch(TorchDispatchMode):
             output_bytes=total_bytes,
         )
         arrived(seen, [each is not None for each in gradients])
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _over(mode: TorchDispatchMode) -> LossWatch | None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from functorch.compile import make_boxed_func
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import cpu_peak_bytes
@@ -206,17 +212,7 @@ def test_a_plan_for_a_loss_that_takes_less_becomes_faster(caplog: pytest.LogCapt
 
 
 def test_losses_and_weights_are_those_of_eager_mode_while_the_loss_is_watched() -> None:
-    weights = []
-    for budget in (SMALL_BUDGET_BYTES, None):
-        torch.manual_seed(0)
-        model, x = layers()
-        loop = Loop(model, F.mse_loss, (x, torch.randn(N_ROWS, WIDTH)), "loss")
-        if budget is not None:
-            fit(model, budget=budget, optimizer=loop.optimizer)
-        for _ in range(3):
-            loop.step()
-        weights.append([*model.parameters(), loop.held["loss"]])
-    assert all(map(torch.equal, *weights))
+    assert all(map(torch.equal, _steps(F.mse_loss, SMALL_BUDGET_BYTES), _steps(F.mse_loss, None)))
 
 
 def test_the_watch_ends_at_the_optimizers_step() -> None:
@@ -283,3 +279,59 @@ def test_inside_of_another_mode_nothing_is_watched() -> None:
         assert len(_get_current_dispatch_mode_stack()) == 1
     assert not _get_current_dispatch_mode_stack()
     F.mse_loss(output, loop.batch[1]).backward()
+
+
+def _of_sparse_rows(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(torch.eye(N_ROWS).to_sparse_csr() @ x, target)
+
+
+def _through_mkldnn(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(x, target) * x.detach().to_mkldnn().to_dense().abs().max()
+
+
+def _steps(loss: Loss, budget: int | None) -> list[torch.Tensor]:
+    """The weights after three steps (None: in eager mode), and the last loss."""
+    torch.manual_seed(0)
+    model, x = layers()
+    loop = Loop(model, loss, (x, torch.randn(N_ROWS, WIDTH)), "loss")
+    if budget is not None:
+        fit(model, budget=budget, optimizer=loop.optimizer)
+    for _ in range(3):
+        loop.step()
+    return [*model.parameters(), loop.held["loss"]]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("loss", [_of_sparse_rows, _through_mkldnn])
+def test_a_loss_that_cannot_be_counted_runs_as_in_eager_mode(loss: Loss) -> None:
+    assert all(map(torch.equal, _steps(loss, SMALL_BUDGET_BYTES), _steps(loss, None)))
+
+
+def _compiled(compiled_graphs: list[fx.GraphModule], loss: Loss) -> Any:
+    """By a backend that leaves nothing to be seen, as Inductor's kernels do."""
+
+    def unseen(graph: fx.GraphModule, _inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with _disable_current_modes():
+                return graph.forward(*args)
+
+        return make_boxed_func(run)
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        compiled_graphs.append(graph)
+        return aot_autograd(fw_compiler=unseen)(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(loss, backend=backend)
+
+
+def test_a_compiled_loss_stays_compiled_and_nothing_is_concluded_from_it() -> None:
+    graphs: list[fx.GraphModule] = []
+    loop = _fitted_loop(_compiled(graphs, F.mse_loss), SMALL_BUDGET_BYTES)
+    notes = []
+    for _ in range(3):
+        loop.step()
+        (plan,) = plans_of(loop.model)
+        notes.append(plan.notes[0])
+    assert len(graphs) == 1
+    assert len({*notes}) == 1
