@@ -11,9 +11,11 @@ The idea is that of ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), which step
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from graphs.files import FormatError, Record
 from graphs.graph import Graph
 
 WHERE = ("auto", "device", "host")
@@ -21,6 +23,8 @@ WHERE = ("auto", "device", "host")
 
 STEP, STATE = "optimizer_step", "optimizer_state"
 """The node and the tensor of `with_optimizer`."""
+
+_WHERE = "environment: optimizer"
 
 Seconds = Callable[[int], float]
 """Bytes -> seconds of one copy in one direction."""
@@ -40,14 +44,40 @@ class StateBucket:
 
 
 def buckets_of(graph: Graph) -> tuple[StateBucket, ...]:
-    """Those that the optimizer of this step can take its state through; (): it has to stay."""
+    """Those that the optimizer of this step can take its state through; (): it has to stay.
+
+    Raises FormatError for figures that are none.
+    """
     environment = graph.meta.environment
-    optimizer = environment.get("optimizer") or {}
     if STEP not in graph.node_by_name or STATE not in graph.tensor_by_name:
         return ()
-    if "pipeline" in environment or "kept_state_bytes" not in optimizer:
+    if "pipeline" in environment or "kept_state_bytes" not in optimizer_of(environment):
         return ()
-    return tuple(StateBucket(*figures) for figures in optimizer.get("buckets", ()))
+    return buckets_in(environment)
+
+
+def optimizer_of(environment: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The optimizer in the environment of a graph or plan. Raises FormatError for what is none."""
+    found = environment.get("optimizer") or {}
+    if not isinstance(found, dict):
+        raise FormatError(f"{_WHERE} is {found!r:.60}; expected an object")
+    return found
+
+
+def buckets_in(environment: Mapping[str, Any]) -> tuple[StateBucket, ...]:
+    """Those that the environment of a graph or plan has. Raises FormatError."""
+    return tuple(_read_buckets(Record(optimizer_of(environment), where=_WHERE)))
+
+
+def _read_buckets(optimizer: Record) -> Iterator[StateBucket]:
+    names = [field.name for field in dataclasses.fields(StateBucket)]
+    for index, figures in enumerate(optimizer.items("buckets", default=[])):
+        where = f"{_WHERE}: buckets[{index}]"
+        if not isinstance(figures, list) or len(figures) != len(names):
+            raise FormatError(f"{where} is {figures!r:.60}; expected {', '.join(names)}")
+        bucket = Record(dict(zip(names, figures, strict=True)), where=where)
+        *whole, time_s = names
+        yield StateBucket(*map(bucket.integer, whole), bucket.number(time_s))
 
 
 def streamed_step_s(buckets: Sequence[StateBucket], *, out_s: Seconds, in_s: Seconds) -> float:
@@ -91,26 +121,26 @@ def with_state_on_host(graph: Graph, *, out_s: Seconds, in_s: Seconds) -> Graph 
     buckets = buckets_of(graph)
     if not buckets or graph.host_state_bytes:
         return None
-    optimizer = graph.meta.environment["optimizer"]
+    optimizer = Record(optimizer_of(graph.meta.environment), where=_WHERE)
     return _with(
         graph,
         time_s=streamed_step_s(buckets, out_s=out_s, in_s=in_s),
         workspace_bytes=streamed_workspace_bytes(buckets),
-        device_bytes=int(optimizer["kept_state_bytes"]),
+        device_bytes=optimizer.integer("kept_state_bytes"),
         host_bytes=sum(bucket.state_bytes for bucket in buckets),
     )
 
 
 def with_state_on_device(graph: Graph) -> Graph:
     """The step that `with_state_on_host` was given; a graph that does not say it as it is."""
-    optimizer = graph.meta.environment.get("optimizer") or {}
     if not graph.host_state_bytes or not buckets_of(graph):
         return graph
+    optimizer = Record(optimizer_of(graph.meta.environment), where=_WHERE)
     return _with(
         graph,
-        time_s=float(optimizer["time_s"]),
-        workspace_bytes=int(optimizer["workspace_bytes"]),
-        device_bytes=int(optimizer["state_bytes"]),
+        time_s=optimizer.number("time_s"),
+        workspace_bytes=optimizer.integer("workspace_bytes"),
+        device_bytes=optimizer.integer("state_bytes"),
         host_bytes=0,
     )
 
@@ -118,7 +148,7 @@ def with_state_on_device(graph: Graph) -> Graph:
 def _with(
     graph: Graph, *, time_s: float, workspace_bytes: int, device_bytes: int, host_bytes: int
 ) -> Graph:
-    optimizer = {**graph.meta.environment["optimizer"], "state_on_host": host_bytes > 0}
+    optimizer = {**optimizer_of(graph.meta.environment), "state_on_host": host_bytes > 0}
     return dataclasses.replace(
         graph,
         nodes=tuple(

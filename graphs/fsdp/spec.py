@@ -46,6 +46,8 @@ class Sharding:
                 f"reshard_after_forward is {self.reshard_after_forward!r}; True, False or None"
             )
         if self.link is not None:
+            if not isinstance(self.link, str):
+                raise ShardingError(f"link is {self.link!r:.80}; the name of one, or None")
             try:
                 object.__setattr__(self, "link", named(self.link).name)
             except ValueError as error:
@@ -72,7 +74,10 @@ def sharding_of(environment: Mapping[str, Any]) -> Sharding | None:
     names = {each.name for each in dataclasses.fields(Sharding)}
     if not found.keys() <= names:
         raise ShardingError(f"sharding is {dict(found)!r:.80}; it has the fields of Sharding")
-    return Sharding(**{"n_ranks": 0, **found, "groups": tuple(found.get("groups", ()))})
+    groups = found.get("groups", ())
+    if not isinstance(groups, list | tuple) or not all(isinstance(path, str) for path in groups):
+        raise ShardingError(f"groups is {groups!r:.80}; a sequence of module paths")
+    return Sharding(**{"n_ranks": 0, **found, "groups": tuple(groups)})
 
 
 def sharding_words(environment: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from graphs.capture import KeptCapture
 from graphs.files import FormatError
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
+from graphs.host_state import buckets_in, optimizer_of
 from graphs.rewrites import REWRITES
 from solver.methods import KnownPlan
 from solver.schedule import Request, SavedSchedule, Schedule, Solution
@@ -75,10 +76,9 @@ class Plan:
     @property
     def state_buckets(self) -> tuple[int, ...]:
         """The parameters in each bucket of optimizer state that is on the host; (): none is."""
-        optimizer = self.environment.get("optimizer") or {}
-        if not optimizer.get("state_on_host"):
+        if not optimizer_of(self.environment).get("state_on_host"):
             return ()
-        return tuple(n_parameters for n_parameters, *_ in optimizer["buckets"])
+        return tuple(bucket.n_parameters for bucket in buckets_in(self.environment))
 
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from graphs.host_state import with_state_on_device
+from graphs.host_state import optimizer_of, with_state_on_device
 from graphs.pipeline import pipeline_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
@@ -240,7 +240,7 @@ def _reserved_rows(solution: Solution) -> Iterator[Row]:
 def _state_rows(solution: Solution) -> Iterator[Row]:
     """Where the optimizer's state is, if there is a host, and what that costs."""
     graph, name = solution.graph, "optimizer state"
-    optimizer = graph.meta.environment.get("optimizer") or {}
+    optimizer = optimizer_of(graph.meta.environment)
     if graph.host_state_bytes:
         slower_s = graph.baseline_time_s - with_state_on_device(graph).baseline_time_s
         share = format_share(slower_s / (solution.baseline.time_s or 1.0))

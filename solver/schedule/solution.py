@@ -14,7 +14,7 @@ from graphs.eager_memory import as_eager
 from graphs.files import Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
-from graphs.host_state import with_state_on_device, with_state_on_host
+from graphs.host_state import optimizer_of, with_state_on_device, with_state_on_host
 from graphs.pipeline import pipeline_of
 from graphs.rewrites import Variants
 from solver.schedule.ops import Schedule, ops_from_json
@@ -323,7 +323,7 @@ class SavedSchedule:
 def _with_state_as_planned(graph: Graph, saved: SavedSchedule) -> Graph:
     """The graph with the optimizer's state where the file says that it is."""
     graph = with_state_on_device(graph)
-    optimizer = saved.environment.get("optimizer") or {}
+    optimizer = optimizer_of(saved.environment)
     places = saved.request.places
     if not optimizer.get("state_on_host") or places is None or places.host is None:
         return graph

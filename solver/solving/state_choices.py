@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from graphs.graph import Graph
-from graphs.host_state import WHERE, with_state_on_device, with_state_on_host
+from graphs.host_state import WHERE, optimizer_of, with_state_on_device, with_state_on_host
 from graphs.rewrites import Variants
 from solver.schedule import Places
 from solver.sizes_deadlines_progress import BudgetError, format_both
@@ -59,7 +59,7 @@ def _within(graphs: list[Graph], most_bytes: int) -> list[Graph]:
 
 
 def _why_not_away(graph: Graph) -> str:
-    optimizer = graph.meta.environment.get("optimizer") or {}
+    optimizer = optimizer_of(graph.meta.environment)
     unknown = "the step has no optimizer, or does not say in which parts it can be copied"
     reason = optimizer.get("state_stays") or unknown
     return f"the optimizer's state cannot be on the host: {reason}"

@@ -1,10 +1,12 @@
 """Optimizer state on the host: bytes and seconds worked out by hand, and the way back."""
 
 import dataclasses
+import math
 import random
 
 import pytest
 
+from graphs.files import FormatError
 from graphs.graph import Graph, GraphError
 from graphs.host_state import (
     StateBucket,
@@ -109,6 +111,34 @@ def test_an_optimizer_that_says_no_buckets_keeps_its_state():
         other = dataclasses.replace(graph, meta=meta)
         assert with_state_on_host(other, out_s=seconds(1), in_s=seconds(1)) is None
     assert with_state_on_host(step(), out_s=seconds(1), in_s=seconds(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("buckets", True),
+        ("buckets", [1]),
+        ("buckets", [[1, 2, 3]]),
+        ("buckets", [[1, -2, 3, 1.0]]),
+        ("buckets", [[1.5, 2, 3, 1.0]]),
+        ("buckets", [[1, 2, 3, math.nan]]),
+        ("kept_state_bytes", None),
+        ("kept_state_bytes", "x"),
+    ],
+)
+def test_figures_that_are_none_are_refused(field: str, value: object):
+    graph = with_state(step(), [bucket(20, 1.0)])
+    optimizer = {**graph.meta.environment["optimizer"], field: value}
+    meta = graph.meta.with_environment(optimizer=optimizer)
+    with pytest.raises(FormatError, match=f"environment: optimizer: .*{field}"):
+        with_state_on_host(dataclasses.replace(graph, meta=meta), out_s=seconds(1), in_s=seconds(1))
+
+
+def test_an_optimizer_that_is_none_is_refused():
+    graph = with_state(step(), [bucket(20, 1.0)])
+    graph = dataclasses.replace(graph, meta=graph.meta.with_environment(optimizer=[1]))
+    with pytest.raises(FormatError, match=r"environment: optimizer is .1.; expected an object"):
+        with_state_on_host(graph, out_s=seconds(1), in_s=seconds(1))
 
 
 def test_the_stages_of_a_pipeline_keep_their_state():

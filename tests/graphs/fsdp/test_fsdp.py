@@ -164,6 +164,11 @@ def test_a_file_from_before_these_options_has_their_defaults():
     assert sharding_of(old) == Sharding(2, ("a",))
     with pytest.raises(ShardingError, match="it has the fields of Sharding"):
         sharding_of({"sharding": {"n_ranks": 2, "colour": "red"}})
+    for groups in (None, "a", 1, [1]):
+        with pytest.raises(ShardingError, match="groups is"):
+            sharding_of({"sharding": {"n_ranks": 2, "groups": groups}})
+    with pytest.raises(ShardingError, match="link is 5"):
+        sharding_of({"sharding": {"n_ranks": 2, "link": 5}})
 
 
 @pytest.mark.parametrize(
