@@ -76,8 +76,12 @@ def _read_buckets(optimizer: Record) -> Iterator[StateBucket]:
         if not isinstance(figures, list) or len(figures) != len(names):
             raise FormatError(f"{where} is {figures!r:.60}; expected {', '.join(names)}")
         bucket = Record(dict(zip(names, figures, strict=True)), where=where)
-        *whole, time_s = names
-        yield StateBucket(*map(bucket.integer, whole), bucket.number(time_s))
+        yield StateBucket(
+            n_parameters=bucket.integer("n_parameters"),
+            state_bytes=bucket.integer("state_bytes"),
+            workspace_bytes=bucket.integer("workspace_bytes"),
+            time_s=bucket.number("time_s"),
+        )
 
 
 def streamed_step_s(buckets: Sequence[StateBucket], *, out_s: Seconds, in_s: Seconds) -> float:

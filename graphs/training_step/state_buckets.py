@@ -60,9 +60,10 @@ def trained(optimizer: optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tens
 
 
 def of_buckets(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a parameter's state that leave the device, by name; scalars stay."""
+    """The tensors of a parameter's state that leave the device, by name; scalars and sparse
+    ones stay."""
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim():
+        if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
             yield name, value
 
 

@@ -245,6 +245,22 @@ def test_parameters_without_gradients_are_left_alone() -> None:
     assert same(*results)
 
 
+def test_sparse_state_stays_on_the_device() -> None:
+    weights = []
+    for is_on_host in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 4, sparse=True)
+        optimizer = optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+        if is_on_host:
+            keep_on_host(optimizer, [1])
+        for _ in range(3):
+            table(torch.tensor([1, 2])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(table.weight)
+    assert torch.equal(*weights)
+
+
 def test_groups_that_come_later_keep_their_state_on_the_device() -> None:
     results = []
     for keep in (False, True):
