@@ -6,6 +6,7 @@ Layers are called one after another: what one returns is what the next is called
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -34,7 +35,8 @@ class Layer:
         first tensors on the meta device, those of floating point with gradients.
     form: layers of the same form make stages of the same graph. One that shares a parameter with
         another layer has its own.
-    least_s: seconds of its forward and backward operators, which any stage with it runs.
+    least_s: seconds of its forward and backward operators, which any stage with it runs (0: where
+        what follows does not use all that it returns, a stage may run fewer).
     parameters: identities of its parameters.
     gives_gradient: whether a gradient comes back to the first stage from here: this layer or one
         before it is trained.
@@ -70,7 +72,7 @@ def read_layers(
     held = [frozenset(map(id, layer.parameters())) for layer in layers]
     n_holders = Counter(parameter for each in held for parameter in each)
     found: list[Layer] = []
-    value = batch
+    value, value_has_gradient = batch, False
     with for_absent_card(target, None if card is None else card.compute_capability):
         for index, layer in enumerate(layers):
             module = stage_of([layer])
@@ -78,7 +80,10 @@ def read_layers(
             check_call(module, args, kwargs)
             call = Call.of(args, kwargs, order=argument_order(module.forward))
             output = MetaOutputs(module, call, device=target).output()
-            form, least_s = _traced(module, call, output, device=target, costs=costs)
+            form, least_s, gives_back = _traced(module, call, output, device=target, costs=costs)
+            if value_has_gradient and not gives_back:  # what comes before runs no backward pass
+                found = _without_least(found)
+            value_has_gradient = _has_gradient(output)
             if any(n_holders[parameter] > 1 for parameter in held[index]):
                 form = None
             found.append(
@@ -90,6 +95,8 @@ def read_layers(
                     gives_gradient=_has_gradient(output),
                 )
             )
+            if len(list(nested.tensors(output))) > 1:  # what comes after may use some of it
+                found = _without_least(found)
             value = output
     finish_measuring(costs)
     return tuple(found)
@@ -97,26 +104,32 @@ def read_layers(
 
 def _traced(
     module: nn.Module, call: Call, output: Any, *, device: torch.device, costs: CostModel
-) -> tuple[Hashable, float]:
-    """The form (None: like no other) and the seconds of a layer, without loss and optimizer.
+) -> tuple[Hashable, float, bool]:
+    """The form (None: like no other) and the seconds of a layer, without loss and optimizer, and
+    whether what it is called with gets a gradient.
 
     A frozen layer that gets no gradient either is not traced.
     """
     if not _has_gradient(output):
-        return None, 0.0
-    graph = trace_module(
+        return None, 0.0, False
+    step = trace_module(
         module,
         call,
         device=device,
         choose=indices_with_gradient,
         gradients=FRESH,
         costs=costs,
-    ).graph
+    )
+    graph, captured = step.graph, step.captured
+    gives_back = any(captured.sources[leaf].kind == "input" for leaf in captured.gradients)
     times = tuple((node.time_s, node.workspace_bytes) for node in graph.nodes)
     forms = tuple(graph.meta.parameter_forms.items()), tuple(graph.meta.buffer_forms.items())
-    return (graph.graph_id, times, forms, tuple(graph.meta.input_forms)), math.fsum(
-        time_s for time_s, _ in times
-    )
+    form = graph.graph_id, times, forms, tuple(graph.meta.input_forms)
+    return form, math.fsum(time_s for time_s, _ in times), gives_back
+
+
+def _without_least(layers: Sequence[Layer]) -> list[Layer]:
+    return [dataclasses.replace(layer, least_s=0.0) for layer in layers]
 
 
 def _has_gradient(output: Any) -> bool:

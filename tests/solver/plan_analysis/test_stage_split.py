@@ -13,12 +13,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs import Pipeline, PipelineError
+from graphs.calls import Call, as_call
+from graphs.costs import default_costs
+from graphs.layers import read_layers
 from graphs.pipeline import pipeline_of
+from graphs.trace import trace_module
+from graphs.training_step import FRESH, indices_with_gradient
 from scheduler_runtime import apply
 from solver import PipelineSplit, Solution, solve, split_pipeline
 from solver.plan_analysis import micro_batch_s
 
 WIDTH, ROWS = 8, 64
+CPU = torch.device("cpu")
 
 
 def layers() -> list[nn.Module]:
@@ -167,3 +173,58 @@ def test_what_cannot_be_divided_is_refused() -> None:
         split(model, 2, budget="1XB")
     model[0].requires_grad_(False)
     assert split(model, 2, budget="1MB").sizes[0] >= 3  # the first stage must train something
+
+
+class _WithAside(nn.Module):
+    """Returns, beside its output, what takes long and is not used by the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 512 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.own(x), self.aside(x).tanh().sum()
+
+
+class _FirstOnly(nn.Module):
+    """Uses the first of two tensors. is_cut: without a gradient."""
+
+    def __init__(self, *, is_cut: bool = False) -> None:
+        super().__init__()
+        self.own, self.is_cut = nn.Linear(WIDTH, WIDTH), is_cut
+
+    def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return self.own(x.detach() if self.is_cut else x)
+
+
+class _InTurn(nn.ModuleList):
+    def forward(self, *values: Any) -> Any:
+        value: Any = values
+        for layer in self:
+            value = layer(*value) if isinstance(value, tuple) else layer(value)
+        return value
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: [_WithAside(), _FirstOnly(), _FirstOnly()],
+        lambda: [_FirstOnly(), nn.Linear(WIDTH, WIDTH), _FirstOnly(is_cut=True)],
+    ],
+)
+def test_layers_take_no_longer_by_themselves_than_in_a_stage(model: Any) -> None:
+    """What nothing reads is not run."""
+    parts, costs = model(), default_costs(CPU)
+    x = torch.empty(ROWS, WIDTH, device="meta")
+    read = read_layers(parts, x, stage_of=_InTurn, device=CPU, costs=costs)
+    for first, end in itertools.combinations(range(len(parts) + 1), 2):
+        graph = trace_module(
+            _InTurn(parts[first:end]),
+            Call.of(*as_call(read[first].inputs)),
+            device=CPU,
+            choose=indices_with_gradient,
+            gradients=FRESH,
+            costs=costs,
+        ).graph
+        least_s = sum(layer.least_s for layer in read[first:end])
+        assert least_s <= math.fsum(node.time_s for node in graph.nodes) * (1 + 1e-9)
