@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -162,10 +162,15 @@ def plan_ahead(model: nn.Module, calls: Iterable[Any]) -> tuple[Fitted, ...]:
     Plans for a step as it would run now: in the ambient autocast, with the gradients that exist.
     All share the budget of `fit`. Nothing is run.
 
-    Raises ValueError for a module that `fit` has not, or that is not in training mode; and what the
-    first forward pass raises.
+    Raises ValueError for a module that `fit` has not, or that is not in training mode, and for one
+    batch instead of several; and what the first forward pass raises.
     """
     plans_of(model)
+    if isinstance(calls, torch.Tensor | Mapping):  # else its rows or keys would be the batches
+        raise ValueError(
+            f"plan_ahead takes a list of batches, one of each shape, and was given one "
+            f"{type(calls).__name__}: plan_ahead(model, [batch])"
+        )
     if not model.training:
         raise ValueError("plan_ahead needs the model in training mode: call model.train()")
     forward: FittedForward = model.__dict__["forward"]

@@ -73,6 +73,14 @@ def test_what_cannot_be_planned_ahead() -> None:
         plan_ahead(model, [torch.randn(4, 16)])
 
 
+@pytest.mark.parametrize("one", [torch.randn(2, 4, 16), {"x": torch.randn(4, 16)}])
+def test_one_batch_is_not_taken_for_several(one: object) -> None:
+    model = fit(Net(), budget="1MB", optimizer=[])
+    with pytest.raises(ValueError, match=r"plan_ahead\(model, \[batch\]\)"):
+        plan_ahead(model, one)
+    assert plans_of(model) == ()
+
+
 def test_accumulation_is_planned_from_the_program_that_was_traced(traced: list[bool]) -> None:
     torch.manual_seed(0)
     plain = NormAndDropout()
