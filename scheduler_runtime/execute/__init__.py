@@ -8,7 +8,7 @@ from scheduler_runtime.execute.again import (
     drop_frames,
     kept_bytes,
 )
-from scheduler_runtime.execute.autograd import is_made_by_program
+from scheduler_runtime.execute.autograd import maker_of
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_streams import CopyStreams, Done, streams_for

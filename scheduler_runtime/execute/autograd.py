@@ -239,9 +239,11 @@ class Outputs(torch.autograd.Function):
         return None, ctx.run.token_gradient
 
 
-def is_made_by_program(tensor: torch.Tensor) -> bool:
-    """Whether it is an output of `run_step`, whose gradient goes to the program first."""
-    return isinstance(tensor.grad_fn, Outputs._backward_cls)
+def maker_of(tensor: torch.Tensor) -> Program | None:
+    """The program of which it is an output of `run_step`: its gradient goes there first."""
+    is_made = isinstance(tensor.grad_fn, Outputs._backward_cls)
+    function: Any = tensor.grad_fn
+    return function.run.program if is_made else None
 
 
 class Link(torch.autograd.Function):

@@ -32,7 +32,8 @@ from scheduler_runtime.fitting.known_program import known_program
 from scheduler_runtime.fitting.ladder import Ladder, ladder_of
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen
 from scheduler_runtime.fitting.loss_reserve import LossReserve
-from scheduler_runtime.fitting.made import Ahead, Made
+from scheduler_runtime.fitting.loss_watch import not_watched
+from scheduler_runtime.fitting.made import Made, MadePlans
 from scheduler_runtime.fitting.notes import notes_on
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
 from scheduler_runtime.fitting.pressure import Pressure
@@ -97,9 +98,7 @@ class FittedForward(CalledPart):
         self._reached: tuple[int, ...] | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
         self._loss = LossReserve(options.loss_reserve)
-        self._new: Made | None = None
-        self._ahead = Ahead()
-        self._outdated: Made | None = None
+        self._ahead, self._unseen, self._outdated = MadePlans(), MadePlans(), MadePlans()
         self.attempt: Attempted | None = None
 
     @property
@@ -114,13 +113,14 @@ class FittedForward(CalledPart):
             "_own_plans": [],
             "attempt": None,
             "_loss": LossReserve(self.options.loss_reserve),
-            "_new": None,
-            "_ahead": Ahead(),
-            "_outdated": None,
+            "_ahead": MadePlans(),
+            "_unseen": MadePlans(),
+            "_outdated": MadePlans(),
         }
         return {**super().__getstate__(), **of_original}
 
     def restore(self) -> None:
+        self._loss.stop_watching()
         for optimizer in self._optimizers:
             bring_back(optimizer)
         super().restore()
@@ -130,10 +130,9 @@ class FittedForward(CalledPart):
         "checkpoint_solver.remove(model) undoes it"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._loss.stop_watching()
+        self._loss.take_off()
         output = super().__call__(*args, **kwargs)
-        made, self._new = self._new, None
-        if made is not None and made.loss is not None:
+        if (made := self._unseen.of_output(output)) is not None:
             self._loss.watch(
                 output,
                 resident_tensors(self._whole_model(), (args, kwargs), self._optimizers),
@@ -142,6 +141,10 @@ class FittedForward(CalledPart):
                 then=functools.partial(self._loss_seen, made),
             )
         return output
+
+    def begin(self) -> None:
+        self._loss.stop_watching()  # a pass without gradients leaves it to go on
+        super().begin()
 
     def covers(self) -> bool:
         return self._model.training
@@ -165,15 +168,13 @@ class FittedForward(CalledPart):
             self._ahead.append(found)
 
     def program_for(self, call: Call) -> BoundProgram | Ladder:
-        outdated = self._outdated
-        ahead = self._ahead.find(self.kind(call), self._model, call)
-        if ahead is not None:
-            self._ahead.remove(ahead)
-            found: Made | Ladder = ahead
-        elif outdated is None or outdated.kind != self.kind(call):
+        waiting = self.kind(call), self._model, call
+        found: Made | Ladder
+        if (ahead := self._ahead.take(*waiting)) is not None:
+            found = ahead
+        elif (outdated := self._outdated.take(*waiting)) is None:
             found = self._planned(call, held_bytes=0)
         else:
-            self._outdated = None
             try:
                 found = self._planned(call, held_bytes=0, instead_of=outdated)
             except FitError as error:
@@ -181,19 +182,25 @@ class FittedForward(CalledPart):
                 return outdated.program
         if isinstance(found, Ladder):
             return found
-        self._new = found
+        if found.loss is not None:
+            self._unseen.append(found)
+            del self._unseen[: -self.n_kept]
         return found.program
 
-    def _loss_seen(self, made: Made, seen: LossSeen, reached: Sequence[bool]) -> None:
+    def _loss_seen(self, made: Made, seen: LossSeen | None, reached: Sequence[bool]) -> None:
         """What the loss took in the first step of a plan is known; its backward pass begins."""
         expected = {index for index, _ in made.program.program.tangents}
         if expected != {index for index, each in enumerate(reached) if each}:
             return  # planned anew at once, for the gradients that there are
+        if made in self._unseen:  # not yet by a backward pass in between
+            self._unseen.remove(made)
+        if seen is None:
+            return
         if (words := made.exceeds(seen)) is not None:
             warnings.warn(words, stacklevel=2)
         if made.is_outdated(seen):
             self._programs.drop(made.program)
-            self._outdated = made
+            self._outdated.append(made)
 
     def _for_gradients(
         self, call: Call, reached: tuple[int, ...], held_bytes: int, *, returned_bytes: int
@@ -215,6 +222,7 @@ class FittedForward(CalledPart):
             self._programs.add(kind, program)
         return program.program() if isinstance(program, Ladder) else program
 
+    @not_watched()
     def _planned(
         self,
         call: Call,
@@ -283,9 +291,9 @@ class FittedForward(CalledPart):
         instead_of: Made | None = None,
     ) -> tuple[Fitted, LossBytes | None]:
         """The answer, which is kept if it is a plan, and the loss that it counts."""
-        outdated = instead_of or self._outdated
-        old = None if outdated is None else outdated.fitted
-        plans = [each for each in self._own_plans if not each.reused and each is not old]
+        replaced = (*self._outdated, *(() if instead_of is None else (instead_of,)))
+        old = {id(each.fitted) for each in replaced}
+        plans = [each for each in self._own_plans if not each.reused and id(each) not in old]
         known = [KnownPlan.of(each.solution) for each in plans]
         found, loss = to_plan.planned(known if instead_of is None else [])
         finish_measuring(costs)  # after planning, which may measure ops of other variants

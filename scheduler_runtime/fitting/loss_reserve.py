@@ -9,10 +9,10 @@ import torch
 
 from graphs.costs import CostModel
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen
-from scheduler_runtime.fitting.loss_watch import LossWatch
+from scheduler_runtime.fitting.loss_watch import LossWatch, can_watch
 from scheduler_runtime.surroundings import size_on
 
-Seen = Callable[[LossSeen, Sequence[bool]], None]
+Seen = Callable[[LossSeen | None, Sequence[bool]], None]
 
 
 class LossReserve:
@@ -54,14 +54,21 @@ class LossReserve:
         then: Seen,
     ) -> None:
         """See what the loss of this output takes. known: what the plan counts already."""
+        if not can_watch():
+            return
         watch = LossWatch(costs, device, known)
 
-        def arrived(seen: LossSeen, reached: Sequence[bool]) -> None:
-            self._seen = seen
+        def arrived(seen: LossSeen | None, reached: Sequence[bool]) -> None:
+            self._seen = self._seen if seen is None else seen
             then(seen, reached)
 
-        if watch.begin(output, arrived):
-            self._watch = watch
+        watch.begin(output, arrived)
+        self._watch = watch
+
+    def take_off(self) -> None:
+        """End a watch that has seen its loss, or will not see it any more."""
+        if self._watch is not None and self._watch.is_over:
+            self.stop_watching()
 
     def stop_watching(self) -> None:
         """In the training's own thread, outside of a backward pass."""

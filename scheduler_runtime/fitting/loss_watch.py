@@ -2,7 +2,7 @@
 
 A dispatch mode sees them from the end of the model's forward pass until the first gradient of an
 output arrives. Then it does nothing more, and is taken off in the training's own thread, at the
-optimizer's step or the next forward pass: one that is taken off within a backward pass comes back
+optimizer's step or the model's next call: one that is taken off within a backward pass comes back
 after it, since the engine restores the state of the thread.
 
 Some of what a loss does is not seen: compiled kernels, and bytes of sparse tensors. Then nothing is
@@ -12,7 +12,8 @@ told.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from graphs.calls import nested, same_strides
 from graphs.costs import CostModel, Measured, OpCall
-from scheduler_runtime.execute import is_made_by_program
+from scheduler_runtime.execute import maker_of
 from scheduler_runtime.fitting.loss_outside import LossSeen
 
-Arrived = Callable[[LossSeen, Sequence[bool]], None]
-"""Is told what was seen, and which of the outputs have got a gradient."""
+Arrived = Callable[[LossSeen | None, Sequence[bool]], None]
+"""Is told what was seen (None: not all of it), and which of the outputs have got a gradient."""
 
 
 class LossWatch(TorchDispatchMode):
@@ -49,21 +50,14 @@ class LossWatch(TorchDispatchMode):
         self._read: dict[int, int] = {}
         self._taken_bytes = self._peak_bytes = 0
         self._sees_all = True
-        self._is_on = False
+        self._is_on = self._is_paused = False
         self._hooks: list[Any] = []
         for tensor in known:
             self._add(tensor)
 
-    def begin(self, output: Any, arrived: Arrived) -> bool:
-        """Watch what happens to the output of a planned forward pass; False: that cannot be.
-
-        Not inside of other modes than these: the top one is taken off when one of them ends.
-        """
-        while (stack := _get_current_dispatch_mode_stack()) and (top := _over(stack[-1])):
-            top.end()  # of a model that was not called again
-        made = [t for t in nested.tensors(output) if is_made_by_program(t)]
-        if not made or not all(isinstance(each, LossWatch) for each in stack):
-            return False
+    def begin(self, output: Any, arrived: Arrived) -> None:
+        """Watch what happens to the output of a planned forward pass, where `can_watch`."""
+        made = [t for t in nested.tensors(output) if maker_of(t) is not None]
         for tensor in nested.tensors(output):
             self._add(tensor)
         strides = {t.output_nr: t.stride() for t in made}
@@ -78,7 +72,8 @@ class LossWatch(TorchDispatchMode):
                 found._arrived = None
 
         def before_optimizer(*_: Any) -> None:
-            if (found := watch()) is not None:
+            # one that is not over yet goes on: this is the optimizer of another model
+            if (found := watch()) is not None and found.is_over:
                 found._take_off()
 
         function: Any = made[0].grad_fn
@@ -90,7 +85,11 @@ class LossWatch(TorchDispatchMode):
         self._arrived = arrived
         self.__enter__()
         self._is_on = True
-        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the gradients have arrived, or cannot arrive any more."""
+        return self._arrived is None
 
     def end(self) -> bool:
         """Nothing is watched any more. False: it is still below another mode, and does nothing."""
@@ -112,7 +111,7 @@ class LossWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
-        if self._arrived is not None:
+        if self._arrived is not None and not self._is_paused:
             self._count(OpCall(target=func, args=args, kwargs=kwargs or {}, value=value))
         return value
 
@@ -160,9 +159,13 @@ class LossWatch(TorchDispatchMode):
             return
         self._arrived = None
         here = [(n, each) for n, each in enumerate(gradients) if each is not None]
+        reached = [each is not None for each in gradients]
         if not self._sees_all or any(self._add(each) for _, each in here):
+            arrived(None, reached)
             return
         total_bytes = sum(each.nbytes for _, each in here)
+        if not total_bytes:
+            return  # of an empty batch: nothing is to be learned
         own = {each.untyped_storage()._cdata for _, each in here} & self._made.keys()
         copied_bytes = sum(  # the plan's own, in the strides that it was traced with
             each.nbytes
@@ -176,12 +179,33 @@ class LossWatch(TorchDispatchMode):
             peak_bytes=max(0, peak_bytes),
             output_bytes=total_bytes,
         )
-        arrived(seen, [each is not None for each in gradients])
+        arrived(seen, reached)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def can_watch() -> bool:
+    """Not inside of other modes than these: the top one is taken off when one of them ends."""
+    while (stack := _get_current_dispatch_mode_stack()) and (top := _over(stack[-1])):
+        top.end()  # of a model that was not called again
+    return all(isinstance(each, LossWatch) for each in stack)
+
+
+@contextmanager
+def not_watched() -> Iterator[None]:
+    """What runs in it (the planning of another model) is no part of a loss."""
+    stack = _get_current_dispatch_mode_stack()
+    paused = [each for each in stack if isinstance(each, LossWatch) and not each._is_paused]
+    for each in paused:
+        each._is_paused = True
+    try:
+        yield
+    finally:
+        for each in paused:
+            each._is_paused = False
+
+
 def _over(mode: TorchDispatchMode) -> LossWatch | None:
-    return mode if isinstance(mode, LossWatch) and mode._arrived is None else None
+    return mode if isinstance(mode, LossWatch) and mode.is_over else None

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call
+from graphs.calls import Call, nested
 from graphs.costs import CostModel
-from scheduler_runtime.execute import BoundProgram
+from scheduler_runtime.execute import BoundProgram, maker_of
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
 from scheduler_runtime.fitting.options import Fitted
 from scheduler_runtime.planned import told
@@ -67,8 +67,20 @@ class Made:
         return is_less and bool(solution.overhead)
 
 
-class Ahead(list[Made]):
-    """Plans whose first steps have not come yet."""
+class MadePlans(list[Made]):
+    """Those that wait for something: for their first step, or to be seen or replaced in one."""
+
+    def take(self, kind: Any, model: nn.Module, call: Call) -> Made | None:
+        """The one for this call, which waits no longer."""
+        if (found := self.find(kind, model, call)) is not None:
+            self.remove(found)
+        return found
+
+    def of_output(self, output: Any) -> Made | None:
+        """The one whose program has made it."""
+        makers = [maker_of(tensor) for tensor in nested.tensors(output)]
+        found = (each for each in self if each.program.program in makers)
+        return next(found, None)
 
     def find(self, kind: Any, model: nn.Module, call: Call) -> Made | None:
         """The one for this call, of this kind."""

@@ -1,0 +1,216 @@
+"""The watch of a loss outside, between other things that a training does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from scheduler_runtime import fit, plan_ahead, plans_of, remove
+from scheduler_runtime.fitting import loss_reserve
+
+N_ROWS, WIDTH = 128, 32
+BUDGET_BYTES = 270_000
+"""With room for what cross-entropy takes, and not for the reserve of a first step."""
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    pairs = [(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(5)]
+    return nn.Sequential(*(m for pair in pairs for m in pair))
+
+
+def batch(n: int = N_ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(n))
+    return x, x.argmax(1)
+
+
+class Training:
+    """plain: without a plan."""
+
+    def __init__(self, *, plain: bool = False, **options: Any) -> None:
+        self.model = net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        if not plain:
+            options = {"budget": BUDGET_BYTES, **options}
+            fit(self.model, optimizer=self.optimizer, **options)
+
+    def step(
+        self, n: int = N_ROWS, between: Callable[[torch.Tensor], Any] = lambda _output: None
+    ) -> None:
+        """between: run with the output of the forward pass, before the loss."""
+        x, target = batch(n)
+        self.optimizer.zero_grad()
+        output = self.model(x)
+        between(output)
+        loss = F.cross_entropy(output, target)
+        del output
+        loss.backward()
+        self.optimizer.step()
+
+    @property
+    def reserves(self) -> list[str]:
+        """What each plan reserves for the loss."""
+        return [plan.notes[0].split("; ")[1] for plan in plans_of(self.model)]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.fixture(scope="module")
+def reserve_seen() -> str:
+    """Of a training in which nothing happens in between."""
+    training = Training()
+    training.step()
+    first = training.reserves
+    training.step()
+    (seen,) = training.reserves
+    assert [seen] != first
+    return seen
+
+
+def _evaluate(training: Training) -> None:
+    with torch.no_grad():
+        training.model(batch()[0])
+
+
+def _step_of_another(_training: Training) -> None:
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters())
+    other(torch.ones(2)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("happens", [_evaluate, _step_of_another])
+def test_what_happens_before_the_loss_does_not_end_the_watch(
+    happens: Callable[[Training], None],
+) -> None:
+    plain, training = Training(plain=True), Training()
+    first: list[str] = []
+    for _ in range(2):
+        training.step(between=lambda _output: happens(training))
+        plain.step(between=lambda _output: happens(plain))
+        first = first or training.reserves
+    assert len(training.reserves) == 1
+    assert training.reserves != first
+    assert same(plain.model, training.model)
+
+
+def test_an_error_before_the_loss_leaves_the_plan_to_be_watched(reserve_seen: str) -> None:
+    def fails(_output: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    training = Training()
+    with pytest.raises(ZeroDivisionError):
+        training.step(between=fails)
+    for _ in range(2):
+        training.step()
+    assert training.reserves == [reserve_seen]
+
+
+def test_a_forward_pass_that_is_dropped_leaves_the_plan_to_be_watched(reserve_seen: str) -> None:
+    training = Training()
+    training.model(batch()[0])
+    for _ in range(2):
+        training.step()
+    assert training.reserves == [reserve_seen]
+
+
+def test_a_plan_that_is_removed_is_not_watched() -> None:
+    training = Training()
+    output = training.model(batch()[0])
+    remove(training.model)
+    assert not _get_current_dispatch_mode_stack()
+    output.sum().backward()
+
+
+def test_plans_of_several_shapes_are_each_made_anew(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    training = Training()
+    lengths = N_ROWS, N_ROWS - 16
+    before = plan_ahead(training.model, [batch(n)[0] for n in lengths])
+    for n in (*lengths, *lengths):
+        training.step(n)
+    after = plans_of(training.model)
+    assert len(after) == 2
+    assert not set(map(id, before)) & set(map(id, after))
+    assert caplog.text.count("anew, since the loss takes") == 2
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_empty_batch_says_nothing_of_the_loss() -> None:
+    training = Training()
+    training.model(torch.randn(0, WIDTH)).sum().backward()
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("is_planned_before", [False, True])
+def test_planning_another_model_is_no_part_of_the_loss(
+    is_planned_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second model is called, and so planned, while the first one's loss is watched."""
+    seen: list[Any] = []
+    arrived = loss_reserve.LossReserve.watch
+
+    def watch(self: Any, *args: Any, then: Any, **options: Any) -> None:
+        def noted(what: Any, reached: Any) -> None:
+            seen.append(what)
+            then(what, reached)
+
+        arrived(self, *args, then=noted, **options)
+
+    monkeypatch.setattr(loss_reserve.LossReserve, "watch", watch)
+    one, other = Training(budget="10MB"), Training(budget="10MB")
+    x, target = batch()
+    if is_planned_before:
+        plan_ahead(other.model, [x.clone().requires_grad_()])
+    F.cross_entropy(other.model(one.model(x)), target).backward()
+    for each in (one, other):
+        each.optimizer.step()
+    parameters_bytes = sum(p.nbytes for p in other.model.parameters())
+    assert seen[1].read_bytes <= parameters_bytes + target.nbytes + 1000
+
+
+def test_a_loss_computed_twice_or_retained_has_the_bits() -> None:
+    plain, twice = Training(plain=True), Training()
+    kept: list[torch.Tensor] = []
+    for each in (plain, twice):
+        each.step(between=lambda output: kept.append(F.cross_entropy(output, batch()[1])))
+        kept.clear()
+    assert same(plain.model, twice.model)
+    _, target = batch()
+    for each in (plain, twice):
+        each.optimizer.zero_grad()
+        F.cross_entropy(each.model(batch()[0]), target).backward(retain_graph=True)
+        each.optimizer.step()
+    assert same(plain.model, twice.model)
+
+
+def test_the_watch_and_copies_to_the_host_and_accumulation() -> None:
+    plain = Training(plain=True)
+    training = Training(host_budget="1MB", host_link="100GB/s")
+    for each in (plain, training):
+        for _ in range(2):
+            each.optimizer.zero_grad()
+            for n in (N_ROWS, N_ROWS - 16):
+                x, target = batch(n)
+                F.cross_entropy(each.model(x), target).backward()
+            each.optimizer.step()
+    assert same(plain.model, training.model)
+    for plan in plans_of(training.model):
+        assert plan.solution.simulation is not None
+        assert plan.solution.simulation.peak_bytes <= BUDGET_BYTES
+        assert plan.solution.simulation.host_peak_bytes <= 10**6
