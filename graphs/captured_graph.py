@@ -68,7 +68,11 @@ def captured_graph(
             parameter_layout=_parameter_layout(model, captured, layout),
             eager_overwrites=list(layout.in_place),
             gradient_sums=list(layout.sums),
-            backward_functions=[nodes for nodes in layout.functions.values() if len(nodes) > 1],
+            backward_functions=[
+                nodes
+                for nodes in (*layout.within.values(), *layout.functions.values())
+                if len(nodes) > 1
+            ],
             parameter_bytes=bytes_by_dtype(model),
             dtypes=_dtypes(layout),
             parameter_forms=parameter_forms(model),

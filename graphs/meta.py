@@ -26,7 +26,8 @@ class GraphMeta:
     eager_overwrites: nodes that overwrite their first input in eager mode; "in_place" in files.
         Not what a rewrite lets overwrite: that is `Node.overwrites`.
     gradient_sums: nodes that sum the gradients of one tensor.
-    backward_functions: the nodes of each autograd function that has several.
+    backward_functions: the nodes of each autograd function that has several; also those forward
+        nodes of a call traced as several that read what it holds until it returns, and its last.
     dropped: tensor that such a function makes -> the last of its nodes during which eager mode
         holds it, where that is not the function's last.
     saved_unread: backward node -> tensors that autograd holds until then, though no function

@@ -62,6 +62,8 @@ class Layout:
     gradients: placeholder of a leaf -> the tensor that holds its gradient; all different.
     copies: name of a clone node -> fx node of the gradient that it copies.
     in_place: forward nodes whose operator overwrites its first argument in eager mode.
+    within: call of an operator that is traced as several -> those of its forward nodes that read
+        what eager mode holds until it returns, and the last.
     overwriting: name of a node that overwrites an input -> how it is called (`Overwrite`).
     functions: sequence number of an autograd function -> names of its backward nodes.
     sums: backward nodes that sum gradients of one tensor, between functions.
@@ -77,6 +79,7 @@ class Layout:
     gradients: dict[torch.fx.Node, str] = field(default_factory=dict)
     copies: dict[str, torch.fx.Node] = field(default_factory=dict)
     in_place: list[str] = field(default_factory=list)
+    within: dict[int, list[str]] = field(default_factory=dict)
     functions: dict[int, list[str]] = field(default_factory=dict)
     sums: list[str] = field(default_factory=list)
     overwriting: dict[str, Overwrite] = field(default_factory=dict)
@@ -192,6 +195,8 @@ class _Extraction:
         if phase == "forward":
             if _custom(node).get("in_place"):
                 self.layout.in_place.append(node.name)
+            if (call := _custom(node).get("runs_within")) is not None:
+                self.layout.within.setdefault(call, []).append(node.name)
         elif node.meta.get("is_gradient_acc"):
             self.layout.sums.append(node.name)
         elif number is not None:

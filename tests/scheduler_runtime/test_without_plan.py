@@ -181,6 +181,44 @@ def test_the_peak_without_a_plan_is_the_predicted_one_with_fourier_transforms(
     assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
 
 
+class Cells(nn.Module):
+    """One cell, called for each row of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[0])
+        for step in x:
+            state = self.cell(step, state)
+        return state.mean()
+
+
+class Layers(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.GRU(WIDTH, WIDTH, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x)[0]
+        return output.mean()
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize(
+    "build",
+    [Cells, Layers, lambda: Layers(num_layers=2), lambda: Layers(bidirectional=True)],
+    ids=["GRUCell", "GRU", "two layers", "both ways"],
+)
+def test_the_peak_without_a_plan_is_the_predicted_one_with_gates_in_place(
+    build: Callable[[], nn.Module],
+) -> None:
+    """Gates are written into parts of a larger tensor, and what they overwrite is copied."""
+    torch.manual_seed(0)
+    _check(build(), torch.randn(4, N_ROWS // 4, WIDTH))
+
+
 def test_a_plan_that_recomputes_nothing_says_that_the_step_needs_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -17,20 +17,25 @@ computes other bits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.fx.traceback import annotate
 
 from graphs.calls import TraceError
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
-Cell = Callable[[Tensor, Tensor, Linear], Tensor]
+Within = dict[str, Any]
+"""What to annotate nodes with that tell how long eager mode holds the gates of the input."""
+Cell = Callable[[Tensor, Tensor, Linear, Within], Tensor]
 """Of (input already multiplied with its weight, hidden, linear layer of the hidden state)."""
 
 aten = torch.ops.aten
+_calls = itertools.count()
 _ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
 _library = torch.library.Library("checkpoint_solver", "FRAGMENT")
 
@@ -47,19 +52,30 @@ torch.library.register_autograd(
 )
 
 
-def _gru(gates: Tensor, hidden: Tensor, from_hidden: Linear) -> Tensor:
+def _new_call() -> Within:
+    return {"runs_within": next(_calls)}
+
+
+def _gru(gates: Tensor, hidden: Tensor, from_hidden: Linear, within: Within) -> Tensor:
     in_reset, in_update, in_new = gates.unsafe_chunk(3, 1)
     reset, update, new = from_hidden(hidden).unsafe_chunk(3, 1)
     laid_out: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.checkpoint_solver.laid_out
     # eager mode sums in place: the sums have the strides of a third of a row of three gates
-    reset = laid_out(reset + in_reset, reset.stride()).sigmoid()
-    update = laid_out(update + in_update, update.stride()).sigmoid()
-    new = (in_new + new * reset).tanh()
-    return (hidden - new) * update + new
+    with annotate({"in_place": True, **within}):
+        reset = laid_out(reset + in_reset, reset.stride()).sigmoid()
+        update = laid_out(update + in_update, update.stride()).sigmoid()
+    # it overwrites the last third by the product, so autograd saves a copy: not the whole row
+    kept = new.clone()
+    new = in_new + kept * reset
+    with annotate({"in_place": True}):
+        new = new.tanh()
+    change = (hidden - new) * update
+    with annotate({"in_place": True, **within}):
+        return change + new
 
 
 def _simple(activation: Callable[[Tensor], Tensor]) -> Cell:
-    return lambda gates, hidden, from_hidden: activation(from_hidden(hidden) + gates)
+    return lambda gates, hidden, from_hidden, _: activation(from_hidden(hidden) + gates)
 
 
 def _linears(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Linear, Linear]:
@@ -84,19 +100,23 @@ def _layers(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
         hidden, parameters = iter(hx.unbind(0)), iter(params)
         last = []
         for layer in range(num_layers):
-            outputs = []
+            outputs: list[Tensor] = []
+            within: Within = {}
             for backwards in (False, True)[: 1 + bidirectional]:
                 weights = [next(parameters), next(parameters)]
                 biases = [next(parameters), next(parameters)] if has_biases else [None, None]
                 from_input, from_hidden = _linears(weights, biases)
-                steps = from_input(x).unbind(0)
-                state, states = next(hidden), []
+                with annotate(within):  # the other direction's gates are there until these are
+                    steps = from_input(x).unbind(0)
+                state, states, within = next(hidden), [], _new_call()
                 for step in reversed(steps) if backwards else steps:
-                    state = cell(step, state, from_hidden)
+                    state = cell(step, state, from_hidden, within)
                     states.append(state)
-                outputs.append(torch.stack(states[::-1] if backwards else states, 0))
+                with annotate(within):
+                    outputs.append(torch.stack(states[::-1] if backwards else states, 0))
                 last.append(state)
-            x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+            with annotate(within):
+                x = torch.cat(outputs, -1) if bidirectional else outputs[0]
             if dropout and train and layer < num_layers - 1:
                 x = torch.dropout(x, dropout, True)
         return x.transpose(0, 1) if batch_first else x, torch.stack(last, 0)
@@ -113,7 +133,7 @@ def _gru_cell(
     bias_hh: Tensor | None = None,
 ) -> Tensor:
     from_input, from_hidden = _linears((weight_ih, weight_hh), (bias_ih, bias_hh))
-    return _gru(from_input(x), hidden, from_hidden)
+    return _gru(from_input(x), hidden, from_hidden, _new_call())
 
 
 def _lstm(x: Tensor, hx: Sequence[Tensor], *arguments: Any) -> Any:
