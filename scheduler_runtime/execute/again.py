@@ -167,6 +167,12 @@ class Again:
         )
         others.began(self)
 
+    @property
+    def leaf_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those of the module and of the call that get a gradient of their own."""
+        found = (self._tensors[node] for node in self.leaves)
+        return tuple(tensor for tensor in found if tensor.is_leaf)
+
     def survives(self, error: Exception) -> bool:
         """Whether the step runs again after this error, if there is a tighter program."""
         return self._others.survives(error)

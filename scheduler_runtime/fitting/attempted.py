@@ -26,15 +26,18 @@ class Attempted:
         self._states = self._random.states()
         self._steps: list[Again] = []
         self._sends_buffers = self._is_replicated = False
-        self._before: list[tuple[nn.Parameter, int, Any, int]] = []
+        self._before: list[tuple[torch.Tensor, int, Any, int]] = []
 
     def began(self, again: Again) -> None:
         """The model's forward pass begins, to be run again by this."""
-        if not self._steps:
-            self._before = [
-                (p, p._version, p.grad if p.grad is None else weakref.ref(p.grad), _version(p.grad))
-                for p in self._model.parameters()
-            ]
+        own = () if self._steps else tuple(self._model.parameters())
+        known = {id(each) for each, *_ in self._before}
+        for each in (*own, *again.leaf_tensors):
+            if id(each) not in known:
+                known.add(id(each))
+                grad = each.grad
+                held = None if grad is None else weakref.ref(grad)
+                self._before.append((each, each._version, held, _version(grad)))
         replicas = DistributedDataParallel._get_active_ddp_module()
         if replicas is not None:
             self._is_replicated = True
@@ -60,6 +63,7 @@ class Attempted:
                 parameter.grad = None
         self._random.put(self._states)
         self._steps.clear()
+        self._before.clear()
 
     def _why_not(self) -> str:
         if not self._steps:

@@ -31,9 +31,9 @@ def attempt(model: nn.Module, step: Callable[[], T]) -> T:
         modules) is not undone.
 
     Before it runs again, the random state of the CPU and of the model's device, the model's buffers
-    and its gradients are as they were. Raises the error as it came, with a note, where it has
-    changed parameters or gradients that existed before, or where there is no tighter plan.
-    ValueError for a model without such a plan.
+    and its gradients, and those of its inputs, are as they were. Raises the error as it came, with
+    a note, where it has changed parameters or gradients that existed before, or where there is no
+    tighter plan. ValueError for a model without such a plan.
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     forwards = [

@@ -372,3 +372,25 @@ def test_a_process_whose_memory_is_limited_trains_on() -> None:
 @pytest.fixture(autouse=True)
 def _warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
+
+
+def test_attempt_puts_back_the_gradient_of_the_batch() -> None:
+    gradients = []
+    for n_errors in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)),) * 3
+        )
+        optimizer = torch.optim.SGD(model.parameters())
+        fit(model, budget="1MB", optimizer=optimizer, on_pressure="replan")
+        x = torch.randn(32, 16, requires_grad=True)
+        errors = [torch.OutOfMemoryError("after the backward pass")] * n_errors
+
+        def run(model: nn.Module = model, x: Any = x, errors: list[Exception] = errors) -> None:
+            model(x).square().sum().backward()
+            if errors:
+                raise errors.pop()
+
+        attempt(model, run)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
