@@ -149,6 +149,11 @@ def with_state_on_device(graph: Graph) -> Graph:
     )
 
 
+def state_copies_s(graph: Graph) -> float:
+    """Seconds by which copies of the optimizer's state make its step longer; 0 on the device."""
+    return graph.baseline_time_s - with_state_on_device(graph).baseline_time_s
+
+
 def _with(
     graph: Graph, *, time_s: float, workspace_bytes: int, device_bytes: int, host_bytes: int
 ) -> Graph:

@@ -310,7 +310,7 @@ def planned_for_command(
     notes = [said, *solution.parts, *solution.left_alone]
     if solution.schedule is not None:
         notes.append(
-            "apply() cannot run this schedule from a file: in the training script, call "
+            "This schedule cannot be run from a file: in the training script, call "
             "apply(model, checkpoint_solver.fallback.plan_chain(model, batch, budget=...))."
         )
     return Planned(solution, tuple(note[:1].upper() + note[1:] for note in notes))

@@ -252,7 +252,9 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
     Ctrl-C gives the best so far; raises KeyboardInterrupt if nothing has been found by then.
     """
     if problem.planned is not None:
-        return _report(problem, [problem.planned])
+        solution, unexplained = _explained(problem.planned, progress)
+        notes = ["Interrupted: minimum-budget search interrupted."] if unexplained else []
+        return _report(problem, [solution], notes=notes, interrupted=unexplained)
     solutions: list[Solution] = []
     refused: list[tuple[str, str]] = []
     interrupted = False

@@ -143,7 +143,10 @@ def _logits(solution: Solution, *, reader: Reader) -> Iterator[str]:
 
 
 def _in_chunks(solution: Solution, reader: Reader) -> str:
-    """Who can do so: what plans of the request's word leave as it is, the model has to."""
+    """Who can do so: what plans of the request's word leave as it is, the model has to. The step
+    of a rank of FSDP2 is not rewritten."""
+    if sharding_of(solution.graph.meta.environment) is not None:
+        return ""
     if solution.request.rewrites == "allclose":
         return "; the plan does so where it can (docs/rewrites.md), and found this loss otherwise"
     return (

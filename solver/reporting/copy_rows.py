@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from graphs.host_state import state_copies_s
 from solver.plan_analysis import Copies, Stall, Trip
 from solver.reporting.rows import Row, Table
 from solver.schedule import Solution
@@ -51,11 +52,20 @@ def stall_rows(found: Copies) -> Iterator[Row]:
     """How long nothing is computed, and for which copies the most."""
     if not found.stalls:
         yield "waiting", "never: all copies are hidden behind the computation"
+        yield from _state_rows(found)
         return
     total_s = math.fsum(stall.time_s for stall in found.stalls)
     yield "waiting", f"{format_time(total_s)} in {counted(len(found.stalls), 'stall')}"
     for stall in sorted(found.stalls, key=lambda stall: -stall.time_s)[:N_STALLS]:
         yield "", _stall_text(stall)
+    yield from _state_rows(found)
+
+
+def _state_rows(found: Copies) -> Iterator[Row]:
+    """The optimizer's state has copies of its own, within the optimizer's step."""
+    if found.graph.host_state_bytes:
+        slower = format_time(state_copies_s(found.graph))
+        yield "", f"besides these, copies of the optimizer's state make its step {slower} longer"
 
 
 def _stall_text(stall: Stall) -> str:

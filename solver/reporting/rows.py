@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from graphs.host_state import optimizer_of, with_state_on_device
+from graphs.host_state import optimizer_of, state_copies_s
 from graphs.pipeline import pipeline_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
@@ -242,8 +242,7 @@ def _state_rows(solution: Solution) -> Iterator[Row]:
     graph, name = solution.graph, "optimizer state"
     optimizer = optimizer_of(graph.meta.environment)
     if graph.host_state_bytes:
-        slower_s = graph.baseline_time_s - with_state_on_device(graph).baseline_time_s
-        share = format_share(slower_s / (solution.baseline.time_s or 1.0))
+        share = format_share(state_copies_s(graph) / (solution.baseline.time_s or 1.0))
         yield name, f"{format_both(graph.host_state_bytes)} on the host, {share} time"
     elif solution.request.places is not None and (reason := optimizer.get("state_stays")):
         yield name, f"on the device: {reason}"
@@ -268,7 +267,9 @@ def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
         f"({format_percent(time_s / (simulation.time_s or 1.0), digits=1)} of the step)"
         for stream, time_s in simulation.busy_s.items()
     )
-    yield "copies", f"{', '.join(busy)}; {format_time(simulation.stall_s)} not hidden"
+    besides = ", besides the optimizer's state" if solution.graph.host_state_bytes else ""
+    hidden = f"{format_time(simulation.stall_s)} not hidden{besides}"
+    yield "copies", f"{', '.join(busy)}; {hidden}"
 
 
 def _range_text(solution: Solution) -> str:

@@ -3,7 +3,8 @@
 Python runs the handler of a signal in the main thread between two of its instructions, so not
 before a call of C code returns, and one linear program may take as long as the whole search may.
 Such a call runs in another thread, and the main thread waits for it, which a signal does interrupt.
-Nothing can stop the call itself: it runs on to its own time limit, and nobody waits for it.
+Nothing can stop the call itself: it runs on to its own time limit. The end of the process waits for
+it a moment only.
 
 That helps with C code that lets go of the interpreter, as HiGHS does in SciPy from 1.15 on and in
 highspy.
@@ -11,7 +12,9 @@ highspy.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -21,6 +24,9 @@ from solver.sizes_deadlines_progress.deadline import OutOfTimeError, interrupted
 
 POLL_S = 0.05
 """Between two looks at whether Ctrl-C was pressed."""
+LEFT_S = 1.0
+"""At the end of the process, for calls that nobody waits for. C++ code that comes back to an
+interpreter that is being taken down aborts the process, so calls that end soon end before."""
 
 _R = TypeVar("_R")
 
@@ -72,6 +78,8 @@ def interruptible(call: Callable[[], _R]) -> _R:
             if interrupted():
                 raise OutOfTimeError
     except BaseException:
+        atexit.unregister(_wait_for_left)  # once is enough
+        atexit.register(_wait_for_left)
         _left.append(worker)
         worker.calls.put(None)
         raise
@@ -101,3 +109,9 @@ def calls_are_left() -> bool:
     """Whether calls that nobody waits for are still running."""
     _left[:] = [worker for worker in _left if worker.thread.is_alive()]
     return bool(_left)
+
+
+def _wait_for_left() -> None:
+    until_s = time.monotonic() + LEFT_S
+    for worker in _left:
+        worker.thread.join(max(0.0, until_s - time.monotonic()))

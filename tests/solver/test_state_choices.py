@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from graphs.graph import Graph
-from graphs.host_state import StateBucket, with_state_on_host
+from graphs.host_state import StateBucket, state_copies_s, with_state_on_host
 from graphs.synthetic.nets import residual
 from solver.bound import StorageGraph
 from solver.cli import main
@@ -20,7 +20,7 @@ from solver.plan_analysis.pareto import sweep
 from solver.reporting.report_data import Report, to_json
 from solver.reporting.terminal import show
 from solver.schedule import Link, Place, Places, Request, Solution, baseline, simulate
-from solver.sizes_deadlines_progress import BudgetError
+from solver.sizes_deadlines_progress import BudgetError, format_time
 from solver.solving import answer, solve, with_state_choices
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
 from tests.support.copying import random_copies, random_places
@@ -259,6 +259,7 @@ def test_the_report_says_where_the_state_is() -> None:
     assert to_json(report_of(away))["schedule"]["host_state_bytes"] == 400 * MB
     here = planned(graph, 10**12, places(50e9))
     assert "optimizer state" not in text_of(here)
+    assert "besides" not in text_of(here)
     optimizer = {"name": "LBFGS", "state_stays": "LBFGS steps all at once"}
     meta = graph.meta.with_environment(optimizer=optimizer)
     stays = planned(dataclasses.replace(graph, meta=meta), 10**12, places(50e9))
@@ -285,6 +286,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(["explain", *files]) == 0
         capsys.readouterr()
     assert "Copies to the host" in printed
+    slower = format_time(state_copies_s(Solution.load(files[0], graph=files[1]).graph))
+    told = " ".join(printed.split())
+    assert f"besides these, copies of the optimizer's state make its step {slower} longer" in told
+    assert "not hidden, besides the optimizer's state" in told
+    assert "besides the optimizer's state during the computation" in plot.read_text()
     assert main(["--budget", "10GB", "--optimizer-state", "host", path]) == 2
     assert "--optimizer-state host: give the memory for it, --host 64GB" in capsys.readouterr().err
     small = ["--host", "1MB", "--host-link", "50GB/s", "--optimizer-state", "host"]

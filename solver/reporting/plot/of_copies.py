@@ -51,7 +51,8 @@ def streams(solution: Solution, found: Copies, axes: Axes, *, s_per_unit: float)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(-0.6, len(rows) + 0.6)
     stalls = f"{format_time(solution.simulation.stall_s)} of it not hidden"
-    style.finish(axes, f"{copies_title(solution)} during the computation; {stalls}")
+    besides = " besides the optimizer's state" if solution.graph.host_state_bytes else ""
+    style.finish(axes, f"{copies_title(solution)}{besides} during the computation; {stalls}")
     axes.grid(visible=False)
     return axes
 

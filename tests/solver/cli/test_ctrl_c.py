@@ -130,6 +130,35 @@ def test_python_raises_keyboard_interrupt(graph: str) -> None:
     assert (code, out) == (0, "KeyboardInterrupt\n")
 
 
+LEFT = """
+    import sys
+    import threading
+    import time
+    from solver.sizes_deadlines_progress import interruptible
+
+    left = threading.Event()
+
+    def call():
+        print("inside", file=sys.stderr, flush=True)
+        left.wait()
+        time.sleep({seconds})
+        print("ended", flush=True)
+
+    try:
+        interruptible(call)
+    except KeyboardInterrupt:
+        print("KeyboardInterrupt", flush=True)
+        left.set()
+"""
+
+
+@pytest.mark.parametrize(("seconds", "ended"), [(0.1, "ended\n"), (10 * GUARD_S, "")])
+def test_a_call_that_ends_soon_ends_before_the_interpreter(seconds: float, ended: str) -> None:
+    """C++ code that ends later aborts the process; what takes long is not waited for."""
+    code, out, err = interrupted(LEFT.format(seconds=seconds))
+    assert (code, out, err) == (0, f"KeyboardInterrupt\n{ended}", "")
+
+
 def test_a_search_that_has_found_nothing_ends(graph: str) -> None:
     code, out, err = interrupted(HARD + COMMAND, *FOREVER, "--json", graph, NOTHING_YET)
     assert (code, err) == (130, "solve: interrupted\n")

@@ -58,6 +58,9 @@ def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys)
     assert main(["--budget", "9kB", *PIPELINE, "--json", file]) == 3
     report = json.loads(capsys.readouterr().out)
     assert "Of 2 divisions of 3 layers into 2 stages none was found to fit" in str(report["notes"])
+    found = report["infeasible"]
+    assert found["op"]
+    assert found["least_budget_bytes"] >= found["proven_budget_bytes"] > 9_000
 
 
 @pytest.mark.slow

@@ -164,6 +164,13 @@ def test_logits_that_a_plan_may_compute_in_chunks(word, text):
     assert "no schedule" not in found
 
 
+def test_a_rank_of_fsdp_is_not_rewritten():
+    graph = step(wide=2000, loss="aten._log_softmax.default")
+    meta = graph.meta.with_environment(sharding={"n_ranks": 2})
+    found = advised(dataclasses.replace(graph, meta=meta))["logits"]
+    assert found.endswith("requires the logits of one chunk at a time.")
+
+
 def test_an_op_that_shares_the_logits_with_the_loss():
     """The head's own product may be where the peak is: it makes what the loss reads."""
     graph = step(wide=2000, loss="aten._log_softmax.default")
