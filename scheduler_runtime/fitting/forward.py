@@ -265,7 +265,7 @@ class FittedForward(CalledPart):
                     title=name,
                     device=device,
                     started_s=started_s,
-                    solved=lambda each, at_s: self._solved(each, costs, at_s)[0].solution,
+                    solved=functools.partial(self._rung, costs),
                     program=self._program,
                 )
                 self._tell(reason)
@@ -282,6 +282,12 @@ class FittedForward(CalledPart):
             tell(instead_of.line_for(fitted, loss))
         program = self._program(to_plan.step, solution)
         return Made(self.kind(call), program, fitted, loss, to_plan.outputs, costs)
+
+    def _rung(self, costs: CostModel, to_plan: StepToPlan, started_s: float) -> Solution:
+        """The answer for a rung. Plans since the first one may have filled the host or moved the
+        optimizer's state there."""
+        to_plan = to_plan.with_state(where_state_may_be(self.options, self._own_plans))
+        return self._solved(to_plan, costs, started_s)[0].solution
 
     def _solved(
         self,

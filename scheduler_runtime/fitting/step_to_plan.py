@@ -48,6 +48,10 @@ class StepToPlan:
         budget_bytes = available_bytes + self.request.reserve_bytes
         return replace(self, request=replace(self.request, budget_bytes=budget_bytes))
 
+    def with_state(self, where: str) -> StepToPlan:
+        """The same step; where the optimizer's state may be is as in `Request`."""
+        return replace(self, request=replace(self.request, optimizer_state=where))
+
     def planned(self, known: Sequence[KnownPlan]) -> tuple[NewPlan, LossBytes | None]:
         """The fastest plan that is found, and the loss that it counts.
 

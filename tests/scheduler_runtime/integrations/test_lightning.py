@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from scheduler_runtime import FitError, plans_of
 from scheduler_runtime.integrations.lightning import FitCallback
 from tests.scheduler_runtime.test_fitting import Tower, numbers
+from tests.support.short_memory import FailingOperators
 
 
 class Whole(LightningModule):
@@ -149,3 +150,24 @@ def test_a_part_in_evaluation_mode_is_refused() -> None:
 def test_the_optimizer_is_the_trainers() -> None:
     with pytest.raises(ValueError, match="leave it out"):
         FitCallback(budget="1GB", optimizer=None)
+
+
+class ShortOfMemory(Whole):
+    """Of the memory that the second forward pass needs."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        with FailingOperators([5] if len(self.losses) == 1 else []):
+            output = self(x)
+        loss = F.cross_entropy(output, y)
+        self.losses.append(loss.detach())
+        return loss
+
+
+def test_a_step_that_is_short_of_memory_runs_again() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        train(ShortOfMemory(), [FitCallback(budget="10MB")])
+    callback = FitCallback(budget="10MB", on_pressure="replan")
+    got, expected = train(ShortOfMemory(), [callback]), train(Whole(), [])
+    assert all(map(torch.equal, expected, got))
+    assert len(callback.plans) == 2
