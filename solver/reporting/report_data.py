@@ -31,6 +31,8 @@ from solver.scheduler_runtime_bridge import Verification
 from solver.sizes_deadlines_progress import OF_THE_COMMAND, Reader, counted, format_time
 
 FORMAT = "report/1"
+COLLECTIVES = "_c10d_functional."
+"""How operators begin that a rank of tensor parallelism calls with the others."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,12 @@ def step_notes(graph: Graph) -> Iterator[str]:
             f"their buffers while they are live. {_communication(graph, sharding)} The step is "
             "PyTorch's own, without rewrites. Export the plan to run it: "
             "to_torch_checkpoint(model, solution)."
+        )
+    if collectives := [node for node in graph.nodes if node.op.startswith(COLLECTIVES)]:
+        time_s = math.fsum(node.time_s for node in collectives)
+        yield (
+            f"All figures are of one rank of tensor parallelism. It waits {format_time(time_s)} "
+            f"for {counted(len(collectives), 'collective')}, which no plan recomputes."
         )
     yield from graph.meta.notes
     if made_with := [name for name in graph.meta.rewrites if name in PROGRAM_REWRITES]:

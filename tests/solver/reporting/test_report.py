@@ -16,7 +16,7 @@ from graphs.synthetic.nets import chain, residual
 from solver.methods.registry import METHODS
 from solver.plan_analysis.advice import Advice, advise
 from solver.plan_analysis.peak_memory import peaks
-from solver.reporting.report_data import Report, best, to_json
+from solver.reporting.report_data import Report, best, step_notes, to_json
 from solver.reporting.rows import dtype_table, memory_table
 from solver.reporting.terminal import show
 from solver.reporting.verification_rows import verification_rows
@@ -540,3 +540,17 @@ def test_a_dtype_that_hardly_counts_is_for_the_page_alone():
     assert "by dtype" not in shown(report_of(solution))
     plain = solve(residual(n_blocks=4), budget="1GB", method="none")
     assert dtype_table(plain) is None
+
+
+def test_a_rank_of_tensor_parallelism_is_said_to_be_one() -> None:
+    def of(kind: str) -> str:
+        nodes = [op("f", "x", "a"), op("g", "a", "b"), op("h", "b", "c", phase="backward")]
+        graph = make(nodes, {"x": 1, "a": 1, "b": 1, "c": 1}, outputs="c")
+        named = [dataclasses.replace(n, op=kind, time_s=0.5) for n in graph.nodes[:2]]
+        nodes = (*named, *graph.nodes[2:])
+        return " ".join(step_notes(dataclasses.replace(graph, nodes=nodes)))
+
+    told = of("_c10d_functional.all_reduce.default")
+    assert "All figures are of one rank of tensor parallelism." in told
+    assert "waits 1.00 s for 2 collectives" in told
+    assert "rank" not in of("aten.add.Tensor")
