@@ -56,14 +56,14 @@ def test_a_module_offers_the_objects_of_its_home(name):
     tree = ast.parse((ROOT / name.replace(".", "/")).with_suffix(".py").read_text())
     offered = importlib.import_module(name)
     origin = {
-        alias.name: line.module
+        alias.asname or alias.name: (line.module, alias.name)
         for line in tree.body
         if isinstance(line, ast.ImportFrom)
         for alias in line.names
     }
     assert sorted(offered.__all__) == sorted(origin)
-    for attribute, home in origin.items():
-        assert getattr(offered, attribute) is getattr(importlib.import_module(home), attribute)
+    for attribute, (home, name_there) in origin.items():
+        assert getattr(offered, attribute) is getattr(importlib.import_module(home), name_there)
 
 
 def test_modules_are_attributes_too():

@@ -14,6 +14,7 @@ where the plan frees them.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -128,6 +129,7 @@ class Run:
             strides = self.program.tangent_strides[value]
             if not same_strides(gradient.shape, gradient.stride(), strides):
                 # views of it were traced with these strides
+                _tell_of_layout(gradient, strides)
                 copy = torch.empty_strided(
                     gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
                 )
@@ -211,6 +213,21 @@ class Run:
             if self._copies is not None:
                 self._copies.close()
             raise
+
+
+def _tell_of_layout(gradient: torch.Tensor, strides: tuple[int, ...]) -> None:
+    """Warn that a gradient of an output is copied into another layout.
+
+    Expanded ones, as of a mean, are not told: sums over them are the same in either layout.
+    """
+    if 0 not in gradient.stride():
+        warnings.warn(
+            f"the gradient of an output of shape {tuple(gradient.shape)} arrives with strides "
+            f"{gradient.stride()} and is copied to those of the plan, {strides}: sums over it, "
+            "such as the gradient of a bias, may differ from the plain model's in the last bit. "
+            "output.register_hook(torch.Tensor.contiguous) before the loss gives both the same",
+            stacklevel=2,
+        )
 
 
 class Outputs(torch.autograd.Function):

@@ -62,5 +62,5 @@ def saturation_text(search: SizeSearch) -> str:
         return ""
     size = f"{'batch' if search.size == 'batch_size' else 'length'} {search.saturation.size}"
     if search.saturation == search.largest:
-        return f"highest at {size}, the largest with a plan"
+        return f"highest at {size}, the largest"
     return f"saturates at {size}"

@@ -162,7 +162,7 @@ def test_where_more_stops_paying():
             for share in (0.01, 100)
         )
     )
-    words = f"highest at batch {size}, the largest with a plan"
+    words = f"highest at batch {size}, the largest"
     assert dict(size_rows(growing))["throughput"].startswith(words)
     assert ended.saturation.size < size
     assert saturation_text(ended) == f"saturates at batch {ended.saturation.size}"
