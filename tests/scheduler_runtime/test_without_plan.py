@@ -181,6 +181,16 @@ def test_the_peak_without_a_plan_is_the_predicted_one_with_fourier_transforms(
     assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
 
 
+def test_the_peak_without_a_plan_is_the_predicted_one_with_temporaries_written_in_place() -> None:
+    """The backward pass of `renorm` overwrites a part of an expression, and drops it then."""
+    torch.manual_seed(0)
+    model, batch = Chain(LOSSES["square by hand"][0], lambda x: torch.renorm(x, 2, 0, 1.0)), numbers
+    given = (batch(), batch())
+    plain = solve(model, given, budget="1GB", rewrites="none")
+    without = _measured(model, None, given)
+    assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
+
+
 class Cells(nn.Module):
     """One cell, called for each row of a sequence."""
 

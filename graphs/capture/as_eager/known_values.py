@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -88,7 +89,7 @@ class KnowingMode(FakeTensorMode):
         self.leaves = leaves
         self.guards: list[Guard] = []
         self.read = ReadTensors()
-        self._written: dict[int, Any] = {}  # storages written in place, kept alive for their ids
+        self._written: set[int] = set()  # addresses of live storages written in place
 
     def dispatch(
         self,
@@ -178,7 +179,10 @@ class KnowingMode(FakeTensorMode):
         for tensor in OpCall(func, tuple(args), kwargs, None).mutated():
             if isinstance(tensor, FakeTensor):
                 storage = tensor.untyped_storage()
-                self._written[storage._cdata] = storage
+                if storage._cdata not in self._written:
+                    self._written.add(storage._cdata)
+                    gone = weakref.finalize(storage, self._written.discard, storage._cdata)
+                    gone.atexit = False
 
 
 _ATTRIBUTE = "_known_value"
