@@ -27,12 +27,14 @@ N_QUICK_BUDGETS = 8
 @dataclass(frozen=True)
 class Following:
     """options: one of them asks for it. make: the report with it. is_short: made even where Ctrl-C
-    has ended the search. takes_minutes: the report so far is printed before."""
+    has ended the search. takes_minutes: the report so far is printed before. part: what
+    of the option's file it is, in words before its name; empty: all."""
 
     options: tuple[str, ...]
     make: Callable[[Arguments, Problem, Report, Progress], Report]
     is_short: bool = False
     takes_minutes: bool = False
+    part: str = ""
 
     def after(
         self, arguments: Arguments, problem: Problem, report: Report, progress: Progress
@@ -44,7 +46,7 @@ class Following:
 
     def without(self, report: Report, given: str) -> Report:
         """The report where Ctrl-C left it out. given: the options on the command line."""
-        note = f"Interrupted: {given} left out."
+        note = f"Interrupted: {self.part}{given} left out."
         is_verified = self.make is _verified and report.best.schedule is not None
         return dataclasses.replace(
             report,
@@ -147,7 +149,7 @@ def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress)
 FOLLOWING = (
     Following(("emit",), _emitted),
     Following(("verify",), _verified, takes_minutes=True),
-    Following(("pareto", "report"), _swept),
+    Following(("pareto", "report"), _swept, part="the curve of "),
     Following(("plot", "throughput", "pareto", "report"), _drawn, is_short=True),
 )
 """In this order."""

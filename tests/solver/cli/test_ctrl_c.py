@@ -166,9 +166,12 @@ def test_a_search_that_has_found_nothing_ends(graph: str) -> None:
 
 
 def test_the_best_plan_so_far_is_reported_and_written(graph: str, tmp_path: Path) -> None:
-    path = tmp_path / "s.json"
-    code, out, err = interrupted(HARD + COMMAND, *FOREVER, "-o", str(path), graph, FOUND)
+    path, page = tmp_path / "s.json", tmp_path / "page.html"
+    argv = (*FOREVER, "-o", str(path), "--report", str(page), graph, FOUND)
+    code, out, err = interrupted(HARD + COMMAND, *argv)
     assert (code, err) == (0, "")
+    assert page.exists()
+    assert "Interrupted: the curve of --report left out." in " ".join(out.split())
     assert "the search was interrupted" in out
     assert "Note: Interrupted: the best plan found so far." in out
     assert "time limit" not in out
