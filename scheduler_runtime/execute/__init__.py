@@ -13,6 +13,7 @@ from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_streams import CopyStreams, Done, streams_for
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
+from scheduler_runtime.execute.modes_left import Watching, leave_modes
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.program import build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state

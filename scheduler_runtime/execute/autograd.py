@@ -25,6 +25,7 @@ from torch import fx
 from graphs.calls import distributed_as, local_part, same_strides
 from scheduler_runtime.execute.again import Again, step_device
 from scheduler_runtime.execute.copies import Copies
+from scheduler_runtime.execute.modes_left import leave_modes
 from scheduler_runtime.execute.piece import Piece
 from scheduler_runtime.execute.program import Program
 
@@ -284,6 +285,7 @@ class Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _token: torch.Tensor) -> Any:
         run: Run = ctx.run
+        leave_modes(if_over=True)
         made = run.backward(ctx.position, ctx.leaf_nodes)
         return (
             None,

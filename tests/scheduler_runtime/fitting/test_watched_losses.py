@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -214,3 +215,19 @@ def test_the_watch_and_copies_to_the_host_and_accumulation() -> None:
         assert plan.solution.simulation is not None
         assert plan.solution.simulation.peak_bytes <= BUDGET_BYTES
         assert plan.solution.simulation.host_peak_bytes <= 10**6
+
+
+@pytest.mark.parametrize("dim", [None, 0, -1])
+def test_a_product_in_the_loss_has_the_bits_of_eager_mode(dim: int | None) -> None:
+    """PyTorch's backward function of `prod` takes another formula while any mode is there."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model = copy.deepcopy(plain)
+    fit(model, budget="100MB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(6, 8)
+    for each in (plain, model):
+        output = each(batch)
+        (output[:2].prod() if dim is None else output.prod(dim)).square().mean().backward()
+    remove(model)  # takes the watch off
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, parameter.grad)
