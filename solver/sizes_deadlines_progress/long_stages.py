@@ -19,6 +19,10 @@ FIRST_AFTER_S = 2.0
 hour."""
 
 
+LAST_LINE_S = 1.0
+"""The thread has at most so long to end, which takes it no time unless the machine is busy."""
+
+
 class Lines:
     """The lines of one stage. write: takes one; by `tick` it is called in whatever thread ticks."""
 
@@ -64,9 +68,11 @@ def now_and_then(what: str, write: Say) -> Iterator[Say]:
     def say(line: str) -> None:
         lines.what = line
 
-    threading.Thread(target=run, name="what-runs", daemon=True).start()
+    thread = threading.Thread(target=run, name="what-runs", daemon=True)
+    thread.start()
     try:
         yield say
     finally:
         ended.set()
         lines.close()
+        thread.join(LAST_LINE_S)  # the caller finds its threads as they were
