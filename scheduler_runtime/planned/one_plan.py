@@ -39,8 +39,13 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name = str(group.group_name)
-        self._store = distributed_c10d._get_process_group_store(group)
         self.rank, self._n_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def _store(self) -> dist.Store:
+        """Not kept: what holds on to a group keeps its threads beyond destroy_process_group()."""
+        group = distributed_c10d._resolve_process_group(self._name)
+        return distributed_c10d._get_process_group_store(group)
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks | None:
