@@ -38,7 +38,7 @@ class Ranks:
     """The ranks that a module is distributed over."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._name = str(group.group_name)
+        self._name = group.group_name
         self.rank, self._n_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     @property
