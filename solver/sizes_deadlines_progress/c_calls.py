@@ -105,6 +105,9 @@ def end_idle_calls() -> None:
         worker.thread.join()
 
 
+atexit.register(end_idle_calls)  # before the interpreter goes, in which no thread ends cleanly
+
+
 def calls_are_left() -> bool:
     """Whether calls that nobody waits for are still running."""
     _left[:] = [worker for worker in _left if worker.thread.is_alive()]
