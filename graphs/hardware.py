@@ -200,19 +200,20 @@ def named(name: str) -> Hardware:
 
     Raises ValueError, listing the known names.
     """
-    known = _BY_KEY.get(_key(name))
+    known = _BY_KEY.get(name_key(name))
     if known is None:
         raise ValueError(f"device is {name!r}; one of {', '.join([*DEVICES, *_ALIASES])}")
     return known
 
 
-def _key(name: str) -> str:
+def name_key(name: str) -> str:
+    """What a name is looked up by: case, spaces, "-" and "_" do not matter."""
     return re.sub(r"[\s_-]", "", name.lower())
 
 
 _BY_KEY = {
-    **{_key(name): device for name, device in DEVICES.items()},
-    **{_key(alias): DEVICES[name] for alias, name in _ALIASES.items()},
+    **{name_key(name): device for name, device in DEVICES.items()},
+    **{name_key(alias): DEVICES[name] for alias, name in _ALIASES.items()},
 }
 
 

@@ -13,11 +13,10 @@ of small messages, several nodes with several links each, and communication besi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphs.hardware import Hardware
+from graphs.hardware import Hardware, name_key
 
 
 @dataclass(frozen=True)
@@ -83,17 +82,13 @@ def named(name: str) -> Link:
 
     Raises ValueError, listing the known names.
     """
-    known = _BY_KEY.get(_key(name))
+    known = _BY_KEY.get(name_key(name))
     if known is None:
         raise ValueError(f"the link is {name!r}; one of {', '.join(LINKS)}")
     return known
 
 
-def _key(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name.lower())
-
-
-_BY_KEY = {_key(name): link for name, link in LINKS.items()}
+_BY_KEY = {name_key(name): link for name, link in LINKS.items()}
 
 _OF_DEVICE = {
     "cpu": "gloo",

@@ -1,11 +1,13 @@
 """Dispatch modes that are taken off before what eager mode runs without them.
 
 While any dispatch mode is there, PyTorch's backward function of `prod` takes another formula, of
-other last bits, even if the mode does nothing. (Of the operators in PyTorch's own list of samples,
-`torch.testing._internal.common_methods_invocations`, no other has other bits on the CPU.)
+other last bits, even if the mode does nothing. So does that of `masked_fill` for a value that is
+trained; it is not treated here.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -14,13 +16,13 @@ from torch.utils._python_dispatch import (
 )
 
 
-class Watching(TorchDispatchMode):
+class Watching(TorchDispatchMode, ABC):
     """A mode that only looks; it may be there longer than it has something to look at."""
 
     @property
+    @abstractmethod
     def is_over(self) -> bool:
         """Whether it does nothing any more."""
-        raise NotImplementedError
 
 
 def leave_modes(*, if_over: bool) -> None:
