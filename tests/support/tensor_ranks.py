@@ -29,7 +29,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from examples.integrations import two_processes
 from examples.integrations.two_processes import rank_peak_bytes, run
 from scheduler_runtime import apply, fit
 from scheduler_runtime.fitting import plans_of
@@ -201,7 +200,6 @@ def placements_of(model: nn.Module) -> list[Any]:
 
 
 def work(rank: int, *, n_ranks: int, cases: Sequence[str]) -> None:
-    two_processes.N_MEASURED = 10  # gloo lets go of what it has sent a moment late in some steps
     mesh = init_device_mesh("cpu", (n_ranks,))
     for case in cases:
         plain = model_of(case, mesh)
