@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from benchmarks.zoo import Entry
-from graphs.calls import as_call, find_loss
+from graphs.model_calls import as_call, find_loss
 
 Seen = dict[str, torch.Tensor]
 """What a step shows beside the state that it leaves, by name."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from checkpoint_solver import schedule as schedule
     from checkpoint_solver import synthetic as synthetic
     from graphs import *
-    from graphs.calls import TraceError as TraceError
+    from graphs.model_calls import TraceError as TraceError
     from graphs.trace import trace as trace
     from graphs.trace import trace_variants as trace_variants
     from graphs.training_step import LossOnly as LossOnly
@@ -42,7 +42,7 @@ _FROM_FOLDERS = {
     "BudgetError": "solver.sizes_deadlines_progress",
     "DeviceError": "solver.device_and_costs",
     "LossOnly": "graphs.training_step",
-    "TraceError": "graphs.calls",
+    "TraceError": "graphs.model_calls",
     "default_budgets": "solver.plan_analysis",
     "trace": "graphs.trace",
     "trace_variants": "graphs.trace",

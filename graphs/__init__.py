@@ -6,7 +6,7 @@ Only `graphs.trace` (`from graphs.trace import trace`) and its helpers import to
 from graphs.files import FormatError
 from graphs.graph import Graph, GraphError, Node, Tensor
 from graphs.meta import GraphMeta
-from graphs.moved import announce_moves
+from graphs.moved_imports import announce_moves
 from graphs.pipeline import Pipeline, PipelineError
 
 __all__ = [

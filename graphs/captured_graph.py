@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import (
+from graphs.capture import Capture, Layout, Rehearsed, caching_configs
+from graphs.costs import NodeCosts
+from graphs.graph import Graph
+from graphs.meta import GraphMeta
+from graphs.model_calls import (
     Call,
     buffer_forms,
     bytes_by_dtype,
@@ -17,10 +21,6 @@ from graphs.calls import (
     parameter_forms,
     tensor_names,
 )
-from graphs.capture import Capture, Layout, Rehearsed, caching_configs
-from graphs.costs import NodeCosts
-from graphs.graph import Graph
-from graphs.meta import GraphMeta
 from graphs.rewrites import Variant
 from graphs.training_step import accumulation, with_accumulation, with_device_bytes
 

@@ -7,7 +7,7 @@ functions   The backward pass runs whole functions, each of one or more operator
             has read, and what it computes on the way (`grad * (2 * self.pow(1))` for a square),
             stays until it returns: temporaries of C++ live as long as their expression, and the
             engine holds the incoming gradients and the saved tensors meanwhile. What is known to
-            be dropped before (`graphs.capture.rehearsal`) is not counted for longer.
+            be dropped before (`graphs.capture.backward_rehearsal`) is not counted for longer.
 saved       What autograd saves for a function stays until it has run, read or not.
 sums        Where a tensor gets several gradients, the engine adds the next one to the sum so far,
             in place if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).

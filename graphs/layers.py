@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, argument_order, as_call, check_call, nested
 from graphs.capture import for_absent_card, one_at_a_time
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
+from graphs.model_calls import Call, argument_order, as_call, check_call, nested
 from graphs.trace import trace_module
 from graphs.traced_device import traced_device
 from graphs.training_step import FRESH, MetaOutputs, indices_with_gradient

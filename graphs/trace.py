@@ -19,15 +19,6 @@ import torch
 from torch import nn
 
 from graphs import hardware
-from graphs.calls import (
-    Call,
-    TraceError,
-    argument_order,
-    as_call,
-    check_call,
-    find_loss,
-    nested,
-)
 from graphs.capture import (
     Capture,
     KeptCapture,
@@ -47,6 +38,15 @@ from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
 from graphs.links import link_between
+from graphs.model_calls import (
+    Call,
+    TraceError,
+    argument_order,
+    as_call,
+    check_call,
+    find_loss,
+    nested,
+)
 from graphs.pipeline import Pipeline, with_pipeline
 from graphs.rewrites import (
     Variant,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphs.calls import Call, TraceError
 from graphs.capture import can_trace_absent
 from graphs.hardware import Hardware
+from graphs.model_calls import Call, TraceError
 
 
 def refuse_other(device: torch.device) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, TraceError, device_of
 from graphs.costs import finish_measuring, from_description
+from graphs.model_calls import Call, TraceError, device_of
 from graphs.trace import CapturedStep
 from graphs.training_step import GivenOptimizer, read_optimizer
 from scheduler_runtime.by_submodule import SubmoduleSolution, put

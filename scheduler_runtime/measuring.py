@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import (
+from graphs.costs import CudaPeaks, cpu_peak_bytes
+from graphs.model_calls import (
     TraceError,
     as_call,
     check_call,
@@ -27,7 +28,6 @@ from graphs.calls import (
     local_part,
     nested,
 )
-from graphs.costs import CudaPeaks, cpu_peak_bytes
 from graphs.training_step import GivenOptimizer, read_optimizer
 from scheduler_runtime.host_state import host_blocks
 from solver.sizes_deadlines_progress import names_checked

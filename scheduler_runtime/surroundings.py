@@ -22,9 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from graphs.calls import Call, TraceError, device_of
 from graphs.capture import at_each_checkpoint
 from graphs.costs import CostModel
+from graphs.model_calls import Call, TraceError, device_of
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from solver.device_and_costs import HostLink, find_hardware, host_beside
 from solver.schedule import Places

@@ -6,8 +6,8 @@ First the bits: from the same parameters, buffers and random state, the step is 
 and with it, and the loss, every gradient and every buffer must be bitwise identical. What already
 differs between two steps without the plan (sums in no fixed order, on CUDA) is reported apart. With
 a plan whose rewrites change last bits, the errors of loss and gradients against the step in float64
-are compared instead (`scheduler_runtime.errors`). Then peak and time of the step, optimizer
-included, without and with the plan in turns, beside the prediction.
+are compared instead (`scheduler_runtime.rounding_errors`). Then peak and time of the step,
+optimizer included, without and with the plan in turns, beside the prediction.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import nested
 from graphs.hardware import is_cuda
+from graphs.model_calls import nested
 from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
-from scheduler_runtime.errors import InFloat64, errors, is_reference
 from scheduler_runtime.execute import own_forwards
 from scheduler_runtime.host_state import on_device
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
+from scheduler_runtime.rounding_errors import InFloat64, errors, is_reference
 from solver.schedule import Solution
 from solver.scheduler_runtime_bridge import Verification
 from solver.sizes_deadlines_progress import counted

@@ -16,7 +16,7 @@ from pathlib import Path
 import networkx
 import pytest
 
-from graphs.moved import MOVED_TO
+from graphs.moved_imports import MOVED_TO
 from tests.support.paths import GPT2, ROOT
 
 GRAPH = GPT2
@@ -100,7 +100,7 @@ def test_the_version_loads_nothing_else():
     )
     version, loaded = done.stdout.splitlines()
     assert version.startswith("solve ")
-    ours = {"solver", "solver.cli", "solver.cli.installed"}
+    ours = {"solver", "solver.cli", "solver.cli.installed_version"}
     assert set(loaded.split()) - {"__main__"} == ours
 
 
@@ -221,7 +221,9 @@ def test_the_one_place_that_finds_the_runtime_by_name():
     places = [
         path.name
         for package, path in SOURCES
-        if package in ("graphs", "solver") and path.name != "moved.py" and _names_the_runtime(path)
+        if package in ("graphs", "solver")
+        and path.name != "moved_imports.py"
+        and _names_the_runtime(path)
     ]
     assert places == ["scheduler_runtime_bridge.py"]
 

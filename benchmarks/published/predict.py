@@ -15,11 +15,11 @@ from benchmarks.published.errors import NotPredictedError
 from benchmarks.published.models import model_step
 from benchmarks.published.scripts import SCRIPTS, Script
 from benchmarks.published.shares import fitted_share, ratio_range
-from graphs.calls import Call
 from graphs.capture import can_trace_absent, for_absent_card
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import Hardware, card_called
+from graphs.model_calls import Call
 from graphs.trace import loss_index, trace_module
 from graphs.training_step import cublas_workspace_bytes, with_resident, with_unknown_loss
 from solver.module_checkpointing import plan_regions

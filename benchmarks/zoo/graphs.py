@@ -16,10 +16,10 @@ from torch import nn
 
 from benchmarks.zoo.written import densenet121
 from examples import resnet50
-from graphs.calls import Call, as_call
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
+from graphs.model_calls import Call, as_call
 from graphs.rewrites import Variants, offered, variants_of
 from graphs.synthetic import nets
 from graphs.trace import CapturedStep, loss_index, trace_module

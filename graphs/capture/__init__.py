@@ -1,7 +1,8 @@
 """From a module and a batch to one traced program of forward and backward, and to graph nodes."""
 
 from graphs.capture.absent_card import can_trace_absent, for_absent_card
-from graphs.capture.captured import Capture, Source
+from graphs.capture.backward_rehearsal import Rehearsed
+from graphs.capture.captured_step import Capture, Source
 from graphs.capture.extraction import (
     CPU_RANDOM_STATE_BYTES,
     Layout,
@@ -18,7 +19,7 @@ from graphs.capture.joint_graph import (
     one_at_a_time,
     rehearse,
 )
-from graphs.capture.kept import KeptCapture
+from graphs.capture.kept_program import KeptCapture
 from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned, RandomSources
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.refuse import (
@@ -31,6 +32,5 @@ from graphs.capture.refuse import (
     refuse_replaced_forwards,
     sharing,
 )
-from graphs.capture.rehearsal import Rehearsed
 from graphs.capture.shell import leaves_of
 from graphs.capture.tensor_parallel import has_distributed

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from graphs.calls import TraceError
 from graphs.capture.as_eager import own_generator
-from graphs.capture.captured import Capture
+from graphs.capture.captured_step import Capture
 from graphs.capture.opaque import OpaqueForward
 from graphs.costs import is_collective
 from graphs.graph import Kind, Node, Phase, Tensor
+from graphs.model_calls import TraceError
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of torch.get_rng_state() on the CPU; on CUDA it is 16 bytes, on the host."""

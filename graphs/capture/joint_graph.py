@@ -39,9 +39,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.traceback import annotate
 
-from graphs.calls import Call, TraceError
 from graphs.capture.as_eager import eager_branches, eager_kernels, refuse_fast_path
-from graphs.capture.captured import Capture, read_joint
+from graphs.capture.backward_rehearsal import (
+    BackwardCalls,
+    Rehearsed,
+    compared,
+    has_temporaries,
+    saved_by_functions,
+)
+from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import filled_once, put_meanwhile
 from graphs.capture.generation_cache import no_cache
@@ -53,17 +59,11 @@ from graphs.capture.refuse import (
     refuse_hooks,
     refuse_parametrization_cache,
 )
-from graphs.capture.rehearsal import (
-    BackwardCalls,
-    Rehearsed,
-    compared,
-    has_temporaries,
-    saved_by_functions,
-)
 from graphs.capture.same_program import Described, described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import has_distributed
+from graphs.model_calls import Call, TraceError
 
 TRACING = threading.RLock()
 """Held while tracing: what a trace patches (operators' kernels, branches of libraries, hooks of all
@@ -181,7 +181,7 @@ def rehearse(
     *,
     device: torch.device | None,
 ) -> Rehearsed:
-    """Run the captured step in eager mode on fake tensors; see `graphs.capture.rehearsal`.
+    """Run the captured step in eager mode on fake tensors; see `graphs.capture.backward_rehearsal`.
 
     Nothing is known where it does not run like that (a part that is not traced, and DTensors, whose
     operators run within others); it is not run where no function computes something on the way.

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphs.calls import Call, is_distributed, is_distributed_class, local_part
 from graphs.capture.refuse import global_hooks, sharing
 from graphs.capture.shell import Shell
+from graphs.model_calls import Call, is_distributed, is_distributed_class, local_part
 
 _MADE_ANEW = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Their argument is a real tensor that forward makes anew (`torch.tensor(2.0)`)."""

@@ -18,15 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.calls import (
-    HOLE,
-    Call,
-    TraceError,
-    is_distributed,
-    local_part,
-    nested,
-    strided_like,
-)
 from graphs.capture.as_eager import KnowingMode, Leaf, casts_once
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
@@ -36,6 +27,15 @@ from graphs.capture.refuse import (
     refuse_replaced_buffers,
 )
 from graphs.capture.tensor_parallel import gradient_noted, refuse_distributed, with_part
+from graphs.model_calls import (
+    HOLE,
+    Call,
+    TraceError,
+    is_distributed,
+    local_part,
+    nested,
+    strided_like,
+)
 
 
 class _WithoutHooks(nn.Module):

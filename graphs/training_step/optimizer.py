@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from graphs import hardware
-from graphs.calls import TraceError, local_part, strided_like
 from graphs.costs import CostModel, Tracker
 from graphs.fsdp import shard_rows
+from graphs.model_calls import TraceError, local_part, strided_like
 from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
 from graphs.training_step.state_buckets import Figures, bucket_figures, why_state_stays
 

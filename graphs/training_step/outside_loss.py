@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphs.calls import Call, TraceError, find_loss, nested, same_strides, strided_like
 from graphs.capture import Capture, Layout, NodeCost, capture, extract, fake_output, rehearse
 from graphs.eager_memory import held_by_functions
 from graphs.graph import Graph, Node
+from graphs.model_calls import Call, TraceError, find_loss, nested, same_strides, strided_like
 from graphs.training_step.loss_layout import LossLayout
 
 PREFIX = "loss."

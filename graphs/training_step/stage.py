@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, TraceError, nested
+from graphs.model_calls import Call, TraceError, nested
 from graphs.pipeline import Pipeline, PipelineError
 
 

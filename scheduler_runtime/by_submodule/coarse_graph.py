@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from graphs.calls import Call, environment_of
 from graphs.capture import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph, Node, Tensor
 from graphs.meta import GraphMeta
+from graphs.model_calls import Call, environment_of
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed
 from scheduler_runtime.execute import runs_in_a_loop

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from graphs.calls import nested
+from graphs.model_calls import nested
 from scheduler_runtime.execute import remove_torch_checkpoint
 from scheduler_runtime.measuring import (
     TrainingStep,

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphs.calls import device_of, nested
 from graphs.costs import CudaPeaks, begin_part, cpu_peak_bytes_by_part
+from graphs.model_calls import device_of, nested
 from scheduler_runtime.by_submodule.eager_step import state_restored
 from scheduler_runtime.measuring import no_garbage
 from solver.module_checkpointing import SequentialSteps

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import TraceError, device_of, nested
 from graphs.costs import Roofline
 from graphs.hardware import named
+from graphs.model_calls import TraceError, device_of, nested
 from graphs.rewrites import Variants
 from graphs.training_step import GivenOptimizer, optimizer_costs, with_optimizer
 from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from graphs import hardware
-from graphs.calls import Call, as_call, device_of
 from graphs.costs import Roofline
+from graphs.model_calls import Call, as_call, device_of
 from graphs.training_step import GivenOptimizer, optimizer_costs, read_optimizer
 from scheduler_runtime.applying import remove
 from scheduler_runtime.compiler.fused_costs import FusedCosts

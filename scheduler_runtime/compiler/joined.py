@@ -19,11 +19,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from graphs.calls import strided_like
 from graphs.capture import Capture, Layout, Source, extract, is_random
 from graphs.costs import CostModel, OpCall
 from graphs.graph import Graph
 from graphs.meta import GraphMeta
+from graphs.model_calls import strided_like
 
 
 @dataclass(frozen=True)

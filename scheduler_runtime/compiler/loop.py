@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from graphs.calls import TraceError
 from graphs.capture import SideEffectError
+from graphs.model_calls import TraceError
 from scheduler_runtime.compiler.backends import backend_of
 from scheduler_runtime.compiler.partitioner import BudgetPartitioner, NothingFitsError, Partition
 from scheduler_runtime.compiler.rehearsal import Rehearsal

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import TraceError, device_of, find_loss, nested
 from graphs.capture import attributes_unchanged
+from graphs.model_calls import TraceError, device_of, find_loss, nested
 from scheduler_runtime.measuring import (
     absolute_peak_bytes,
     buffers_and_random_state_restored,

@@ -1,19 +1,10 @@
 """Running a schedule: generated code, autograd functions, checkpoints, CUDA graphs."""
 
-from scheduler_runtime.execute.again import (
-    Again,
-    Others,
-    Shortage,
-    Tighter,
-    drop_frames,
-    kept_bytes,
-)
 from scheduler_runtime.execute.autograd import maker_of
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_streams import CopyStreams, Done, streams_for
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
-from scheduler_runtime.execute.modes_left import Watching, leave_modes
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.program import build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
@@ -21,6 +12,14 @@ from scheduler_runtime.execute.replaced_forward import (
     ReplacedForward,
     own_forwards,
     restore_forward,
+)
+from scheduler_runtime.execute.restart_step import (
+    Again,
+    Others,
+    Shortage,
+    Tighter,
+    drop_frames,
+    kept_bytes,
 )
 from scheduler_runtime.execute.sequential_segments import SegmentedForward, runs_in_a_loop
 from scheduler_runtime.execute.step_program import StepProgram
@@ -33,3 +32,4 @@ from scheduler_runtime.execute.torch_checkpoint import (
     names_inside,
     remove_torch_checkpoint,
 )
+from scheduler_runtime.execute.without_dispatch_modes import Watching, leave_modes

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.calls import distributed_as, local_part, same_strides
-from scheduler_runtime.execute.again import Again, step_device
+from graphs.model_calls import distributed_as, local_part, same_strides
 from scheduler_runtime.execute.copies import Copies
-from scheduler_runtime.execute.modes_left import leave_modes
 from scheduler_runtime.execute.piece import Piece
 from scheduler_runtime.execute.program import Program
+from scheduler_runtime.execute.restart_step import Again, step_device
+from scheduler_runtime.execute.without_dispatch_modes import leave_modes
 
 
 class Run:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphs.calls import Call, nested
 from graphs.capture import OpaqueForward, RandomSources, is_random, leaves_of
+from graphs.model_calls import Call, nested
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
-from scheduler_runtime.execute.again import (
+from scheduler_runtime.execute.autograd import Run, run_step
+from scheduler_runtime.execute.program import Program
+from scheduler_runtime.execute.restart_step import (
     Again,
     Others,
     Place,
@@ -20,8 +22,6 @@ from scheduler_runtime.execute.again import (
     can_run_again,
     step_device,
 )
-from scheduler_runtime.execute.autograd import Run, run_step
-from scheduler_runtime.execute.program import Program
 
 
 class BoundProgram:

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, is_distributed, nested
 from graphs.capture import OpaqueForward
+from graphs.model_calls import Call, is_distributed, nested
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from graphs.calls import Call
+from graphs.model_calls import Call
 
 
 class StepProgram(Protocol):

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from graphs.calls import Call
+from graphs.model_calls import Call
 from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
 
 

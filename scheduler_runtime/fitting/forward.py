@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.calls import Call, device_of, input_forms
 from graphs.costs import CostModel, default_costs, finish_measuring
+from graphs.model_calls import Call, device_of, input_forms
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute import (
     Again,
@@ -24,22 +24,22 @@ from scheduler_runtime.execute import (
     build_program,
     kept_bytes,
 )
-from scheduler_runtime.fitting.attempted import Attempted
-from scheduler_runtime.fitting.beside import Beside
 from scheduler_runtime.fitting.called_part import CalledPart
+from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
 from scheduler_runtime.fitting.known_program import known_program
-from scheduler_runtime.fitting.ladder import Ladder, ladder_of
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen
 from scheduler_runtime.fitting.loss_reserve import LossReserve
 from scheduler_runtime.fitting.loss_watch import not_watched
-from scheduler_runtime.fitting.made import Made, MadePlans
-from scheduler_runtime.fitting.notes import notes_on
+from scheduler_runtime.fitting.memory_beside_module import Beside
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
+from scheduler_runtime.fitting.plan_notes import notes_on
 from scheduler_runtime.fitting.pressure import Pressure
 from scheduler_runtime.fitting.shared_budget import SharedBudget, where_state_may_be
+from scheduler_runtime.fitting.state_before_attempt import Attempted
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
-from scheduler_runtime.fitting.why_another import why_another
+from scheduler_runtime.fitting.tighter_plans import Ladder, ladder_of
+from scheduler_runtime.fitting.why_another_plan import why_another
 from scheduler_runtime.host_state import bring_back, keep_on_host
 from scheduler_runtime.measuring import resident_tensors
 from scheduler_runtime.planned import (

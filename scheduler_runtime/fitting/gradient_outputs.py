@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphs.calls import TraceError, find_loss, nested
+from graphs.model_calls import TraceError, find_loss, nested
 
 
 def gradient_outputs(

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from graphs.calls import Call
 from graphs.capture import Capture
+from graphs.model_calls import Call
 from scheduler_runtime.execute import BoundProgram
-from scheduler_runtime.fitting.ladder import Ladder
+from scheduler_runtime.fitting.tighter_plans import Ladder
 from scheduler_runtime.planned import ProgramCache
 
 

@@ -20,8 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from graphs.calls import nested, same_strides
 from graphs.costs import CostModel, Measured, OpCall
+from graphs.model_calls import nested, same_strides
 from scheduler_runtime.execute import Watching, leave_modes, maker_of
 from scheduler_runtime.fitting.loss_outside import LossSeen
 

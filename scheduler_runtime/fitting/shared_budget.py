@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from graphs.calls import Call, device_of
 from graphs.costs import CostModel
+from graphs.model_calls import Call, device_of
 from scheduler_runtime.fitting.options import Fitted, Options
 from scheduler_runtime.surroundings import Buckets, budget_for, free_budget_bytes, host_for
 from solver.schedule import Places, Request

@@ -11,8 +11,8 @@ import torch
 from graphs.graph import Graph
 from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
-from scheduler_runtime.fitting.beside import Beside
 from scheduler_runtime.fitting.loss_outside import LossBytes
+from scheduler_runtime.fitting.memory_beside_module import Beside
 from scheduler_runtime.planned import NewPlan, new_plan
 from solver.methods import KnownPlan
 from solver.schedule import Request

@@ -1,6 +1,5 @@
 """A module with a plan: its programs by kind of call, guards, mismatches, replanning."""
 
-from scheduler_runtime.planned.another import told, warn_of_another
 from scheduler_runtime.planned.forward import (
     PlannedForward,
     ProgramCache,
@@ -13,7 +12,8 @@ from scheduler_runtime.planned.mismatch import (
     difference,
     difference_of_bits,
 )
-from scheduler_runtime.planned.one_plan import Ranks, RanksDisagreeError
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.planned.planning import NewPlan, new_plan
+from scheduler_runtime.planned.replan_warning import told, warn_of_another
 from scheduler_runtime.planned.replanning import ReplanError, replan
+from scheduler_runtime.planned.same_plan_on_ranks import Ranks, RanksDisagreeError

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from graphs.calls import Call, TraceError, argument_order, device_of, input_forms
 from graphs.capture import Capture, KeptCapture, Planned, refuse_plans
 from graphs.costs import CostModel
 from graphs.graph import Graph
+from graphs.model_calls import Call, TraceError, argument_order, device_of, input_forms
 from graphs.trace import CapturedStep, trace_module
 from scheduler_runtime.execute import (
     BoundProgram,
@@ -31,7 +31,7 @@ from scheduler_runtime.execute import (
     restore_forward,
 )
 from scheduler_runtime.planned.guards import kind_of
-from scheduler_runtime.planned.one_plan import Ranks
+from scheduler_runtime.planned.same_plan_on_ranks import Ranks
 from solver.schedule import Compute, Schedule, name_in
 from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
 from solver.sizes_deadlines_progress import telling_in_lines

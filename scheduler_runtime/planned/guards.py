@@ -34,8 +34,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from graphs.calls import Call
 from graphs.capture import HOOKS, TORCHS_OWN, global_hooks, sharing
+from graphs.model_calls import Call
 
 MANY = 1000
 """Entries of a container; a longer one is known by its length."""

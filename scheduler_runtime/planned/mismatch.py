@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from graphs.calls import (
+from graphs.graph import Graph
+from graphs.model_calls import (
     Call,
     buffer_forms,
     device_of,
@@ -21,7 +22,6 @@ from graphs.calls import (
     parameter_forms,
     signature_of,
 )
-from graphs.graph import Graph
 from graphs.parts import Node
 from graphs.rewrites import PROGRAM_REWRITES, keeps_bits_here
 from graphs.trace import CapturedStep

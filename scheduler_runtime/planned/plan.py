@@ -51,7 +51,7 @@ def _described(value: object) -> str:
 class Plan:
     """A schedule, the request that it answers, and the graph it was made for.
 
-    environment: shapes, dtypes, mode, ... of the step (`graphs.calls.environment_of`).
+    environment: shapes, dtypes, mode, ... of the step (`graphs.model_calls.environment_of`).
     module_graph_id: of the part of the step that the module runs.
     loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).

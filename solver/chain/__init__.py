@@ -2,7 +2,7 @@
 
 from solver.chain.binomial import Action, n_extra_steps, reversal
 from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
-from solver.chain.bookkeeping import computing_blocks
+from solver.chain.blocks_for_reports import computing_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.levels import (
     Level,

@@ -43,7 +43,7 @@ def process() -> int:
 
 
 def _say_version() -> int:
-    from solver.cli.installed import version
+    from solver.cli.installed_version import version
 
     print(f"solve {version()}")
     return 0

@@ -27,12 +27,12 @@ from graphs.files import FormatError
 from graphs.graph import Graph, GraphError
 from solver.cli import explain, outputs
 from solver.cli.arguments import Arguments, UsageError
+from solver.cli.ctrl_c import Watch, leave
 from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import CONFIGURATION, LoadError, SizeError
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.cli.reading_arguments import parse
-from solver.cli.watch import Watch, leave
 from solver.device_and_costs import DeviceError
 from solver.methods import MissingSolverError, TooLargeError
 from solver.module_checkpointing.for_other_frameworks import NoLayersError, layers

@@ -29,7 +29,7 @@ class ModelSizes:
 
         None: a tensor has no size (a lazy module) or no storage (a sparse one).
         """
-        from graphs.calls import nested  # here: it takes torch
+        from graphs.model_calls import nested  # here: it takes torch
 
         tensors = [*model.parameters(), *model.buffers(), *nested.tensors(batch)]
         try:

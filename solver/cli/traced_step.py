@@ -131,7 +131,7 @@ def with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
 
     A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device.
     """
-    from graphs.calls import nested  # here: it takes torch
+    from graphs.model_calls import nested  # here: it takes torch
 
     described = on_meta(file.batch, "the batch", notes)
     size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(described))
@@ -192,7 +192,7 @@ def _called_with(error: Exception, batch: Any) -> str:
     """The shapes of the batch, if the error is one of the model's own code."""
     if error.__cause__ is None:
         return ""
-    from graphs.calls import nested  # here: it takes torch
+    from graphs.model_calls import nested  # here: it takes torch
 
     tensors = nested.tensors(batch)
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]

@@ -8,9 +8,9 @@ are short, the forward unit with the least score is dropped:
 
 where the time counts what is missing above it, so that long runs of missing tensors are not made
 longer. What a guide (the set that a cut keeps) does not hold goes first. Where that gets stuck it
-begins again, with something made ahead of time (`solver.methods.ahead`). Nothing is proven; it
-finds a schedule where the cuts' replay overflows, down to budgets near the least, and never
-overruns: its count of bytes is at least the simulator's.
+begins again, with something made ahead of time (`solver.methods.early_recompute`). Nothing is
+proven; it finds a schedule where the cuts' replay overflows, down to budgets near the least, and
+never overruns: its count of bytes is at least the simulator's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from solver.bound import StorageGraph
-from solver.methods.ahead import Ahead, ahead_of
+from solver.methods.early_recompute import Ahead, ahead_of
 from solver.schedule import Schedule, free_after_last_use, needs, without_dead_computes
 from solver.sizes_deadlines_progress import NEVER, Deadline
 

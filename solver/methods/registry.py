@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from graphs.graph import Graph
 from solver.methods.auto import auto
-from solver.methods.chains_beside import with_chains
+from solver.methods.auto_then_chain_methods import with_chains
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.in_flight import in_flight

@@ -2,7 +2,6 @@
 
 from solver.schedule.copy_addresses import CopyLayout, copy_layout
 from solver.schedule.host_and_disk import Link, Place, Places
-from solver.schedule.in_a_line import plan_line
 from solver.schedule.memory import (
     CATEGORIES,
     LAYERS,
@@ -17,6 +16,7 @@ from solver.schedule.memory import (
     occupancy,
     saved_for_backward,
 )
+from solver.schedule.one_line_summary import plan_line
 from solver.schedule.ops import (
     Compute,
     Copy,

@@ -1,7 +1,7 @@
 """Sizes and number formats, deadlines and C code that Ctrl-C can end, lines on what runs."""
 
-from solver.sizes_deadlines_progress.argument_names import check_names, names_checked
 from solver.sizes_deadlines_progress.c_calls import calls_are_left, end_idle_calls, interruptible
+from solver.sizes_deadlines_progress.cli_or_python_wording import IN_PYTHON, OF_THE_COMMAND, Reader
 from solver.sizes_deadlines_progress.deadline import (
     NEVER,
     Deadline,
@@ -19,8 +19,14 @@ from solver.sizes_deadlines_progress.format import (
     format_share,
     format_time,
 )
-from solver.sizes_deadlines_progress.long_stages import Say, now_and_then
-from solver.sizes_deadlines_progress.reader import IN_PYTHON, OF_THE_COMMAND, Reader
+from solver.sizes_deadlines_progress.misspelt_arguments import check_names, names_checked
+from solver.sizes_deadlines_progress.progress_in_logs import Say, now_and_then
+from solver.sizes_deadlines_progress.progress_in_python import (
+    tell,
+    telling,
+    telling_in_lines,
+    untold,
+)
 from solver.sizes_deadlines_progress.sizes import (
     CUDA_RESERVE_BYTES,
     BudgetError,
@@ -33,4 +39,3 @@ from solver.sizes_deadlines_progress.sizes import (
     reject_missing_unit,
     reject_share,
 )
-from solver.sizes_deadlines_progress.what_runs import tell, telling, telling_in_lines, untold

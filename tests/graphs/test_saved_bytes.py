@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.published.llama import LlamaLayer, linear
-from graphs.calls import Call
 from graphs.graph import Graph
+from graphs.model_calls import Call
 from graphs.trace import trace_module
 
 BF16 = torch.bfloat16

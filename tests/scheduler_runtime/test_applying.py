@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from graphs.calls.call import as_call, find_loss
 from graphs.graph import Graph
+from graphs.model_calls.call import as_call, find_loss
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, ReplanError, apply, remove
 from scheduler_runtime.measuring import measure

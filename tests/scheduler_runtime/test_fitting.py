@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from graphs.calls.call import Call, as_call, find_loss
+from graphs.model_calls.call import Call, as_call, find_loss
 from graphs.trace import trace_module
 from graphs.training_step import with_resident
 from scheduler_runtime import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.calls.call import TraceError
+from graphs.model_calls.call import TraceError
 from scheduler_runtime import apply, fit
 from scheduler_runtime.by_submodule import planning as fallback
 from scheduler_runtime.planned import forward as stand_in

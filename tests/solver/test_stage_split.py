@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs import Pipeline, PipelineError
-from graphs.calls import Call, as_call
 from graphs.costs import default_costs
 from graphs.layers import read_layers
+from graphs.model_calls import Call, as_call
 from graphs.pipeline import pipeline_of
 from graphs.trace import trace_module
 from graphs.training_step import FRESH, indices_with_gradient

@@ -25,7 +25,7 @@ from examples.integrations.two_processes import run
 from graphs.hardware import named
 from scheduler_runtime import apply, fit
 from scheduler_runtime.fitting import plans_of
-from scheduler_runtime.planned import one_plan
+from scheduler_runtime.planned import same_plan_on_ranks
 from solver import Solution, solve
 
 WIDTH, LENGTH = 32, 64
@@ -95,7 +95,7 @@ def nothing_fits_one(rank: int, mesh: DeviceMesh) -> None:
 def one_does_not_come(rank: int, mesh: DeviceMesh) -> None:
     model = fit(model_on(mesh), budget="1GB")
     if rank == 0:
-        one_plan.WAIT_S = 2.0
+        same_plan_on_ranks.WAIT_S = 2.0
         model(batch_of()).backward()
 
 

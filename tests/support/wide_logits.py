@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, argument_order
 from graphs.costs import CostModel, Roofline
 from graphs.hardware import named
+from graphs.model_calls import Call, argument_order
 from graphs.trace import CapturedStep, loss_index, trace_module
 
 N_ROWS, IGNORED = 300, -100  # 4 chunks of 64 rows and one of 44

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphs.calls.call import Call, as_call, find_loss
 from graphs.costs.models import Cost, Measured, OpCall, Roofline, flops_of
 from graphs.costs.operators import FLOPS
 from graphs.graph import Graph
 from graphs.hardware import named
+from graphs.model_calls.call import Call, as_call, find_loss
 from graphs.trace import loss_index, trace, trace_module
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure

@@ -15,7 +15,7 @@ from scheduler_runtime.fallback import plan_chain
 from solver import Solution, solve, sweep, verify
 from solver.cli.command import main
 from solver.schedule import plan_line
-from solver.sizes_deadlines_progress.what_runs import logger
+from solver.sizes_deadlines_progress.progress_in_python import logger
 from tests.support.command import write_model
 
 

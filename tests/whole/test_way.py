@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO, Entry
-from graphs.calls import as_call, find_loss
+from graphs.model_calls import as_call, find_loss
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure
 from scheduler_runtime.verifying import differences

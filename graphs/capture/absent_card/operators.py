@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from graphs.calls import TraceError
 from graphs.capture.absent_card.attention_choice import AttentionCall, attention_of
+from graphs.model_calls import TraceError
 
 aten = torch.ops.aten
 _AUTOGRAD = "AutogradCUDA"

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from graphs.calls import TraceError
+from graphs.model_calls import TraceError
 
 _FUSED = (
     "_native_multi_head_attention",

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-from graphs.calls import TraceError, strided_like
 from graphs.capture.as_eager import rnn
+from graphs.model_calls import TraceError, strided_like
 
 logger = logging.getLogger(__name__)
 

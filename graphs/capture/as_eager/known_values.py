@@ -24,10 +24,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.calls import is_distributed_class, strided_like
 from graphs.capture.as_eager.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
 from graphs.costs import OpCall
+from graphs.model_calls import is_distributed_class, strided_like
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.traceback import annotate
 
-from graphs.calls import TraceError
+from graphs.model_calls import TraceError
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]

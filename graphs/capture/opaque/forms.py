@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import nested
 from graphs.capture.opaque.island import Island
 from graphs.capture.refuse import generators_of, put_back, state_of_generator
 from graphs.costs import ObservedRun
+from graphs.model_calls import nested
 
 
 @dataclass(frozen=True)

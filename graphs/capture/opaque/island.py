@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from graphs.calls import HOLE, Call, nested, same_strides
 from graphs.capture.refuse import SideEffectError, buffers_of, refuse_replaced_buffers
+from graphs.model_calls import HOLE, Call, nested, same_strides
 
 _AUTOGRAD = (
     torch._C.DispatchKey.AutogradFunctionality,

@@ -21,10 +21,10 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import annotate
 
-from graphs.calls import Call, TraceError, nested
 from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.island import Asked, Saved, laid_out, state_of
 from graphs.costs import ObservedRun
+from graphs.model_calls import Call, TraceError, nested
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import HOLE, Call
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque.bench import Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
@@ -34,6 +33,7 @@ from graphs.capture.refuse import (
     objects_unchanged,
 )
 from graphs.costs import ObservedRun, OperatorCalls
+from graphs.model_calls import HOLE, Call
 
 N_SHUFFLED = 2
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)

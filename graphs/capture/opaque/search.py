@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from graphs.calls import Call, TraceError
 from graphs.capture.opaque.forms import OpaqueCall
 from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
 from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, observe
 from graphs.capture.refuse import HookError, has_refused_hook
+from graphs.model_calls import Call, TraceError
 
 MOST_TRACES = 12
 """Of one model; each adds a module, or replaces one by the module that contains it."""

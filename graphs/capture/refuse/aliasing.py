@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphs.calls import TraceError
+from graphs.model_calls import TraceError
 
 
 def refuse_overlapping(

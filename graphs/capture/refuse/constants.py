@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from graphs.calls import TraceError, nested
+from graphs.model_calls import TraceError, nested
 
 _NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from graphs.calls import TraceError
+from graphs.model_calls import TraceError
 
 
 def refuse_replaced_forwards(model: nn.Module) -> None:

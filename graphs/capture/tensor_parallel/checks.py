@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import TraceError, is_distributed
+from graphs.model_calls import TraceError, is_distributed
 
 _STYLES = "torch.distributed.tensor"
 

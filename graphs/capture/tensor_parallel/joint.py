@@ -12,7 +12,7 @@ import torch
 from torch._functorch._aot_autograd import descriptors
 from torch.utils import _pytree as pytree
 
-from graphs.calls import TraceError
+from graphs.model_calls import TraceError
 
 
 def of_local_parts(graph: torch.fx.Graph) -> None:

@@ -1,5 +1,5 @@
 """The default method: cuts, eviction and recombination, with a proven bound."""
 
+from solver.methods.auto.copy_placement import Gap, find_gaps, place_side_by_side
 from solver.methods.auto.entry import auto
 from solver.methods.auto.local_optimum import drop_recomputation
-from solver.methods.auto.placing import Gap, find_gaps, place_side_by_side

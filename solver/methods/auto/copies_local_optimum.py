@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph
-from solver.methods.auto.placing import Gap
+from solver.methods.auto.copy_placement import Gap
 from solver.schedule import missing_computes, needs, without_dead_computes
 
 LEAST_GAIN = 1e-9

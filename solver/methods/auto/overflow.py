@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph
-from solver.methods.auto.placing import Gap, find_gaps, live_bytes_by_run, place_copies
+from solver.methods.auto.copy_placement import Gap, find_gaps, live_bytes_by_run, place_copies
 from solver.schedule import Place, Places, Schedule, baseline
 
 

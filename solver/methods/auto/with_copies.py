@@ -42,9 +42,7 @@ from solver.bound import (
     least_time_s,
 )
 from solver.methods.auto.copies_local_optimum import Attempt, climb
-from solver.methods.auto.from_cuts import schedule_from_cuts
-from solver.methods.auto.overflow import overflowing
-from solver.methods.auto.placing import (
+from solver.methods.auto.copy_placement import (
     Gap,
     Placed,
     find_gaps,
@@ -52,6 +50,8 @@ from solver.methods.auto.placing import (
     never_copied,
     place_side_by_side,
 )
+from solver.methods.auto.from_cuts import schedule_from_cuts
+from solver.methods.auto.overflow import overflowing
 from solver.methods.auto.search import DONE_GAP
 from solver.methods.auto.stages import recompute_only
 from solver.methods.best_so_far import BestSoFar

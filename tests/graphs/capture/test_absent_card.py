@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphs.calls import TraceError
 from graphs.capture.absent_card import AttentionCall, attention_of, can_trace_absent
 from graphs.capture.absent_card.operators import _WHOLE_ON_CUDA
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
+from graphs.model_calls import TraceError
 from graphs.trace import trace
 from solver import solve
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from checkpoint_solver import fit
-from graphs.calls import TraceError
+from graphs.model_calls import TraceError
 
 
 class Products(nn.Module):

@@ -13,11 +13,11 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from graphs.calls.call import TraceError
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.costs.models import Cost, Roofline
 from graphs.costs.operators import OpCall
 from graphs.hardware import named
+from graphs.model_calls.call import TraceError
 from graphs.trace import trace
 from graphs.training_step.optimizer import optimizer_costs
 

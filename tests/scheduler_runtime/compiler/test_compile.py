@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.calls.call import TraceError
+from graphs.model_calls.call import TraceError
 from scheduler_runtime import (
     GraphBreakError,
     compile,

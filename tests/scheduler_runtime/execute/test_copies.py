@@ -21,15 +21,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from graphs.calls.call import as_call, find_loss
 from graphs.graph import Graph
+from graphs.model_calls.call import as_call, find_loss
 from graphs.trace import trace
 from scheduler_runtime import apply
 from scheduler_runtime.execute import copies as copies_module
-from scheduler_runtime.execute.again import step_device
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.copy_streams import Done, OnCuda
 from scheduler_runtime.execute.cuda_graph import CudaGraphError, check_program
+from scheduler_runtime.execute.restart_step import step_device
 from scheduler_runtime.execute.spill_file import CopyError
 from scheduler_runtime.measuring import measure
 from solver import solve

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.zoo import SMALL
-from graphs.calls.call import Call
+from graphs.model_calls.call import Call
 from scheduler_runtime import CudaGraphError, apply
 from scheduler_runtime.execute import cuda_graph
 from solver import solve

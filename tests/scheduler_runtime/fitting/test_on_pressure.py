@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scheduler_runtime import attempt, fit, plans_of
-from scheduler_runtime.fitting import ladder, pressure
+from scheduler_runtime.fitting import pressure, tighter_plans
 from solver.sizes_deadlines_progress import format_size_up
 from tests.support.paths import ROOT
 from tests.support.short_memory import FailingOperators, SmallDevice
@@ -261,7 +261,7 @@ def test_less_room_on_the_device_is_seen_before_the_step(
     solution = first.solution
     growth_bytes = solution.simulation.peak_bytes - solution.graph.resident_bytes
     room = growth_bytes + 10_000
-    monkeypatch.setattr(ladder, "room_bytes", lambda _device: room)
+    monkeypatch.setattr(tighter_plans, "room_bytes", lambda _device: room)
     from_start(model, state)
     step(model, Case())
     assert len(plans_of(model)) == 1
@@ -283,7 +283,7 @@ def test_an_error_elsewhere_that_the_device_has_counted_makes_the_next_step_tigh
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     n_errors = 0
-    monkeypatch.setattr(ladder, "n_out_of_memory", lambda _device: n_errors)
+    monkeypatch.setattr(tighter_plans, "n_out_of_memory", lambda _device: n_errors)
     model = fitted(model_of())
     step(model, Case())
     n_errors = 1

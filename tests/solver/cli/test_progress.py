@@ -57,7 +57,7 @@ class Written(io.StringIO):
 
 
 def test_what_takes_long_is_said_without_a_terminal(monkeypatch):
-    monkeypatch.setattr("solver.sizes_deadlines_progress.long_stages.FIRST_AFTER_S", 0.001)
+    monkeypatch.setattr("solver.sizes_deadlines_progress.progress_in_logs.FIRST_AFTER_S", 0.001)
     text = Written()
     console = Console(file=text, force_terminal=False, width=80)
     with Progress(quiet=False, console=console).says("sweeping") as say:

@@ -11,7 +11,7 @@ from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods.auto import with_copies as module
 from solver.methods.auto.copies_local_optimum import Attempt, _neighbours, climb
-from solver.methods.auto.placing import find_gaps
+from solver.methods.auto.copy_placement import find_gaps
 from solver.schedule import (
     IllegalScheduleError,
     Link,

@@ -3,7 +3,7 @@
 from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods import find_obstacle
-from solver.methods.ahead import Ahead, ahead_of
+from solver.methods.early_recompute import Ahead, ahead_of
 from solver.methods.evict import evict
 from solver.schedule import simulate
 from tests.support.brute_force import least_peak_bytes

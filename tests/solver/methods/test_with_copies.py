@@ -9,8 +9,8 @@ from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.bound import StorageGraph
 from solver.methods import find_obstacle
-from solver.methods.auto import auto, placing
-from solver.methods.auto.placing import find_gaps, longest_to_disk, place_copies
+from solver.methods.auto import auto, copy_placement
+from solver.methods.auto.copy_placement import find_gaps, longest_to_disk, place_copies
 from solver.methods.proposal import Proposal
 from solver.schedule import (
     CopyLayout,
@@ -256,7 +256,7 @@ def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) 
         excesses.append(layout.excess(args[2]))
         return layout
 
-    monkeypatch.setattr(placing, "copy_layout", recorded)
+    monkeypatch.setattr(copy_placement, "copy_layout", recorded)
     places = host(2e10, int(share * most_bytes))
     found = auto(graph, budget_bytes=budget_bytes, time_limit_s=60, seed=0, places=places)
     assert found.schedule is not None

@@ -12,7 +12,7 @@ from graphs.graph import Graph, Tensor
 from graphs.rewrites import Variants
 from solver import solve
 from solver.methods import AS_IT_IS, KnownPlan, reused, transferred
-from solver.methods.reusing import REUSE_LOSS
+from solver.methods.reuse_known_plan import REUSE_LOSS
 from solver.schedule import Request, baseline, free_after_last_use, simulate
 from tests.support.brute_force import fastest, least_peak_bytes
 from tests.support.builders import op

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, nested
 from graphs.costs import CostModel
+from graphs.model_calls import Call, nested
 from scheduler_runtime.execute import BoundProgram, maker_of
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
 from scheduler_runtime.fitting.options import Fitted

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphs.rewrites import head_loop, row_chunks
 from graphs.trace import trace
-from scheduler_runtime.errors import InFloat64, errors
+from scheduler_runtime.rounding_errors import InFloat64, errors
 from scheduler_runtime.verifying import verify
 from solver import solve
 from solver.reporting import Report

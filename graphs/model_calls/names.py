@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphs.calls import nested
-from graphs.calls.call import HOLE, Call, signature_of
+from graphs.model_calls import nested
+from graphs.model_calls.call import HOLE, Call, signature_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

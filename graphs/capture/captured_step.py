@@ -15,12 +15,12 @@ import torch
 from torch._functorch._aot_autograd import descriptors
 from torch.utils import _pytree as pytree
 
-from graphs.calls import HOLE, TraceError, local_part, nested
 from graphs.capture.as_eager import Guard
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import has_distributed, of_local_parts
+from graphs.model_calls import HOLE, TraceError, local_part, nested
 
 
 @dataclass(frozen=True)

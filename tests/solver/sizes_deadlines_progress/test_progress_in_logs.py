@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from solver.sizes_deadlines_progress.long_stages import Lines, now_and_then
+from solver.sizes_deadlines_progress.progress_in_logs import Lines, now_and_then
 
 GUARD_S = 300
 """Ends a test that hangs."""
@@ -15,7 +15,7 @@ GUARD_S = 300
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     now = {"s": 100.0}
-    monkeypatch.setattr("solver.sizes_deadlines_progress.long_stages.now_s", lambda: now["s"])
+    monkeypatch.setattr("solver.sizes_deadlines_progress.progress_in_logs.now_s", lambda: now["s"])
     return now
 
 
@@ -64,7 +64,7 @@ def test_a_closed_stage_writes_nothing(clock):
 
 
 def test_another_thread_writes_while_the_block_is_silent(monkeypatch):
-    monkeypatch.setattr("solver.sizes_deadlines_progress.long_stages.FIRST_AFTER_S", 0.001)
+    monkeypatch.setattr("solver.sizes_deadlines_progress.progress_in_logs.FIRST_AFTER_S", 0.001)
     came = threading.Event()
     written: list[tuple[str, threading.Thread]] = []
 
@@ -87,7 +87,8 @@ def test_another_thread_writes_while_the_block_is_silent(monkeypatch):
 def test_a_block_that_fails_writes_nothing_more(monkeypatch):
     ends = []
     monkeypatch.setattr(
-        "solver.sizes_deadlines_progress.long_stages.Lines.close", lambda _self: ends.append(True)
+        "solver.sizes_deadlines_progress.progress_in_logs.Lines.close",
+        lambda _self: ends.append(True),
     )
     with pytest.raises(ValueError, match="no"), now_and_then("tracing...", print):
         raise ValueError("no")

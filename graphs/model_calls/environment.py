@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls.call import Call, device_of
-from graphs.calls.names import plain_arguments, tensor_names
+from graphs.model_calls.call import Call, device_of
+from graphs.model_calls.names import plain_arguments, tensor_names
 
 
 def environment_of(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import nested
+from graphs.model_calls import nested
 
 
 class TraceError(ValueError):

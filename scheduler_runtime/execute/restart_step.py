@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from graphs.calls import Call
 from graphs.capture import Capture, RandomSources
+from graphs.model_calls import Call
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.random_state import get_state
 

@@ -2,8 +2,9 @@
 
     loss = attempt(model, lambda: criterion(model(inputs), targets))
 
-Errors in the model's own passes are met where they arise (`scheduler_runtime.execute.again`). The
-loss is the caller's, so the caller has to say what may run twice.
+Errors in the model's own passes are met where they arise
+(`scheduler_runtime.execute.restart_step`). The loss is the caller's, so the caller has to say what
+may run twice.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scheduler_runtime.execute import is_out_of_memory
-from scheduler_runtime.fitting.attempted import Attempted
 from scheduler_runtime.fitting.forward import FittedForward
+from scheduler_runtime.fitting.state_before_attempt import Attempted
 
 T = TypeVar("T")
 

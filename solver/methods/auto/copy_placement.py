@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph
-from solver.methods.auto.beside import Beside, goes_to_disk
+from solver.methods.auto.copy_placement_state import Beside, goes_to_disk
 from solver.schedule import (
     Compute,
     Free,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from graphs.calls import device_of
 from graphs.capture import RandomSources
+from graphs.model_calls import device_of
 from scheduler_runtime.execute import Again, drop_frames
 
 

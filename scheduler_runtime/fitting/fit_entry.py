@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from graphs.calls import as_call, device_of
 from graphs.costs import CostModel
+from graphs.model_calls import as_call, device_of
 from graphs.rewrites import check_word
 from graphs.training_step import is_made_from, read_optimizer
 from scheduler_runtime.execute import ReplacedForward, has_checkpoints

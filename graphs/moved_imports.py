@@ -9,7 +9,7 @@ from types import ModuleType
 
 MOVED_TO = {
     "graphs.eager_memory": "graphs.eager",
-    "graphs.calls": "nested call strides",
+    "graphs.model_calls": "graphs.calls nested call strides",
     "graphs.capture": (
         "shell extract own_checkpoints eager_kernels eager_rnn autocast_casts fake_kernels "
         "known_values library_branches side_effects generators held_tensors overlaps one_dtype "
@@ -23,7 +23,9 @@ MOVED_TO = {
         "graphs.fused_costs graphs.joined budgeted compile_loop rehearsal backends partitioner "
         "split"
     ),
+    "graphs.moved_imports": "moved",
     "scheduler_runtime": "apply fit measure verify",
+    "scheduler_runtime.rounding_errors": "errors",
     "scheduler_runtime.by_submodule": "coarse observe eager_step submodule_solution",
     "scheduler_runtime.execute": (
         "program piece function random_state checkpointed segmented cuda_graph"

@@ -14,8 +14,8 @@ import pytest
 
 from solver.sizes_deadlines_progress import telling as from_the_face
 from solver.sizes_deadlines_progress import untold
-from solver.sizes_deadlines_progress.long_stages import Lines, Say
-from solver.sizes_deadlines_progress.what_runs import logger, tell, telling
+from solver.sizes_deadlines_progress.progress_in_logs import Lines, Say
+from solver.sizes_deadlines_progress.progress_in_python import logger, tell, telling
 from tests.support.paths import ROOT
 
 
@@ -134,14 +134,16 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[Lines]:
         made.append(lines)
         yield lambda line: setattr(lines, "what", line)
 
-    monkeypatch.setattr("solver.sizes_deadlines_progress.what_runs.now_and_then", begun)
+    monkeypatch.setattr("solver.sizes_deadlines_progress.progress_in_python.now_and_then", begun)
     return made
 
 
 @pytest.mark.usefixtures("unconfigured")
 def test_parts_say_how_far_the_whole_is(capsys, monkeypatch, stages):
     clock = {"s": 0.0}
-    monkeypatch.setattr("solver.sizes_deadlines_progress.long_stages.now_s", lambda: clock["s"])
+    monkeypatch.setattr(
+        "solver.sizes_deadlines_progress.progress_in_logs.now_s", lambda: clock["s"]
+    )
     with telling("verifying..."):
         (lines,) = stages
         with telling("tracing Net..."):
@@ -161,7 +163,9 @@ def test_parts_say_how_far_the_whole_is(capsys, monkeypatch, stages):
 
 def test_a_long_silent_stage_is_told_to_configured_logging_too(caplog, monkeypatch, stages):
     clock = {"s": 0.0}
-    monkeypatch.setattr("solver.sizes_deadlines_progress.long_stages.now_s", lambda: clock["s"])
+    monkeypatch.setattr(
+        "solver.sizes_deadlines_progress.progress_in_logs.now_s", lambda: clock["s"]
+    )
     with caplog.at_level(logging.INFO), telling("tracing Net..."):
         clock["s"] = 4.0
         stages[0].tick()

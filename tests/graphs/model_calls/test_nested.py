@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.same_bits import keeping_nothing
-from graphs.calls import nested
+from graphs.model_calls import nested
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, apply, fit
 from scheduler_runtime.by_submodule.planning import plan_chain

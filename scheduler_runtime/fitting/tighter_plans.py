@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call
+from graphs.model_calls import Call
 from scheduler_runtime.execute import BoundProgram, Shortage
 from scheduler_runtime.fitting.options import nothing_fits
 from scheduler_runtime.fitting.pressure import SHARE_KEPT, SHARE_OF_RESERVE, Pressure

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import Call, TraceError, device_of
-from graphs.capture.captured import Capture
+from graphs.capture.captured_step import Capture
 from graphs.capture.joint_graph import described_step
 from graphs.capture.same_program import Described
 from graphs.capture.shell import leaves_of
+from graphs.model_calls import Call, TraceError, device_of
 
 
 class KeptCapture:

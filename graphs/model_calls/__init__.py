@@ -1,6 +1,6 @@
 """How a model is called: its arguments and outputs as flat lists of leaves, and their structure."""
 
-from graphs.calls.call import (
+from graphs.model_calls.call import (
     HOLE,
     Call,
     TraceError,
@@ -13,12 +13,12 @@ from graphs.calls.call import (
     signature_of,
     strided_like,
 )
-from graphs.calls.environment import environment_of
-from graphs.calls.forms import buffer_forms, bytes_by_dtype, input_forms, parameter_forms
-from graphs.calls.local_parts import (
+from graphs.model_calls.environment import environment_of
+from graphs.model_calls.forms import buffer_forms, bytes_by_dtype, input_forms, parameter_forms
+from graphs.model_calls.local_parts import (
     distributed_as,
     is_distributed,
     is_distributed_class,
     local_part,
 )
-from graphs.calls.names import tensor_names
+from graphs.model_calls.names import tensor_names

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls.local_parts import is_distributed, local_part
+from graphs.model_calls.local_parts import is_distributed, local_part
 
 
 def parameter_forms(model: nn.Module) -> dict[str, str]:

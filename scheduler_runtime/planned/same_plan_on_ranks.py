@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from graphs.calls import is_distributed
+from graphs.model_calls import is_distributed
 from solver.schedule import Schedule, Solution, ops_from_json, simulate
 
 WAIT_S = 600.0

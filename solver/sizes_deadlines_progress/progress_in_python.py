@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TextIO
 
-from solver.sizes_deadlines_progress.long_stages import Say, now_and_then
+from solver.sizes_deadlines_progress.progress_in_logs import Say, now_and_then
 
 logger = logging.getLogger("checkpoint_solver")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from graphs.calls import Call
+from graphs.model_calls import Call
 from graphs.trace import CapturedStep
 from scheduler_runtime.planned import Difference, Plan, difference
 from solver.schedule import Solution

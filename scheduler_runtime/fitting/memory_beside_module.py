@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.calls import device_of
 from graphs.costs import CostModel
 from graphs.graph import Graph
+from graphs.model_calls import device_of
 from graphs.training_step import optimizer_costs, together, with_optimizer, with_resident
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.surroundings import Buckets
