@@ -106,10 +106,6 @@ _KEPT = (
 )
 
 
-def _keep_products() -> Any:
-    return checkpoint.create_selective_checkpoint_contexts(list(_KEPT))
-
-
 def compiled(model: nn.Module, _batch: Any, _subject: Subject, setting: Setting) -> Prepared:
     torch._dynamo.reset()
     call = torch.compile(model, backend=setting.backend, dynamic=False)
@@ -163,7 +159,9 @@ WAYS: Mapping[str, Way] = {
     "eager": eager,
     "every block": _checkpointed(1),
     "every second block": _checkpointed(2),
-    "selective": _checkpointed(1, _keep_products),
+    "selective": _checkpointed(
+        1, lambda: checkpoint.create_selective_checkpoint_contexts(list(_KEPT))
+    ),
     "compile": compiled,
     "compile, memory budget": memory_budget,
     "ours": _planned(cuda_graph=False),

@@ -102,7 +102,9 @@ def graph_of(script: Script, hardware: Hardware) -> Graph:
             costs=Roofline(hardware),
         ).graph
     if script.gradient == "made":
-        graph = _held(with_unknown_loss(graph, reserved_bytes=0), _tangents(graph))
+        graph = with_unknown_loss(graph, reserved_bytes=0)
+        # backward(gradient) holds the gradients of the outputs while it runs
+        graph = _held(graph, {t.name for t in graph.tensors if t.kind == "tangent"})
     if script.retains_graph:
         graph = _held(graph, _saved(graph))
     graph = in_place(graph)
@@ -142,11 +144,6 @@ def time_ms(graph: Graph, hardware: Hardware) -> float:
 
 def _every_output(output: Any) -> tuple[int, ...]:
     return tuple(range(len(output))) if isinstance(output, tuple) else (0,)
-
-
-def _tangents(graph: Graph) -> set[str]:
-    """Gradients of the outputs: backward(gradient) holds them while it runs."""
-    return {tensor.name for tensor in graph.tensors if tensor.kind == "tangent"}
 
 
 def _saved(graph: Graph) -> set[str]:

@@ -58,7 +58,7 @@ def of_peaks(rows: Sequence[Row]) -> str:
     fitted = [row for row in rows if "constant" in row]
     lines = [_met(plain, "without any fitted figure")] if plain else []
     if fitted:
-        n_series = len({_series(row) for row in fitted})
+        n_series = len({json.dumps([row["op"], row["config"], row["gpu"]]) for row in fitted})
         lines.append(
             _met(
                 fitted,
@@ -147,10 +147,6 @@ def _title(row: Row) -> str:
 
 def _card(row: Row) -> str:
     return str(row["gpu"]).removeprefix("NVIDIA ").removeprefix("GeForce ")
-
-
-def _series(row: Row) -> str:
-    return json.dumps([row["op"], row["config"], row["gpu"]])
 
 
 def _not_predicted(rows: Sequence[Row]) -> list[str]:

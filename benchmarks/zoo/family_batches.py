@@ -135,15 +135,11 @@ def patched_series() -> Inputs:
     return {"past_values": torch.randn(ROWS, 32, 4), "future_values": torch.randn(ROWS, 8, 4)}
 
 
-def _answers(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.arange(len(tokens)) % 4
-
-
 def questions() -> dict[str, Callable[[], Inputs]]:
     """For question answering: where the answer begins and ends."""
 
     def with_ends(batch: Callable[[], Inputs]) -> Callable[[], Inputs]:
         return lambda: {**(b := batch()), "end_positions": b["start_positions"] + 3}
 
-    batches = texts(_answers, name="start_positions")
+    batches = texts(lambda tokens: torch.arange(len(tokens)) % 4, name="start_positions")
     return {name: with_ends(batch) for name, batch in batches.items()}

@@ -169,10 +169,6 @@ def _recurrent(cell: type[nn.Module]) -> Callable[[], tuple[nn.Module, Any]]:
     )
 
 
-def _sum_of_losses(output: Any, _batch: Any) -> torch.Tensor:
-    return output["reconstruction"] + 0.5 * output["classes"] + 0.1 * output["divergence"]
-
-
 ZOO: Mapping[str, Entry] = {
     "GPT-2": _of_transformers(
         "GPT2LMHeadModel",
@@ -273,6 +269,8 @@ ZOO: Mapping[str, Entry] = {
     "graph network": Entry(_graph_network),
     "several losses": Entry(
         lambda: (written.SeveralLosses(128), (torch.randn(512, 64), torch.arange(512) % N_CLASSES)),
-        loss=_sum_of_losses,
+        loss=lambda output, _batch: (
+            output["reconstruction"] + 0.5 * output["classes"] + 0.1 * output["divergence"]
+        ),
     ),
 }

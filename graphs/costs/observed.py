@@ -51,7 +51,10 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = func(*args, **(kwargs or {}))
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
         self.communicates |= func.namespace in ("c10d", "_c10d_functional")
-        self.reads_values |= not _VALUES.isdisjoint(func.tags) or _has_mask(call)
+        has_mask = call.packet in _INDEXING and any(
+            t.dtype == torch.bool for t in call.inputs()[1:]
+        )
+        self.reads_values |= has_mask or not _VALUES.isdisjoint(func.tags)
         if (call.outputs() or call.mutated()) and not call.is_view():
             self.calls.append(_on_meta(call))
         return value
@@ -59,10 +62,6 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
-
-
-def _has_mask(call: OpCall) -> bool:
-    return call.packet in _INDEXING and any(t.dtype == torch.bool for t in call.inputs()[1:])
 
 
 def _on_meta(call: OpCall) -> OpCall:

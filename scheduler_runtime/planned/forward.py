@@ -240,16 +240,12 @@ def _refuse_saved_tensors_hooks() -> None:
     PyTorch's own (of checkpoints, `save_on_cpu`) leave values as they are.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and not _is_torchs(hooks[0]):
+    if hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch."):
         raise RuntimeError(
             "a planned module is called inside of torch.autograd.graph.saved_tensors_hooks, whose "
             "hooks it would not call: the plan decides what is kept for backward. Call it outside "
             "of that block, or use the plain model (checkpoint_solver.remove(model))"
         )
-
-
-def _is_torchs(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def refuse_second(model: nn.Module) -> None:

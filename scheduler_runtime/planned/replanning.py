@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from graphs.graph import Graph
 from graphs.pipeline import pipeline_of, with_pipeline
-from graphs.rewrites import Variant, variants_of
+from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import with_optimizer
 from scheduler_runtime.planned.plan import Plan
@@ -32,7 +32,8 @@ def replan(
         step,
         lambda graph: _whole(graph, plan, reason),
         dataclasses.replace(plan.request, optimizer_state=where),
-        planned=_variants(plan),
+        # the plan's own as well: its graph was perhaps made with others
+        planned=tuple(dict.fromkeys([*variants_of(plan.request.rewrites), plan.rewrites])),
         known=known,
     )
     solution = found.solution
@@ -42,11 +43,6 @@ def replan(
             f"({solution.status}){solution.obstacle_text}"
         )
     return step.with_rewrites(solution.graph.meta.rewrites), found
-
-
-def _variants(plan: Plan) -> Sequence[Variant]:
-    """Those of the request, and the plan's own: a graph was perhaps made with others."""
-    return tuple(dict.fromkeys([*variants_of(plan.request.rewrites), plan.rewrites]))
 
 
 def _whole(graph: Graph, plan: Plan, reason: str) -> Graph:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +75,8 @@ def hrevolve(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | N
 
 def disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
     """`hrevolve` for a disk that holds any number of snapshots, whatever `disk` says."""
-    return hrevolve(n_steps=n_steps, levels=(memory, _endless(disk, n_steps)))
+    endless = replace(disk, n_snapshots=n_steps)
+    return hrevolve(n_steps=n_steps, levels=(memory, endless))
 
 
 def periodic_disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
@@ -209,10 +210,6 @@ class _Stack:
                 tasks.append(("reverse", middle + 1, middle))
             else:
                 tasks += [("stored", place + 1, middle, n_right), ("store", middle, place + 1)]
-
-
-def _endless(level: Level, n_steps: int) -> Level:
-    return Level(n_steps, level.write_cost, level.read_cost)
 
 
 class _Tables:

@@ -147,14 +147,12 @@ class Copies:
             if event.stream == "compute":
                 if event.start_s > at_s + least_s:
                     storage = copied_by.get(event.start_s, "")
-                    found.append(Stall(at_s, event.start_s, self._node(event.position), storage))
+                    node = self.graph.node_by_name[name_in(self.ops[event.position])]
+                    found.append(Stall(at_s, event.start_s, node, storage))
                 at_s = event.end_s
         if self.end_s > at_s + least_s:
             found.append(Stall(at_s, self.end_s, None, copied_by.get(self.end_s, "")))
         return tuple(found)
-
-    def _node(self, position: int) -> Node:
-        return self.graph.node_by_name[name_in(self.ops[position])]
 
     @cached_property
     def trips(self) -> tuple[Trip, ...]:

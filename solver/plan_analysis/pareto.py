@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.methods import METHODS, Method, find_obstacle
-from solver.schedule import Obstacle, Places, Request, Schedule, Solution, simulate_unplanned
+from solver.schedule import Obstacle, Places, Request, Solution, simulate_unplanned
 from solver.sizes_deadlines_progress import Deadline, check_time_limit, interrupted
 from solver.solving import attempt, with_state_choices
 
@@ -121,10 +121,8 @@ def sweep(
         found = answers.get((request.method, request.budget_bytes))
         if found is None:
             # of each variant the schedule of the largest budget so far fits this one too
-            starts = {
-                schedule.graph_id: schedule
-                for schedule in (*reached, *_schedules(points, request.method))
-            }
+            found_before = (p.schedule for p in points if p.method == request.method)
+            starts = {s.graph_id: s for s in (*reached, *found_before) if s is not None}
             found = attempt(step, request, starts=tuple(starts.values()), quick=quick)
             if found.interrupted and found.status == "time_limit":  # nothing by then
                 break
@@ -191,11 +189,6 @@ def _spread(
     span_bytes = peak_bytes - least_bytes
     sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}
     return tuple(reserve_bytes + size for size in sorted(sizes | {reached_bytes}))
-
-
-def _schedules(points: Iterable[Solution], method: str) -> Iterator[Schedule]:
-    """Of what was found with this method so far."""
-    return (p.schedule for p in points if p.method == method and p.schedule is not None)
 
 
 def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:

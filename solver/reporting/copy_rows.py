@@ -123,7 +123,7 @@ def timeline_rows(found: Copies) -> Iterator[Row]:
     """Each stream over the step in N_COLUMNS letters, and what is on the host and the disk."""
     edges_s = [found.end_s * column / N_COLUMNS for column in range(N_COLUMNS + 1)]
     for stream in found.streams:
-        spans = [(e.start_s, e.end_s) for e in found.events if e.stream == stream.name]
+        spans = [(e.start_s, e.end_s, 1.0) for e in found.events if e.stream == stream.name]
         yield stream.title, _letters(spans, edges_s)
     yield "on the host", _held_letters(found.host_bytes(), edges_s)
     if any(stream.name == "spill" for stream in found.streams):
@@ -135,17 +135,13 @@ def _held_letters(held: Sequence[tuple[float, int]], edges_s: list[float]) -> st
     """held: (seconds, bytes from then on). As a share of the most."""
     most_bytes = max((size_bytes for _, size_bytes in held), default=0) or 1
     spans = pairwise([*held, (edges_s[-1], 0)])
-    return _weighted_letters(
+    return _letters(
         ((start_s, stop_s, n_bytes / most_bytes) for (start_s, n_bytes), (stop_s, _) in spans),
         edges_s,
     )
 
 
-def _letters(spans_s: Iterable[tuple[float, float]], edges_s: list[float]) -> str:
-    return _weighted_letters(((start_s, stop_s, 1.0) for start_s, stop_s in spans_s), edges_s)
-
-
-def _weighted_letters(spans: Iterable[tuple[float, float, float]], edges_s: list[float]) -> str:
+def _letters(spans: Iterable[tuple[float, float, float]], edges_s: list[float]) -> str:
     """How much of each column the spans fill, each by its weight."""
     width_s = edges_s[1] or 1.0
     filled_s = [0.0] * (len(edges_s) - 1)

@@ -247,11 +247,6 @@ def freed_early_bytes(solution: Solution) -> int:
     return simulate(solution.plain, baseline(solution.plain)).peak_bytes
 
 
-def _rewrites(solution: Solution) -> dict[str, Any] | None:
-    found = rewritten(solution)
-    return None if found is None else asdict(found)
-
-
 def _answer(solution: Solution) -> dict[str, Any]:
     """One method's answer; the fields of a schedule are null when there is none."""
     schedule, simulation = solution.schedule, solution.simulation
@@ -260,7 +255,7 @@ def _answer(solution: Solution) -> dict[str, Any]:
         "status": solution.status,
         "method": solution.method,
         "schedule": run,
-        "rewrites": _rewrites(solution),
+        "rewrites": (found := rewritten(solution)) and asdict(found),
         "overhead": solution.overhead,
         "overhead_range": overhead_range(solution),
         "lower_bound_s": _finite(solution.lower_bound_s),
@@ -281,15 +276,15 @@ def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, 
         "activation_bytes_by_dtype": activation_bytes_by_dtype(graph, schedule, simulation.peak_op),
         "time_s": simulation.time_s,
         "n_recomputed": simulation.n_recomputed,
-        **(_in_flight(graph, simulation) if graph.n_in_flight > 1 else {}),
+        **(
+            {"n_in_flight": graph.n_in_flight, "saved_bytes": simulation.saved_bytes}
+            if graph.n_in_flight > 1
+            else {}
+        ),
         "reserved_bytes": reserved_by_setting(graph, schedule) or None,
         **(_copies(simulation) if simulation.host_peak_bytes else {}),
         **({"host_state_bytes": graph.host_state_bytes} if graph.host_state_bytes else {}),
     }
-
-
-def _in_flight(graph: Graph, simulation: Simulation) -> dict[str, Any]:
-    return {"n_in_flight": graph.n_in_flight, "saved_bytes": simulation.saved_bytes}
 
 
 def _copies(simulation: Simulation) -> dict[str, Any]:

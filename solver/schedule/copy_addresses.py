@@ -55,19 +55,12 @@ class _Stay:
     size_bytes: int
 
 
-def _largest_first(stay: _Stay) -> Any:
-    return -stay.size_bytes, stay.start
-
-
-def _longest_first(stay: _Stay) -> Any:
-    return stay.start - stay.stop, -stay.size_bytes
-
-
-def _largest_area_first(stay: _Stay) -> Any:
-    return (stay.start - stay.stop) * stay.size_bytes, stay.start
-
-
-ORDERS: Sequence[Callable[[_Stay], Any]] = (_largest_first, _largest_area_first, _longest_first)
+ORDERS: Sequence[Callable[[_Stay], Any]] = (
+    lambda stay: (-stay.size_bytes, stay.start),
+    lambda stay: ((stay.start - stay.stop) * stay.size_bytes, stay.start),
+    lambda stay: (stay.start - stay.stop, -stay.size_bytes),
+)
+"""The largest first, those of the largest area (bytes times ops), those that stay longest."""
 
 
 def copy_layout(graph: Graph, schedule: Schedule, places: Places | None) -> CopyLayout:

@@ -43,16 +43,12 @@ def refuse_fast_path() -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for where, name in replaced:
-            new = instead(getattr(where, name), _no)
+            new = instead(getattr(where, name), lambda *_args: False)
             stack.enter_context(mock.patch.object(where, name, new))
         for name in _FUSED:
             new = instead(getattr(torch, name), _refuse)
             stack.enter_context(mock.patch.object(torch, name, new))
         yield
-
-
-def _no(*_args: Any) -> bool:
-    return False
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> Any:

@@ -197,7 +197,9 @@ class _Watch:
             outside_bytes=max(0, ran.packed_bytes - taken[0].saved_bytes),
             forward=ObservedRun(tuple(forward.calls), forward_s, takes.forward_bytes),
             backward=ObservedRun(tuple(backward.calls), backward_s, takes.backward_bytes),
-            recomputable=not any(map(_has_hooks, self.module.modules())),
+            recomputable=not any(
+                getattr(module, hooks) for module in self.module.modules() for hooks in HOOKS
+            ),
         ), ran.outs
 
     def _island(self, call: Call) -> tuple[Island, list[torch.Tensor]]:
@@ -298,7 +300,3 @@ def _uses(ran: Ran) -> tuple[int, bool]:
         stack += {*following} - seen
         seen.update(following)
     return max(n_uses.values(), default=0), False
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, hooks) for hooks in HOOKS)

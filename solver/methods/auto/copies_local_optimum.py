@@ -9,7 +9,7 @@ most. Work is counted in nodes placed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -45,7 +45,7 @@ def climb(folded: StorageGraph, place: Place, start: Attempt, *, max_work: int) 
             work += len(order)
             if work > max_work:
                 return best
-            if _compute_s(folded.graph, order) >= best.time_s:
+            if math.fsum(folded.graph.node_by_name[name].time_s for name in order) >= best.time_s:
                 continue
             found = place(order)
             if found is not None and found.time_s < best.time_s * (1 - LEAST_GAIN):
@@ -86,7 +86,3 @@ def _recomputed_before(folded: StorageGraph, order: Sequence[str], gap: Gap) -> 
     there = {tensor.name for tensor in graph.resident} | (made & read) - members
     back = missing_computes(graph, sorted(members & read & made), there)
     return [*before, *back, *after]
-
-
-def _compute_s(graph: Graph, order: Iterable[str]) -> float:
-    return math.fsum(graph.node_by_name[name].time_s for name in order)

@@ -34,7 +34,6 @@ from functools import partial
 from graphs.graph import Graph
 from solver.bound import (
     CopyBinding,
-    CopyCut,
     CopyProgram,
     StorageGraph,
     binding_copies,
@@ -210,16 +209,12 @@ def _with_the_host_alone(search: CopySearch) -> None:
         budget_bytes=search.budget_bytes,
         time_limit_s=search.deadline.left_s / 2,
         places=Places(host=search.to.host),
-        starts=[schedule for schedule in search.starts if not _uses_disk(schedule)],
+        starts=[s for s in search.starts if not any(isinstance(op, Spill) for op in s.ops)],
         quick=search.quick,
     )
     search.timed_out = search.timed_out or proposal.timed_out
     if proposal.schedule is not None:
         search.offer(proposal.schedule)
-
-
-def _uses_disk(schedule: Schedule) -> bool:
-    return any(isinstance(op, Spill) for op in schedule.ops)
 
 
 def _choose(search: CopySearch) -> None:
@@ -329,7 +324,8 @@ def _copy_what_overflows(search: CopySearch) -> None:
     if search.gap <= OPTIMAL_GAP:
         return
     orders = []
-    away_bytes = max((_away_bytes(search, cut) for cut in search.binding.ranked[:1]), default=0)
+    strongest = search.binding.ranked[:1]
+    away_bytes = sum(search.folded.unit_bytes[u] for cut in strongest for u in cut.away or ())
     for share in MORE_SHARES:
         if away_bytes and not search.time_is_up():
             budget_bytes = search.budget_bytes + int(share * away_bytes)
@@ -385,7 +381,3 @@ COPYING: tuple[Stage, ...] = (
 )
 STAGES = (*COPYING, _without_copies)  # the last may take all the time
 SLOW_STAGES = (_copy_what_overflows, _step_by_step)
-
-
-def _away_bytes(search: CopySearch, cut: CopyCut) -> int:
-    return sum(search.folded.unit_bytes[u] for u in cut.away or ())

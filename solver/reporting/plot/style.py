@@ -107,23 +107,18 @@ def inline_svg(axes: Axes, *, name: str) -> str:
     text = written.getvalue().decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<svg[^>]*>", _root, text, count=1)
+    root, _, rest = text.partition(">")
+    text = re.sub(r'\s(?!viewBox)[\w:]+="[^"]*"', "", root) + ">" + rest
     text = re.sub(r'\bid="', f'id="{name}-', text).replace("xlink:href", "href")
     text = text.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
-    text = re.sub(r' (d|x|y|transform)="[^"]*"', _shortened, text)
+    text = re.sub(  # rounded to hundredths of a point
+        r' (d|x|y|transform)="[^"]*"',
+        lambda attribute: re.sub(r"(\d+\.\d\d)\d+", r"\1", attribute.group()),
+        text,
+    )
     for colour, variable in COLOUR_VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     return text.strip()
-
-
-def _root(tag: re.Match[str]) -> str:
-    """The first tag, reduced to its view box."""
-    return re.sub(r'\s(?!viewBox)[\w:]+="[^"]*"', "", tag.group())
-
-
-def _shortened(attribute: re.Match[str]) -> str:
-    """Round to hundredths of a point."""
-    return re.sub(r"(\d+\.\d\d)\d+", r"\1", attribute.group())
 
 
 def _figure_of(axes: Axes) -> Figure:
