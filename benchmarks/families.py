@@ -36,13 +36,12 @@ from torch import nn
 from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.matrix import changes, footprint, peak_faults
-from benchmarks.same_bits import RATE, trained
+from benchmarks.same_bits import RATE, between, trained
 from benchmarks.step_styles import STYLES, Seen, Training
 from benchmarks.zoo import LOSS_INSIDE
 from benchmarks.zoo.families import FAMILIES, Family
 from graphs.trace import TraceError, trace
 from scheduler_runtime import FitError, fit, plans_of
-from scheduler_runtime.verifying import differences
 from solver.methods import find_obstacle
 from solver.schedule import baseline, simulate
 from solver.sizes_deadlines_progress import counted
@@ -108,11 +107,6 @@ def fitted(training: Training, expected: list[Seen], options: Mapping[str, Any])
     plans = plans_of(training.model)
     solution = plans[-1].solution
     assert solution.simulation is not None
-    found = [
-        f"step {index}: {difference}"
-        for index, (one, other) in enumerate(zip(expected, shown, strict=True))
-        for difference in differences(one, other).values()
-    ]
     return {
         "status": solution.status,
         "n_plans": len(plans),
@@ -121,7 +115,7 @@ def fitted(training: Training, expected: list[Seen], options: Mapping[str, Any])
         "n_recomputed": solution.simulation.n_recomputed,
         "overhead": solution.overhead,
         "n_compared": sum(map(len, expected)),
-        "differences": found[:5],
+        "differences": between(expected, shown)[:5],
         "predicted_peak_bytes": solution.simulation.peak_bytes,
         "measured_peak_bytes": measured_bytes,
     }

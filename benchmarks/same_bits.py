@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,12 +83,16 @@ def compare(
     planned = apply(copy.deepcopy(model), solution)
     training = Training(planned, copy.deepcopy(batch), entry)
     shown, peak_bytes = trained(training, style, measure=True)
-    found = [
+    return Comparison(between(expected, shown), sum(map(len, expected)), peak_bytes)
+
+
+def between(expected: Sequence[Seen], shown: Sequence[Seen]) -> tuple[str, ...]:
+    """What two trainings show differently, step by step, in words."""
+    return tuple(
         f"step {index}: {difference}"
         for index, (one, other) in enumerate(zip(expected, shown, strict=True))
         for difference in differences(one, other).values()
-    ]
-    return Comparison(tuple(found), sum(map(len, expected)), peak_bytes)
+    )
 
 
 def _left(training: Training) -> Seen:

@@ -123,11 +123,6 @@ def reduce_scatter_s(n_bytes: int, *, n_ranks: int, link: Link) -> float:
     return _ring_s(n_bytes, n_rounds=1, n_ranks=n_ranks, link=link)
 
 
-def send_s(n_bytes: int, *, link: Link) -> float:
-    """Seconds from one rank to another: a message of `n_bytes`."""
-    return link.call_s + link.step_s + n_bytes / link.bytes_per_s
-
-
 def _ring_s(n_bytes: int, *, n_rounds: int, n_ranks: int, link: Link) -> float:
     """Each rank passes on n - 1 of n equal parts in each round."""
     if n_ranks < 1:

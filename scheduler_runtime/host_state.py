@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphs.training_step import aligned, of_buckets, trained, why_state_stays
-from scheduler_runtime.execute import CopyStreams, Done, streams_for
+from scheduler_runtime.execute import CopyStreams, Done, storage_bytes, streams_for
 
 _KEPT: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostState] = weakref.WeakKeyDictionary()
 
@@ -143,7 +143,7 @@ class _Bucket:
         if not now:
             return
         if self.host is not None and _same(now, self.there):
-            source = _all_bytes(next(iter(now.values())))
+            source = storage_bytes(next(iter(now.values())))
             self.left.append((streams.out(self.host, source, []), source))
         else:
             self._store_anew(now, streams)
@@ -298,10 +298,3 @@ class HostState:
 def _same(one: _Tensors, other: _Tensors) -> bool:
     """Whether these are the same objects under the same names."""
     return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
-
-
-def _all_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Of its storage."""
-    storage = tensor.untyped_storage()
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from scheduler_runtime.execute.copy_streams import CopyStreams, Done, streams_for
+from scheduler_runtime.execute.copy_streams import CopyStreams, Done, storage_bytes, streams_for
 from scheduler_runtime.execute.spill_file import CopyError, Job, SpillFile
 from solver.schedule import CopyLayout
 from solver.sizes_deadlines_progress import format_both
@@ -139,7 +139,7 @@ class Copies:
 
     def store(self, storage: str, start: int, stop: int, *tensors: torch.Tensor) -> None:
         """Copy to these bytes of the host. tensors: on the storage, to be brought back."""
-        source, aside = _bytes_of(tensors[0]), None
+        source, aside = storage_bytes(tensors[0]), None
         if source.numel() > stop - start:
             aside = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
             start = 0
@@ -249,10 +249,3 @@ class Copies:
     def _file(self) -> SpillFile:
         assert self._open.file is not None
         return self._open.file
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its storage."""
-    storage = tensor.untyped_storage()
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -130,3 +130,10 @@ class OnCuda:
 
 def streams_for(device: torch.device) -> CopyStreams:
     return OnCuda(device) if device.type == "cuda" else AtOnce()
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of its storage, as a tensor on it."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

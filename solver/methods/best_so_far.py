@@ -72,6 +72,14 @@ class BestSoFar:
             self.best = schedule, simulation
         return True
 
+    @property
+    def best_share(self) -> float:
+        """Time that the best schedule loses, as a share of the baseline's; inf without one."""
+        if self.best is None:
+            return math.inf
+        baseline_s = self.graph.baseline_time_s
+        return (self.best[1].time_s - baseline_s) / baseline_s if baseline_s else 0.0
+
     def is_faster(self, order: Sequence[str]) -> bool:
         """Whether running these nodes would be faster than the best so far."""
         nodes = self.graph.node_by_name

@@ -114,14 +114,6 @@ class _Search(BestSoFar):
             self._retry()
 
     @property
-    def best_share(self) -> float:
-        """Time that the best schedule loses, as a share of the baseline's; inf without one."""
-        if self.best is None:
-            return math.inf
-        baseline_s = self.graph.baseline_time_s
-        return (self.best[1].time_s - baseline_s) / baseline_s if baseline_s else 0.0
-
-    @property
     def open_share(self) -> float:
         """The least bound of the open spans; inf where none is left."""
         return self._open[0].lost_share if self._open else math.inf

@@ -15,7 +15,6 @@ from graphs.links import (
     link_between,
     named,
     reduce_scatter_s,
-    send_s,
 )
 
 SIMPLE = Link("simple", "a link", bytes_per_s=1e9, call_s=1e-3, step_s=1e-4, source="made up")
@@ -68,10 +67,6 @@ def test_one_rank_sends_nothing() -> None:
     assert all_reduce_s(10**9, n_ranks=1, link=SIMPLE) == 0.0
     with pytest.raises(ValueError, match="n_ranks is 0"):
         all_gather_s(10**9, n_ranks=0, link=SIMPLE)
-
-
-def test_a_message_takes_its_latency_and_its_bytes() -> None:
-    assert send_s(10**6, link=SIMPLE) == pytest.approx(1e-3 + 1e-4 + 1e-3)
 
 
 def test_an_h100_reduces_what_a_layer_of_llama_sends_in_a_tenth_of_a_millisecond_or_two() -> None:

@@ -55,14 +55,6 @@ class Search(BestSoFar):
         self.lost_share = max(self.lost_share, lost_share)
 
     @property
-    def best_share(self) -> float:
-        """Time that the best schedule loses, as a share of the baseline's; inf without one."""
-        if self.best is None:
-            return math.inf
-        baseline_s = self.graph.baseline_time_s
-        return (self.best[1].time_s - baseline_s) / baseline_s if baseline_s else 0.0
-
-    @property
     def gap(self) -> float:
         """What is left between the best schedule and the bound, as a share of the baseline."""
         return self.best_share - self.lost_share

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.zoo.word_language import TransformerLanguageModel
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit
 from scheduler_runtime.fitting import plans_of
 from solver import solve
+from tests.support.word_language import TransformerLanguageModel
 
 N_TOKENS = 60
 

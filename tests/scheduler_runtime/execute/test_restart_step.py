@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.zoo.word_language import (
+from scheduler_runtime import fit
+from scheduler_runtime.fitting import plans_of
+from scheduler_runtime.measuring import absolute_peak_bytes, resident_tensors
+from tests.support.word_language import (
     CellLanguageModel,
     RecurrentLanguageModel,
     detached,
 )
-from scheduler_runtime import fit
-from scheduler_runtime.fitting import plans_of
-from scheduler_runtime.measuring import absolute_peak_bytes, resident_tensors
 
 N_TOKENS, WIDTH, N_ROWS = 60, 32, 4
 
