@@ -91,6 +91,14 @@ def _labelled(n_images: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _LANGUAGE = {"vocab_size": N_TOKENS, "use_cache": False}
+_GPT2 = _LANGUAGE | {
+    "n_layer": 4,
+    "n_embd": 128,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 _DECODER = _LANGUAGE | {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -170,28 +178,12 @@ def _recurrent(cell: type[nn.Module]) -> Callable[[], tuple[nn.Module, Any]]:
 
 
 ZOO: Mapping[str, Entry] = {
-    "GPT-2": _of_transformers(
-        "GPT2LMHeadModel",
-        _language(4, 128),
-        **_LANGUAGE,
-        n_layer=4,
-        n_embd=128,
-        n_head=4,
-        n_positions=128,
-        bos_token_id=0,
-        eos_token_id=0,
-    ),
+    "GPT-2": _of_transformers("GPT2LMHeadModel", _language(4, 128), **_GPT2),
     "GPT-2, many tokens": _of_transformers(
         "GPT2LMHeadModel",
         _language(4, 128),
-        vocab_size=8192,  # so many that the loss can run in row chunks
-        use_cache=False,
-        n_layer=2,
-        n_embd=64,
-        n_head=4,
-        n_positions=128,
-        bos_token_id=0,
-        eos_token_id=0,
+        # so many that the loss can run in row chunks
+        **_GPT2 | {"vocab_size": 8192, "n_layer": 2, "n_embd": 64},
     ),
     "Llama": _of_transformers("LlamaForCausalLM", _language(4, 128), **_DECODER),
     "Qwen3": _of_transformers("Qwen3ForCausalLM", _language(4, 128), **_DECODER, head_dim=32),
