@@ -295,7 +295,7 @@ def _validate(graph: Graph) -> None:
             )
     for name in graph.outputs:
         if name not in tensors:
-            raise GraphError(f"outputs names {name!r}, which is no tensor of the graph")
+            raise GraphError(f"outputs names {name!r}, which is not a tensor of the graph")
     if len(set(graph.outputs)) != len(graph.outputs):
         raise GraphError("outputs names a tensor twice")
 
@@ -330,7 +330,7 @@ def _check_wiring(graph: Graph) -> set[str]:
         rank = PHASES.index(node.phase)
         for name in node.inputs:
             if name not in tensors:
-                raise GraphError(f"node {node.name!r} reads {name!r}, which is no tensor")
+                raise GraphError(f"node {node.name!r} reads {name!r}, which is not a tensor")
             if name in made_by and name not in made:
                 raise GraphError(
                     f"node {node.name!r} reads {name!r}, which {made_by[name].name!r} makes later: "
@@ -343,7 +343,7 @@ def _check_wiring(graph: Graph) -> set[str]:
         on_inputs = {graph.root(name) for name in node.inputs}
         for name in node.outputs:
             if name not in tensors:
-                raise GraphError(f"node {node.name!r} makes {name!r}, which is no tensor")
+                raise GraphError(f"node {node.name!r} makes {name!r}, which is not a tensor")
             if name in made:
                 raise GraphError(f"tensor {name!r} is made twice (again by {node.name!r})")
             root = tensors[name].alias_of

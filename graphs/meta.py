@@ -144,12 +144,13 @@ _OWN_CHECKPOINTS = (
     "baseline."
 )
 _NO_CACHE = (
-    "config.use_cache is on. Planned training steps make no cache for generation, as transformers "
-    "itself does with gradient checkpointing. Results are those of training with it off, to the "
-    "bit; with it on, keys and values lie in memory otherwise, and last bits may differ."
+    "config.use_cache is on. Planned training steps create no cache for generation, as "
+    "transformers itself does with gradient checkpointing. Results are those of training with it "
+    "off, to the bit; with it on, keys and values are laid out differently in memory, and last "
+    "bits may differ."
 )
 _REFUSED = (
-    "The loss is not planned in row chunks: on this device, what a row's bits are depends on the "
+    "The loss is not planned in row chunks: on this device, the bits of a row depend on the "
     "rows that are computed with it."
 )
 _READS_VALUES = (

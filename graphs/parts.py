@@ -89,7 +89,7 @@ def check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
     root = tensors.get(tensor.alias_of)
     if root is None:
         raise GraphError(
-            f"tensor {tensor.name!r}: alias_of is {tensor.alias_of!r}, which is no tensor"
+            f"tensor {tensor.name!r}: alias_of is {tensor.alias_of!r}, which is not a tensor"
         )
     if root.alias_of is not None:
         raise GraphError(

@@ -124,7 +124,7 @@ def _run(module: str, *arguments: str, cwd: Path, path: Path | None = None) -> s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

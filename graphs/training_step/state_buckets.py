@@ -41,7 +41,7 @@ def why_state_stays(optimizer: optim.Optimizer) -> str:
     """Why the state of this optimizer cannot leave the device; "": it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in BY_PARAMETER:
-        return f"{name} is none of torch's optimizers that step each parameter by itself"
+        return f"{name} is not one of torch's optimizers that step each parameter by itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable"
     if any(hasattr(parameter, "device_mesh") for _, parameter in trained(optimizer)):

@@ -208,9 +208,9 @@ class Again:
         """Run the forward pass again, with a program for the gradients that have arrived."""
         if self._has_changed():
             raise RuntimeError(
-                "another output of the model gets a gradient than planned, and the step cannot run "
-                "again, because a parameter or the batch has changed since its forward pass: call "
-                "backward first, or say which outputs the loss is computed from: "
+                "an output of the model gets a gradient that was not planned for, and the step "
+                "cannot run again, because a parameter or the batch has changed since its forward "
+                "pass: call backward first, or say which outputs the loss is computed from: "
                 "fit(model, loss_outputs=lambda output: ...)"
             )
         self._hold(arrived)

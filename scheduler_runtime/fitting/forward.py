@@ -178,7 +178,7 @@ class FittedForward(CalledPart):
             try:
                 found = self._planned(call, held_bytes=0, instead_of=outdated)
             except FitError as error:
-                warnings.warn(f"fit: {error}. The plan that was there stays", stacklevel=2)
+                warnings.warn(f"fit: {error}. The earlier plan stays in use", stacklevel=2)
                 return outdated.program
         if isinstance(found, Ladder):
             return found

@@ -198,7 +198,7 @@ class Ladder:
             return rung
         self.pressure.rose(None if new is self._widest else new.peak_bytes)
         if new is not rung:
-            logger.warning("%s: no shortage of memory for some steps; back to %s", self._title, new)
+            logger.warning("%s: no memory shortage for some steps; back to %s", self._title, new)
         return new
 
     def _after_an_error_outside(self, rung: Rung) -> Rung:

@@ -126,8 +126,8 @@ def difference_of_bits(step: CapturedStep) -> Difference | None:
         return None
     names = ", ".join(name for name in step.graph.meta.rewrites if name in PROGRAM_REWRITES)
     return Difference(
-        f"the plan was made with {names}, and on this device rows in chunks have other bits than "
-        "all at once"
+        f"the plan was made with {names}, and on this device rows computed in chunks have other "
+        "bits than all rows at once"
     )
 
 
@@ -149,7 +149,7 @@ def _other_tensors(here: Sequence[str], planned: Sequence[str] | None) -> str:
     """The call passes other tensors. planned: None: an older file does not say which."""
     given = ", ".join(here) or "none"
     if planned is None:
-        return f"this call passes the tensors {given}, and the planned one passed other ones"
+        return f"this call passes the tensors {given}, and the planned call passed others"
     named = [f"argument {name} is a tensor in this call only" for name in here]
     named = [text for text, name in zip(named, here, strict=True) if name not in planned]
     named += [f"argument {name} was a tensor when planned" for name in planned if name not in here]

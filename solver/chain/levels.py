@@ -221,7 +221,9 @@ class _Tables:
 
     def __init__(self, n_steps: int, levels: Sequence[Level]) -> None:
         if n_steps < 1 or not levels:
-            raise ValueError(f"n_steps is {n_steps} and levels are {levels}; both must not be none")
+            raise ValueError(
+                f"n_steps is {n_steps} and levels are {levels}; at least one of each is needed"
+            )
         self.n_steps, self.levels = n_steps, levels
         none = np.full(n_steps + 1, math.inf)
         none[:2] = 0.0  # a single step needs no snapshot

@@ -206,7 +206,7 @@ class _Device:
 
     def run(self, op: ChainOp) -> None:
         if not isinstance(op, ChainOp):
-            raise self._illegal(f"{op!r:.60} is no chain operation")
+            raise self._illegal(f"{op!r:.60} is not a chain operation")
         first = 0 if isinstance(op, Drop) else 1
         last = self.chain.n_blocks + isinstance(op, Backward)
         if not first <= op.block <= last:

@@ -138,7 +138,7 @@ def with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
     if size_bytes > MOST_BATCH_BYTES:
         notes.append(
             f"The batch of {format_size(size_bytes)} was not allocated, so its values are unknown: "
-            "if forward reads them, apply plans anew at the first step."
+            "if forward reads them, apply plans again at the first step."
         )
         return described
     return nested.map_tensors(lambda tensor: tensor.to(device), file.batch())

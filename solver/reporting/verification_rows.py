@@ -21,7 +21,7 @@ _WHY_ABOVE = (
 )
 _WHY_BELOW = (
     "below: likely code that writes into parts of tensors or drops them early where the trace has "
-    "tensors of their own, or workspace that kernels of this machine do not take"
+    "separate tensors, or workspace that kernels of this machine do not take"
 )
 
 _WHY_OTHER = (

@@ -88,7 +88,7 @@ class Device:
             return self._move(op)
         node = self.graph.node_by_name.get(op.node)
         if node is None:
-            raise self._illegal(f"compute names {op.node!r}, which is no node of the graph")
+            raise self._illegal(f"compute names {op.node!r}, which is not a node of the graph")
         self._check_turn(node)
         self._check_tensors(node)
         if self._saved_bytes is None and len(self._ran) >= len(self.graph.forward_nodes):
@@ -152,8 +152,8 @@ class Device:
             root = self.graph.root(node.overwrites)
             if where := self.streams.copies_of(root):
                 raise self._illegal(
-                    f"{node.name!r} overwrites {root!r}, of which the {where} has a copy; let it "
-                    "be given up before"
+                    f"{node.name!r} overwrites {root!r}, of which the {where} has a copy; give "
+                    "that copy up first"
                 )
 
     def _check_recompute(self, node: Node) -> None:
@@ -218,12 +218,12 @@ class Device:
     def _move(self, op: Op) -> int:
         """A copy to or from the host or the disk, or the end of one there."""
         if self.streams is None or not isinstance(op, Copy | Drop | Delete):
-            raise self._illegal(f"{op!r} is no op of a schedule")
+            raise self._illegal(f"{op!r} is not an op of a schedule")
         storage = op.storage
         tensor = self.graph.tensor_by_name.get(storage)
         try:
             if tensor is None:
-                raise MoveError("which is no tensor of the graph")
+                raise MoveError("which is not a tensor of the graph")
             if tensor.alias_of is not None:
                 raise MoveError(f"an alias; name its storage, {tensor.alias_of!r}")
             if storage not in self.graph.producer:
@@ -285,7 +285,7 @@ class Device:
             known = name in self.graph.tensor_by_name
             raise self._illegal(
                 f"free names {name!r}, which "
-                + ("is resident and stays to the end" if known else "is no tensor of the graph")
+                + ("is resident and stays to the end" if known else "is not a tensor of the graph")
             )
         if name not in self._live:
             raise self._illegal(f"free names {name!r}, which is not on the device")

@@ -126,6 +126,6 @@ def check_time_limit(time_limit_s: object) -> None:
     if is_number and 0 < float(time_limit_s) < math.inf:  # type: ignore[arg-type]
         return
     raise ValueError(
-        f"time_limit_s is {time_limit_s!r}; it is how many seconds a search may take: a finite "
-        "number above zero, such as 60"
+        f"time_limit_s is {time_limit_s!r}; it is the number of seconds that a search may take: a "
+        "finite number above zero, such as 60"
     )

@@ -98,7 +98,7 @@ def test_what_pytorchs_partitioner_saves_is_simulated() -> None:
     with torch.device("meta"):
         model, batch = Tower(), torch.empty(256, 64)
     step = captured(model, batch)
-    found = peers.partitioned(step, time_limit_s=60.0)
+    found = peers.partitioned(step, time_limit_s=600.0)
     assert set(found) == {"torch dp", "torch greedy", "torch ilp"}
     for simulations in found.values():
         assert len(simulations) == len(peers.RATIOS)
@@ -124,7 +124,7 @@ def test_a_deep_chain_is_planned_beside_the_exact_chain_program() -> None:
 
 def test_offload_measures_and_names_its_misses() -> None:
     graph = residual(n_blocks=6)
-    found = offload.measure_graph("net", graph, shares=[0.5], time_limit_s=60.0)
+    found = offload.measure_graph("net", graph, shares=[0.5], time_limit_s=600.0)
     (row,) = found["rows"]
     assert 0.0 <= row["both_450"]["bound"] <= row["both_450"]["overhead"] + 1e-9
     assert row["both_450"]["overhead"] <= row["recompute"]["overhead"] + 1e-3

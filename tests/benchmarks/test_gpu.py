@@ -183,7 +183,7 @@ def test_what_the_gpu_machine_may_lack_is_not_needed():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.stdout.strip().endswith("ran"), done.stderr
@@ -197,7 +197,7 @@ def test_the_smoke_part_runs_the_tests_of_a_file_and_keeps_their_findings(tmp_pa
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -272,8 +272,8 @@ def test_a_schedule_is_judged_again_when_it_is_read(tmp_path):
     ("change", "reason"),
     [
         ({"graph_id": "sha256:0"}, "another graph"),
-        ({"ops": [["compute", "zz"]]}, "'zz', which is no node"),
-        ({"ops": [["free", "zz"]]}, "'zz', which is no tensor"),
+        ({"ops": [["compute", "zz"]]}, "'zz', which is not a node"),
+        ({"ops": [["free", "zz"]]}, "'zz', which is not a tensor"),
         ({"ops": [["free", "x"]]}, "is resident"),
         ({"ops": []}, "has never run"),
         ({"budget_bytes": 100}, "above the 100"),

@@ -87,14 +87,14 @@ def swap(graph: Graph, what: str, which: str, /, **changes: Any) -> Graph:
         ("tensor", "x", {"size_bytes": -1}, "tensor 'x': size_bytes is -1"),
         ("tensor", "x", {"size_bytes": 2**60 + 1}, "must be from 0 to 2"),
         ("tensor", "x", {"kind": "weight"}, "tensor 'x': kind is 'weight'; one of parameter"),
-        ("tensor", "h.view", {"alias_of": "y"}, "alias_of is 'y', which is no tensor"),
+        ("tensor", "h.view", {"alias_of": "y"}, "alias_of is 'y', which is not a tensor"),
         ("tensor", "h.view", {"alias_of": "w.view"}, "itself an alias of 'w'"),
         ("tensor", "h.view", {"alias_of": "h.view"}, "itself an alias"),
         ("tensor", "w.view", {"alias_of": "h"}, "no node outputs the alias"),
         ("node", "mm", {"name": ""}, "node has an empty name"),
         ("node", "mm", {"name": "view"}, "two nodes are called 'view'"),
-        ("node", "mm", {"inputs": ("x", "y")}, "node 'mm' reads 'y', which is no tensor"),
-        ("node", "mm", {"outputs": ("h", "stats", "y")}, "makes 'y', which is no tensor"),
+        ("node", "mm", {"inputs": ("x", "y")}, "node 'mm' reads 'y', which is not a tensor"),
+        ("node", "mm", {"outputs": ("h", "stats", "y")}, "makes 'y', which is not a tensor"),
         ("node", "mm", {"inputs": ("x", "loss")}, "which 'loss' makes later"),
         ("node", "mm", {"inputs": ("x", "h")}, "which 'mm' makes later"),
         ("node", "mm", {"outputs": ("h", "h", "stats")}, "tensor 'h' is made twice"),
@@ -114,7 +114,7 @@ def test_refused(step: Graph, kind: str, name: str, changes: dict[str, Any], mes
 
 
 def test_refused_outputs(step: Graph) -> None:
-    with pytest.raises(GraphError, match="outputs names 'y', which is no tensor"):
+    with pytest.raises(GraphError, match="outputs names 'y', which is not a tensor"):
         replace(step, outputs=("y",))
     with pytest.raises(GraphError, match="outputs names a tensor twice"):
         replace(step, outputs=("loss", "loss"))
@@ -185,7 +185,7 @@ def test_optional_fields_may_be_left_out(step: Graph) -> None:
         (("nodes", 0, "op"), None, "field 'op'"),
         (("nodes", 0, "inputs"), "xw", "field 'inputs' is 'xw'; expected a list"),
         (("nodes", 0, "inputs"), ["x", 3], "expected a string in UTF-8"),
-        (("nodes", 0, "inputs"), ["nobody"], "reads 'nobody', which is no tensor"),
+        (("nodes", 0, "inputs"), ["nobody"], "reads 'nobody', which is not a tensor"),
         (("nodes", 0, "time_s"), -1, "field 'time_s'"),
         (("nodes", 0, "time_s"), "1", "expected a number"),
         (("nodes", 0, "time_s"), float("nan"), "field 'time_s'"),

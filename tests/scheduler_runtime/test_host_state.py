@@ -319,7 +319,7 @@ def test_a_state_that_is_made_anew_counts() -> None:
 
 def test_what_cannot_be_on_the_host() -> None:
     net = model()
-    with pytest.raises(ValueError, match=r"host, and LBFGS is none of torch's optimizers"):
+    with pytest.raises(ValueError, match=r"host, and LBFGS is not one of torch's optimizers"):
         keep_on_host(optim.LBFGS(net.parameters()), (8,))
     with pytest.raises(ValueError, match=r"trains 3 tensors, and this Adam trains 8; plan again"):
         keep_on_host(optim.Adam(net.parameters()), (1, 2))
@@ -327,7 +327,7 @@ def test_what_cannot_be_on_the_host() -> None:
     class Own(optim.Adam):
         pass
 
-    with pytest.raises(ValueError, match="Own is none of torch's"):
+    with pytest.raises(ValueError, match="Own is not one of torch's"):
         keep_on_host(Own(net.parameters()), (8,))
     different = optim.Adam(net.parameters(), differentiable=True)
     with pytest.raises(ValueError, match="Adam is differentiable"):

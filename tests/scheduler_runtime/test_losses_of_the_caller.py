@@ -247,7 +247,7 @@ def test_a_model_that_is_not_called_again_leaves_the_next_one_to_be_watched() ->
 @pytest.mark.slow
 def test_another_shape_is_planned_where_a_loss_that_was_seen_does_not_fit() -> None:
     loop = _fitted_loop(_many, SMALL_BUDGET_BYTES)
-    for match in ("this step takes up to", "The plan that was there stays"):
+    for match in ("this step takes up to", "The earlier plan stays in use"):
         with pytest.warns(UserWarning, match=match):
             loop.step()
     loop.batch = tuple(each[: N_ROWS - 8] for each in loop.batch)

@@ -305,7 +305,7 @@ class Around(nn.Module):
         ("leak", "held elsewhere after its call"),
         ("view", "shares memory with another, or an input"),
         ("in place", "in place"),
-        ("number", "something else than tensors and None"),
+        ("number", "something other than tensors and None"),
         ("size", "size of what it returns depends on values"),
     ],
 )

@@ -131,7 +131,7 @@ def test_it_is_on_the_host_where_asked() -> None:
     with pytest.raises(ValueError, match="optimizer_state is 'disk'; one of auto, device, host"):
         planned(optimizer_state="disk")
     own = type("Own", (optim.Adam,), {})
-    with pytest.raises(BudgetError, match="Own is none of torch's optimizers that step each"):
+    with pytest.raises(BudgetError, match="Own is not one of torch's optimizers that step each"):
         planned(own, budget="10GB", optimizer_state="host")
     with pytest.raises(BudgetError, match="the step has no optimizer"):
         planned(None, budget="10GB", optimizer_state="host")

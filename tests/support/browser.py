@@ -114,7 +114,7 @@ def look(browser: str, page: str, directory: Path, *, width: int, dark: bool) ->
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
         env={**os.environ, "HOME": str(directory)},
     )

@@ -110,7 +110,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.slow
 def test_a_process_that_has_traced_for_a_card_can_be_forked_and_train():
     """Autograd has started no thread for a device."""
-    done = subprocess.run([sys.executable, "-c", AFTER_A_TRACE], cwd=ROOT, timeout=300)
+    done = subprocess.run([sys.executable, "-c", AFTER_A_TRACE], cwd=ROOT, timeout=600)
     assert done.returncode == 0
 
 

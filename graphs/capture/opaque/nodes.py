@@ -130,7 +130,7 @@ class StandIn:
         forms = tuple(map(Form.of, given.tensors))
         same = given.spec == call.island.call.spec and given.rest == call.island.call.rest
         if not same or [f.shape for f in forms] != [f.shape for f in call.inputs]:
-            raise TraceError(f"{self.path!r} is called with other arguments than when it ran")
+            raise TraceError(f"{self.path!r} is called with arguments other than those it ran with")
         state, _ = state_of(self.module)
         tensors = [*given.tensors, *state]
         self.asked.append(Asked.now(tensors, first=call.island.first))

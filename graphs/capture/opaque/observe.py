@@ -245,7 +245,7 @@ class _Watch:
 
     def _check(self, ran: Ran, tensors: Sequence[torch.Tensor]) -> None:
         if any(item is not HOLE and item is not None for item in ran.rest):
-            raise self._refuse("it returns something else than tensors and None")
+            raise self._refuse("it returns something other than tensors and None")
         if any(not _is_plain(t, self._device) for t in ran.outs):
             raise self._refuse("it returns a sparse or nested tensor, or one on another device")
         if not ran.outs:
@@ -256,7 +256,7 @@ class _Watch:
             raise self._refuse("a tensor that it returns shares memory with another, or an input")
         n_uses, reaches_others = _uses(ran)
         if reaches_others:
-            raise self._refuse("a tensor that requires a gradient is no parameter of it")
+            raise self._refuse("a tensor that requires a gradient is not one of its parameters")
         if torch.is_autocast_enabled(self._device.type) and n_uses > 1:
             raise self._refuse("autocast casts a weight once that is used several times")
 

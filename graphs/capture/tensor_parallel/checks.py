@@ -49,7 +49,7 @@ def refuse_distributed(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
     if any(map(is_of_parallel_style, hooks)):
         raise TraceError(
             f"{name} itself has a parallel style, so that it is called with a DTensor or returns "
-            "one; a plan is for a module that is called with this rank's tensors: put it into a "
+            "one; a plan is for a module that is called with this rank's tensors: wrap it in a "
             "module, or give the style to its submodules"
         )
     _refuse_meshes(model)
@@ -83,7 +83,7 @@ def _refuse_meshes(model: nn.Module) -> None:
         _refuse_placement(name, tensor)
     if mesh.get_coordinate() is None:
         raise TraceError(
-            f"this process is no rank of the mesh {mesh}; plan and run on its ranks only"
+            f"this process is not a rank of the mesh {mesh}; plan and run on its ranks only"
         )
 
 

@@ -354,7 +354,7 @@ def test_what_each_rank_holds_is_what_was_predicted(n_ranks, cases):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -565,11 +565,11 @@ def process(directory: Path, seed: int, word: str) -> subprocess.Popen[str]:
 def test_processes_in_one_directory(tmp_path: Path) -> None:
     """A killed one leaves nothing behind, and two at once do not meet."""
     killed = process(tmp_path, 0, "killed")
-    said, _ = killed.communicate(timeout=300)
+    said, _ = killed.communicate(timeout=600)
     assert (killed.returncode, said) == (-signal.SIGKILL, "0\n")
     assert not list(tmp_path.iterdir())
     both = [process(tmp_path, seed, "runs") for seed in (1, 2)]
-    assert [each.communicate(timeout=300)[0] for each in both] == ["same\n", "same\n"]
+    assert [each.communicate(timeout=600)[0] for each in both] == ["same\n", "same\n"]
     assert not list(tmp_path.iterdir())
 
 

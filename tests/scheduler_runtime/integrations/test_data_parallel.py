@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]
     try:
         for worker in workers:
-            _, errors = worker.communicate(timeout=300)
+            _, errors = worker.communicate(timeout=600)
             assert worker.returncode == 0, errors
     finally:
         for worker in workers:

@@ -131,7 +131,7 @@ def test_two_processes_train_with_the_same_bits(example: str, tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

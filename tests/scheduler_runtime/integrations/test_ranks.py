@@ -38,7 +38,7 @@ def test_each_rank_says_why_the_ranks_cannot_go_on() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -128,5 +128,5 @@ def test_without_snapshots_only_one_step_can_be_reversed() -> None:
     for reverse in (hrevolve, multistage):
         assert reverse(n_steps=2, levels=[Level(0), Level(0)]) is None
         assert reverse(n_steps=1, levels=[Level(0)]) == (("reverse", 1, 0),)
-    with pytest.raises(ValueError, match="must not be none"):
+    with pytest.raises(ValueError, match="at least one of each"):
         hrevolve(n_steps=0, levels=[Level(1)])

@@ -160,7 +160,7 @@ def test_zero_sizes_and_times_are_nothing_special() -> None:
         ((ForwardKeepingAll(3),), r"op 0: .* names no block; .* 1 \.\. 2"),
         ((Backward(4),), r"op 0: .* names no block; .* 1 \.\. 3"),
         ((Drop(-1),), r"op 0: .* names no block; .* 0 \.\. 2"),
-        ((("forward", 1),), r"op 0: \('forward', 1\) is no chain operation"),
+        ((("forward", 1),), r"op 0: \('forward', 1\) is not a chain operation"),
     ],
 )
 def test_illegal_operations_are_refused(ops: tuple[ChainOp, ...], message: str) -> None:

@@ -36,7 +36,7 @@ def test_what_is_said_on_a_terminal():
     console = Console(file=text, force_terminal=True, width=80)
     with Progress(quiet=False, console=console).says("sweeping") as say:
         say("3 of 20 plans")
-        until_s = time.monotonic() + 60  # drawn by a thread, some twelve times a second
+        until_s = time.monotonic() + 600  # drawn by a thread, some twelve times a second
         while "3 of 20" not in text.getvalue() and time.monotonic() < until_s:
             time.sleep(0.02)
     assert "sweeping: 3 of 20 plans" in text.getvalue()
@@ -62,7 +62,7 @@ def test_what_takes_long_is_said_without_a_terminal(monkeypatch):
     console = Console(file=text, force_terminal=False, width=80)
     with Progress(quiet=False, console=console).says("sweeping") as say:
         say("3 of [20] plans")
-        assert text.came.wait(60)
+        assert text.came.wait(600)
     assert re.fullmatch(
         r"sweeping: 3 of \[20\] plans \(\d+ s\)\.\.\.", text.getvalue().split("\n")[-2]
     )
@@ -138,7 +138,7 @@ def test_a_sweep_says_how_far_it_is(tmp_path):
             break
         said += part
     os.close(master)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     assert b"searching with dp (364 ops)" in said
     assert b"sweeping budgets for the curve: " in said
@@ -150,12 +150,12 @@ def test_a_real_ctrl_c_in_the_sweep_keeps_the_plan(tmp_path):
     schedule, curve = tmp_path / "s.json", tmp_path / "c.svg"
     argv = ["--budget", "4GB", "--method", "dp", "-o", str(schedule), "--pareto", str(curve), GPT2]
     process = started(*argv, stderr=subprocess.PIPE)
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 600
     while not schedule.exists() and time.monotonic() < until_s:
         time.sleep(0.02)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, without_progress(err)) == (0, "")
     assert "Interrupted while sweeping budgets" in out
     assert "Answer" in out

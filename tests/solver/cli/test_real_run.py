@@ -38,7 +38,7 @@ IN_A_PART = (
     ("        self.layers =", "        self.part = Part(32, 32)\n        self.layers ="),
     ("        return x.square().mean()", "        return self.part(x).square().mean()"),
 )
-ON_CPU = ("--device", "cpu", "--time-limit", "5")
+ON_CPU = ("--device", "cpu", "--time-limit", "600")
 
 
 def test_real_steps_are_announced_with_what_they_take(

@@ -143,7 +143,7 @@ def test_the_front_doors(tmp_path, capsys) -> None:
     disk = ["--disk", f"1MB:{tmp_path}", "--disk-rate", "1MB/s"]
     assert main([*budget, "--method", "periodic_disk_revolve", *host, *disk, path]) == 0
     capsys.readouterr()
-    assert main([*budget, "--compare", "--time-limit", "30", *host, *disk, path]) == 0
+    assert main([*budget, "--compare", "--time-limit", "60", *host, *disk, path]) == 0
     printed = capsys.readouterr().out
     for name in ("auto", *NAMES):
         assert f"\n  {name}" in printed

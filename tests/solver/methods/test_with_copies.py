@@ -246,7 +246,7 @@ def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) 
     resident_bytes = graph.resident_bytes
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = int(resident_bytes + 0.6 * (peak_bytes - resident_bytes))
-    free = auto(graph, budget_bytes=budget_bytes, time_limit_s=60, seed=0, places=host(2e10))
+    free = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=host(2e10))
     assert free.schedule is not None
     most_bytes = simulate(graph, free.schedule, places=host(2e10)).host_peak_bytes
     excesses = []
@@ -258,7 +258,7 @@ def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(copy_placement, "copy_layout", recorded)
     places = host(2e10, int(share * most_bytes))
-    found = auto(graph, budget_bytes=budget_bytes, time_limit_s=60, seed=0, places=places)
+    found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=places)
     assert found.schedule is not None
     assert not copy_layout(graph, found.schedule, places).excess(places)
     assert any(excesses)
@@ -281,5 +281,5 @@ def test_gradients_that_the_caller_computes_stay() -> None:
     gaps = find_gaps(folded, baseline(graph).order)
     assert "late" not in {folded.unit_names[gap.unit] for gap in gaps}
     assert "early" not in {folded.unit_names[gap.unit] for gap in gaps}
-    proposal = auto(graph, budget_bytes=70, time_limit_s=60, seed=0, places=host(1e9))
+    proposal = auto(graph, budget_bytes=70, time_limit_s=600, seed=0, places=host(1e9))
     assert proposal.schedule is None

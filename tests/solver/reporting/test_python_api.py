@@ -200,7 +200,7 @@ def test_a_module_of_the_working_directory_is_taken(tmp_path, capsys):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

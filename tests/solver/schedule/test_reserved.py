@@ -49,7 +49,7 @@ def random_schedule(seed: int) -> tuple[Graph, Schedule]:
     schedule = baseline(graph)
     if seed % 3 == 1:
         budget_bytes = int(0.9 * simulate(graph, schedule).peak_bytes)
-        proposal = METHODS["auto"](graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
+        proposal = METHODS["auto"](graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
         schedule = proposal.schedule or schedule
     elif seed % 3 == 2:
         schedule = random_copies(graph, schedule, random.Random(seed))

@@ -93,8 +93,8 @@ def test_outputs_that_are_resident_need_nothing() -> None:
         ("f -b g loss q", 1, "not on the device"),
         ("f -a -a g loss q", 2, "not on the device"),
         ("f -x g loss q", 1, "resident"),
-        ("f -nobody g loss q", 1, "no tensor"),
-        ("nobody", 0, "no node"),
+        ("f -nobody g loss q", 1, "not a tensor"),
+        ("nobody", 0, "not a node"),
         ("f g loss q -d", 4, "output"),
     ],
 )
@@ -108,7 +108,7 @@ def test_each_rule_is_enforced(step: Graph, text: str, position: int | None, rea
 
 def test_something_else_than_an_op_is_refused(step: Graph) -> None:
     schedule = Schedule(ops=("f",), graph_id=step.graph_id)  # type: ignore[arg-type]
-    with pytest.raises(IllegalScheduleError, match="'f' is no op of a schedule"):
+    with pytest.raises(IllegalScheduleError, match="'f' is not an op of a schedule"):
         simulate(step, schedule)
 
 

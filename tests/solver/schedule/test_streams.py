@@ -255,7 +255,7 @@ def test_what_was_overwritten_does_not_come_back(in_place: Graph) -> None:
         ("f store:a spill:a spill:a g h q", 3, "which is on the disk already"),
         ("f delete:a g h q", 1, "delete names 'a', which is not on the disk"),
         ("store:x f g h q", 0, "which is resident"),
-        ("f store:nobody g h q", 1, "which is no tensor"),
+        ("f store:nobody g h q", 1, "which is not a tensor"),
         ("f store:a -a g h q", 3, "reads 'a', which is not on the device"),
         ("f g h q store:d drop:d", 4, "store names 'd', which leaves the step"),
     ],

@@ -53,7 +53,7 @@ def test_a_program_of_its_own(configured, printed):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert (done.stdout, done.stderr) == ("", printed)

@@ -44,7 +44,7 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
     assert (
         simulate(graph, schedule_from_cuts(folded, {base: alone.kept[0]})).peak_bytes > budget_bytes
     )
-    search = Search(folded, budget_bytes=budget_bytes, time_limit_s=60)
+    search = Search(folded, budget_bytes=budget_bytes, time_limit_s=600)
     search.prove(lost_share)
     offer_anchored(search, base=base)
     assert search.best is not None
@@ -55,7 +55,7 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
 def test_the_time_limit_leaves_a_known_schedule() -> None:
     """Where the clock leaves no time to find anything, what was known is handed back."""
     budget_bytes = budget_at(RECURRENT, 0.5)
-    known = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=60, seed=0).schedule
+    known = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=600, seed=0).schedule
     assert known is not None
     cold = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=0.0, seed=0)
     assert cold.schedule is None

@@ -60,7 +60,7 @@ def test_bound_truth_schedule(seed: int) -> None:
         least_bytes = least_peak_bytes(graph)
         for budget_bytes in (least_bytes - 1, least_bytes, least_bytes + 2):
             truth = fastest(graph, budget_bytes=budget_bytes)
-            proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
+            proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
             assert proposal.lower_bound_s <= truth.time_s + 1e-9
             if proposal.schedule is not None:
                 simulation = simulate(graph, proposal.schedule)
@@ -77,7 +77,7 @@ def test_bound_truth_schedule(seed: int) -> None:
 def test_gpt2_optima(share: float, percent: float) -> None:
     peak_bytes = simulate(GPT2, baseline(GPT2)).peak_bytes
     budget_bytes = int(GPT2.resident_bytes + share * (peak_bytes - GPT2.resident_bytes))
-    proposal = auto(GPT2, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
+    proposal = auto(GPT2, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
     assert proposal.schedule is not None
     simulation = simulate(GPT2, proposal.schedule)
     assert simulation.peak_bytes <= budget_bytes
@@ -88,7 +88,7 @@ def test_gpt2_optima(share: float, percent: float) -> None:
 def test_gpt2_in_half_is_proven_infeasible() -> None:
     peak_bytes = simulate(GPT2, baseline(GPT2)).peak_bytes
     budget_bytes = (GPT2.resident_bytes + peak_bytes) // 2
-    proposal = auto(GPT2, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
+    proposal = auto(GPT2, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
     assert proposal.schedule is None
     assert proposal.lower_bound_s == math.inf
 
@@ -97,7 +97,7 @@ def test_gpt2_in_half_is_proven_infeasible() -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_gap_closes_at_generous_budgets(name: str, share: float) -> None:
     graph = NETS[name]
-    proposal = auto(graph, budget_bytes=budget(graph, share), time_limit_s=60.0, seed=0)
+    proposal = auto(graph, budget_bytes=budget(graph, share), time_limit_s=600.0, seed=0)
     assert proposal.schedule is not None
     time_s = simulate(graph, proposal.schedule).time_s
     assert overhead(graph, time_s) - overhead(graph, proposal.lower_bound_s) <= 1e-3
@@ -127,7 +127,7 @@ def test_order_in_the_budget() -> None:
         times: list[float] = []
         gaps: list[float] = []
         for share in (1.0, 0.8, 0.6, 0.4):
-            proposal = auto(graph, budget_bytes=budget(graph, share), time_limit_s=60.0, seed=0)
+            proposal = auto(graph, budget_bytes=budget(graph, share), time_limit_s=600.0, seed=0)
             assert proposal.schedule is not None
             times.append(simulate(graph, proposal.schedule).time_s)
             gaps.append(times[-1] - proposal.lower_bound_s)

@@ -168,6 +168,6 @@ def test_the_menu_is_of_the_search_itself(monkeypatch: pytest.MonkeyPatch) -> No
     least = find_obstacle(graph).schedule
     assert least is not None
     for starts in ((), (least,)):
-        auto(graph, budget_bytes=budget(graph, 0.2), time_limit_s=60, seed=0, starts=starts)
+        auto(graph, budget_bytes=budget(graph, 0.2), time_limit_s=600, seed=0, starts=starts)
     alone, started = menus
     assert started == alone

@@ -1,0 +1,12 @@
+"""What the command writes does not depend on how busy the machine is."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_lines_on_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stderr, of stages that last: in this process. A test may ask for them again."""
+    logs = "solver.sizes_deadlines_progress.progress_in_logs"
+    monkeypatch.setattr(f"{logs}.FIRST_AFTER_S", 1e6)
