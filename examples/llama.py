@@ -2,6 +2,7 @@
 
     pip install 'checkpoint-solver[transformers]'
     solve --budget 80GB --device h100 examples/llama.py
+    solve --budget 30GB --device h100 --tensor 8 examples/llama.py
 
 Built from its configuration: nothing is downloaded, and planning allocates no weights. The loss
 alone is returned, so that nobody holds the logits (1 GB) to the end of the step.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint_solver import LossOnly
 
@@ -20,6 +22,10 @@ except ImportError as error:
     raise ImportError(
         "examples/llama.py needs transformers: pip install 'checkpoint-solver[transformers]'"
     ) from error
+
+
+COLWISE = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+ROWWISE = ["self_attn.o_proj", "mlp.down_proj"]
 
 
 def get_model(
@@ -59,3 +65,23 @@ def get_batch(
 def get_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Fused: the default implementation on a GPU takes another 16 GB of temporaries in its step."""
     return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Over tensor-parallel ranks: heads and the inner width of each block, and the vocabulary."""
+    from torch.distributed.tensor import Replicate  # here: it takes a second to import
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    inner = model.get_submodule("model.model")
+    styles = {name: ColwiseParallel() for name in COLWISE}
+    styles |= {name: RowwiseParallel() for name in ROWWISE}
+    for block in inner.get_submodule("layers").children():
+        parallelize_module(block, mesh, styles)
+    split_tokens = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(inner, mesh, {"embed_tokens": split_tokens})
+    whole_logits = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, {"model.lm_head": whole_logits})

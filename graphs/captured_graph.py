@@ -18,6 +18,7 @@ from graphs.model_calls import (
     bytes_by_dtype,
     environment_of,
     input_forms,
+    local_part,
     parameter_forms,
     tensor_names,
 )
@@ -124,18 +125,28 @@ def _values_read(captured: Capture) -> list[dict[str, Any]]:
     return found
 
 
+def _sums(spec: Any) -> dict[str, int]:
+    """spec: of the gradient of a distributed parameter; None: it is a plain one."""
+    if spec is None or not any(placement.is_partial() for placement in spec.placements):
+        return {}
+    return {"n_sums": spec.mesh.size()}
+
+
 def _parameter_layout(
     model: nn.Module, captured: Capture, layout: Layout
 ) -> dict[str, dict[str, Any]]:
-    """What sharding needs to know of each parameter: shape, bytes of an element, its tensor in the
-    graph, and that of its gradient (None: it has none)."""
-    parameters = dict(model.named_parameters())
+    """What sharding needs to know of each parameter: shape and bytes of an element of what this
+    rank has of it, its tensor in the graph, and that of its gradient (None: it has none). n_sums:
+    tensor-parallel ranks whose gradients are parts of a sum that nobody has added up yet (1: they
+    are not)."""
+    parameters = {name: local_part(p) for name, p in model.named_parameters()}
     return {
         source.name: {
             "shape": list(parameters[source.name].shape),
             "element_bytes": parameters[source.name].element_size(),
             "tensor": node.name,
             "gradient": layout.gradients.get(node),
+            **_sums(captured.gradient_specs.get(node)),
         }
         for node, source in captured.sources.items()
         if source.kind == "parameter" and source.name in parameters

@@ -28,7 +28,6 @@ from graphs.capture import (
     capture,
     extract,
     for_absent_card,
-    has_distributed,
     one_at_a_time,
     refuse_replaced_forwards,
     rehearse,
@@ -239,12 +238,6 @@ def _traced(
     args, kwargs = as_call(batch, inputs)
     check_call(model, args, kwargs)
     call = Call.of(args, kwargs, order=argument_order(model.forward))
-    if fsdp is not None and has_distributed(model):
-        raise TraceError(
-            "fsdp= is for a module that is not distributed yet, and parameters of this one are "
-            "DTensors: plan before fully_shard; together with tensor parallelism it is not "
-            "supported"
-        )
     if pipeline is not None:
         check_stage(model, call, pipeline, has_loss=loss is not None, is_sharded=fsdp is not None)
         if pipeline.n_microbatches > 1:

@@ -20,6 +20,7 @@ class ShardedParameter:
     shard_bytes: of each rank, padding included.
     gradient: the tensor that holds its whole gradient, if it has one.
     is_even: whether its rows are a multiple of the number of ranks.
+    n_sums: tensor-parallel ranks over which its gradient has yet to be added up (1: none).
     """
 
     path: str
@@ -27,6 +28,7 @@ class ShardedParameter:
     shard_bytes: int
     gradient: str | None
     is_even: bool
+    n_sums: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def read_parameters(graph: Graph, n_ranks: int) -> list[ShardedParameter]:
                 shard_bytes=n_elements * entry["element_bytes"],
                 gradient=entry["gradient"],
                 is_even=shape[0] % n_ranks == 0,
+                n_sums=entry.get("n_sums", 1),
             )
         )
     return found

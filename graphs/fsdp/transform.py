@@ -24,6 +24,10 @@ A schedule of single operators may recompute an operator outside of its group's 
 FSDP2 cannot do; the whole parameters that it would need are then not counted. Exported plans
 (`to_torch_checkpoint`) recompute only inside of groups.
 
+A module that is distributed over tensor-parallel ranks is sharded as it is: what a rank has of each
+parameter is split once more. Gradients that DTensor leaves as partial sums are added up before they
+are copied in.
+
 With `Sharding.link` what a rank waits for is counted (`graphs.fsdp.communication`); without it
 communication takes no time.
 Not modelled: MixedPrecisionPolicy and CPU offload, reshard_after_forward by a number of ranks,
@@ -35,15 +39,16 @@ counted: a copy of what it gathers, and one of what it reduces.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from graphs.fsdp.communication import with_waits
-from graphs.fsdp.groups import ROOT, Group, GroupFinder, read_parameters
+from graphs.fsdp.groups import ROOT, Group, GroupFinder, ShardedParameter, read_parameters
 from graphs.fsdp.spec import Sharding, ShardingError, sharding_of, sharding_words
 from graphs.graph import Graph, Node, Phase, Tensor
-from graphs.links import named
+from graphs.links import all_reduce_s, named
 
 GLOO_SCALARS_BYTES = 12
 """gloo divides a sum by the number of ranks, a tensor that it allocates in two dtypes."""
@@ -183,6 +188,7 @@ class _Transform:
         trained = [p for p in group.parameters if p.gradient is not None]
         if not trained:
             return
+        self._sum_over_tensor_ranks(group, [p for p in trained if p.n_sums > 1])
         n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
         copied = self._tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
         gradients = tuple(p.gradient for p in trained if p.gradient is not None)
@@ -202,6 +208,25 @@ class _Transform:
             resident = f"{name}.accumulated"
             self.tensors.append(Tensor(resident, size_bytes, "gradient"))
             self._put("accumulate", group.path, "backward", (name, resident))
+
+    def _sum_over_tensor_ranks(self, group: Group, parts: Sequence[ShardedParameter]) -> None:
+        """FSDP2 replaces gradients that DTensor has left as partial sums, one after another."""
+        gradients = [p.gradient for p in parts if p.gradient is not None]
+        if not gradients:
+            return
+        sizes = [self.graph.tensor_by_name[name].size_bytes for name in gradients]
+        time_s = 0.0
+        if self.sharding.link is not None:
+            link = named(self.sharding.link)
+            each_s = (
+                all_reduce_s(n_bytes, n_ranks=p.n_sums, link=link)
+                for p, n_bytes in zip(parts, sizes, strict=True)
+            )
+            time_s = math.fsum(each_s)
+        self._put("sum over tensor ranks", group.path, "backward", tuple(gradients))
+        self.nodes[-1] = dataclasses.replace(
+            self.nodes[-1], time_s=time_s, workspace_bytes=max(sizes)
+        )
 
     def _all_gather(self, group: Group, phase: Phase, before: tuple[str, ...] = ()) -> str:
         n_bytes = self.sharding.n_ranks * group.shard_bytes

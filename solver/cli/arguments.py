@@ -30,8 +30,8 @@ problem:
   model.py[:factory]          a file that defines get_model() and get_batch(), each of which may
                               accept batch_size and seq_length; optionally get_inputs(batch) (the
                               part of the batch that the model is called with), get_loss(output,
-                              batch) and get_optimizer(model); :factory names another function
-                              than get_model
+                              batch), get_optimizer(model) and parallelize(model, mesh) (for
+                              --tensor); :factory names another function than get_model
   package.module[:factory]    the same, from an installed package
   hf:config.json              a Hugging Face configuration or its directory: the model class named
                               in "architectures", with a random batch
@@ -218,6 +218,13 @@ class Arguments:
     fsdp: int | None = _number(
         "--fsdp",
         "plan for one of N ranks of FSDP2 (fully_shard on each block, then on the model)",
+        STEP,
+        least=2,
+    )
+    tensor: int | None = _number(
+        "--tensor",
+        "plan for one of N ranks of tensor parallelism: parallelize(model, mesh) of the model file "
+        "distributes the model",
         STEP,
         least=2,
     )

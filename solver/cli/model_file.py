@@ -2,8 +2,9 @@
 
 A model file defines `get_model()` and `get_batch()`, each of which may accept batch_size and
 seq_length, and optionally `get_loss(output, batch)`, `get_inputs(batch)` (the part of the batch
-that the model is called with) and `get_optimizer(model)`. Errors in it are reported in one line
-with file, line and reason.
+that the model is called with), `get_optimizer(model)` and `parallelize(model, mesh)` (which
+distributes the model over ranks of tensor parallelism). Errors in it are reported in one line with
+file, line and reason.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
 SEED = 0
 """Of the batch: what `--verify` runs has the values that were planned for."""
+PARALLELIZE = "parallelize"
+"""The function of a model file that distributes a model: `parallelize(model, mesh)`."""
 CONFIGURATION = "hf:"
 """The prefix of the path of a Hugging Face configuration."""
 _NAME = r"[A-Za-z_]\w*"
@@ -80,6 +83,7 @@ class ModelFile:
     varied: the size for which get_batch will be called with many values ("": none).
     title: the name of the model, if it is not that of its class.
     notes: sentences for the report.
+    mesh: that models are distributed over (None: they are not).
     """
 
     source: ModelSource
@@ -88,6 +92,7 @@ class ModelFile:
     varied: str = ""
     title: str = ""
     notes: tuple[str, ...] = ()
+    mesh: Any = None
 
     @property
     def functions(self) -> dict[str, Any]:
@@ -96,13 +101,30 @@ class ModelFile:
         return {name: getattr(self, name) for name in names}
 
     def model(self) -> Any:
-        """Call the factory. Raises LoadError, SizeError."""
+        """Call the factory, and distribute what it returns. Raises LoadError, SizeError."""
         from torch import nn
 
         name = self.source.factory
         model = self._call(name, self._sizes_for(name))
         if not isinstance(model, nn.Module):
             raise self._returned(f"{name}()", model, "a torch.nn.Module")
+        return model if self.mesh is None else self._distributed(model)
+
+    def _distributed(self, model: Any) -> Any:
+        """By `parallelize(model, mesh)`, which changes the model or returns another."""
+        from torch import nn
+        from torch.distributed.tensor import DTensor
+
+        returned = self._call(PARALLELIZE, {}, model, self.mesh)
+        model = model if returned is None else returned
+        if not isinstance(model, nn.Module):
+            raise self._returned(f"{PARALLELIZE}(model, mesh)", model, "a torch.nn.Module or None")
+        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise LoadError(
+                f"{self._place(PARALLELIZE)}: {PARALLELIZE}(model, mesh) has distributed no "
+                "parameter; it calls torch.distributed.tensor.parallel.parallelize_module(model, "
+                "mesh, {...}) with a style for each submodule that is split"
+            )
         return model
 
     def batch(self) -> Any:
@@ -180,6 +202,11 @@ class ModelFile:
                 self._function(name)
         return self
 
+    def on_mesh(self, mesh: Any) -> ModelFile:
+        """The same file, its models distributed. Raises LoadError where it does not say how."""
+        self._function(PARALLELIZE)
+        return dataclasses.replace(self, mesh=mesh)
+
     def resized(self, name: str, size: int) -> ModelFile:
         """The same file with another size."""
         return dataclasses.replace(self, sizes={**self.sizes, name: size})
@@ -188,6 +215,8 @@ class ModelFile:
         function = getattr(self.module, name, None)
         if function is None:
             rule = "a model file defines get_model() and get_batch()"
+            if name == PARALLELIZE:
+                rule = f"for --tensor it defines {PARALLELIZE}(model, mesh)"
             if name == self.source.factory and isinstance(self.source.place, str):
                 rule = f"add the function that creates the model: {self.source}:factory"
             raise LoadError(

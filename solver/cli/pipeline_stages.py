@@ -30,6 +30,7 @@ def split_stages(
     import torch
     from torch import nn
 
+    from graphs.capture import MeshError
     from graphs.trace import TraceError
 
     assert arguments.pipeline is not None
@@ -69,6 +70,8 @@ def split_stages(
             )
     except PipelineError as error:
         raise UsageError(f"--pipeline {arguments.pipeline}: {error}") from error
+    except MeshError as error:
+        raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
     except TraceError as error:
         raise LoadError(f"{file.source}: {error}") from error
 

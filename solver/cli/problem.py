@@ -143,7 +143,8 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
 
 def _graph_problem(arguments: Arguments) -> Problem:
     given = arguments.given(
-        *("costs", "batch_size", "seq_length", "autocast", "accumulate", "fsdp", "pipeline"),
+        *("costs", "batch_size", "seq_length", "autocast", "accumulate"),
+        *("fsdp", "tensor", "pipeline"),
         *("verify", "max_batch", "max_seq"),
     )
     if given:
@@ -294,7 +295,10 @@ def _model_problem(
             not_traced=refused.why,
         )
 
-    with opened(source, sizes=sizes, varied=largest or "") as file:
+    with (
+        opened(source, sizes=sizes, varied=largest or "") as opened_file,
+        _distributed(opened_file, arguments) as file,
+    ):
         if arguments.pipeline is not None:
             with progress.says(f"dividing {arguments.problem} into {arguments.pipeline} stages"):
                 problem = staged(file)
@@ -309,6 +313,18 @@ def _model_problem(
         yield problem
 
 
+@contextlib.contextmanager
+def _distributed(file: ModelFile, arguments: Arguments) -> Iterator[ModelFile]:
+    """The file, inside the context over the ranks of --tensor."""
+    if arguments.tensor is None:
+        yield file
+        return
+    from graphs.fake_mesh import fake_mesh  # here: it takes torch
+
+    with fake_mesh(arguments.tensor) as mesh:
+        yield file.on_mesh(mesh)
+
+
 def _planned_by_submodules(
     file: ModelFile,
     target: Target,
@@ -318,7 +334,7 @@ def _planned_by_submodules(
     progress: Progress,
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
-    names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "emit"]
+    names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "tensor", "emit"]
     names += ["max_batch", "max_seq", "host", "disk", "budget_of"]
     names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []

@@ -36,8 +36,10 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("the following arguments are required: --budget (see solve --help)")
     if largest and arguments.compare:
         raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
-    if arguments.fsdp is not None and arguments.verify:
-        raise UsageError("--verify runs the step in one process: it cannot be combined with --fsdp")
+    if arguments.verify and (over := arguments.given("fsdp", "tensor")):
+        raise UsageError(f"--verify runs the step in one process: without {over}")
+    if arguments.emit is not None and arguments.tensor is not None:
+        raise UsageError("--emit: other systems' settings are found for whole models, not --tensor")
     _check_pipeline(arguments)
     _check_sizes(arguments)
     _check_copying(arguments)

@@ -58,6 +58,7 @@ def traced_step(
     optimizer_costs: as a graph of this model at another size has them (None: not known).
     tells: is told before something runs on this machine.
     """
+    from graphs.capture import MeshError
     from graphs.trace import TraceError, trace_variants
     from graphs.training_step import with_optimizer
 
@@ -106,6 +107,8 @@ def traced_step(
             step, traced_for = with_weights(error)
     except ShardingError as error:
         raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
+    except MeshError as error:
+        raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
     except TraceError as error:
         called_with = _called_with(error, batch)
         raise NotTracedError(

@@ -2,6 +2,7 @@
 
 from graphs.capture.tensor_parallel.as_dtensors import gradient_noted, with_part
 from graphs.capture.tensor_parallel.checks import (
+    MeshError,
     has_distributed,
     is_of_parallel_style,
     refuse_distributed,

@@ -11,6 +11,11 @@ from torch import nn
 
 from graphs.model_calls import TraceError, is_distributed
 
+
+class MeshError(TraceError):
+    """The ranks of the mesh cannot share the model evenly; says what does not come out even."""
+
+
 _STYLES = "torch.distributed.tensor"
 
 
@@ -42,8 +47,7 @@ def refuse_distributed(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
     if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
         raise TraceError(
             f"{name} is sharded by FSDP2, which gathers its parameters in hooks that a planned "
-            "step does not run. For FSDP2 plan before sharding, solve(..., fsdp=N); together with "
-            "tensor parallelism it is not supported"
+            "step does not run: plan before sharding, solve(..., fsdp=N)"
         )
     hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
     if any(map(is_of_parallel_style, hooks)):
@@ -72,8 +76,8 @@ def _refuse_meshes(model: nn.Module) -> None:
             raise TraceError(
                 f"{name} is distributed over a mesh of {other.ndim} dimensions "
                 f"{tuple(other.shape)}; plans are for tensor parallelism over one: "
-                "parallelize_module(model, mesh['tp'], ...). FSDP2 together with it is not "
-                "supported"
+                "parallelize_module(model, mesh['tp'], ...). For FSDP2 over the other one plan "
+                "before sharding, solve(..., fsdp=N)"
             )
         if other != mesh:
             raise TraceError(
@@ -98,7 +102,7 @@ def _refuse_placement(name: str, tensor: Any) -> None:
         )
     n_rows, n_ranks = tensor.shape[placement.dim], tensor.device_mesh.size()
     if n_rows % n_ranks:
-        raise TraceError(
+        raise MeshError(
             f"dimension {placement.dim} of {name} has size {n_rows}, which {n_ranks} ranks do not "
             "divide: their parts, and so their plans, would differ. Choose sizes that are "
             "multiples of the number of ranks"
