@@ -17,42 +17,32 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import nn
 
-from graphs.capture import CPU_RANDOM_STATE_BYTES, caching_configs
+from graphs.capture import caching_configs
 from graphs.fsdp import called_children, is_container, listed_blocks, sharding_words
 from graphs.graph import Graph, is_under
 from graphs.host_state import with_state_on_device
 from scheduler_runtime.execute import (
     CheckpointedForward,
-    SavedCalls,
-    functional_name,
     names_inside,
     remove_torch_checkpoint,
 )
 from scheduler_runtime.planned import PlannedForward, check_order
+from scheduler_runtime.selective_calls import extra_bytes, may_save, saved_calls
 from solver.module_checkpointing import (
     CheckpointRegion,
-    EagerStep,
     ModuleTree,
     NoModulesFitError,
+    RegionLayout,
     RegionPlan,
     by_module,
 )
 from solver.schedule import Schedule, Solution
 from solver.sizes_deadlines_progress import counted, format_share, format_size
 from solver.solving import NoPlainStepError, answer, without_rewrites
-
-_EAGER_NAMES = {
-    "aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"
-}
-"""Operators that a traced graph has under another name than eager mode."""
-
-_CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-"""Is tagged as random, but refuses dropout, so it never draws."""
 
 
 class ExportError(ValueError):
@@ -177,8 +167,8 @@ def to_torch_checkpoint(
         plan = by_module(
             solution,
             module_tree(model, solution.graph),
-            may_save=_may_save(solution.graph),
-            extra_bytes_per_region=CPU_RANDOM_STATE_BYTES,
+            may_save=may_save(solution.graph),
+            extra_bytes=extra_bytes(solution.graph),
         )
     except NoModulesFitError as error:
         if on_excess == "error":
@@ -292,63 +282,18 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     return ModuleTree(blocks=tuple(blocks), parts=parts, around=tuple(nearest))
 
 
-def _may_save(graph: Graph) -> Any:
-    """Which results PyTorch's selective checkpointing can keep.
-
-    Not those of our own operators, which eager mode does not call, nor what is overwritten in place
-    or overwrites. And a random operator only if no later one in the module is recomputed: that one
-    would draw the numbers of the first.
-    """
-    eager = EagerStep.of(graph)
-
-    def overwritten(name: str) -> bool:
-        outputs = graph.node_by_name[name].outputs
-        return name in eager.in_place or any(out in eager.last_write for out in outputs)
-
-    def may_save(region: CheckpointRegion) -> frozenset[str]:
-        saved = set()
-        draws_later = False
-        for name in reversed(region.nodes):
-            op = graph.node_by_name[name].op
-            is_aten = op.startswith("aten.")
-            operator: Any = torch.ops
-            for part in op.split(".") if is_aten else ():
-                operator = getattr(operator, part, None)
-            tags = () if op == _CPU_ATTENTION else getattr(operator, "tags", ())
-            random = torch.Tag.nondeterministic_seeded in tags
-            possible = is_aten and operator is not None and not overwritten(name)
-            if name in region.saved and possible and not (random and draws_later):
-                saved.add(name)
-            elif random or not is_aten:
-                draws_later = True
-        return frozenset(saved)
-
-    return may_save
-
-
 def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
     # a node without outputs writes: into the buffers that the forward pass changes
     written = {n for node in graph.forward_nodes if not node.outputs for n in node.inputs}
     changed = sorted(path for path, tensor in graph.meta.buffers.items() if tensor in written)
+    layout = RegionLayout(graph, plan.regions)
     for region in (inside for top in plan.regions for inside in top.flat()):
         module = model.get_submodule(region.path)
         module.forward = CheckpointedForward(
             module,
-            saved=_saved_calls(graph, region) if region.saved else None,
+            saved=saved_calls(layout, region) if region.saved else None,
             changed_buffers=names_inside(changed, region.path),
         )
-
-
-def _saved_calls(graph: Graph, region: CheckpointRegion) -> SavedCalls:
-    seen: Counter[str] = Counter()
-    saved: dict[str, frozenset[int]] = {}
-    for name in region.nodes:
-        op = graph.node_by_name[name].op
-        operator = functional_name(_EAGER_NAMES.get(op, op))
-        if name in region.saved:
-            saved[operator] = saved.get(operator, frozenset()) | {seen[operator]}
-        seen[operator] += 1
-    return SavedCalls(region.path, saved, {operator: seen[operator] for operator in saved})
 
 
 def _exported(

@@ -202,7 +202,7 @@ def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, 
         tree = ModuleTree(blocks=alone, parts=dict.fromkeys(alone, ()))
         try:
             plan = by_module(
-                solution, tree, may_save=lambda _region: frozenset(), extra_bytes_per_region=0
+                solution, tree, may_save=lambda _region: frozenset(), extra_bytes=lambda _region: 0
             )
             found.append(plan)
         except NoModulesFitError as error:

@@ -32,4 +32,5 @@ from scheduler_runtime.execute.torch_checkpoint import (
     names_inside,
     remove_torch_checkpoint,
 )
+from scheduler_runtime.execute.unread_results import is_random
 from scheduler_runtime.execute.without_dispatch_modes import Watching, leave_modes

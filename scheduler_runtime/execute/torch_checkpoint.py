@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 
 from graphs.model_calls import Call
 from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
+from scheduler_runtime.execute.unread_results import skipping_contexts
 
 
 class CountMismatchError(RuntimeError):
@@ -40,19 +41,34 @@ class SavedCalls:
     """Which operator calls of the module at `path` keep their results.
 
     saved: operator -> indices of its calls, counted from 0 in each forward.
+    skipped: the same for calls whose results nobody reads when the module is recomputed.
     n_calls: operator -> calls in all, so that a program other than the planned one is noticed. An
         in-place operator counts as its functional form, as in a traced graph.
     """
 
     path: str
     saved: Mapping[str, frozenset[int]]
+    skipped: Mapping[str, frozenset[int]]
     n_calls: Mapping[str, int]
 
     def contexts(self) -> tuple[Any, Any]:
         """For one call of `checkpoint`: contexts of the forward pass and of its recomputation."""
         seen: Counter[str] = Counter()
+        again: Counter[str] = Counter()
         forward, recomputation = _unchecked_contexts(self, seen)
-        return self._checked(forward, seen), recomputation
+
+        def keep(operator: Any) -> bool:  # the policy has counted this call
+            name = functional_name(str(operator))
+            return seen[name] - 1 in self.saved.get(name, ())
+
+        def skip(operator: Any) -> bool:
+            name = functional_name(str(operator))
+            index = again[name]
+            again[name] += 1
+            return index in self.skipped.get(name, ()) and seen[name] == self.n_calls[name]
+
+        noting, skipping = skipping_contexts(keep=keep, skip=skip)
+        return self._checked(forward, noting, seen), _both(recomputation, skipping)
 
     def _policy(
         self, seen: Counter[str], _context: Any, operator: Any, *_args: Any, **_kwargs: Any
@@ -66,10 +82,11 @@ class SavedCalls:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     @contextlib.contextmanager
-    def _checked(self, context: Any, seen: Counter[str]) -> Iterator[None]:
-        with context:
+    def _checked(self, context: Any, noting: Any, seen: Counter[str]) -> Iterator[None]:
+        with context, noting:
             yield
-        for name, n_planned in self.n_calls.items():
+        for name in self.saved:
+            n_planned = self.n_calls[name]
             if seen[name] != n_planned:
                 raise CountMismatchError(
                     f"{self.path} called {name} {seen[name]} times, but the plan expects "
@@ -78,12 +95,19 @@ class SavedCalls:
                 )
 
 
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 def _unchecked_contexts(saved: SavedCalls, seen: Counter[str] | None = None) -> Any:
     """For torch.compile, which accepts no other context managers. seen: counts the calls."""
     policy = functools.partial(saved._policy, Counter() if seen is None else seen)
     return create_selective_checkpoint_contexts(policy)
 
 
+@functools.cache
 def functional_name(operator: str) -> str:
     """aten.relu_.default -> aten.relu.default: the name of its functional form."""
     parts = operator.split(".")

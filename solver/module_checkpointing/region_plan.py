@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from graphs.graph import Graph, Node, is_under
 from solver.module_checkpointing.eager_effects import EagerStep
@@ -13,10 +14,11 @@ from solver.module_checkpointing.regions import (
     Nesting,
     RegionError,
     RegionLayout,
-    is_recomputed,
     n_common,
 )
 from solver.schedule import Schedule, Simulation, free_after_last_use, simulate
+
+ExtraBytes: TypeAlias = Callable[[CheckpointRegion], int]
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,13 @@ def plan_regions(
     regions: Sequence[CheckpointRegion],
     *,
     in_loop: bool = False,
-    extra_bytes_per_region: int = 0,
+    extra_bytes: ExtraBytes = lambda _region: 0,
 ) -> RegionPlan:
     """The step when these disjoint regions are checkpointed. Raises RegionError.
 
     in_loop: the regions' code is a loop over modules with a single variable (nn.Sequential): only
         the arguments of a region are held while it runs, instead of rule 6.
+    extra_bytes: what the framework holds for a region and the graph does not show.
 
     Cost: linear in the number of operators that run, times the depth of regions.
     """
@@ -68,15 +71,15 @@ def plan_regions(
     step = _Step(graph, RegionLayout(graph, regions), in_loop=in_loop)
     step.run()
     schedule = free_after_last_use(graph, step.order, held=step.held)
-    n_regions = len(step.n_recomputations)
+    extra = [extra_bytes(region) for top in regions for region in top.flat()]
     return RegionPlan(
         regions=tuple(regions),
         in_loop=in_loop,
         n_recomputations=step.n_recomputations,
         schedule=schedule,
         simulation=simulate(graph, schedule),
-        # one more while a region is recomputed: the state that this interrupts
-        extra_bytes=extra_bytes_per_region * (n_regions + 1) if n_regions else 0,
+        # and while a region is recomputed, that of what this interrupts
+        extra_bytes=sum(extra) + max(extra, default=0),
     )
 
 
@@ -177,11 +180,11 @@ class _Step:
         wanted = layout.wanted(region)
         start = len(self.order)
         nodes = region.nodes[: layout.n_nodes_recomputed(region)]
-        for node in nodes:
+        for node in layout.recomputed(region):
             outputs = graph.node_by_name[node].outputs
             # what is still there the framework makes a second time and drops at once
             there = outputs and all(o in self._available and self._readers_left[o] for o in outputs)
-            if not there and is_recomputed(graph, node, region):
+            if not there:
                 self.order.append(node)
         self._hold_while_called(start)
         taken = region.saved.intersection(nodes)

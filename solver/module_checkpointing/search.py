@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph, is_under
-from solver.module_checkpointing.region_plan import RegionPlan, plan_regions
+from solver.module_checkpointing.region_plan import ExtraBytes, RegionPlan, plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by, nodes_of
 from solver.module_checkpointing.saving import MaySave, Saving, save_what_fits
 from solver.schedule import Solution, saved_for_backward
@@ -67,11 +67,11 @@ class NoModulesFitError(ValueError):
 
 
 def by_module(
-    solution: Solution, tree: ModuleTree, *, may_save: MaySave, extra_bytes_per_region: int
+    solution: Solution, tree: ModuleTree, *, may_save: MaySave, extra_bytes: ExtraBytes
 ) -> RegionPlan:
     """The fastest plan by module that was found within the solution's budget.
 
-    extra_bytes_per_region: what the framework holds for each checkpointed call.
+    extra_bytes: what the framework holds for a checkpointed call and the graph does not show.
 
     Raises NoModulesFitError; ValueError for a solution without a schedule.
     """
@@ -80,13 +80,13 @@ def by_module(
     graph = solution.graph
     choice = _Choice(graph, tree, may_save)
     available_bytes = budget_bytes = solution.request.available_bytes
-    least = plan_regions(graph, (), extra_bytes_per_region=extra_bytes_per_region)
+    least = plan_regions(graph, (), extra_bytes=extra_bytes)
     best = least if least.peak_bytes <= available_bytes else None
 
     def excess_bytes(regions: Sequence[CheckpointRegion]) -> int:
         """By how much the plan of these regions is above the budget (0 or less: it fits)."""
         nonlocal best, least
-        plan = plan_regions(graph, regions, extra_bytes_per_region=extra_bytes_per_region)
+        plan = plan_regions(graph, regions, extra_bytes=extra_bytes)
         least = min(least, plan, key=lambda plan: plan.peak_bytes)
         if plan.peak_bytes <= available_bytes:
             best = plan if best is None else min(best, plan, key=lambda plan: plan.rank)

@@ -1,0 +1,221 @@
+"""Results that a recomputation does not make, since nobody reads them.
+
+`torch.utils.checkpoint` runs a module's code again. Selective checkpointing hands out the results
+that were kept and runs every other operator, also those whose results go only into what was kept.
+Those need not run. Their results are `Unread` here: shape, strides, type and device of the tensor
+of the forward pass, and no memory. What is computed from them is unread too, as long as it is not
+one of the kept results; reading the numbers of one is an error, so none can be wrong.
+
+Two dispatch modes do that, above those of `create_selective_checkpoint_contexts`: one notes how the
+results of the forward pass lie in memory, the other hands out what is unread.
+
+Random operators are given the state of their generator in the forward pass, so that they draw the
+same numbers whatever is left out before them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from scheduler_runtime.execute.random_state import get_state, set_state
+
+Asked = Callable[[Any], bool]
+"""A question about the next call of an operator."""
+
+
+class UnreadResultError(RuntimeError):
+    """A result was read that the plan says nobody reads: the module runs another program."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Layout:
+        offset = tensor.storage_offset()
+        return cls(tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.device)
+
+
+class Unread(torch.Tensor):
+    """A tensor without memory. value: what an operator in place has put into it, if one has."""
+
+    value: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, layout: _Layout) -> Unread:
+        made: Unread = torch.Tensor._make_wrapper_subclass(
+            cls,
+            layout.size,
+            strides=layout.stride,
+            storage_offset=layout.offset,
+            dtype=layout.dtype,
+            device=layout.device,
+        )
+        made.value = None
+        return made
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+        return f"Unread({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # when autograd packs it
+            (tensor,) = args
+            return cls(_Layout.of(tensor)) if tensor.value is None else tensor.value.detach()
+        args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs or {}))
+        if not any(isinstance(each, Unread) for each in tree_iter((args, kwargs))):
+            return func(*args, **kwargs)
+        call: _Call | None = getattr(_running, "call", None)
+        written = args[0] if _is_in_place(func) else None
+        if call is None or (written is not None and not isinstance(written, Unread)):
+            raise UnreadResultError(
+                f"{func} reads a result that no backward operator of the plan reads: this call "
+                "runs a different program; remove() the export and solve again with this batch"
+            )
+        if written is not None:
+            return written
+        return tree_map_only(_Layout, cls, call.results)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What an operator in place has written, kept; nothing may write there again."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def read(self, func: Any) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(f"what {func} had written, and was kept, has been overwritten since")
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class _Call:
+    """results: of the operator, with a _Layout in the place of each tensor.
+    state: of its generator, where it is random.
+    written: its result, where that is in the place of its argument, and kept."""
+
+    results: Any
+    state: torch.Tensor | None
+    written: _Written | None = None
+
+
+_running = threading.local()  # call: the one whose results may be unread
+
+
+@dataclass
+class _Calls:
+    """Of one run of the forward pass, by operator."""
+
+    noted: defaultdict[Any, list[_Call]] = field(default_factory=lambda: defaultdict(list))
+
+
+def skipping_contexts(*, keep: Asked, skip: Asked) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For one checkpointed call: modes of the forward pass and of its recomputation, to be entered
+    after those of selective checkpointing.
+
+    keep: asked of operators in place in the forward pass, whose results selective checkpointing
+        cannot keep: whether to. skip: asked of each in the recomputation: whether nobody reads it.
+    """
+    calls = _Calls()
+    return _Noting(calls, keep), _Skipping(calls, skip)
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self, calls: _Calls, keep: Asked) -> None:
+        super().__init__()
+        self._calls = calls
+        self._keep = keep
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        state = get_state(_device_of((args, kwargs))) if is_random(func) else None
+        results = func(*args, **kwargs)
+        written = None
+        if _is_in_place(func) and self._keep(func):
+            # so that it has the same version counter
+            with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+                kept = results.detach()
+            # autograd counts the write when the operator has returned to it
+            written = _Written(kept, kept._version + 1)
+        layouts = tree_map_only(torch.Tensor, _Layout.of, results)
+        self._calls.noted[func].append(_Call(layouts, state, written))
+        return results
+
+
+class _Skipping(TorchDispatchMode):
+    def __init__(self, calls: _Calls, skip: Asked) -> None:
+        super().__init__()
+        self._calls = calls
+        self._skip = skip
+        self._seen: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        index = self._seen[func]
+        self._seen[func] += 1
+        call = self._calls.noted[func][index]
+        given = args
+        args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs))
+        skip = self._skip(func)
+        place = given[0] if _is_in_place(func) else None
+        # in place it runs where its argument is there: what is read later is the argument
+        if place is None and skip:
+            args = tree_map_only(torch.Tensor, lambda tensor: Unread(_Layout.of(tensor)), args)
+        elif call.state is not None:
+            set_state(call.state, _device_of((args, kwargs)))
+        _running.call = call
+        try:
+            results = func(*args, **kwargs)
+        finally:
+            _running.call = None
+        if call.written is not None and isinstance(place, Unread):
+            place.value = call.written.read(func)
+        return results
+
+
+def _value_of(tensor: Unread) -> torch.Tensor:
+    return tensor if tensor.value is None else tensor.value
+
+
+def _is_in_place(func: Any) -> bool:
+    name: str = func._schema.name
+    return bool(func._schema.is_mutable) and name.endswith("_") and not name.endswith("__")
+
+
+def is_random(func: Any) -> bool:
+    """Whether the operator draws numbers. Fused attention on the CPU is tagged so, but refuses
+    dropout, so it never does."""
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return False
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _device_of(values: Any) -> torch.device:
+    """Where an operator with these arguments draws."""
+    for value in tree_iter(values):
+        if isinstance(value, torch.Tensor | torch.device):
+            return value if isinstance(value, torch.device) else value.device
+    return torch.device("cpu")

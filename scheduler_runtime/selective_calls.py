@@ -1,0 +1,109 @@
+"""The operator calls of a checkpointed module that keep their results, and those that are skipped
+when it is recomputed: nodes of the graph as calls of eager mode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphs.capture import CPU_RANDOM_STATE_BYTES
+from graphs.graph import Graph
+from scheduler_runtime.execute import SavedCalls, functional_name, is_random
+from solver.module_checkpointing import CheckpointRegion, EagerStep, MaySave, RegionLayout
+
+_EAGER_CALLS: Mapping[str, tuple[str, ...]] = {
+    "aten._native_batch_norm_legit_functional.default": ("aten.native_batch_norm.default",),
+    "checkpoint_solver.dropout_noise.default": (
+        "aten.empty_like.default",
+        "aten.bernoulli.float",
+        "aten.div.Scalar",
+    ),
+}
+"""Operators that a traced graph has where eager mode calls others: these, of which the last one
+returns the result."""
+
+
+def may_save(graph: Graph) -> MaySave:
+    """Which results PyTorch's selective checkpointing can keep.
+
+    Not those of our own operators, which eager mode does not call, nor what is overwritten in place
+    later, nor buffers; and none of a module with a part that could not be traced, whose operators
+    are not known.
+    """
+    eager = EagerStep.of(graph)
+    position = {node.name: at for at, node in enumerate(graph.forward_nodes)}
+
+    def is_possible(name: str) -> bool:
+        node = graph.node_by_name[name]
+        if not node.outputs:
+            return False
+        is_overwritten = any(eager.last_write.get(out, -1) > position[name] for out in node.outputs)
+        is_buffer = any(not reader.outputs for reader in graph.consumers[node.outputs[0]])
+        return bool(_eager_calls(node.op)) and not (is_overwritten or is_buffer)
+
+    def possible(region: CheckpointRegion) -> frozenset[str]:
+        if any(_operator(graph.node_by_name[name].op) is None for name in region.nodes):
+            return frozenset()
+        return frozenset(filter(is_possible, region.saved))
+
+    return possible
+
+
+def _eager_calls(op: str) -> tuple[str, ...]:
+    """What eager mode calls in the place of a node with this operator: functional forms. (): it is
+    none of PyTorch's operators."""
+    calls = _EAGER_CALLS.get(op, (op,) if op.startswith("aten.") else ())
+    return tuple(map(functional_name, calls))
+
+
+def extra_bytes(graph: Graph) -> Callable[[CheckpointRegion], int]:
+    """The random states that are held for a checkpointed call: the first, and where it skips
+    operators, one for each that draws."""
+
+    def of_region(region: CheckpointRegion) -> int:
+        operators = (_operator(graph.node_by_name[name].op) for name in region.nodes)
+        n_states = sum(map(is_random, operators)) if region.saved else 0
+        return CPU_RANDOM_STATE_BYTES * (1 + n_states)
+
+    return of_region
+
+
+@functools.cache
+def _operator(op: str) -> torch._ops.OpOverload | None:
+    """The operator of this name; None: it is none, but a part that could not be traced."""
+    operator: Any = torch.ops
+    for part in op.split("."):
+        operator = getattr(operator, part, None)
+    return operator if isinstance(operator, torch._ops.OpOverload) else None
+
+
+def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
+    """The calls of eager mode that the region keeps and skips."""
+    seen: Counter[str] = Counter()
+    saved: defaultdict[str, set[int]] = defaultdict(set)
+    skipped: defaultdict[str, set[int]] = defaultdict(set)
+    recomputed = layout.recomputed(region)
+    for name in region.nodes:
+        node = layout.graph.node_by_name[name]
+        is_skipped = node.recomputable and name not in recomputed
+        *before, last = _eager_calls(node.op) or (node.op,)
+        for operator in before:
+            if is_skipped:
+                skipped[operator].add(seen[operator])
+            seen[operator] += 1
+        if name in region.saved:
+            saved[last].add(seen[last])
+        elif is_skipped:
+            skipped[last].add(seen[last])
+        seen[last] += 1
+    return SavedCalls(
+        region.path,
+        {operator: frozenset(calls) for operator, calls in saved.items()},
+        {operator: frozenset(calls) for operator, calls in skipped.items()},
+        {operator: seen[operator] for operator in (saved | skipped)},
+    )

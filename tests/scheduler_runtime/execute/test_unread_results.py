@@ -1,0 +1,97 @@
+"""Recomputation without the operators whose results nobody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scheduler_runtime.execute.torch_checkpoint import CheckpointedForward, SavedCalls
+from scheduler_runtime.execute.unread_results import Unread, UnreadResultError
+
+
+class Residual(nn.Module):
+    """Two products; what the second one makes goes into the sum alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(self.first(x), 0.5)
+        return self.norm(x + F.relu(self.second(hidden), inplace=True)).exp()
+
+
+class _Products(TorchDispatchMode):
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func is torch.ops.aten.addmm.default and Unread not in types
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(model: nn.Module) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, requires_grad=True)
+    with _Products() as products:
+        model(x).square().sum().backward()
+    assert x.grad is not None
+    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], products.n
+
+
+def saving(
+    saved: dict[str, frozenset[int]], skipped: dict[str, frozenset[int]]
+) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain, model = Residual(), Residual()
+    model.load_state_dict(plain.state_dict())
+    n_calls = dict.fromkeys(saved, 1) | {"aten.addmm.default": 2}
+    calls = SavedCalls("", saved, skipped, n_calls)
+    model.forward = CheckpointedForward(model, saved=calls)  # type: ignore[method-assign]
+    return plain, model
+
+
+FIRST, SECOND = frozenset({0}), frozenset({1})
+
+
+@pytest.mark.parametrize(
+    ("saved", "skipped", "n_more"),
+    [
+        # the sum is kept, and what relu wrote in place for its own backward
+        (("aten.add.Tensor", "aten.relu.default"), SECOND, 1),
+        # relu alone: the product that it overwrites need not be made
+        (("aten.relu.default",), SECOND, 1),
+        # what dropout has drawn is kept, by hand: the first product goes into nothing else
+        (("aten.div.Scalar", "aten.mul.Tensor", "aten.relu.default"), FIRST | SECOND, 0),
+        (("aten.add.Tensor",), frozenset(), 2),
+    ],
+)
+def test_products_that_nobody_reads_do_not_run_and_the_bits_are_the_same(
+    saved: tuple[str, ...], skipped: frozenset[int], n_more: int
+) -> None:
+    plain, model = saving(dict.fromkeys(saved, FIRST), {"aten.addmm.default": skipped})
+    expected, n_plain = gradients(plain)
+    got, n_products = gradients(model)
+    assert n_products == n_plain + n_more
+    assert all(map(torch.equal, expected, got))
+
+
+def test_reading_what_was_left_out_is_an_error() -> None:
+    _, model = saving({"aten.add.Tensor": FIRST}, {"aten.addmm.default": FIRST})
+    with pytest.raises(UnreadResultError, match="reads a result that no backward operator"):
+        gradients(model)
+
+
+def test_another_number_of_calls_than_planned_leaves_nothing_out() -> None:
+    plain, model = saving({"aten.add.Tensor": FIRST}, {"aten.addmm.default": SECOND})
+    forward: Any = model.forward
+    forward.saved.n_calls["aten.addmm.default"] = 3
+    expected, n_plain = gradients(plain)
+    got, n_products = gradients(model)
+    assert n_products == n_plain + 2
+    assert all(map(torch.equal, expected, got))
