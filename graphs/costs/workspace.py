@@ -29,7 +29,7 @@ _WIDEST_UNROLLED = 14
 
 def cpu_workspace_bytes(call: OpCall) -> int:
     """Bytes that the call allocates besides inputs and outputs while it runs on the CPU."""
-    estimate = _ESTIMATES.get(call.packet)
+    estimate = _ESTIMATES.get(call.packet) or _GRADIENTS.get(str(call.packet))
     return promotion_bytes(call) if estimate is None else estimate(call)
 
 
@@ -282,3 +282,41 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
+
+
+def _product_gradient(call: OpCall) -> int:
+    """With zeros: products of the other factors, from both sides."""
+    gradient: torch.Tensor = call.args[0]
+    x: torch.Tensor = call.args[1]
+    return 5 * _plain(x) + x.numel() + 4 * _plain(gradient)
+
+
+def _selection_gradient(call: OpCall) -> int:
+    x: torch.Tensor = call.args[1]
+    return 2 * _plain(x) + x.numel()
+
+
+def _cumprod_gradient(call: OpCall) -> int:
+    return 8 * _plain(call.args[1])
+
+
+def _sum_of_selected(call: OpCall) -> int:
+    """What is selected, at most all; besides, of a mask that is not contiguous and with several
+    threads, two integers for each element (native/TensorAdvancedIndexing.cpp)."""
+    x: torch.Tensor = call.args[0]
+    mask: torch.Tensor = call.args[1]
+    is_plain = x.is_contiguous() and mask.is_contiguous() and torch.get_num_threads() == 1
+    return 2 * _plain(x) if is_plain else _plain(x) + 16 * x.numel()
+
+
+_GRADIENTS: Mapping[str, Callable[[OpCall], int]] = {
+    "checkpoint_solver.prod_gradient": _product_gradient,
+    "checkpoint_solver.prod_dim_gradient": _product_gradient,
+    "checkpoint_solver.cumprod_gradient": _cumprod_gradient,
+    "checkpoint_solver.sum_of_selected": _sum_of_selected,
+    **{
+        f"checkpoint_solver.{name}_gradient": _selection_gradient
+        for name in ("max", "min", "median", "nanmedian")
+    },
+}
+"""Of `graphs.capture.as_eager.gradients`; as the profiler shows them."""

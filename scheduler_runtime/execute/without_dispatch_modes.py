@@ -1,28 +1,108 @@
 """Dispatch modes that are taken off before what eager mode runs without them.
 
-While any dispatch mode is there, PyTorch's backward function of `prod` takes another formula, of
-other last bits, even if the mode does nothing. So does that of `masked_fill` for a value that is
-trained; it is not treated here.
+While any dispatch mode is there, even one that does nothing, PyTorch's backward functions of some
+operators take another formula, of other bits (`graphs.capture.as_eager.gradients` says which, and
+`ormqr` gives its gradients another layout).
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from abc import ABC, abstractmethod
+from typing import Any
 
+import torch
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
 )
 
+aten = torch.ops.aten
+LOOKING = (
+    aten.prod.default,
+    aten.prod.dim_int,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Tensor,
+    aten.max.default,
+    aten.min.default,
+    aten.median.default,
+    aten.nanmedian.default,
+    aten.cumprod.default,
+    aten.cumprod_.default,
+    aten.ormqr.default,
+)
+"""Operators whose backward functions look for dispatch modes, and compute otherwise with one."""
+
 
 class Watching(TorchDispatchMode, ABC):
-    """A mode that only looks; it may be there longer than it has something to look at."""
+    """A mode that only looks; it may be there longer than it has something to look at.
+
+    It is entered by `watch` and left by `unwatch`.
+    """
 
     @property
     @abstractmethod
     def is_over(self) -> bool:
         """Whether it does nothing any more."""
+
+    @abstractmethod
+    def misses(self) -> None:
+        """A backward function runs without this mode."""
+
+    def watch(self) -> None:
+        """Enter it. What `LOOKING` names runs its backward function without it."""
+        _kernels.hold()
+        self.__enter__()
+
+    def unwatch(self) -> None:
+        """Leave it; it is on top."""
+        self.__exit__(None, None, None)
+        _kernels.release()
+
+
+class _Kernels:
+    """The operators at their autograd keys, while a mode watches: each result's backward function
+    is known before anything can call it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_holding = 0
+        self._library: Any = None
+
+    def hold(self) -> None:
+        with self._lock:
+            self._n_holding += 1
+            if self._n_holding > 1:
+                return
+            self._library = torch.library.Library("aten", "IMPL")
+            for operator in LOOKING:
+                for key in ("AutogradCPU", "AutogradCUDA"):
+                    self._library.impl(operator, functools.partial(_without_modes, operator), key)
+
+    def release(self) -> None:
+        with self._lock:
+            self._n_holding -= 1
+            if not self._n_holding:
+                self._library._destroy()
+                self._library = None
+
+
+_kernels = _Kernels()
+
+
+def _without_modes(operator: Any, *args: Any, **named: Any) -> Any:
+    """The operator; its backward function leaves the modes that watch now."""
+    result = operator._op_dk(DispatchKey.Autograd, *args, **named)
+    watching = [each for each in _get_current_dispatch_mode_stack() if isinstance(each, Watching)]
+    if watching and result.grad_fn is not None:
+        result.grad_fn.register_prehook(lambda _gradients: leave_modes(if_over=False))
+        for each in watching:
+            each.misses()
+    return result
 
 
 def leave_modes(*, if_over: bool) -> None:

@@ -5,8 +5,8 @@ output arrives. Then it does nothing more, and is taken off in the training's ow
 optimizer's step or the model's next call: one that is taken off within a backward pass comes back
 after it, since the engine restores the state of the thread.
 
-Some of what a loss does is not seen: compiled kernels, bytes of sparse tensors, and the backward
-pass of `prod`, which has other bits under a mode. Then nothing is told.
+Some of what a loss does is not seen: compiled kernels, bytes of sparse tensors, and backward
+functions that have other bits under a mode. Then nothing is told.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from graphs.costs import CostModel, Measured, OpCall
 from graphs.model_calls import nested, same_strides
-from scheduler_runtime.execute import Watching, leave_modes, maker_of
+from scheduler_runtime.execute import Watching, maker_of
 from scheduler_runtime.fitting.loss_outside import LossSeen
-
-_PRODUCTS = (torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int)
 
 Arrived = Callable[[LossSeen | None, Sequence[bool]], None]
 """Is told what was seen (None: not all of it), and which of the outputs have got a gradient."""
@@ -52,7 +50,6 @@ class LossWatch(Watching):
         self._read: dict[int, int] = {}
         self._taken_bytes = self._peak_bytes = 0
         self._sees_all = True
-        self._products: list[weakref.ref[torch.Tensor]] = []
         self._is_on = self._is_paused = False
         self._hooks: list[Any] = []
         for tensor in known:
@@ -86,13 +83,17 @@ class LossWatch(Watching):
             register_optimizer_step_pre_hook(before_optimizer),
         ]
         self._arrived = arrived
-        self.__enter__()
+        self.watch()
         self._is_on = True
 
     @property
     def is_over(self) -> bool:
         """Whether the gradients have arrived, or cannot arrive any more."""
         return self._arrived is None
+
+    def misses(self) -> None:
+        """A backward function runs without this mode."""
+        self._sees_all = False
 
     def end(self) -> bool:
         """Nothing is watched any more. False: it is still below another mode, and does nothing."""
@@ -108,28 +109,15 @@ class LossWatch(Watching):
         stack = _get_current_dispatch_mode_stack()
         if self._is_on and stack and stack[-1] is self:
             self._is_on = False
-            self.__exit__(None, None, None)
+            self.unwatch()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._leave_products()
         value = func(*args, **(kwargs or {}))
-        if func in _PRODUCTS:
-            self._sees_all = False
-            self._products.append(weakref.ref(value))
         if self._arrived is not None and not self._is_paused:
             self._count(OpCall(target=func, args=args, kwargs=kwargs or {}, value=value))
         return value
-
-    def _leave_products(self) -> None:
-        """Their backward functions run without this mode. Autograd gives a result its function
-        after the dispatch, so they are looked up at the next operator: the ones of a loss, at last.
-        """
-        while self._products:
-            product = self._products.pop()()
-            if product is not None and product.grad_fn is not None:
-                product.grad_fn.register_prehook(lambda _gradients: leave_modes(if_over=False))
 
     def _count(self, call: OpCall) -> None:
         inputs, outputs, written = call.inputs(), call.outputs(), call.mutated()

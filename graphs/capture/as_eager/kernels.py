@@ -26,6 +26,7 @@ import torch
 from torch._C import DispatchKey
 
 from graphs.capture.as_eager import rnn
+from graphs.capture.as_eager.gradients import gradients_of_eager
 from graphs.model_calls import TraceError, strided_like
 
 logger = logging.getLogger(__name__)
@@ -137,30 +138,6 @@ _FILLS: Mapping[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
 }
 
 
-def _refuse_product(
-    operator: torch._ops.OpOverload, key: DispatchKey
-) -> Callable[..., torch.Tensor]:
-    """A product whose gradient is wanted is refused: PyTorch's backward function looks at the
-    values, and takes another formula where none is zero, which a trace cannot know.
-    """
-
-    def product(tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise TraceError(
-                "torch.prod has a gradient that is computed in one of two ways, depending on "
-                "whether a value is zero, and a trace does not know the values; multiply columns "
-                "(x[:, 0] * x[:, 1]) or use torch.cumprod(x, dim).select(dim, -1)",
-                runs_in_eager=True,
-                short="the gradient of torch.prod depends on the values",
-            )
-        return operator._op_dk(key, tensor, *args, **named)  # type: ignore[no-any-return]
-
-    return product
-
-
-_PRODUCTS = (torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int)
-
-
 _cudnn_batch_norm = torch.ops.aten.cudnn_batch_norm.default
 _Tensors = tuple[torch.Tensor, ...]
 
@@ -208,7 +185,7 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
         (getattr(torch.ops.aten, name).default, key): None for name in _LOSSES for key in _KEYS
     }
     key = DispatchKey.AutogradCUDA if device.type == "cuda" else _AUTOGRAD
-    replaced |= {(operator, key): _refuse_product(operator, key) for operator in _PRODUCTS}
+    replaced |= {(operator, key): kernel for operator, kernel in gradients_of_eager(device).items()}
     if device.type == "cuda":
         replaced[_cudnn_batch_norm, DispatchKey.Autograd] = _eager_cudnn_batch_norm
     if device.type == "cpu":  # on CUDA eager runs the fused dropout too

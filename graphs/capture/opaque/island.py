@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +21,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from graphs.capture.as_eager import outside_of_functions
 from graphs.capture.refuse import SideEffectError, buffers_of, refuse_replaced_buffers
 from graphs.model_calls import HOLE, Call, nested, same_strides
-
-_AUTOGRAD = (
-    torch._C.DispatchKey.AutogradFunctionality,
-    torch._C.DispatchKey.AutogradOther,
-    torch._C.DispatchKey.AutogradNestedTensor,
-)
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,7 @@ class Island:
         """
         n = self.n_inputs
         saved = Saved()
-        with _eager(), torch.set_grad_enabled(self.asked.grad_enabled):
+        with outside_of_functions(), torch.set_grad_enabled(self.asked.grad_enabled):
             inputs = self._inputs(tensors[:n], saved)
             state, new = self._state(tensors, saved)
             watched = [t for i, t in enumerate(tensors) if i not in self.changed]
@@ -328,7 +323,7 @@ class Island:
         if not roots:
             return [None] * len(wanted)
         saved.box.known = list(known)
-        with _eager():
+        with outside_of_functions():
             found = torch.autograd.grad(
                 [edge for edge, _ in roots], wanted, [g for _, g in roots], allow_unused=True
             )
@@ -371,13 +366,3 @@ def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
         return tensor
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Autograd as outside of an autograd function, in which a planned step runs."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD:
-        excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        yield

@@ -217,17 +217,58 @@ def test_the_watch_and_copies_to_the_host_and_accumulation() -> None:
         assert plan.solution.simulation.host_peak_bytes <= 10**6
 
 
-@pytest.mark.parametrize("dim", [None, 0, -1])
-def test_a_product_in_the_loss_has_the_bits_of_eager_mode(dim: int | None) -> None:
-    """PyTorch's backward function of `prod` takes another formula while any mode is there."""
+MASK = torch.rand(40, 8, generator=torch.Generator().manual_seed(1)) < 0.5
+LOOKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prod": lambda x: x[:2].prod(),
+    "prod of a dimension": lambda x: x.prod(-1),
+    "masked_fill": lambda x: x.masked_fill(MASK, x.square().mean()),
+    "masked_fill_": lambda x: (x * 1).masked_fill_(MASK, x.square().mean()),
+    "max": lambda x: -x.max(),
+    "median": lambda x: -x.median(),
+    "complex cumprod": lambda x: torch.view_as_real(
+        torch.view_as_complex((x * MASK).reshape(-1, 2))[:143].view(13, 11).cumprod(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["backward(gradient)", "loss"])
+@pytest.mark.parametrize("name", LOOKING)
+def test_functions_that_look_for_modes_have_the_bits_of_eager_mode(
+    name: str, is_direct: bool
+) -> None:
+    """PyTorch's backward functions of these take another formula while any mode is there."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     model = copy.deepcopy(plain)
     fit(model, budget="100MB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = torch.randn(6, 8)
+    batch = torch.randn(40, 8)
     for each in (plain, model):
-        output = each(batch)
-        (output[:2].prod() if dim is None else output.prod(dim)).square().mean().backward()
+        made = each(batch)
+        made.retain_grad()
+        result = LOOKING[name](made)
+        if is_direct:
+            result.backward(torch.linspace(0.3, 1.7, result.numel()).view_as(result))
+        else:
+            result.square().mean().backward()
+        each.made_gradient = made.grad
     remove(model)  # takes the watch off
+    assert same_bytes(plain.made_gradient, model.made_gradient)
     for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(expected.grad, parameter.grad)
+        assert same_bytes(expected.grad, parameter.grad)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """-0 is not 0."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def test_operators_are_as_before_after_the_watch() -> None:
+    model = nn.Linear(8, 8)
+    fit(model, budget="100MB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    output = model(torch.randn(4, 8))
+    key = torch._C.DispatchKey.AutogradCPU
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel("aten::max", key)
+    output.max().backward()
+    remove(model)
+    assert not has_kernel("aten::max", key)
