@@ -22,3 +22,4 @@ from solver.bound.lower_bound import (
     relaxed_bound,
 )
 from solver.bound.storage_graph import StorageGraph
+from solver.bound.windows import windows_share

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
+from solver.bound.lower_bound import binding_cut
 from solver.bound.storage_graph import StorageGraph
+from solver.bound.windows import windows_share
 from solver.methods.auto import stages
 from solver.methods.auto.search import Search
-from solver.methods.least_budget import PATIENCE
+from solver.methods.least_budget import PATIENCE, find_obstacle
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
-from tests.support.nets import recurrent, residual
+from tests.support.nets import recurrent, residual, u_shape
 
 
 @pytest.mark.parametrize(("n_steps", "n_tried"), [(20, 1), (300, len(PATIENCE))])
@@ -47,3 +49,12 @@ def test_last_eviction_takes_the_place_of_what_is_slower() -> None:
         stages.last_eviction(search)
     assert search.best_share <= found
     assert search.proposal().schedule is not None
+
+
+def test_a_wide_gap_is_narrowed_by_windows() -> None:
+    graph = u_shape(depth=3)
+    folded, budget_bytes = StorageGraph.of(graph), find_obstacle(graph).reached_bytes
+    found = stages.recompute_only(graph, budget_bytes=budget_bytes, time_limit_s=math.inf)
+    base = binding_cut(folded, budget_bytes=budget_bytes).ranked[0][0]
+    proven = windows_share(folded, budget_bytes=budget_bytes, base=base)
+    assert found.lower_bound_s >= graph.baseline_time_s * (1 + proven)
