@@ -15,17 +15,13 @@ def rewrite(captured: Capture) -> bool:
     """Change the captured graph; returns whether there was anything to change."""
     regions = list(cross_entropies(captured.graph))
     for region in regions:
-        _gradient(region)
+        body = Body(region)
+        body.read(region.softmax, overwritable=region.has_form_of_gradient(region.softmax))
+        body.replace_gradient()
         if region.before:
             _cast_and_softmax(region)
         erase_unread(region)
     return bool(regions)
-
-
-def _gradient(region: CrossEntropy) -> None:
-    body = Body(region)
-    body.read(region.softmax, overwritable=region.has_form_of_gradient(region.softmax))
-    body.replace_gradient()
 
 
 def _cast_and_softmax(region: CrossEntropy) -> None:

@@ -60,12 +60,7 @@ from scheduler_runtime.surroundings import (
 from solver.device_and_costs import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
 from solver.schedule import Request, Solution
-from solver.sizes_deadlines_progress import (
-    counted,
-    now_s,
-    tell,
-    telling_in_lines,
-)
+from solver.sizes_deadlines_progress import counted, now_s, tell, telling_in_lines
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +103,8 @@ class FittedForward(CalledPart):
 
     def __getstate__(self) -> dict[str, Any]:
         """The optimizer and the plans belong to the original, not to a copy of the module."""
-        of_original: dict[str, Any] = {
+        return {
+            **super().__getstate__(),
             "_optimizers": (),
             "_own_plans": [],
             "attempt": None,
@@ -117,7 +113,6 @@ class FittedForward(CalledPart):
             "_unseen": MadePlans(),
             "_outdated": MadePlans(),
         }
-        return {**super().__getstate__(), **of_original}
 
     def restore(self) -> None:
         self._loss.stop_watching()
@@ -157,9 +152,7 @@ class FittedForward(CalledPart):
         """Plan for such calls as if this one came now, without running it."""
         self.begin()
         kind = self.kind(call)
-        if self._ahead.find(kind, self._model, call) or self._programs.find(
-            kind, self._model, call
-        ):
+        if any(each.find(kind, self._model, call) for each in (self._ahead, self._programs)):
             return
         found = self._planned(call, held_bytes=0, is_ahead=True)
         if isinstance(found, Ladder):
@@ -209,10 +202,10 @@ class FittedForward(CalledPart):
 
         held_bytes: what the first forward pass has left, beside the outputs that it returned.
         """
-        held_bytes += returned_bytes
         logger.info("planning for gradients of the outputs %s only", reached)
         self._reached = reached
-        (of_call, situation) = self.kind(call)
+        held_bytes += returned_bytes
+        of_call, situation = self.kind(call)
         kind = (of_call, held_bytes), situation
         program = self._programs.find(kind, self._model, call)
         if not isinstance(program, BoundProgram | Ladder):
@@ -248,10 +241,8 @@ class FittedForward(CalledPart):
         name = type(self._model).__name__
         with telling_in_lines(f"tracing {name}...") as say:
             to_plan = self._to_plan(call, request, buckets, costs, held_bytes)
-            solutions = [each.solution for each in self._own_plans]
-            reason = None
-            if not is_ahead:
-                reason = why_another(solutions, self._model, call, to_plan.step)
+            before = () if is_ahead else [each.solution for each in self._own_plans]
+            reason = why_another(before, self._model, call, to_plan.step)
             if (ranks := Ranks.of(self._model)) is not None:
                 if self._pressure is not None:
                     raise FitError(_NOT_ALONE)
@@ -321,7 +312,11 @@ class FittedForward(CalledPart):
         with no_checkpoints():
             step = self.traced(
                 call,
-                choose=self._gradient_outputs,
+                choose=functools.partial(
+                    gradient_outputs,
+                    reached=self._reached,
+                    loss_outputs=self.options.loss_outputs,
+                ),
                 gradients="accumulate" if has_gradients(self._model, buckets) else "fresh",
                 costs=costs,
                 rewrites=(),
@@ -401,10 +396,5 @@ class FittedForward(CalledPart):
         if reason is None:
             tell(line)
             return
-        took_s = sum(each.took_s for each in self._own_plans)
-        n_plans = len(self._own_plans)
-        warn_of_another(line, reason, n_plans=n_plans, said=self._said, all_took_s=took_s)
-
-    def _gradient_outputs(self, output: Any) -> tuple[int, ...]:
-        loss_outputs = self.options.loss_outputs
-        return gradient_outputs(output, reached=self._reached, loss_outputs=loss_outputs)
+        all_took_s, n = sum(each.took_s for each in self._own_plans), len(self._own_plans)
+        warn_of_another(line, reason, n_plans=n, said=self._said, all_took_s=all_took_s)

@@ -129,7 +129,9 @@ def _some(n_blocks: int) -> Iterator[int]:
 
 def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:
     """Host and disk as levels for the largest snapshot, in forward steps of average time."""
-    size_bytes = max(_snapshot_bytes(graph, blocks), default=0)
+    snapshots = ([name for name in c if name not in blocks.companions] for c in blocks.crossing)
+    sizes = (sum(graph.tensor_by_name[name].size_bytes for name in names) for names in snapshots)
+    size_bytes = max(sizes, default=0)
     forward_s = sum(node.time_s for node in graph.forward_nodes)
     step_s = forward_s / max(1, blocks.n_blocks) or 1.0
     if places.host is None or not size_bytes:
@@ -143,12 +145,6 @@ def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:
         n_on_disk = min(disk.capacity_bytes // size_bytes, n_steps)
         levels.append(Storage(Level(n_on_disk, out_s / step_s, in_s / step_s), on_disk=True))
     return levels
-
-
-def _snapshot_bytes(graph: Graph, blocks: Blocks) -> Iterator[int]:
-    for names in blocks.crossing:
-        own = (name for name in names if name not in blocks.companions)
-        yield sum(graph.tensor_by_name[name].size_bytes for name in own)
 
 
 def _scheduled(

@@ -1,4 +1,4 @@
-"""More graphs made from numbers: U-shapes, pyramids, dense blocks, random DAGs.
+"""More graphs made from numbers: transformers, U-shapes, pyramids, dense blocks, random DAGs.
 
 `random_dag` makes small irregular graphs with everything that the file format allows. The same
 arguments give the same graph.
@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 
 from graphs.graph import Graph, Node, Phase, Tensor
-from graphs.synthetic.nets import chain, recurrent, residual, transformer
+from graphs.synthetic.nets import chain, recurrent, residual
 from graphs.synthetic.tape import Tape
 
 __all__ = [
@@ -23,6 +23,62 @@ __all__ = [
     "transformer",
     "u_shape",
 ]
+
+FLOPS_PER_S, BYTES_PER_S = 4e14, 3e12
+
+
+def transformer(
+    *, n_layers: int, hidden: int = 4096, n_tokens: int = 4096, n_words: int = 128256
+) -> Graph:
+    """A decoder in the shape of Llama: norms, rotary attention, gated feed-forward, large head.
+
+    Attention has a quarter of the heads for keys and values. Numbers have two bytes; times are
+    those of a card with FLOPS_PER_S and BYTES_PER_S.
+    """
+    tape = Tape()
+    row_bytes, inner = 2 * n_tokens, 7 * hidden // 2  # a row: one feature of all tokens
+
+    def linear(name: str, x: str, n_in: int, n_out: int) -> str:
+        time_s = 2 * n_tokens * n_in * n_out / FLOPS_PER_S
+        return tape.op(name, [x], row_bytes * n_out, time_s, parameter_bytes=n_in * n_out * 2)
+
+    def pointwise(name: str, inputs: list[str], width: int, *, saves: bool = False) -> str:
+        time_s = (1 + len(inputs)) * row_bytes * width / BYTES_PER_S
+        return tape.op(name, inputs, row_bytes * width, time_s, saves_inputs=saves)
+
+    def norm(name: str, x: str) -> str:
+        """RMSNorm in double width, as the transformers library writes it."""
+        size_bytes = row_bytes * hidden
+        time_s = 2 * size_bytes / BYTES_PER_S
+        wide = pointwise(f"{name}.to", [x], 2 * hidden)
+        square = pointwise(f"{name}.square", [wide], 2 * hidden, saves=True)
+        scale = tape.op(f"{name}.rsqrt", [square], 4 * n_tokens, time_s)
+        wide = tape.op(f"{name}.mul", [wide, scale], 2 * size_bytes, 2 * time_s)
+        return tape.op(f"{name}.scale", [wide], size_bytes, time_s, parameter_bytes=hidden * 2)
+
+    tokens, size_bytes = tape.input("tokens", 8 * n_tokens), row_bytes * hidden
+    time_s = 2 * size_bytes / BYTES_PER_S
+    x = tape.op("embed", [tokens], size_bytes, time_s, parameter_bytes=n_words * hidden * 2)
+    for i in range(n_layers):
+        h = norm(f"{i}.norm1", x)
+        q = linear(f"{i}.q", h, hidden, hidden)
+        k, v = (linear(f"{i}.{name}", h, hidden, hidden // 4) for name in "kv")
+        q = pointwise(f"{i}.rotate_q", [q], hidden)
+        k = pointwise(f"{i}.rotate_k", [k], hidden // 4)
+        sizes = (size_bytes, 4 * n_tokens * 32)
+        time_s = 2 * n_tokens * n_tokens * hidden / FLOPS_PER_S
+        a = tape.op(f"{i}.attention", [q, k, v], sizes, time_s, saves_output=True)
+        x = pointwise(f"{i}.add1", [x, linear(f"{i}.o", a, hidden, hidden)], hidden)
+        h = norm(f"{i}.norm2", x)
+        gate, up = (linear(f"{i}.{name}", h, hidden, inner) for name in ("gate", "up"))
+        gate = pointwise(f"{i}.silu", [gate], inner, saves=True)
+        product = pointwise(f"{i}.mul", [gate, up], inner, saves=True)
+        x = pointwise(f"{i}.add2", [x, linear(f"{i}.down", product, inner, hidden)], hidden)
+    logits = pointwise("logits", [linear("head", norm("norm", x), hidden, n_words)], 2 * n_words)
+    wide_bytes = 2 * row_bytes * n_words
+    # like relu, log_softmax saves its result and not its input
+    soft = tape.relu("log_softmax", logits, wide_bytes, 2 * wide_bytes / BYTES_PER_S)
+    return tape.graph(tape.op("loss", [soft], 4, 1e-6, saves_inputs=False))
 
 
 def u_shape(*, depth: int = 5, n_convs: int = 2, width_bytes: int = 64 << 20) -> Graph:

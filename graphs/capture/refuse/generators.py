@@ -42,7 +42,8 @@ def state_of(generator: Any) -> Any:
     """Its state, as a comparable value."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return pickle.dumps(_numpy_state(generator))
+    has_own = hasattr(generator, "get_state")
+    return pickle.dumps(generator.get_state() if has_own else _bits(generator).state)
 
 
 def put_back(generator: Any, state: Any) -> None:
@@ -53,10 +54,6 @@ def put_back(generator: Any, state: Any) -> None:
         generator.set_state(pickle.loads(state))
     else:
         _bits(generator).state = pickle.loads(state)
-
-
-def _numpy_state(generator: Any) -> Any:
-    return generator.get_state() if hasattr(generator, "get_state") else _bits(generator).state
 
 
 def _bits(generator: Any) -> Any:

@@ -57,20 +57,15 @@ def recombine(search: Search, *, base: int) -> None:
     """
     left, length = list(search.menus), 0
     while not search.close:
-        best = _recomputed(search)
+        best: Menu = frozenset()  # what the best schedule recomputes
+        if search.best is not None:
+            best = fold_simulation(search.folded, search.best[0]).recomputed
         left = [each for each in left if not each <= best]
         menu = _next_menu(best, left, least_length=GROWTH * length)
         if not left or len(menu) > MAX_MENU:
             return
         left, length = [each for each in left if not each <= menu], len(menu)
         _offer_best(search, menu, base)
-
-
-def _recomputed(search: Search) -> Menu:
-    """What the best schedule recomputes; nothing if there is none."""
-    if search.best is None:
-        return frozenset()
-    return fold_simulation(search.folded, search.best[0]).recomputed
 
 
 def _next_menu(best: Menu, left: Sequence[Menu], *, least_length: int) -> Menu:
