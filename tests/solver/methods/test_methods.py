@@ -26,7 +26,7 @@ from tests.support.paths import DATA
 ON_BLOCKS = [name for name in ("every_block", "sqrt", "revolve", "dp") if name in METHODS]
 
 
-def run(name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float = 30.0) -> Proposal:
+def run(name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float = 600.0) -> Proposal:
     return METHODS[name](graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=0)
 
 
