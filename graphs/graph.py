@@ -45,9 +45,9 @@ class Graph:
     n_in_flight: micro-batches of a pipeline whose forward pass has begun and whose backward pass
         has not ended, at most. This step is that of one of them; each of the others holds what its
         forward pass left for backward.
-    host_state_bytes: of the optimizer's state, which is in host memory for the whole step. Nodes of
-        phase optimizer copy it through their workspace, and their time is that with the copies
-        (`graphs.host_state`).
+    host_state_bytes: of the optimizer's state, and of parameters (`graphs.parameter_loads`), which
+        are in host memory for the whole step. Nodes of phase optimizer copy them through their
+        workspace, and their time is that with the copies (`graphs.host_state`).
 
     Validated on construction; raises GraphError.
     """

@@ -1,5 +1,8 @@
 """Optimizer state in host memory: on the device only while the optimizer steps, in buckets.
 
+Parameters can be there with it (`graphs.parameter_loads`): they are copied in and out with the
+state of their bucket.
+
 State is used once a step. Kept on the host, it leaves its bytes on the device to forward and
 backward pass. The optimizer then steps a bucket of parameters at a time: their state is fetched,
 used, and stored again, while that of the next bucket arrives and that of the last one leaves. As
@@ -11,12 +14,14 @@ The idea is that of ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), which step
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from graphs.files import FormatError, Record
 from graphs.graph import Graph
+from graphs.parameter_loads import may_be_loaded, with_loads, without_loads
 
 WHERE = ("auto", "device", "host")
 """What may be asked for: where the state is better off, or one of the two."""
@@ -116,23 +121,70 @@ def streamed_workspace_bytes(buckets: Sequence[StateBucket]) -> int:
     )
 
 
-def with_state_on_host(graph: Graph, *, out_s: Seconds, in_s: Seconds) -> Graph | None:
+def with_state_on_host(
+    graph: Graph, *, out_s: Seconds, in_s: Seconds, parameters: Collection[str] = ()
+) -> Graph | None:
     """The same step with the optimizer's state on the host; None: it has to stay on the device.
 
     out_s, in_s: of copies to the host and back. What cannot leave (`kept_state_bytes`) stays.
+    parameters: tensors of `host_parameters` that are on the host, too.
     """
     graph = with_state_on_device(graph)
     buckets = buckets_of(graph)
     if not buckets or graph.host_state_bytes:
         return None
+    if not set(parameters) <= set(host_parameters(graph)):
+        return None
     optimizer = Record(optimizer_of(graph.meta.environment), where=_WHERE)
+    size_bytes = {name: graph.tensor_by_name[name].size_bytes for name in parameters}
+    copied = _with_parameters(graph, buckets, size_bytes)
+    if parameters:
+        graph = with_loads(graph, parameters, in_s=in_s)
     return _with(
         graph,
-        time_s=streamed_step_s(buckets, out_s=out_s, in_s=in_s),
-        workspace_bytes=streamed_workspace_bytes(buckets),
+        time_s=streamed_step_s(copied, out_s=out_s, in_s=in_s),
+        workspace_bytes=streamed_workspace_bytes(copied),
         device_bytes=optimizer.integer("kept_state_bytes"),
-        host_bytes=sum(bucket.state_bytes for bucket in buckets),
+        host_bytes=sum(bucket.state_bytes for bucket in buckets) + sum(size_bytes.values()),
+        parameters=parameters,
     )
+
+
+def host_parameters(graph: Graph) -> tuple[str, ...]:
+    """The parameters that can be on the host with the state, in the order of their first use; ():
+    none, or the graph does not say which the optimizer trains, in which order."""
+    trains = optimizer_of(graph.meta.environment).get("trains")
+    return may_be_loaded(graph) if isinstance(trains, list) and trains else ()
+
+
+def parameters_on_host(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Those that are there: name in the module -> tensor. Raises FormatError for what is none."""
+    found = Record(optimizer_of(environment), where=_WHERE)
+    names = found.mapping("parameters_on_host", default={})
+    if not all(isinstance(tensor, str) for tensor in names.values()):
+        raise FormatError(f"{_WHERE}: parameters_on_host has values that are no names of tensors")
+    return dict(names)
+
+
+def host_parameter_bytes(graph: Graph) -> int:
+    """Of `host_state_bytes`, those of parameters."""
+    names = parameters_on_host(graph.meta.environment).values()
+    known = graph.tensor_by_name
+    return sum(known[name].size_bytes for name in names if name in known)
+
+
+def _with_parameters(
+    graph: Graph, buckets: Sequence[StateBucket], size_bytes: Mapping[str, int]
+) -> list[StateBucket]:
+    """The buckets with the bytes of their parameters that are on the host."""
+    tensors = graph.meta.parameters
+    trains = iter(optimizer_of(graph.meta.environment).get("trains") or ())
+    found = []
+    for bucket in buckets:
+        names = (tensors.get(name, "") for name in islice(trains, bucket.n_parameters))
+        more_bytes = sum(size_bytes.get(name, 0) for name in names)
+        found.append(dataclasses.replace(bucket, state_bytes=bucket.state_bytes + more_bytes))
+    return found
 
 
 def with_state_on_device(graph: Graph) -> Graph:
@@ -140,6 +192,8 @@ def with_state_on_device(graph: Graph) -> Graph:
     if not graph.host_state_bytes or not buckets_of(graph):
         return graph
     optimizer = Record(optimizer_of(graph.meta.environment), where=_WHERE)
+    if parameters := parameters_on_host(graph.meta.environment):
+        graph = without_loads(graph, parameters.values())
     return _with(
         graph,
         time_s=optimizer.number("time_s"),
@@ -150,14 +204,26 @@ def with_state_on_device(graph: Graph) -> Graph:
 
 
 def state_copies_s(graph: Graph) -> float:
-    """Seconds by which copies of the optimizer's state make its step longer; 0 on the device."""
+    """Seconds by which copies of the optimizer's state, and of parameters, make the step longer,
+    each parameter copied once before the optimizer; 0 on the device."""
     return graph.baseline_time_s - with_state_on_device(graph).baseline_time_s
 
 
 def _with(
-    graph: Graph, *, time_s: float, workspace_bytes: int, device_bytes: int, host_bytes: int
+    graph: Graph,
+    *,
+    time_s: float,
+    workspace_bytes: int,
+    device_bytes: int,
+    host_bytes: int,
+    parameters: Collection[str] = (),
 ) -> Graph:
     optimizer = {**optimizer_of(graph.meta.environment), "state_on_host": host_bytes > 0}
+    optimizer.pop("parameters_on_host", None)
+    if parameters:
+        optimizer["parameters_on_host"] = {
+            name: tensor for name, tensor in graph.meta.parameters.items() if tensor in parameters
+        }
     return dataclasses.replace(
         graph,
         nodes=tuple(

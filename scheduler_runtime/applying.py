@@ -12,7 +12,9 @@ what differs. In evaluation mode and without gradients the module's own forward 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import nn
 
 from graphs.costs import finish_measuring, from_description
 from graphs.model_calls import Call, TraceError, device_of
+from graphs.parameter_loads import with_loads
 from graphs.trace import CapturedStep
 from graphs.training_step import GivenOptimizer, read_optimizer
 from scheduler_runtime.by_submodule import SubmoduleSolution, put
@@ -33,6 +36,7 @@ from scheduler_runtime.execute import (
     remove_torch_checkpoint,
 )
 from scheduler_runtime.execute import cuda_graph as cuda_graphs
+from scheduler_runtime.host_parameters import HostParameters
 from scheduler_runtime.host_state import bring_back, keep_on_host
 from scheduler_runtime.planned import (
     AnyPlan,
@@ -139,7 +143,8 @@ class AppliedForward(PlannedForward):
     ) -> None:
         if not plans:
             raise ValueError("there is no plan to apply: the list is empty")
-        self._optimizer = _with_state_on_host(plans, optimizer)
+        self._host_parameters = _on_host(model, plans, cuda_graph=cuda_graph)
+        self._optimizer = _with_state_on_host(plans, optimizer, self._host_parameters)
         # shapes may differ between plans, but not what is differentiated, nor how
         for field in ("train", "gradients", "gradient_outputs"):
             values = [plan.environment.get(field) for plan in plans]
@@ -171,7 +176,28 @@ class AppliedForward(PlannedForward):
     def restore(self) -> None:
         if self._optimizer is not None:
             bring_back(self._optimizer)
+        if self._host_parameters is not None:
+            self._host_parameters.close(self._model)
+            self._host_parameters = None
         super().restore()
+
+    def begin(self) -> None:
+        if self._host_parameters is not None:
+            self._host_parameters.leave()
+
+    def unplanned(self, *args: Any, **kwargs: Any) -> Any:
+        if self._host_parameters is not None:
+            self._host_parameters.bring_back()
+        return super().unplanned(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def values_there(self) -> Iterator[None]:
+        if self._host_parameters is None:
+            yield
+            return
+        with self._host_parameters.on_device():
+            yield
+        self._host_parameters.leave()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan, which runs operator by operator; "
@@ -201,7 +227,7 @@ class AppliedForward(PlannedForward):
             if reason is None or self.on_mismatch == "replan":
                 raise
             raise self._mismatch(reason) from None
-        steps = [step.with_rewrites(plan.rewrites) for plan in self.plans]
+        steps = [_as_planned(step, plan) for plan in self.plans]
         parts = [each.graph.module_part() for each in steps]
         found = [
             difference(plan, call, model, part) or difference_of_bits(each)
@@ -248,6 +274,8 @@ class AppliedForward(PlannedForward):
 
     def _replans(self, reason: Difference) -> bool:
         """Whether this call is planned for, and not refused."""
+        if self._host_parameters is not None:
+            return False
         if reason.of_values or self.on_mismatch == "replan":
             return True
         return self.on_mismatch == "smaller" and reason.is_smaller
@@ -273,8 +301,39 @@ class AppliedForward(PlannedForward):
         )
 
 
+def _as_planned(step: CapturedStep, plan: Plan) -> CapturedStep:
+    """With the plan's rewrites, and with copies of the parameters that it has on the host."""
+    step = step.with_rewrites(plan.rewrites)
+    tensors = plan.host_parameters.values()
+    if not tensors or not set(tensors) <= set(step.graph.tensor_by_name):
+        return step
+    graph = with_loads(step.graph, tensors, in_s=lambda _size_bytes: 0.0)
+    return dataclasses.replace(step, graph=graph)
+
+
+def _on_host(model: nn.Module, plans: Sequence[Plan], *, cuda_graph: bool) -> HostParameters | None:
+    """The parameters that the plans have in host memory; None: none."""
+    of_plans = {tuple(plan.host_parameters) for plan in plans}
+    if of_plans == {()}:
+        return None
+    if cuda_graph:
+        raise ValueError(
+            "a recorded step (cuda_graph=True) has its parameters at fixed addresses, and the plan "
+            'has some in host memory; plan with parameters="device"'
+        )
+    if len(of_plans) > 1:
+        raise ValueError(
+            "the plans have different parameters in host memory; solve them all with "
+            'parameters="host", or all with "device"'
+        )
+    (names,) = of_plans
+    return HostParameters(model, names)
+
+
 def _with_state_on_host(
-    plans: Sequence[Plan], optimizer: torch.optim.Optimizer | None
+    plans: Sequence[Plan],
+    optimizer: torch.optim.Optimizer | None,
+    parameters: HostParameters | None,
 ) -> torch.optim.Optimizer | None:
     """The optimizer after its state has moved to the host; None where it stays on the device."""
     buckets = {plan.state_buckets for plan in plans}
@@ -292,7 +351,7 @@ def _with_state_on_host(
             "model, apply(model, plan, optimizer=optimizer), or solve with "
             'optimizer_state="device"'
         )
-    keep_on_host(optimizer, of_all)
+    keep_on_host(optimizer, of_all, parameters=parameters)
     return optimizer
 
 

@@ -24,15 +24,22 @@ import torch
 
 from graphs.training_step import aligned, of_buckets, trained, why_state_stays
 from scheduler_runtime.execute import CopyStreams, Done, storage_bytes, streams_for
+from scheduler_runtime.host_parameters import HostParameters
 
 _KEPT: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostState] = weakref.WeakKeyDictionary()
 
 
-def keep_on_host(optimizer: torch.optim.Optimizer, n_parameters: Sequence[int]) -> None:
+def keep_on_host(
+    optimizer: torch.optim.Optimizer,
+    n_parameters: Sequence[int],
+    *,
+    parameters: HostParameters | None = None,
+) -> None:
     """Move the state to the host, what there is of it; from now on it is on the device only while
     the optimizer steps. Nothing changes where it is there already.
 
     n_parameters: of each bucket, of those that the optimizer trains, in its order.
+    parameters: those that are on the host, too: copied with the state of their bucket.
 
     Raises ValueError for an optimizer that cannot, and for one of other parameters.
     """
@@ -51,7 +58,7 @@ def keep_on_host(optimizer: torch.optim.Optimizer, n_parameters: Sequence[int]) 
             "the plan has the optimizer's state on the host, and its parameters are on several "
             "devices"
         )
-    state = HostState(found, n_parameters)
+    state = HostState(found, n_parameters, parameters)
     state.attach(optimizer)
     _KEPT[optimizer] = state
 
@@ -65,14 +72,18 @@ def bring_back(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def on_device(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The optimizer as it is by itself, in this context."""
+    """The optimizer as it is by itself, in this context, and all parameters on the device."""
     state = _KEPT.get(optimizer)
     bring_back(optimizer)
+    there = None if state is None else state.host_parameters
     try:
-        yield
+        with contextlib.nullcontext() if there is None else there.on_device():
+            yield
     finally:
         if state is not None:
-            keep_on_host(optimizer, state.n_parameters)
+            keep_on_host(optimizer, state.n_parameters, parameters=there)
+        if there is not None:
+            there.leave()
 
 
 def host_blocks(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -113,7 +124,7 @@ class _Bucket:
     parameters: list[torch.Tensor]
     host: torch.Tensor | None = None
     pieces: list[_Piece] = field(default_factory=list)
-    arrived: Done | None = None
+    arrived: list[Done] = field(default_factory=list)
     away: _Tensors = field(default_factory=dict)
     there: _Tensors = field(default_factory=dict)
     left: list[tuple[Done, torch.Tensor]] = field(default_factory=list)
@@ -127,15 +138,15 @@ class _Bucket:
         if self.host is None:
             return
         block = torch.empty(self.host.numel(), dtype=torch.uint8, device=device)
-        self.arrived = streams.back(block, self.host, [])
+        self.arrived.append(streams.back(block, self.host, []))
         for piece in self.pieces:
             tensor = state[piece.parameter][piece.name] = piece.on(block)
             self.there[piece.parameter, piece.name] = tensor
 
     def arrive(self) -> None:
-        if self.arrived is not None:
-            self.arrived.hold_compute()
-            self.arrived = None
+        for done in self.arrived:
+            done.hold_compute()
+        self.arrived.clear()
 
     def store(self, state: Any, streams: CopyStreams) -> None:
         """Copy what the step has left to the host, whatever it made anew."""
@@ -189,8 +200,14 @@ class _Bucket:
 class HostState:
     """The state of one optimizer, in buckets of its parameters."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], n_parameters: Sequence[int]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        n_parameters: Sequence[int],
+        host_parameters: HostParameters | None = None,
+    ) -> None:
         self.n_parameters = tuple(n_parameters)
+        self.host_parameters = host_parameters
         rest = iter(parameters)
         self.buckets = [_Bucket([next(rest) for _ in range(n)]) for n in n_parameters]
         self._bucket_of = {
@@ -252,20 +269,22 @@ class HostState:
         buckets = [bucket for bucket, _ in stepped]
         self._streams.begin()
         try:
-            self._fetch(buckets[:1], state)
+            self._fetch_all(buckets[:1], state)
             for n, (bucket, part) in enumerate(stepped):
                 for other in buckets[max(0, n - 2) : max(0, n - 1)]:
                     other.leave()
-                self._fetch(buckets[n + 1 : n + 2], state)
+                self._fetch_all(buckets[n + 1 : n + 2], state)
                 bucket.arrive()
                 optimizer.param_groups = part
                 own(optimizer)
                 self._store([bucket], state)
+                self._store_parameters(bucket)
         finally:
             optimizer.param_groups = groups
             # after an error, what it has left half-way
             self._store([bucket for bucket in buckets if not bucket.is_away(state)], state)
             for bucket in buckets:
+                self._store_parameters(bucket)
                 bucket.leave()
             self._streams.settle()
         return loss
@@ -274,6 +293,20 @@ class HostState:
     def _fetch(self, buckets: Sequence[_Bucket], state: Any) -> None:
         for bucket in buckets:
             bucket.fetch(state, self._streams, self._device)
+
+    @torch.no_grad()
+    def _fetch_all(self, buckets: Sequence[_Bucket], state: Any) -> None:
+        """The parameters as well."""
+        self._fetch(buckets, state)
+        if self.host_parameters is not None:
+            for bucket in buckets:
+                bucket.arrived += self.host_parameters.fetch(bucket.parameters, self._streams)
+
+    @torch.no_grad()
+    def _store_parameters(self, bucket: _Bucket) -> None:
+        if self.host_parameters is not None:
+            bucket.arrive()
+            bucket.left += self.host_parameters.store(bucket.parameters, self._streams)
 
     @torch.no_grad()
     def _store(self, buckets: Sequence[_Bucket], state: Any) -> None:

@@ -134,6 +134,7 @@ def sweep(
             rewrites=solution.request.rewrites if solution else "none",
             places=solution.request.places if solution else None,
             optimizer_state=solution.request.optimizer_state if solution else "auto",
+            parameters=solution.request.parameters if solution else "device",
             known=[solution] if solution and solution.method in methods else [],
             on_point=lambda n_done, n_all: say(
                 f"sweeping budgets of {name}: {n_done} of {counted(n_all, 'plan')}"

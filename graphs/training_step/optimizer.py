@@ -28,7 +28,12 @@ from graphs.costs import CostModel, Tracker
 from graphs.fsdp import shard_rows
 from graphs.model_calls import TraceError, local_part, strided_like
 from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
-from graphs.training_step.state_buckets import Figures, bucket_figures, why_state_stays
+from graphs.training_step.state_buckets import (
+    Figures,
+    bucket_figures,
+    trained,
+    why_state_stays,
+)
 
 _HOOKED = ("step", "state_dict", "load_state_dict")
 _HOOKS = [f"_optimizer_{method}_{when}_hooks" for method in _HOOKED for when in ("pre", "post")]
@@ -55,7 +60,8 @@ def optimizer_costs(
     Returns what `with_optimizer` takes and schedule files store: its class's name, state_bytes
     (resident from the first step on), workspace_bytes (the peak that a later step allocates
     besides), and the time_s of a step; where the state can be on the host, also what
-    `bucket_figures` returns.
+    `bucket_figures` returns, and `trains`: the names of the parameters in the optimizer's order
+    ("": of another model).
 
     optimizer: of the model's parameters (real or on the meta device). Those without gradients have
         no state.
@@ -93,7 +99,10 @@ def optimizer_costs(
             reason = "it is sharded" if n_ranks > 1 else why_state_stays(optimizer)
             if reason:
                 return {**found, "state_stays": reason}
-            return found | bucket_figures(twin, step, whole=whole, state_bytes=state_bytes)
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            trains = [names.get(id(parameter), "") for _, parameter in trained(optimizer)]
+            figures = bucket_figures(twin, step, whole=whole, state_bytes=state_bytes)
+            return found | figures | {"trains": trains}
     except Exception as error:
         raise TraceError(
             f"the optimizer {name} cannot step on fake tensors "

@@ -12,9 +12,11 @@ from torch import fx
 
 from graphs.capture import OpaqueForward, Overwrite, is_random
 from graphs.costs import is_collective
+from graphs.parameter_loads import LOAD
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
 from scheduler_runtime.execute.copy_calls import CopyCalls
+from scheduler_runtime.execute.host_values import load
 from scheduler_runtime.execute.piece import Value
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from solver.schedule import Compute, CopyLayout, Free, Schedule
@@ -50,6 +52,7 @@ class StraightLine:
         made = (item for item in step.captured.outputs if isinstance(item, fx.Node))
         self._leaves_program = {*made, *step.captured.gradients.values()}
         self.copying: CopyCalls | None = None
+        self._loaded: set[fx.Node] = set()  # parameters whose values come from the host
         self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
         self._emit()
 
@@ -94,6 +97,8 @@ class StraightLine:
                     (self.value(layout.copies[op.node]),),
                     {"memory_format": torch.contiguous_format},
                 )
+            elif node.op == LOAD:
+                self._load(node.outputs[0])
             elif op.node in layout.calls:
                 self._call(op.node, again=op.node in started, repeats=n_runs[op.node] > 1)
             started.add(op.node)
@@ -112,12 +117,20 @@ class StraightLine:
         for node in self._of_storage.pop(tensor, ()):
             self._current.pop(node, None)
 
+    def _load(self, tensor: str) -> None:
+        """The value of a parameter, from the host."""
+        (parameter,) = (node for node in self.sources if node.name == tensor)
+        self._loaded.add(parameter)
+        self._define(parameter, self.graph.call_function(load, (self.sources[parameter],)))
+
     def _made_on(self, tensor: str) -> dict[fx.Node, Value]:
         """The live values of a tensor that operators have made: views of them are derived again."""
         values = {n: self._current[n] for n in self._of_storage.get(tensor, ())}
         return {node: value for node, value in values.items() if self._is_made(node)}
 
     def _is_made(self, node: fx.Node) -> bool:
+        if node in self._loaded:
+            return True
         call = node.args[0] if node.target is operator.getitem else node
         return isinstance(call, fx.Node) and call.name in self.layout.calls
 

@@ -7,9 +7,9 @@ Three subclasses: `scheduler_runtime.applying` (the plans are given), `scheduler
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,14 @@ class PlannedForward(ReplacedForward):
     def begin(self) -> None:
         """Called before each planned forward pass."""
 
+    def unplanned(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass without a plan."""
+        return self.own_forward(*args, **kwargs)
+
+    def values_there(self) -> contextlib.AbstractContextManager[None]:
+        """All parameters have their own memory, in this context."""
+        return contextlib.nullcontext()
+
     def restore(self) -> None:
         """The module's own forward takes its place again."""
         restore_forward(self._model)
@@ -122,18 +130,19 @@ class PlannedForward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         if not torch.is_grad_enabled() or not self.covers() or _is_transformed():
-            return self.own_forward(*args, **kwargs)
+            return self.unplanned(*args, **kwargs)
         call = self.call_of(args, kwargs)
         if not any(p.requires_grad for p in model.parameters()) and not any(
             tensor.requires_grad for tensor in call.tensors
         ):  # nothing to differentiate: the adapters are switched off, say
-            return self.own_forward(*args, **kwargs)
+            return self.unplanned(*args, **kwargs)
         _refuse_saved_tensors_hooks()
         self.begin()
         kind = self.kind(call)
         program = self._programs.find(kind, model, call)
         if program is None:
-            program = self._agreed(call)
+            with self.values_there():
+                program = self._agreed(call)
             self._programs.add(self.kind(call), program)  # tracing may have filled attributes
             if self._programs.n_added in N_WORTH_A_WARNING:
                 logger.warning(
@@ -199,7 +208,7 @@ class PlannedForward(ReplacedForward):
             with (
                 telling_in_lines(f"tracing {type(model).__name__}...")
                 if known is None
-                else nullcontext()
+                else contextlib.nullcontext()
             ):
                 step = trace_module(
                     model,

@@ -13,7 +13,7 @@ from graphs.capture import KeptCapture
 from graphs.files import FormatError
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
-from graphs.host_state import buckets_in, optimizer_of
+from graphs.host_state import buckets_in, optimizer_of, parameters_on_host
 from graphs.rewrites import REWRITES
 from solver.methods import KnownPlan
 from solver.schedule import Request, SavedSchedule, Schedule, Solution
@@ -79,6 +79,12 @@ class Plan:
         if not optimizer_of(self.environment).get("state_on_host"):
             return ()
         return tuple(bucket.n_parameters for bucket in buckets_in(self.environment))
+
+    @property
+    def host_parameters(self) -> dict[str, str]:
+        """The parameters that are on the host while no operator reads them: name in the module ->
+        tensor of the graph."""
+        return parameters_on_host(self.environment) if self.state_buckets else {}
 
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:

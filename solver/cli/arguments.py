@@ -185,6 +185,16 @@ class Arguments:
         choices=WHERE,
         metavar="WHERE",
     )
+    parameters: str = _option(
+        "--parameters",
+        "where parameters are while no operator reads them: on the device, all that can be in the "
+        "memory of --host, or where the plan is faster; on the host only with the optimizer's "
+        "state (default: device)",
+        SEARCH,
+        default="device",
+        choices=WHERE,
+        metavar="WHERE",
+    )
     time_limit: float = _option(
         "--time-limit",
         "time limit of each method in seconds (default: 60); shared where many plans are made",

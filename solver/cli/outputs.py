@@ -115,6 +115,7 @@ def _sweep(
                 rewrites=problem.rewrites,
                 places=problem.places,
                 optimizer_state=arguments.optimizer_state,
+                parameters=arguments.parameters,
                 known=[solution for solution in solutions if solution.method in methods],
                 on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
             )

@@ -112,6 +112,7 @@ class Problem:
             places=self.places,
             budget_of=arguments.budget_of,
             optimizer_state=arguments.optimizer_state,
+            parameters=arguments.parameters,
         )
 
 

@@ -105,6 +105,15 @@ def _check_copying(arguments: Arguments) -> None:
     """Raises UsageError for a host without a method for it, and the reverse."""
     if arguments.optimizer_state == "host" and arguments.host is None:
         raise UsageError("--optimizer-state host: give the memory for it, --host 64GB")
+    if arguments.parameters != "device" and arguments.host is None:
+        raise UsageError(
+            f"--parameters {arguments.parameters}: give the memory for them, --host 64GB"
+        )
+    if arguments.parameters == "host" and arguments.optimizer_state == "device":
+        raise UsageError(
+            "--parameters host: parameters leave the device with the optimizer's state; leave out "
+            "--optimizer-state device"
+        )
     if arguments.compare:
         return
     method = METHODS[arguments.method or "auto"]

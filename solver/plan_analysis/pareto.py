@@ -68,6 +68,7 @@ def sweep(
     rewrites: str = "none",
     places: Places | None = None,
     optimizer_state: str = "auto",
+    parameters: str = "device",
     on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
     """Plan for every budget with every method.
@@ -80,14 +81,14 @@ def sweep(
     known: answers for this graph that are there already; their budgets become points as well, but
         for those of reserved memory: a curve is of what is allocated.
     rewrites: the word that the variants of the step stand for.
-    places, optimizer_state: as in `Request`; the same as in the requests of `known`.
+    places, optimizer_state, parameters: as in `Request`; the same as in the requests of `known`.
     on_point: called after each search with how many plans there are by now, and of how many.
 
     Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep with the points until then.
     Raises ValueError for a budget that the reserve takes all of, or when there is none.
     """
     obstacles: tuple[Obstacle, ...] = ()
-    step = with_state_choices(step, places, where=optimizer_state)
+    step = with_state_choices(step, places, where=optimizer_state, parameters=parameters)
     if budgets is None:
         obstacles = _obstacles(step, METHODS[methods[0]], places, time_limit_s=time_limit_s)
         budgets = _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
@@ -110,6 +111,7 @@ def sweep(
             rewrites=rewrites,
             places=places,
             optimizer_state=optimizer_state,
+            parameters=parameters,
         )
         for method in methods
         for budget_bytes in sorted(asked)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from graphs.host_state import state_copies_s
+from graphs.host_state import host_parameter_bytes, state_copies_s
 from solver.plan_analysis import Copies, Stall, Trip
 from solver.reporting.rows import Row, Table
 from solver.schedule import Solution
@@ -65,7 +65,11 @@ def _state_rows(found: Copies) -> Iterator[Row]:
     """The optimizer's state has copies of its own, within the optimizer's step."""
     if found.graph.host_state_bytes:
         slower = format_time(state_copies_s(found.graph))
-        yield "", f"besides these, copies of the optimizer's state make its step {slower} longer"
+        if host_parameter_bytes(found.graph):
+            what = "copies of parameters and of the optimizer's state make the step"
+        else:
+            what = "copies of the optimizer's state make its step"
+        yield "", f"besides these, {what} {slower} longer"
 
 
 def _stall_text(stall: Stall) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from graphs.fsdp import Sharding, sharding_of, sharding_words
 from graphs.graph import Graph, Node
-from graphs.host_state import with_state_on_device
+from graphs.host_state import host_parameter_bytes, with_state_on_device
 from graphs.links import named
 from graphs.rewrites import PROGRAM_REWRITES, results_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
@@ -284,6 +284,7 @@ def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, 
         "reserved_bytes": reserved_by_setting(graph, schedule) or None,
         **(_copies(simulation) if simulation.host_peak_bytes else {}),
         **({"host_state_bytes": graph.host_state_bytes} if graph.host_state_bytes else {}),
+        **({"host_parameter_bytes": size} if (size := host_parameter_bytes(graph)) else {}),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from graphs.host_state import optimizer_of, state_copies_s
+from graphs.host_state import host_parameter_bytes, optimizer_of, state_copies_s
 from graphs.pipeline import pipeline_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
@@ -238,12 +238,18 @@ def _reserved_rows(solution: Solution) -> Iterator[Row]:
 
 
 def _state_rows(solution: Solution) -> Iterator[Row]:
-    """Where the optimizer's state is, if there is a host, and what that costs."""
+    """Where the optimizer's state and parameters are, if there is a host, and what that costs."""
     graph, name = solution.graph, "optimizer state"
     optimizer = optimizer_of(graph.meta.environment)
     if graph.host_state_bytes:
         share = format_share(state_copies_s(graph) / (solution.baseline.time_s or 1.0))
-        yield name, f"{format_both(graph.host_state_bytes)} on the host, {share} time"
+        parameters_bytes = host_parameter_bytes(graph)
+        if not parameters_bytes:
+            yield name, f"{format_both(graph.host_state_bytes)} on the host, {share} time"
+            return
+        yield name, f"{format_both(graph.host_state_bytes - parameters_bytes)} on the host"
+        both = f"on the host, {share} time with the optimizer state"
+        yield "parameters", f"{format_both(parameters_bytes)} {both}"
     elif solution.request.places is not None and (reason := optimizer.get("state_stays")):
         yield name, f"on the device: {reason}"
 

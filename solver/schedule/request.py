@@ -32,6 +32,8 @@ class Request:
         caching allocator takes from a CUDA device for them (`solver.schedule.reserved_memory`).
     optimizer_state: where the optimizer's state is: on the "device", on the "host", or "auto",
         where the plan is faster.
+    parameters: the same for parameters while no operator reads them, "device" by default: they
+        leave only together with the optimizer's state.
 
     Raises ValueError for a time limit that is not a positive number, and for other words.
     """
@@ -45,16 +47,16 @@ class Request:
     places: Places | None = None
     budget_of: str = "allocated"
     optimizer_state: str = "auto"
+    parameters: str = "device"
 
     def __post_init__(self) -> None:
         check_time_limit(self.time_limit_s)
         check_word(self.rewrites)
         if self.budget_of not in BUDGETS_OF:
             raise ValueError(f"budget_of is {self.budget_of!r}; one of {', '.join(BUDGETS_OF)}")
-        if self.optimizer_state not in WHERE:
-            raise ValueError(
-                f"optimizer_state is {self.optimizer_state!r}; one of {', '.join(WHERE)}"
-            )
+        for name in ("optimizer_state", "parameters"):
+            if (word := getattr(self, name)) not in WHERE:
+                raise ValueError(f"{name} is {word!r}; one of {', '.join(WHERE)}")
 
     @property
     def available_bytes(self) -> int:
@@ -80,6 +82,8 @@ class Request:
         places = value.pop("places")
         if self.optimizer_state == "auto":
             del value["optimizer_state"]
+        if self.parameters == "device":
+            del value["parameters"]
         return value if places is None else {**value, "places": places.to_json()}
 
     @classmethod
@@ -102,6 +106,7 @@ class Request:
             places=Places.from_json(places, source=f"{source}: places") if places else None,
             budget_of=record.choice("budget_of", BUDGETS_OF, default="allocated"),
             optimizer_state=record.choice("optimizer_state", WHERE, default="auto"),
+            parameters=record.choice("parameters", WHERE, default="device"),
         )
         if request.reserve_bytes > budget_bytes:
             raise FormatError(f"{source}: reserve_bytes is above budget_bytes")

@@ -24,9 +24,10 @@
    has on the device, beside what is resident, when the forward pass has ended: all forward nodes
    have run, and nothing else was computed. It counts at every op before the optimizer's first.
 
-11. The optimizer's state that is in host memory (`Graph.host_state_bytes`) is there from before the
-   first op to the end. A node of the optimizer has all streams to itself then: it starts when the
-   copies before it have ended, and those after it start when it has ended.
+11. What is in host memory for the whole step, the optimizer's state and parameters
+   (`Graph.host_state_bytes`), is there from before the first op to the end. A node
+   of the optimizer has all streams to itself then: it starts when the copies before it have ended,
+   and those after it start when it has ended.
 """
 
 from __future__ import annotations

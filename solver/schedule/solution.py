@@ -14,7 +14,12 @@ from graphs.eager_memory import as_eager
 from graphs.files import Record, read_json, write_json
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
-from graphs.host_state import optimizer_of, with_state_on_device, with_state_on_host
+from graphs.host_state import (
+    optimizer_of,
+    parameters_on_host,
+    with_state_on_device,
+    with_state_on_host,
+)
 from graphs.pipeline import pipeline_of
 from graphs.rewrites import Variants
 from solver.schedule.ops import Schedule, ops_from_json
@@ -236,13 +241,13 @@ class Solution:
         """
         graph = graph if isinstance(graph, Graph) else Graph.load(graph)
         saved = SavedSchedule.load(path)
+        graph = _with_state_as_planned(graph, saved)
         if saved.schedule.graph_id != graph.graph_id:
             raise OtherGraphError(
                 f"{path}: the schedule was made for another graph "
                 f"({saved.schedule.graph_id[:19]}…) than the one given "
                 f"({graph.graph_id[:19]}…); give the graph that was saved with it, or plan again"
             )
-        graph = _with_state_as_planned(graph, saved)
         variants = Variants.of(graph)
         baseline = simulate_unplanned(variants.plain)
         if variants.plain.meta.rewrites and saved.baseline_peak_bytes:
@@ -321,14 +326,16 @@ class SavedSchedule:
 
 
 def _with_state_as_planned(graph: Graph, saved: SavedSchedule) -> Graph:
-    """The graph with the optimizer's state where the file says that it is."""
+    """The graph with the optimizer's state, and parameters, where the file says that they are."""
     graph = with_state_on_device(graph)
     optimizer = optimizer_of(saved.environment)
     places = saved.request.places
     if not optimizer.get("state_on_host") or places is None or places.host is None:
         return graph
     link = places.host.link
-    return with_state_on_host(graph, out_s=link.out_s, in_s=link.in_s) or graph
+    parameters = parameters_on_host(saved.environment).values()
+    moved = with_state_on_host(graph, out_s=link.out_s, in_s=link.in_s, parameters=parameters)
+    return moved or graph
 
 
 def simulate_unplanned(plain: Graph) -> Simulation:

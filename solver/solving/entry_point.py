@@ -56,6 +56,7 @@ def solve(
     disk_budget: int | float | str | None = None,
     disk_rate: DiskRate | None = None,
     optimizer_state: str = "auto",
+    parameters: str = "device",
     budget_of: str = "allocated",
     **trace_options: Any,
 ) -> Solution:
@@ -83,6 +84,8 @@ def solve(
     optimizer_state: where the optimizer's state is while it does not step: on the "device", in
         "host" memory, within `host_budget`, or where the plan is faster ("auto"; without a host on
         the device). `apply` then takes the optimizer.
+    parameters: the same for parameters while no operator reads them ("device" by default): they
+        leave with the optimizer's state.
 
     budget_of: "allocated": the budget is for what tensors hold, with the reserve for the rest;
         "reserved": for what PyTorch's caching allocator takes from a CUDA device, as simulated
@@ -104,7 +107,7 @@ def solve(
         capacity_bytes=capacity_bytes,
         with_host=host_budget is not None,
     )
-    check_where(optimizer_state, with_host=host_budget is not None)
+    check_where(optimizer_state, with_host=host_budget is not None, parameters=parameters)
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
     name = name_of(problem)
@@ -125,6 +128,7 @@ def solve(
             disk_rate=disk_rate,
             rewrites=rewrites,
             optimizer_state=optimizer_state,
+            parameters=parameters,
             budget_of=budget_of,
             method=method,
             time_limit_s=time_limit_s,

@@ -76,7 +76,9 @@ def attempt(
     """
     started_s = now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
-    variants = with_state_choices(step, request.places, where=request.optimizer_state)
+    variants = with_state_choices(
+        step, request.places, where=request.optimizer_state, parameters=request.parameters
+    )
 
     def planned(request: Request) -> Solution:
         return _attempt(variants, request, starts=starts, quick=quick, deadline=deadline)
@@ -324,4 +326,5 @@ def without_rewrites(solution: Solution) -> Solution:
             "which PyTorch runs, is not in the file; plan again from the model, with "
             'rewrites="none"'
         )
-    return answer(solution.plain, dataclasses.replace(solution.request, optimizer_state="device"))
+    request = dataclasses.replace(solution.request, optimizer_state="device", parameters="device")
+    return answer(solution.plain, request)

@@ -1,35 +1,61 @@
-"""Where the optimizer's state is: a choice beside those of the rewrites."""
+"""Where the optimizer's state and the parameters are: a choice beside those of the rewrites."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from graphs.graph import Graph
-from graphs.host_state import WHERE, optimizer_of, with_state_on_device, with_state_on_host
+from graphs.host_state import (
+    WHERE,
+    host_parameters,
+    optimizer_of,
+    parameters_on_host,
+    with_state_on_device,
+    with_state_on_host,
+)
 from graphs.rewrites import Variants
 from solver.schedule import Places
 from solver.sizes_deadlines_progress import BudgetError, format_both
 
+SHARES = (0.5, 1.0)
+"""Of the bytes of the parameters that can leave, those that are read first: so much is on the
+host in the choices that are planned. What is read first is idle for longest before backward."""
 
-def check_where(where: str, *, with_host: bool) -> None:
-    """Raises ValueError for another word, and for a host that is not there."""
-    if where not in WHERE:
-        raise ValueError(f"optimizer_state is {where!r}; one of {', '.join(WHERE)}")
-    if where == "host" and not with_host:
-        raise ValueError("optimizer_state is 'host', and there is no host; give host_budget")
+
+def check_where(where: str, *, with_host: bool, parameters: str = "device") -> None:
+    """Raises ValueError for another word, for a host that is not there, and for parameters that
+    are to leave without the optimizer's state."""
+    for name, word in (("optimizer_state", where), ("parameters", parameters)):
+        if word not in WHERE:
+            raise ValueError(f"{name} is {word!r}; one of {', '.join(WHERE)}")
+        if word == "host" and not with_host:
+            raise ValueError(f"{name} is 'host', and there is no host; give host_budget")
+    if parameters == "host" and where == "device":
+        raise ValueError(
+            "parameters is 'host' and optimizer_state 'device': parameters leave the device with "
+            "the optimizer's state; leave optimizer_state out"
+        )
 
 
 def with_state_choices(
-    step: Graph | Variants, places: Places | None, *, where: str = "auto"
+    step: Graph | Variants,
+    places: Places | None,
+    *,
+    where: str = "auto",
+    parameters: str = "device",
 ) -> Variants:
-    """Each planned program with the state on the device, then each with it on the host.
+    """Each planned program with the state on the device, then each with it on the host, then each
+    with parameters there as well: half of their bytes, and all that can leave.
 
     where: "device" or "host" alone. Without a host, where the host is too small and where the
     optimizer cannot do it, the state stays on the device. Done twice it is the same.
+    parameters: "device": they stay; "auto": also on the host; "host": all on the host that can be.
 
-    Raises BudgetError for state that has to be on the host and has no room there, or cannot leave
-    the device.
+    Raises BudgetError for what has to be on the host and has no room there, or cannot leave the
+    device.
     """
+    if parameters == "host":
+        where = "host"
     variants = Variants.of(step)
     host = None if places is None else places.host
     most_bytes = 0 if host is None else host.capacity_bytes
@@ -40,26 +66,57 @@ def with_state_choices(
     away: list[Graph] = []
     if host is not None and where != "device":
         link = host.link
-        tried = (with_state_on_host(g, out_s=link.out_s, in_s=link.in_s) for g in here)
-        away = [graph for graph in tried if graph is not None]
+        for graph in here:
+            for chosen in _choices(graph, parameters):
+                moved = with_state_on_host(
+                    graph, out_s=link.out_s, in_s=link.in_s, parameters=chosen
+                )
+                away += [] if moved is None else [moved]
+        away.sort(key=lambda graph: len(parameters_on_host(graph.meta.environment)) > 0)
     if where == "host" and not away:
-        raise BudgetError(_why_not_away(variants.plain))
+        raise BudgetError(_why_not_away(variants.plain, with_parameters=parameters == "host"))
     planned = away if where == "host" else [*here, *_within(away, most_bytes)]
     if not _within(planned, most_bytes):
         least_bytes = min(graph.host_state_bytes for graph in planned)
+        what = "the parameters and the optimizer's state take"
+        if parameters != "host":
+            what = "the optimizer's state takes"
         raise BudgetError(
-            f"the optimizer's state takes {format_both(least_bytes)} of host memory, and there are "
+            f"{what} {format_both(least_bytes)} of host memory, and there are "
             f"{format_both(most_bytes)}; give more (--host, or in Python host_budget=)"
         )
     return dataclasses.replace(variants, planned=tuple(_within(planned, most_bytes)))
+
+
+def _choices(graph: Graph, parameters: str) -> list[tuple[str, ...]]:
+    """The parameters on the host, in each choice that is planned."""
+    if parameters == "device":
+        return [()]
+    names = host_parameters(graph)
+    if parameters == "host":
+        return [names] if names else []
+    size_bytes = {name: graph.tensor_by_name[name].size_bytes for name in names}
+    found: list[tuple[str, ...]] = [()]
+    for share in SHARES:
+        left_bytes, n_chosen = share * sum(size_bytes.values()), 0
+        while n_chosen < len(names) and left_bytes > 0:
+            left_bytes -= size_bytes[names[n_chosen]]
+            n_chosen += 1
+        found.append(names[:n_chosen])
+    return list(dict.fromkeys(found))
 
 
 def _within(graphs: list[Graph], most_bytes: int) -> list[Graph]:
     return [graph for graph in graphs if graph.host_state_bytes <= most_bytes]
 
 
-def _why_not_away(graph: Graph) -> str:
+def _why_not_away(graph: Graph, *, with_parameters: bool) -> str:
     optimizer = optimizer_of(graph.meta.environment)
+    if with_parameters and not optimizer.get("state_stays") and optimizer.get("buckets"):
+        return (
+            "no parameter can be on the host: each is small, shares its storage, or is read by a "
+            "loss outside of the model"
+        )
     unknown = "the step has no optimizer, or does not say in which parts it can be copied"
     reason = optimizer.get("state_stays") or unknown
     return f"the optimizer's state cannot be on the host: {reason}"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from graphs.graph import Graph, Node, Tensor
 from graphs.host_state import StateBucket
+from tests.support.nets import random_dag
 
 
 def with_state(
@@ -64,3 +65,48 @@ def with_some_state(graph: Graph, rng: random.Random, *, most_bytes: int) -> Gra
         workspace_bytes=rng.randint(0, 3),
         time_s=sum(bucket.time_s for bucket in buckets),
     )
+
+
+def with_parameters(
+    graph: Graph, names: Sequence[str], buckets: Sequence[tuple[int, int, float]]
+) -> Graph:
+    """The resident tensors of these names as parameters, which an optimizer trains in this order.
+
+    buckets: of each, the parameters, bytes of state and seconds.
+    """
+    graph = with_state(
+        graph,
+        [StateBucket(n, state_bytes, 0, time_s) for n, state_bytes, time_s in buckets],
+        time_s=sum(time_s for *_, time_s in buckets),
+    )
+    tensors = tuple(
+        dataclasses.replace(t, kind="parameter") if t.name in names else t for t in graph.tensors
+    )
+    resident = [tensor.name for tensor in tensors if tensor.name in names]
+    *nodes, step = graph.nodes
+    step = dataclasses.replace(step, inputs=(*step.inputs[:-1], *resident, *step.inputs[-1:]))
+    paths = {f"m.{name}": name for name in names}
+    optimizer = {**graph.meta.environment["optimizer"], "trains": list(paths)}
+    meta = dataclasses.replace(graph.meta, parameters=paths)
+    return dataclasses.replace(
+        graph,
+        nodes=(*nodes, step),
+        tensors=tensors,
+        meta=meta.with_environment(optimizer=optimizer),
+    )
+
+
+def with_some_parameters(seed: int, rng: random.Random, *, n_later: int = 2) -> Graph:
+    """A random step whose nodes read one to three parameters."""
+    graph = random_dag(seed=seed, n_forward=rng.randint(2, 3), n_later=rng.randint(1, n_later))
+    names = [f"q{i}" for i in range(rng.randint(1, 3))]
+    nodes = [
+        dataclasses.replace(
+            node, inputs=(*node.inputs, *(name for name in names if rng.random() < 0.5))
+        )
+        for node in graph.nodes
+    ]
+    tensors = [Tensor(name, rng.randint(1, 6)) for name in names]
+    graph = dataclasses.replace(graph, nodes=tuple(nodes), tensors=(*graph.tensors, *tensors))
+    buckets = [(1, rng.randint(1, 6), float(rng.randint(0, 2))) for _ in names]
+    return with_parameters(graph, names, buckets)

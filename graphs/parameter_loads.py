@@ -1,0 +1,105 @@
+"""Parameters in host memory, as nodes of the step that copy them to the device.
+
+Such a parameter is on the device only from where an operator reads it to where none does for long.
+A node without inputs makes it, a copy from the host that takes the time of the link; the node may
+run again, so whether the parameter stays between forward and backward pass or is copied once more
+is the same question as for any other storage, and all that is proven of schedules holds. Nothing is
+ever copied back by these nodes, for only the optimizer changes parameters (`graphs.host_state`).
+
+The idea is that of ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857), for one device. The
+copies are counted on the compute stream, one after the other with the operators: a runtime that
+hides them is faster than planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from graphs.graph import Graph, Node
+
+LEAST_BYTES = 2**18
+"""Smaller parameters stay: their copies take longer than the link's rate says."""
+LOAD = "copy of a parameter from the host"
+
+
+def load_of(tensor: str) -> str:
+    """The node that makes a parameter. No traced name has a dot in that place."""
+    return f"load.{tensor}"
+
+
+def may_be_loaded(graph: Graph) -> tuple[str, ...]:
+    """The parameters that can be on the host, in the order in which the step first reads them.
+
+    Not those that share a storage, that a loss outside of the model reads, that the model returns,
+    or that nothing but the optimizer reads.
+    """
+    parameters = set(graph.meta.parameters.values())
+    shared = {name for tensor in graph.tensors for name in (tensor.alias_of,) if name is not None}
+    outside = {name for node in graph.nodes if node.phase == "outside" for name in node.inputs}
+    stay = {*shared, *outside, *graph.outputs, *graph.producer}
+    found = [
+        tensor.name
+        for tensor in graph.resident
+        if tensor.name in parameters
+        and tensor.kind == "parameter"
+        and tensor.alias_of is None
+        and tensor.name not in stay
+        and tensor.size_bytes >= LEAST_BYTES
+    ]
+    first = {name: index for index, name in _first_reads(graph, found)}
+    return tuple(sorted(first, key=lambda name: first[name]))
+
+
+def with_loads(graph: Graph, tensors: Iterable[str], *, in_s: Callable[[int], float]) -> Graph:
+    """The step that copies these parameters to the device where it reads them first.
+
+    in_s: seconds of a copy of so many bytes.
+    """
+    modules = {tensor: name.rpartition(".")[0] for name, tensor in graph.meta.parameters.items()}
+    n_forward = len(graph.forward_nodes)
+    before: dict[int, list[Node]] = {}
+    for index, name in sorted(_first_reads(graph, tensors)):
+        load = Node(
+            name=load_of(name),
+            op=LOAD,
+            inputs=(),
+            outputs=(name,),
+            time_s=in_s(graph.tensor_by_name[name].size_bytes),
+            module=modules.get(name, ""),
+        )
+        before.setdefault(min(index, n_forward), []).append(load)
+    nodes: list[Node] = []
+    for index, node in enumerate(graph.nodes):
+        nodes += before.get(index, ())
+        if node.phase == "optimizer":  # it copies them by itself
+            reads = tuple(name for name in node.inputs if name not in tensors)
+            node = dataclasses.replace(node, inputs=reads)
+        nodes.append(node)
+    nodes += before.get(len(graph.nodes), ())
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def without_loads(graph: Graph, tensors: Collection[str]) -> Graph:
+    """The step that `with_loads` was given."""
+    loads = {load_of(name) for name in tensors}
+    parameters = [tensor.name for tensor in graph.tensors if tensor.kind == "parameter"]
+    nodes = []
+    for node in graph.nodes:
+        if node.name in loads:
+            continue
+        if node.phase == "optimizer":
+            *others, state = (name for name in node.inputs if name not in parameters)
+            read = (name for name in parameters if name in tensors or name in node.inputs)
+            node = dataclasses.replace(node, inputs=(*others, *read, state))
+        nodes.append(node)
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def _first_reads(graph: Graph, tensors: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """(index of the first node of the module that reads it, name) for those that are read."""
+    index_of = {node.name: index for index, node in enumerate(graph.nodes)}
+    for name in tensors:
+        readers = [node for node in graph.consumers[name] if node.phase in ("forward", "backward")]
+        if readers:
+            yield index_of[readers[0].name], name
