@@ -144,7 +144,7 @@ class AppliedForward(PlannedForward):
         if not plans:
             raise ValueError("there is no plan to apply: the list is empty")
         self._host_parameters = _on_host(model, plans, cuda_graph=cuda_graph)
-        self._optimizer = _with_state_on_host(plans, optimizer, self._host_parameters)
+        self._optimizer = _with_state_on_host(plans, optimizer, self._host_parameters, owner=self)
         # shapes may differ between plans, but not what is differentiated, nor how
         for field in ("train", "gradients", "gradient_outputs"):
             values = [plan.environment.get(field) for plan in plans]
@@ -175,13 +175,19 @@ class AppliedForward(PlannedForward):
 
     def restore(self) -> None:
         if self._optimizer is not None:
-            bring_back(self._optimizer)
+            bring_back(self._optimizer, owner=self)
         if self._host_parameters is not None:
             self._host_parameters.close(self._model)
             self._host_parameters = None
         super().restore()
 
     def begin(self) -> None:
+        if self._optimizer is None and any(plan.state_buckets for plan in self.plans):
+            raise RuntimeError(
+                "this model is a copy of one whose plan has the optimizer's state on the host, and "
+                "the optimizer belongs to the original: remove(model), then apply(model, plan, "
+                "optimizer=optimizer) with the one that trains the copy"
+            )
         if self._host_parameters is not None:
             self._host_parameters.leave()
 
@@ -334,6 +340,8 @@ def _with_state_on_host(
     plans: Sequence[Plan],
     optimizer: torch.optim.Optimizer | None,
     parameters: HostParameters | None,
+    *,
+    owner: object,
 ) -> torch.optim.Optimizer | None:
     """The optimizer after its state has moved to the host; None where it stays on the device."""
     buckets = {plan.state_buckets for plan in plans}
@@ -351,7 +359,7 @@ def _with_state_on_host(
             "model, apply(model, plan, optimizer=optimizer), or solve with "
             'optimizer_state="device"'
         )
-    keep_on_host(optimizer, of_all, parameters=parameters)
+    keep_on_host(optimizer, of_all, parameters=parameters, owner=owner)
     return optimizer
 
 

@@ -1,7 +1,7 @@
 """An optimizer whose state is in host memory between its steps.
 
-    keep_on_host(optimizer, n_parameters)   # of each bucket, as planned
-    bring_back(optimizer)
+    keep_on_host(optimizer, n_parameters, owner=plan)   # of each bucket, as planned
+    bring_back(optimizer, owner=plan)                   # once no other plan wants it there
 
 `optimizer.step` is replaced for this object. It steps one bucket of parameters after the other with
 the optimizer's own code: the state of a bucket is copied to the device, used there and copied back,
@@ -34,16 +34,26 @@ def keep_on_host(
     n_parameters: Sequence[int],
     *,
     parameters: HostParameters | None = None,
+    owner: object = None,
 ) -> None:
     """Move the state to the host, what there is of it; from now on it is on the device only while
     the optimizer steps. Nothing changes where it is there already.
 
     n_parameters: of each bucket, of those that the optimizer trains, in its order.
     parameters: those that are on the host, too: copied with the state of their bucket.
+    owner: who wants it there; of several, the last that gives it up brings it back.
 
     Raises ValueError for an optimizer that cannot, and for one of other parameters.
     """
-    if optimizer in _KEPT:
+    if (kept := _KEPT.get(optimizer)) is not None:
+        if parameters is not None and kept.host_parameters is not parameters:
+            raise ValueError(
+                "the plan has parameters on the host, and another plan has the state of this "
+                "optimizer there: remove that plan first, or train each model with an optimizer "
+                "of its own"
+            )
+        if owner is not None:
+            kept.owners.add(owner)
         return
     if reason := why_state_stays(optimizer):
         raise ValueError(f"the plan has the optimizer's state on the host, and {reason}")
@@ -59,21 +69,41 @@ def keep_on_host(
             "devices"
         )
     state = HostState(found, n_parameters, parameters)
+    if owner is not None:
+        state.owners.add(owner)
     state.attach(optimizer)
     _KEPT[optimizer] = state
 
 
-def bring_back(optimizer: torch.optim.Optimizer) -> None:
-    """The state is on the device again, and the step the optimizer's own."""
-    state = _KEPT.pop(optimizer, None)
-    if state is not None:
+def bring_back(optimizer: torch.optim.Optimizer, *, owner: object = None) -> None:
+    """The state is on the device again, and the step the optimizer's own.
+
+    owner: it stays where others want it there, or where this one never did (None: it does not).
+
+    Where the device has no room for all of it, the error says so, and all of it stays on the host:
+    the optimizer steps as before.
+    """
+    state = _KEPT.get(optimizer)
+    if state is None or (owner is not None and not state.given_up_by(owner)):
+        return
+    try:
         state.detach(optimizer)
+    except Exception as error:
+        if owner is not None:
+            state.owners.add(owner)
+        error.add_note(
+            "the state of the optimizer is still in host memory, all of it, and its steps go on as "
+            "planned: free memory of the device, and remove the plan again"
+        )
+        raise
+    del _KEPT[optimizer]
 
 
 @contextlib.contextmanager
 def on_device(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The optimizer as it is by itself, in this context, and all parameters on the device."""
     state = _KEPT.get(optimizer)
+    owners = [] if state is None else list(state.owners)
     bring_back(optimizer)
     there = None if state is None else state.host_parameters
     try:
@@ -82,6 +112,7 @@ def on_device(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         if state is not None:
             keep_on_host(optimizer, state.n_parameters, parameters=there)
+            _KEPT[optimizer].owners.update(owners)
         if there is not None:
             there.leave()
 
@@ -208,6 +239,7 @@ class HostState:
     ) -> None:
         self.n_parameters = tuple(n_parameters)
         self.host_parameters = host_parameters
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         rest = iter(parameters)
         self.buckets = [_Bucket([next(rest) for _ in range(n)]) for n in n_parameters]
         self._bucket_of = {
@@ -235,18 +267,29 @@ class HostState:
         self._hook = optimizer.register_load_state_dict_post_hook(self._move_out)
         self._move_out(optimizer)
 
+    def given_up_by(self, owner: object) -> bool:
+        """Whether it was the last who wanted it on the host."""
+        if owner not in self.owners:
+            return False
+        self.owners.discard(owner)
+        return not self.owners
+
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
         """Where something else has wrapped the step since, that goes on calling it: without
-        buckets, it is the optimizer's own."""
+        buckets, it is the optimizer's own. After an error everything is as before."""
+        try:
+            for bucket in self.buckets:
+                self._fetch([bucket], optimizer.state)
+                bucket.arrive()
+        except BaseException:
+            self._move_out(optimizer)
+            raise
         self._hook.remove()
         if getattr(optimizer.__dict__.get("step"), "__func__", None) is self._hooked:
             if self._before is None:
                 del optimizer.step
             else:
                 optimizer.step = self._before  # type: ignore[method-assign]
-        for bucket in self.buckets:
-            self._fetch([bucket], optimizer.state)
-            bucket.arrive()
         self.buckets, self._bucket_of = [], {}
 
     @torch.no_grad()

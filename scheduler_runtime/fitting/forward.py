@@ -89,6 +89,7 @@ class FittedForward(CalledPart):
         self._own_plans: list[Fitted] = []
         self._said: set[str] = set()
         self._optimizers = optimizers
+        self._is_copy = False
         self._budget = SharedBudget(options)
         self._reached: tuple[int, ...] | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
@@ -105,6 +106,7 @@ class FittedForward(CalledPart):
         """The optimizer and the plans belong to the original, not to a copy of the module."""
         return {
             **super().__getstate__(),
+            "_is_copy": True,
             "_optimizers": (),
             "_own_plans": [],
             "attempt": None,
@@ -117,7 +119,7 @@ class FittedForward(CalledPart):
     def restore(self) -> None:
         self._loss.stop_watching()
         for optimizer in self._optimizers:
-            bring_back(optimizer)
+            bring_back(optimizer, owner=self)
         super().restore()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -138,6 +140,12 @@ class FittedForward(CalledPart):
         return output
 
     def begin(self) -> None:
+        if self._is_copy and self.options.optimizer_state == "host":
+            raise FitError(
+                "this model is a copy of a fitted one, whose optimizer belongs to the original, so "
+                "no state can be on the host: remove(model), then fit(model, optimizer=optimizer, "
+                "...) with the one that trains the copy"
+            )
         self._loss.stop_watching()  # a pass without gradients leaves it to go on
         super().begin()
 
@@ -333,7 +341,7 @@ class FittedForward(CalledPart):
         assert solution.schedule is not None
         if n_parameters := Plan.of(solution).state_buckets:
             (optimizer,) = self._optimizers
-            keep_on_host(optimizer, n_parameters)
+            keep_on_host(optimizer, n_parameters, owner=self)
         step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
         returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import multiprocessing as mp
 from torch import nn, optim
 
-from checkpoint_solver import apply, fit, plans_of, remove, solve
+from checkpoint_solver import FitError, apply, fit, plans_of, remove, solve
 from graphs.training_step import state_buckets
+from scheduler_runtime import host_state
 from scheduler_runtime.host_state import host_blocks
 from scheduler_runtime.measuring import measure
 from solver.schedule import Solution
@@ -240,3 +242,69 @@ def test_ranks_that_accumulate_have_the_same_bits(tmp_path: Path) -> None:
         assert alike(without["state"], planned["state"])
         assert without["host_bytes"] == 0
         assert planned["host_bytes"] == 2 * host_state_ranks.WEIGHT_BYTES
+
+
+def test_two_models_share_an_optimizer() -> None:
+    """Whoever goes first leaves the other's state where its plan has it."""
+    both = [Net(), Net()]
+    optimizer = adamw([p for model in both for p in model.parameters()])
+    batches = {"optimizer_state": "host", "budget": "1GB", **HOST}
+    for model in both:
+        fit(model, optimizer=optimizer, **batches)
+        with pytest.warns(UserWarning, match="and 8 others"):
+            train(model, optimizer, 64)
+    third = Net()
+    fit(third, optimizer=optimizer, budget="1GB")  # never wanted it there
+    remove(third)
+    assert host_bytes(optimizer) == 4 * WEIGHT_BYTES
+    remove(both[0])
+    assert host_bytes(optimizer) == 4 * WEIGHT_BYTES
+    train(both[1], optimizer, 64)
+    remove(both[1])
+    assert host_bytes(optimizer) == 0
+
+
+def test_a_copy_says_that_it_has_no_optimizer() -> None:
+    fitted, applied = Net(), Net()
+    optimizers = [adamw(model.parameters()) for model in (fitted, applied)]
+    fit(fitted, budget="1GB", optimizer=optimizers[0], optimizer_state="host", **HOST)
+    apply(applied, planned(), optimizer=optimizers[1])
+    for model, optimizer in zip((fitted, applied), optimizers, strict=True):
+        train(model, optimizer, 64)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with torch.no_grad():
+                other(batch())
+            with pytest.raises((RuntimeError, FitError), match=r"is a copy of .* the original"):
+                other(batch())
+            remove(other)
+            other(batch()).backward()
+        train(model, optimizer, 64)
+
+
+def test_no_room_to_bring_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says where the state is; nothing is lost, and the training goes on."""
+    plain, model = Net(), Net()
+    without, optimizer = adamw(plain.parameters()), adamw(model.parameters())
+    apply(model, planned(), optimizer=optimizer)
+    train(plain, without, 64)
+    train(model, optimizer, 64)
+    fetch, n_fetched = host_state._Bucket.fetch, iter(range(3))
+
+    def short(*arguments: Any) -> None:
+        if next(n_fetched, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        fetch(*arguments)
+
+    monkeypatch.setattr(host_state._Bucket, "fetch", short)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        remove(model)
+    assert "still in host memory, all of it" in caught.value.__notes__[0]
+    monkeypatch.undo()
+    assert host_bytes(optimizer) == 2 * WEIGHT_BYTES
+    train(plain, without, 64, 64)
+    train(model, optimizer, 64)
+    remove(model)
+    assert host_bytes(optimizer) == 0
+    train(model, optimizer, 64)
+    assert alike(plain.state_dict(), model.state_dict())
+    assert alike(without.state_dict(), optimizer.state_dict())
