@@ -24,8 +24,15 @@ class CalledPart(PlannedForward):
     watch: shared by all of them, until one is called.
     """
 
-    def __init__(self, model: nn.Module, *, whole: nn.Module, parts: Sequence[CalledPart]) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        whole: nn.Module,
+        parts: Sequence[CalledPart],
+        disk_directory: str = "",
+    ) -> None:
+        super().__init__(model, disk_directory=disk_directory or None)
         self.watch: Watch | None = None
         self._whole: Callable[[], nn.Module | None] | None = weakref.ref(whole)
         self._parts = tuple(parts)

@@ -37,7 +37,7 @@ from scheduler_runtime.surroundings import (
 from solver.device_and_costs import HostLink
 from solver.methods import METHODS
 from solver.sizes_deadlines_progress import names_checked
-from solver.solving import check_where
+from solver.solving import DiskRate, check_where, disk_behind
 
 
 @names_checked
@@ -56,6 +56,8 @@ def fit(
     rewrites: str = "bitwise",
     host_budget: int | float | str | None = None,
     host_link: HostLink | None = None,
+    disk_budget: int | float | str | None = None,
+    disk_rate: DiskRate | None = None,
     optimizer_state: str = "auto",
     unplanned: str = "warn",
     on_pressure: str = "raise",
@@ -87,6 +89,8 @@ def fit(
     host_budget, host_link: host memory that the plans may copy to, and how fast, as in
         `solver.solve`. All plans share it: it is the most that one forward pass with its backward
         pass takes. Of several that are open at once each has as much, and so has each process.
+    disk_budget, disk_rate: a disk behind the host, with a directory there ("500GB:/scratch"), as in
+        `solver.solve`; shared in the same way. A step whose disk is full or gone raises CopyError.
     optimizer_state: as in `solver.solve`. It can be on the host where `optimizer` is one optimizer
         itself, and not its name or a function; it moves there when the first such plan is made.
     unplanned: what to do if gradients reach the model before it was called in training mode, so
@@ -116,7 +120,14 @@ def fit(
         budget_for(model, budget, reserve)
     elif not torch.cuda.is_available():  # with one, the model may still be moved there
         refuse_auto_budget(device)
-    host_for(model, host_budget, host_link, None)
+    places = host_for(model, host_budget, host_link, None)
+    places = disk_behind(places, disk_budget, disk_rate)
+    directory = "" if places is None else places.disk_directory
+    if disk_budget is not None and not directory:
+        raise ValueError(
+            f"disk_budget is {disk_budget!r}, and fit needs a directory on the disk: "
+            "disk_budget='500GB:/scratch'"
+        )
     refuse_second(model)
     reason = why_not_planned(model)
     if reason is not None:
@@ -137,6 +148,8 @@ def fit(
         check_word(rewrites),
         host_budget,
         host_link,
+        disk_budget,
+        disk_rate,
         optimizer_state,
         on_pressure,
     )

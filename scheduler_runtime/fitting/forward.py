@@ -61,6 +61,7 @@ from solver.device_and_costs import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import counted, now_s, tell, telling_in_lines
+from solver.solving import disk_directory
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ class FittedForward(CalledPart):
         whole: nn.Module,
         parts: Sequence[FittedForward],
     ) -> None:
-        super().__init__(model, whole=whole, parts=parts)
+        disk = disk_directory(options.disk_budget)
+        super().__init__(model, whole=whole, parts=parts, disk_directory=disk)
         self.options = options
         self._own_plans: list[Fitted] = []
         self._said: set[str] = set()
@@ -119,7 +121,8 @@ class FittedForward(CalledPart):
     def restore(self) -> None:
         self._loss.stop_watching()
         for optimizer in self._optimizers:
-            bring_back(optimizer, owner=self)
+            for each in (self, *self._parts):
+                bring_back(optimizer, owner=each)
         super().restore()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]

@@ -11,6 +11,7 @@ from graphs.training_step import GivenOptimizer
 from solver.device_and_costs import HostLink
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import format_both
+from solver.solving import DiskRate
 
 Optimizers: TypeAlias = GivenOptimizer | Sequence[GivenOptimizer] | None
 
@@ -60,5 +61,7 @@ class Options:
     rewrites: str
     host_budget: int | float | str | None
     host_link: HostLink | None
+    disk_budget: int | float | str | None
+    disk_rate: DiskRate | None
     optimizer_state: str
     on_pressure: str = "raise"

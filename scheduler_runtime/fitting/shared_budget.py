@@ -12,6 +12,7 @@ from graphs.model_calls import Call, device_of
 from scheduler_runtime.fitting.options import Fitted, Options
 from scheduler_runtime.surroundings import Buckets, budget_for, free_budget_bytes, host_for
 from solver.schedule import Places, Request
+from solver.solving import disk_behind
 
 
 class SharedBudget:
@@ -49,7 +50,8 @@ class SharedBudget:
             )
         self._budget_bytes, reserve_bytes = budget_for(part, budget, options.reserve)
         if options.host_budget is not None and self._host is None:
-            self._host = host_for(part, options.host_budget, options.host_link, costs)
+            host = host_for(part, options.host_budget, options.host_link, costs)
+            self._host = disk_behind(host, options.disk_budget, options.disk_rate)
         return Request(
             budget_bytes=self._budget_bytes,
             reserve_bytes=reserve_bytes,

@@ -50,7 +50,8 @@ def disk_behind(
             f"a disk is given ({budget!r}) and no host memory, through which every copy to it "
             "goes; give some (--host 8GB, or in Python host_budget='8GB')"
         )
-    size, _, directory = str(budget).partition(":")
+    size, _, _ = str(budget).partition(":")
+    directory = disk_directory(budget)
     reject_share(size, what="disk budget")
     capacity_bytes = parse_size(size if isinstance(budget, str) else budget, what="disk budget")
     reject_missing_unit(size, resident_bytes=resident_bytes, what="disk budget")
@@ -68,6 +69,11 @@ def disk_behind(
         _check_writable(directory)
     disk = Place(capacity_bytes, Link(rates[0], rates[-1]))
     return dataclasses.replace(places, disk=disk, disk_directory=directory)
+
+
+def disk_directory(budget: str | int | float | None) -> str:
+    """What stands behind the size in "500GB:/scratch"; "" for none."""
+    return str(budget).partition(":")[2]
 
 
 def _check_writable(directory: str) -> None:

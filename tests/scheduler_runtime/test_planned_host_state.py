@@ -264,6 +264,18 @@ def test_two_models_share_an_optimizer() -> None:
     assert host_bytes(optimizer) == 0
 
 
+def test_a_part_that_the_training_calls_gives_the_state_back() -> None:
+    whole = nn.Sequential(Net())
+    optimizer = adamw(whole.parameters())
+    fit(whole, budget="1GB", optimizer=optimizer, optimizer_state="host", **HOST)
+    part = whole[0]
+    assert isinstance(part, nn.Module)
+    train(part, optimizer, 64)
+    assert host_bytes(optimizer) == 2 * WEIGHT_BYTES
+    remove(whole)
+    assert host_bytes(optimizer) == 0
+
+
 def test_a_copy_says_that_it_has_no_optimizer() -> None:
     fitted, applied = Net(), Net()
     optimizers = [adamw(model.parameters()) for model in (fitted, applied)]
