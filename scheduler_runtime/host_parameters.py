@@ -20,8 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from scheduler_runtime.execute import CopyStreams, Done, streams_for
-from scheduler_runtime.execute.host_values import forget, is_stand_in, stand_in_for
+from scheduler_runtime.execute import (
+    CopyStreams,
+    Done,
+    forget,
+    is_stand_in,
+    stand_in_for,
+    streams_for,
+)
 
 _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, HostParameters] = weakref.WeakKeyDictionary()
 
