@@ -83,6 +83,18 @@ class GraphMeta:
         return {name: dtype for dtype, names in self.dtypes.items() for name in names}
 
     @property
+    def device(self) -> str:
+        """The type of the device that the step was traced for: "cpu", "cuda". "": not recorded."""
+        found = self.environment.get("device")
+        return found if isinstance(found, str) else ""
+
+    @property
+    def opaque_parts(self) -> tuple[Mapping[str, Any], ...]:
+        """The modules that are planned as one piece (`graphs.capture.opaque`)."""
+        found = self.environment.get("opaque")
+        return tuple(p for p in found if isinstance(p, dict)) if isinstance(found, list) else ()
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on how the step differs from what the model does by itself."""
         texts = (
@@ -93,7 +105,7 @@ class GraphMeta:
             (self.environment.get("values_read"), _READS_VALUES),
         )
         found = tuple(text for holds, text in texts if holds)
-        return (*found, *_opaque_notes(self.environment.get("opaque")))
+        return (*found, *_opaque_notes(self.opaque_parts))
 
     def with_environment(self, **changes: Any) -> GraphMeta:
         return dataclasses.replace(self, environment={**self.environment, **changes})
@@ -113,13 +125,12 @@ class GraphMeta:
         return {key: values.get(key) for key in self.key_order} | dict(self.extra) | changed
 
 
-def _opaque_notes(parts: object) -> Iterator[str]:
+def _opaque_notes(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """On modules that are planned as one piece: one sentence for each reason."""
     by_reason: dict[tuple[str, bool], list[str]] = {}
-    for part in parts if isinstance(parts, list) else []:
-        if isinstance(part, dict):
-            reason = str(part.get("why")), part.get("recomputable") is not False
-            by_reason.setdefault(reason, []).append(str(part.get("module")))
+    for part in parts:
+        reason = str(part.get("why")), part.get("recomputable") is not False
+        by_reason.setdefault(reason, []).append(str(part.get("module")))
     for (why, recomputable), modules in by_reason.items():
         names = ", ".join(modules[:3])
         if len(modules) > 3:

@@ -333,7 +333,7 @@ class FittedForward(CalledPart):
                 rewrites=(),
                 known=known_program(self._programs, self.kind(call), self._model, call),
             )
-        if request.places is not None and step.graph.meta.environment.get("opaque"):
+        if request.places is not None and step.graph.meta.opaque_parts:
             raise FitError(WITH_OPAQUE_PARTS)
         return step
 

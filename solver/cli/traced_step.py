@@ -116,7 +116,7 @@ def traced_step(
             why=f"{file.source}: {error.why}{called_with}",
             sizes=sizes,
         ) from error
-    if arguments.host is not None and step.plain.meta.environment.get("opaque"):
+    if arguments.host is not None and step.plain.meta.opaque_parts:
         raise UsageError(
             "--host: a part of the model is planned as one piece, which cannot be copied; leave "
             "out --host"

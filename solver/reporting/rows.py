@@ -60,7 +60,7 @@ def step_name(graph: Graph) -> str:
     """The model and the device that the step is planned for, as far as the graph records them."""
     costs = graph.meta.cost_model
     recorded = costs.get("title", costs.get("device")) if isinstance(costs, Mapping) else None
-    device = recorded or graph.meta.environment.get("device")
+    device = recorded or graph.meta.device
     model = graph.meta.model or "one training step"
     return f"{model} on {device}" if device else model
 

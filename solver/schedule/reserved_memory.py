@@ -109,7 +109,7 @@ def reserved_by_setting(graph: Graph, schedule: Schedule) -> dict[str, int]:
     """
     if graph.n_in_flight > 1:
         return {}
-    if not graph.meta.device_bytes and graph.meta.environment.get("device") != "cuda":
+    if not graph.meta.device_bytes and graph.meta.device != "cuda":
         return {}
     settings = {"default": False, "expandable_segments": True}
     return {

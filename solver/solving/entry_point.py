@@ -188,13 +188,13 @@ def request_for(
     hardware: the device that was named (None: none was). costs: those given for the trace, or of
     the device that was named.
     """
-    if host_budget is not None and graph.meta.environment.get("opaque"):
+    if host_budget is not None and graph.meta.opaque_parts:
         raise ValueError(WITH_OPAQUE_PARTS)
     check_in_flight(graph.n_in_flight, with_host=host_budget is not None, budget_of=budget_of)
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
     # A graph file may be planned for another device than it was traced on: no default reserve.
-    on_cuda = graph.meta.environment.get("device") == "cuda"
+    on_cuda = graph.meta.device == "cuda"
     budget_bytes, reserve_bytes = parse_budget(
         budget,
         reserve,
@@ -202,7 +202,7 @@ def request_for(
         on_cuda=is_module and (on_cuda or (hardware is not None and hardware.kind == "cuda")),
         resident_bytes=graph.resident_bytes,
     )
-    traced_on = str(graph.meta.environment.get("device")) if is_module else None
+    traced_on = graph.meta.device if is_module else None
     check_budget_of(budget_of, kind=traced_on if hardware is None else hardware.kind)
     if hardware is None and is_module and host_budget is not None:
         from graphs.costs import from_description
@@ -211,7 +211,7 @@ def request_for(
         if costs is None and isinstance(described, Mapping):
             costs = from_description(described)
         is_known = host_link is not None or hasattr(costs, "host_copies")
-        where = str(graph.meta.environment["device"])  # where it was traced
+        where = graph.meta.device  # where it was traced
         hardware = find_hardware(where, needs_rates=not is_known)
     resident_bytes = graph.resident_bytes
     places = host_beside(
