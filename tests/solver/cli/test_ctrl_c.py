@@ -59,9 +59,11 @@ HARD = """
     scipy.optimize.milp = milp
 """
 COMMAND = """
-    from solver.cli import process
+    from solver.cli import ctrl_c, process
+    ctrl_c.GRACE_S = ctrl_c.CLOSING_S = 600.0
     sys.exit(process())
 """
+"""The main thread ends the search and writes what was found, however busy the machine is."""
 IN_PYTHON = """
     import os
     from solver import solve
