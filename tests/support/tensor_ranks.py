@@ -29,12 +29,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from examples.integrations.tensor_parallel import WIDTH, FeedForward
 from examples.integrations.two_processes import rank_peak_bytes, run
 from scheduler_runtime import apply, fit
 from scheduler_runtime.fitting import plans_of
 from solver import Solution, solve
 
-WIDTH, N_HEADS, N_BLOCKS, ROWS = 64, 4, 1, 4
+N_HEADS, N_BLOCKS, ROWS = 4, 1, 4
 
 
 class Attention(nn.Module):
@@ -50,15 +51,6 @@ class Attention(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
