@@ -20,6 +20,7 @@ from graphs.model_calls import (
     input_forms,
     local_part,
     parameter_forms,
+    same_strides,
     tensor_names,
 )
 from graphs.rewrites import Variant
@@ -86,6 +87,7 @@ def captured_graph(
                 "device": "cpu" if device is None else device.type,
                 "gradients": gradients,
                 "gradient_outputs": list(captured.gradient_outputs),
+                **_strides_of_gradients(captured),
                 "values_read": _values_read(captured),
                 **(
                     {"opaque": [each.described() for each in captured.opaque]}
@@ -114,6 +116,16 @@ def _dtypes(layout: Layout) -> dict[str, list[str]]:
         if tensor.kind not in before and tensor.name in layout.dtypes:
             found.setdefault(layout.dtypes[tensor.name], []).append(tensor.name)
     return found
+
+
+def _strides_of_gradients(captured: Capture) -> dict[str, Any]:
+    """Of outputs, where they are others than the output's own: pairs of its index and them."""
+    found = []
+    for index, tangent in captured.tangents.items():
+        own, strides = captured.outputs[index].meta["val"], tangent.meta["val"].stride()
+        if not same_strides(own.shape, own.stride(), strides):
+            found.append([index, list(strides)])
+    return {"gradient_strides": found} if found else {}
 
 
 def _values_read(captured: Capture) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ accumulation, FSDP2, the optimizer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -294,6 +294,7 @@ def _traced_on(
             choose=returned if loss is None else lambda _output: chosen,
             gradients=gradients,
             costs=costs,
+            arriving=outside.gradient_strides() if outside else {},
         )
     if step.captured.opaque and fsdp is not None:
         part = step.captured.opaque[0]
@@ -345,17 +346,21 @@ def trace_module(
     rewrites: Iterable[str] = (),
     opaque: Planned = (),
     known: Capture | None = None,
+    arriving: Mapping[int, tuple[int, ...]] | None = None,
 ) -> CapturedStep:
     """Trace the module alone, without outside loss and optimizer. `costs=None`: all zero.
 
     opaque: of the environment of a plan for this step.
     known: the traced program, where there is one already (`KeptCapture`).
+    arriving: index of an output -> strides of its gradient, where they are not the output's own.
     """
     if device is not None:
         refuse_other(device)
     captured = known
     if captured is None:
-        captured = capture(model, call, device=device, choose=choose, planned=opaque)
+        captured = capture(
+            model, call, device=device, choose=choose, planned=opaque, arriving=arriving
+        )
     original, form = captured, call.without_values()  # the step outlives the batch
 
     def extracted(program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:

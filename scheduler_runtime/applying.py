@@ -299,6 +299,7 @@ class AppliedForward(PlannedForward):
         return self.traced(
             call,
             choose=lambda _output: tuple(environment["gradient_outputs"]),
+            arriving={at: tuple(each) for at, each in environment.get("gradient_strides", ())},
             gradients=environment.get("gradients", "fresh"),
             costs=None,
             rewrites=self.plan.rewrites,

@@ -15,6 +15,7 @@ import torch
 from torch._functorch._aot_autograd import descriptors
 from torch.utils import _pytree as pytree
 
+from graphs.capture.arriving_gradients import take_places
 from graphs.capture.as_eager import Guard
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
@@ -114,6 +115,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
         by_desc[desc] = node
         sources[node] = _source(desc, shell)
     output_node = module.graph.output_node()
+    take_places(module.graph, [n for n, source in sources.items() if source.kind == "tangent"])
     values = list(pytree.tree_leaves(output_node.args[0], is_leaf=lambda item: item is None))
     flat: dict[int, Any] = {}
     gradients: dict[torch.fx.Node, torch.fx.Node] = {}

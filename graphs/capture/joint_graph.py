@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -63,7 +63,7 @@ from graphs.capture.same_program import Described, described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import has_distributed
-from graphs.model_calls import Call, TraceError
+from graphs.model_calls import Call, TraceError, strided_like
 
 TRACING = threading.RLock()
 """Held while tracing: what a trace patches (operators' kernels, branches of libraries, hooks of all
@@ -92,18 +92,20 @@ def capture(
     device: torch.device | None,
     choose: Callable[[Any], tuple[int, ...]],
     planned: Planned = (),
+    arriving: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Capture:
     """Capture forward and backward of `model` called with `call`.
 
     device: of the fake tensors (None: that of the real ones).
     choose: flat model output -> indices of the outputs that get a gradient.
     planned: the opaque parts of a plan for this step.
+    arriving: index of an output -> strides of its gradient, where they are not the output's own.
     Raises TraceError with the reason.
     """
 
     def traced(standing: Sequence[StandIn]) -> Capture:
         def run() -> Capture:
-            return _captured(model, call, standing, device=device, choose=choose)
+            return _captured(model, call, standing, device=device, choose=choose, arriving=arriving)
 
         captured, filled = _with_filled(model, call, device, run, standing)
         return replace(captured, filled=filled)
@@ -120,8 +122,9 @@ def _captured(
     *,
     device: torch.device | None,
     choose: Callable[[Any], tuple[int, ...]],
+    arriving: Mapping[int, tuple[int, ...]] | None,
 ) -> Capture:
-    shell = Shell(model, call, choose=choose, device=device, standing=standing)
+    shell = Shell(model, call, choose=choose, device=device, standing=standing, arriving=arriving)
     # The cache of results on fake tensors ignores storage offsets: without this, sizes would depend
     # on what this process has traced before.
     FakeTensorMode.cache_clear()
@@ -200,6 +203,9 @@ def rehearse(
         ):
             outputs = [item for item in shell(*shell.batch) if item.requires_grad]
             gradients = [torch.ones_like(item) for item in outputs]
+            tangents = [captured.tangents[index].meta["val"] for index in sorted(captured.tangents)]
+            if [each.shape for each in tangents] == [item.shape for item in outputs]:
+                gradients = [strided_like(each).fill_(1.0) for each in tangents]
             saved = saved_by_functions(outputs)
             calls = BackwardCalls()
             with (

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.capture.arriving_gradients import with_strides
 from graphs.capture.as_eager import KnowingMode, Leaf, casts_once
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
@@ -76,8 +77,10 @@ class Shell(_WithoutHooks):
         choose: Callable[[Any], tuple[int, ...]],
         device: torch.device | None,
         standing: Sequence[StandIn] = (),
+        arriving: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
+        self._arriving = {} if arriving is None else arriving
         refuse_distributed(model, call.tensors)
         self._standing = tuple(standing)
         self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
@@ -185,7 +188,7 @@ class Shell(_WithoutHooks):
             if isinstance(item, torch.Tensor) and item.requires_grad
         )
         return [
-            item if not isinstance(item, torch.Tensor) or i in self.chosen else item.detach()
+            with_strides(item, i, self._arriving) if i in self.chosen else item.detach()
             for i, item in enumerate(flat)
             if isinstance(item, torch.Tensor)
         ]

@@ -92,6 +92,21 @@ class OutsideLoss:
         }
         return tuple(p for i, p in enumerate(self._positions) if i in reached)
 
+    def gradient_strides(self) -> dict[int, tuple[int, ...]]:
+        """By index of the model's flat output, where they are not the output's own.
+
+        Expanded gradients are copied into the output's layout: sums over them are the same.
+        """
+        found = {}
+        for node, gradient in self.captured.gradients.items():
+            source, own, made = self.captured.sources[node], node.meta["val"], gradient.meta["val"]
+            if source.kind != "input" or source.index >= len(self._positions):
+                continue
+            if 0 in made.stride() or same_strides(own.shape, own.stride(), made.stride()):
+                continue
+            found[self._positions[source.index]] = tuple(made.stride())
+        return found
+
     def extracted(self, *, cost: Callable[[fx.Node], NodeCost]) -> LossLayout:
         """The nodes of the loss as the caller runs them: in eager mode, with a plan as well."""
         plain = extract(self.captured, cost=cost)

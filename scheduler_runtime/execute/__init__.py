@@ -16,6 +16,7 @@ from scheduler_runtime.execute.replaced_forward import (
 )
 from scheduler_runtime.execute.restart_step import (
     Again,
+    Arrived,
     Others,
     Shortage,
     Tighter,

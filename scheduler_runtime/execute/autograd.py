@@ -104,7 +104,10 @@ class Run:
             )
         self._started = True
         expected = [value is not None for value in tangents]
-        if self.again is not None and expected != [each is not None for each in gradients]:
+        are_others = expected != [each is not None for each in gradients]
+        if self.again is not None and self.again.can_restart:
+            are_others |= any(map(self._is_laid_out_otherwise, tangents, gradients))
+        if self.again is not None and are_others:
             self._release()
             self._runs_again = True
             self.again.for_gradients(gradients)
@@ -130,12 +133,20 @@ class Run:
             strides = self.program.tangent_strides[value]
             if not same_strides(gradient.shape, gradient.stride(), strides):
                 # views of it were traced with these strides
-                _tell_of_layout(gradient, strides)
+                if self._is_laid_out_otherwise(value, gradient):
+                    _tell_of_layout(gradient, strides)
                 copy = torch.empty_strided(
                     gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
                 )
                 gradient = copy.copy_(gradient)
             self.state[value] = gradient
+
+    def _is_laid_out_otherwise(self, value: fx.Node | None, gradient: torch.Tensor | None) -> bool:
+        """Expanded ones, as of a mean, are not: sums over them are the same in either layout."""
+        if value is None or gradient is None or 0 in gradient.stride():
+            return False
+        strides = self.program.tangent_strides[value]
+        return not same_strides(gradient.shape, gradient.stride(), strides)
 
     def backward(
         self, position: int, leaves: tuple[fx.Node, ...]
@@ -217,18 +228,15 @@ class Run:
 
 
 def _tell_of_layout(gradient: torch.Tensor, strides: tuple[int, ...]) -> None:
-    """Warn that a gradient of an output is copied into another layout.
-
-    Expanded ones, as of a mean, are not told: sums over them are the same in either layout.
-    """
-    if 0 not in gradient.stride():
-        warnings.warn(
-            f"the gradient of an output of shape {tuple(gradient.shape)} arrives with strides "
-            f"{gradient.stride()} and is copied to those of the plan, {strides}: sums over it, "
-            "such as the gradient of a bias, may differ from the plain model's in the last bit. "
-            "output.register_hook(torch.Tensor.contiguous) before the loss gives both the same",
-            stacklevel=2,
-        )
+    """Warn that a gradient of an output is copied into another layout."""
+    warnings.warn(
+        f"the gradient of an output of shape {tuple(gradient.shape)} arrives with strides "
+        f"{gradient.stride()} and is copied to those of the plan, {strides}: sums over it, "
+        "such as the gradient of a bias, may differ from the plain model's in the last bit. "
+        "Plan with this loss, solve(model, batch, loss=function(output, batch), ...); "
+        "checkpoint_solver.fit plans for the layout that arrives by itself",
+        stacklevel=2,
+    )
 
 
 class Outputs(torch.autograd.Function):

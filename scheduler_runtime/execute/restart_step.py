@@ -1,9 +1,10 @@
 """A step that runs again with another program, from where it started.
 
 There are two reasons. The gradients that arrive are of other outputs than the program was made for,
-which is known when the backward pass begins. Or memory has run short in the forward or the backward
-pass, and a program of a tighter plan may fit. What the first program has kept is dropped; the other
-one runs its forward pass from the same inputs, random state and buffers, so it has the same bits.
+or in another memory layout, which is known when the backward pass begins. Or memory has run short
+in the forward or the backward pass, and a program of a tighter plan may fit. What the first program
+has kept is dropped; the other one runs its forward pass from the same inputs, random state and
+buffers, so it has the same bits.
 
 Its backward pass goes piece by piece, as the engine asks for the gradients that the first program
 still owes. So what was accumulated before stays as it is, and hooks fire once, where the gradients
@@ -66,6 +67,25 @@ class Shortage:
     held_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """Gradients that arrive.
+
+    outputs: indices of the flat outputs that they are of.
+    strides: pairs of such an index and their strides. Expanded ones have none: they are copied, and
+        sums over them are the same in either layout.
+    """
+
+    outputs: tuple[int, ...]
+    strides: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, gradients: Mapping[int, torch.Tensor]) -> Arrived:
+        """gradients: by the index of the output."""
+        laid_out = {at: each.stride() for at, each in gradients.items() if 0 not in each.stride()}
+        return cls(tuple(gradients), tuple(laid_out.items()))
+
+
 Tighter = Callable[[OnTensors, Shortage], OnTensors]
 """A program of the same step that takes less memory than this one. Raises the error where there is
 none."""
@@ -75,12 +95,12 @@ none."""
 class Others:
     """Where other programs for a call come from.
 
-    for_gradients: for gradients of these flat outputs, while so many bytes are held.
+    for_gradients: for these gradients, while so many bytes are held.
     tighter: where memory runs short (None: then the step ends with the error).
     began: called with each step.
     """
 
-    for_gradients: Callable[[Call, tuple[int, ...], int], OnTensors]
+    for_gradients: Callable[[Call, Arrived, int], OnTensors]
     tighter: Tighter | None = None
     began: Callable[[Again], None] = lambda _again: None
 
@@ -96,9 +116,14 @@ class Others:
 
 
 def can_run_again(captured: Capture) -> bool:
-    """Whether the gradients that arrive may be others than planned: of several made outputs."""
+    """Whether the gradients that arrive may be others than planned: of several made outputs, or of
+    one that has several layouts.
+    """
     made = {captured.outputs[index] for index in captured.differentiable} - {*captured.sources}
-    return len(made) > 1
+    return len(made) > 1 or any(
+        sum(size > 1 for size in captured.outputs[index].meta["val"].shape) > 1
+        for index in captured.tangents
+    )
 
 
 def kept_bytes(captured: Capture, device: torch.device, *, always: bool = False) -> int:
@@ -206,7 +231,7 @@ class Again:
 
     def for_gradients(self, arrived: Sequence[torch.Tensor | None]) -> None:
         """Run the forward pass again, with a program for the gradients that have arrived."""
-        if self._has_changed():
+        if not self.can_restart:
             raise RuntimeError(
                 "an output of the model gets a gradient that was not planned for, and the step "
                 "cannot run again, because a parameter or the batch has changed since its forward "
@@ -219,7 +244,8 @@ class Again:
             held = [*self._arrived.values(), *copies, *copies]
             held_bytes = sum(each.untyped_storage().nbytes() for each in held)
             held_bytes += _random_bytes(self._device)
-            self._program = self._others.for_gradients(self._call, tuple(self._arrived), held_bytes)
+            found = Arrived.of(self._arrived)
+            self._program = self._others.for_gradients(self._call, found, held_bytes)
         self._forward(None)
 
     def after_backward(self, error: Exception) -> None:
@@ -228,7 +254,7 @@ class Again:
         Raises the error where there is none, or where the step cannot run again.
         """
         drop_frames(error)
-        if self._has_changed():
+        if not self.can_restart:
             error.add_note(
                 "The step cannot run again with a tighter plan: parameters or the batch have "
                 "changed since its forward pass (an optimizer inside of the backward pass)."
@@ -316,8 +342,10 @@ class Again:
         pairs = zip(self._positions, arrived, strict=True)
         self._arrived = {position: each for position, each in pairs if each is not None}
 
-    def _has_changed(self) -> bool:
-        return any(tensor._version != version for tensor, version in self._versions)
+    @property
+    def can_restart(self) -> bool:
+        """Whether what the step started from is still there."""
+        return all(tensor._version == version for tensor, version in self._versions)
 
     def _delivered_bytes(self) -> int:
         """Of gradients that the engine has: they are there while the forward pass runs again."""

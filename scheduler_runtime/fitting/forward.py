@@ -18,6 +18,7 @@ from graphs.model_calls import Call, device_of, input_forms
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute import (
     Again,
+    Arrived,
     BoundProgram,
     Others,
     Tighter,
@@ -93,7 +94,7 @@ class FittedForward(CalledPart):
         self._optimizers = optimizers
         self._is_copy = False
         self._budget = SharedBudget(options)
-        self._reached: tuple[int, ...] | None = None
+        self._reached: Arrived | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
         self._loss = LossReserve(options.loss_reserve)
         self._ahead, self._unseen, self._outdated = MadePlans(), MadePlans(), MadePlans()
@@ -207,13 +208,13 @@ class FittedForward(CalledPart):
             self._outdated.append(made)
 
     def _for_gradients(
-        self, call: Call, reached: tuple[int, ...], held_bytes: int, *, returned_bytes: int
+        self, call: Call, reached: Arrived, held_bytes: int, *, returned_bytes: int
     ) -> BoundProgram:
-        """A program for gradients of these outputs, which later calls are planned for as well.
+        """A program for these gradients, which later calls are planned for as well.
 
         held_bytes: what the first forward pass has left, beside the outputs that it returned.
         """
-        logger.info("planning for gradients of the outputs %s only", reached)
+        logger.info("planning for gradients of the outputs %s only", reached.outputs)
         self._reached = reached
         held_bytes += returned_bytes
         of_call, situation = self.kind(call)
@@ -325,12 +326,13 @@ class FittedForward(CalledPart):
                 call,
                 choose=functools.partial(
                     gradient_outputs,
-                    reached=self._reached,
+                    reached=None if self._reached is None else self._reached.outputs,
                     loss_outputs=self.options.loss_outputs,
                 ),
                 gradients="accumulate" if has_gradients(self._model, buckets) else "fresh",
                 costs=costs,
                 rewrites=(),
+                arriving={} if self._reached is None else dict(self._reached.strides),
                 known=known_program(self._programs, self.kind(call), self._model, call),
             )
         if request.places is not None and step.graph.meta.opaque_parts:

@@ -24,11 +24,11 @@ def why_another(
     Other gradients before the step or of the outputs make another step, not another call.
     """
     here = step.graph.meta.environment
-    same_step = ("gradients", "gradient_outputs")
+    same_step = ("gradients", "gradient_outputs", "gradient_strides")
     plans = [
         Plan.of(solution)
         for solution in solutions
-        if all(solution.environment[field] == here[field] for field in same_step)
+        if all(solution.environment.get(field) == here.get(field) for field in same_step)
     ]
     alike = [plan for plan in plans if plan.environment["shapes"] == here["shapes"]]
     found = [

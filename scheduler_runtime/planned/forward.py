@@ -188,11 +188,13 @@ class PlannedForward(ReplacedForward):
         opaque: Planned = (),
         kept: Iterable[KeptCapture] = (),
         known: Capture | None = None,
+        arriving: Mapping[int, tuple[int, ...]] | None = None,
     ) -> CapturedStep:
         """The module's own forward and backward pass for this call (`graphs.trace`).
 
         kept: traced programs; one that is this call's is taken, and nothing is traced.
         known: the traced program of this call.
+        arriving: as in `trace_module`.
 
         Another library may have wrapped the replaced forward since (accelerate's autocast). That
         wrapper is active already and may not be entered twice, so it is set aside meanwhile.
@@ -220,6 +222,7 @@ class PlannedForward(ReplacedForward):
                     rewrites=rewrites,
                     opaque=opaque,
                     known=known,
+                    arriving=arriving,
                 )
         except TraceError as error:
             if error.runs_in_eager:

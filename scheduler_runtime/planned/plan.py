@@ -123,6 +123,12 @@ class Plan:
                 f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of "
                 "integers"
             )
+        strides = environment.get("gradient_strides", [])
+        if not _are_strides(strides):
+            raise FormatError(
+                f"environment: field 'gradient_strides' is {strides!r:.60}; expected a list of "
+                "pairs: the index of an output, and a list of strides"
+            )
         if not chosen:
             raise ValueError(
                 "the plan was made from a graph file, not from a traced module; apply needs a plan "
@@ -136,3 +142,14 @@ class Plan:
         return cls(
             plan.schedule, plan.request, environment, module_graph_id, loss, graph, known, kept
         )
+
+
+def _are_strides(item: Any) -> bool:
+    return isinstance(item, list) and all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], int)
+        and isinstance(pair[1], list)
+        and all(isinstance(stride, int) and stride > 0 for stride in pair[1])
+        for pair in item
+    )
