@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from scheduler_runtime.host_parameters import _OF_MODEL
 from scheduler_runtime.host_state import host_blocks
 from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned import Plan
-from solver.schedule import Solution
+from solver.schedule import Link, Place, Places, Solution, Store, keep, simulate
 from solver.sizes_deadlines_progress import BudgetError
 from tests.scheduler_runtime.test_planned_host_state import (
     HOST,
@@ -40,6 +42,7 @@ from tests.scheduler_runtime.test_planned_host_state import (
     sgd,
     train,
 )
+from tests.support.copying import random_copies
 
 TIGHT = WEIGHT_BYTES * 5 // 2
 
@@ -313,6 +316,41 @@ def test_parameters_in_two_groups_of_sgd_with_momentum() -> None:
             apply(model, solution, optimizer=optimizer)
         torch.manual_seed(7)
         for _ in range(3):
+            optimizer.zero_grad()
+            model(tokens()).backward()
+            optimizer.step()
+        results.append(copy_of(model.state_dict()))
+    assert alike(*results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules_that_copy_parameters_once_more(seed: int, tmp_path: Path) -> None:
+    """Loaded parameters are stored and fetched like other storages, by way of a disk too."""
+    rng = random.Random(seed)
+    solution = solve(Tied(), tokens(), optimizer=adamw, budget="1GB", parameters="host", **HOST)
+    graph = solution.graph
+    storages = [name for name in graph.producer if graph.root(name) == name]
+    kept = [name for name in storages if rng.random() < 0.6]
+    schedule = random_copies(graph, keep(graph, kept), rng)
+    assert any(isinstance(op, Store) and op.storage.startswith("primals") for op in schedule.ops)
+    assert sum(name.startswith("load.") for name in schedule.order) > 7
+    link = Link(1e9, 1e9)
+    places = Places(host=Place(10**9, link), disk=Place(10**9, link))
+    planned = dataclasses.replace(
+        solution,
+        schedule=schedule,
+        simulation=simulate(graph, schedule, places=places),
+        request=dataclasses.replace(solution.request, places=places),
+    )
+    results = []
+    for plan in (None, planned):
+        model = Tied()
+        optimizer = adamw(model.parameters())
+        if plan is not None:
+            apply(model, plan, optimizer=optimizer, disk_directory=tmp_path)
+        torch.manual_seed(3)
+        for _ in range(2):
             optimizer.zero_grad()
             model(tokens()).backward()
             optimizer.step()
