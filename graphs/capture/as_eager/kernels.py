@@ -39,6 +39,9 @@ _UPSAMPLING = """
 """
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 """Their decompositions sum the terms in another order."""
+_PRODUCT_OF_MATRICES = (torch.ops.aten.matmul.default, torch.ops.aten.matmul.out)
+"""Its decomposition chooses between one product and a batch of them by other rules: a frozen weight
+and rows of a longer sequence, or part of the columns, give the other kernel."""
 
 
 _library = torch.library.Library("checkpoint_solver", "DEF")
@@ -183,6 +186,9 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
     }
     replaced |= {
         (getattr(torch.ops.aten, name).default, key): None for name in _LOSSES for key in _KEYS
+    }
+    replaced |= {
+        (operator, DispatchKey.CompositeImplicitAutograd): None for operator in _PRODUCT_OF_MATRICES
     }
     key = DispatchKey.AutogradCUDA if device.type == "cuda" else _AUTOGRAD
     replaced |= {(operator, key): kernel for operator, kernel in gradients_of_eager(device).items()}
