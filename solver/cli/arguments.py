@@ -259,7 +259,11 @@ class Arguments:
         default="bitwise",
         choices=WORDS,
     )
-    output: Path | None = _file("-o, --output", "write the schedule (JSON)")
+    output: Path | None = _file(
+        "-o, --output",
+        "write the schedule (JSON); with --pipeline one for each stage: plan.json is written as "
+        "plan.stage0.json, plan.stage1.json, ...",
+    )
     graph_out: Path | None = _file("--graph-out", "write the traced graph (JSON)")
     plot: Path | None = _file("--plot", "plot memory over the step (.png, .svg)")
     pareto: Path | None = _file(

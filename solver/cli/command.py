@@ -16,9 +16,10 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -30,6 +31,7 @@ from solver.cli.arguments import Arguments, UsageError
 from solver.cli.ctrl_c import Watch, leave
 from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import CONFIGURATION, LoadError, SizeError
+from solver.cli.pipeline_stages import stage_file
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.cli.reading_arguments import parse
@@ -190,7 +192,7 @@ def _run(arguments: Arguments, watch: Watch) -> int:
                 report = _of_largest(problem, search, progress, knows_longest=is_configuration)
             else:
                 report = _plan(arguments, problem, progress)
-            report = _saved(arguments, report)
+            report = _saved(arguments, report, problem.stages)
             report = dataclasses.replace(report, interrupted=interrupt.is_set())
         for each in outputs.FOLLOWING:
             if not (options := arguments.given(*each.options)):
@@ -327,19 +329,37 @@ def _of_largest(
     )
 
 
-def _saved(arguments: Arguments, report: Report) -> Report:
-    """Write schedule and graph first, as what follows may take long or be interrupted."""
+def _saved(arguments: Arguments, report: Report, stages: Sequence[Solution]) -> Report:
+    """Write schedule and graph first, as what follows may take long or be interrupted.
+
+    stages: of a pipeline, for each of which there are files.
+    """
     files = list(report.files)
-    if arguments.output is not None and report.best.schedule is not None:
-        report.best.save(arguments.output)
-        files.append(("schedule", arguments.output))
+    all_fit = all(solution.schedule is not None for solution in stages or (report.best,))
+    if arguments.output is not None and all_fit:
+        for what, path, solution in _by_stage("schedule", arguments.output, report, stages):
+            solution.save(path)
+            files.append((what, path))
     if arguments.snapshot is not None and report.best.schedule is not None:
         write_snapshot(report.best, arguments.snapshot)
         files.append(("snapshot", arguments.snapshot))
     if arguments.graph_out is not None:
-        report.best.graph.save(arguments.graph_out)
-        files.append(("graph", arguments.graph_out))
+        for what, path, solution in _by_stage("graph", arguments.graph_out, report, stages):
+            solution.graph.save(path)
+            files.append((what, path))
     return dataclasses.replace(report, files=tuple(files))
+
+
+def _by_stage(
+    what: str, path: Path, report: Report, stages: Sequence[Solution]
+) -> Iterator[tuple[str, Path, Solution]]:
+    """For each stage what is written (that of the reported one is the report's own), its file and
+    its plan; without stages the plan of the report."""
+    if not stages:
+        yield what, path, report.best
+    for stage, solution in enumerate(stages):
+        is_reported = solution.graph is report.best.graph
+        yield what if is_reported else f"{what} of stage {stage}", stage_file(path, stage), solution
 
 
 def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:

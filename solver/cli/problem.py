@@ -77,6 +77,7 @@ class Problem:
     resized: the problem at another value of the size that is maximized (None: nothing is).
     planned: the plan, where there is one already: by submodules of a model that cannot be traced,
         or of a stage of a pipeline.
+    stages: the plans of all stages of a pipeline, of which `planned` is one (--stage: none).
     not_traced: why it cannot be, and what to do.
     rewrites: the word that the variants stand for ("none" for a graph file).
     """
@@ -93,6 +94,7 @@ class Problem:
     verify: Callable[[Solution, Say], Verification] | None = None
     resized: Callable[[int], Problem] | None = None
     planned: Solution | None = None
+    stages: tuple[Solution, ...] = ()
     not_traced: str = ""
     rewrites: str = "none"
 
@@ -279,6 +281,7 @@ def _model_problem(
             notes=(*stage_notes(split, stage), *allocator, *notes, *step_notes(step.plain)),
             rewrites=arguments.rewrites,
             planned=solution,
+            stages=split.solutions if arguments.stage is None else (),
             resized=None if largest is None else lambda n: staged(file.resized(largest, n)),
         )
 

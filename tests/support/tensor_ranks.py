@@ -68,10 +68,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Returns the loss of the next tokens."""
 
-    def __init__(self, n_tokens: int) -> None:
+    def __init__(self, n_tokens: int, n_blocks: int = N_BLOCKS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(n_tokens, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(N_BLOCKS)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(n_blocks)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, n_tokens, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -79,10 +79,10 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def colwise() -> dict[str, Any]:
+def colwise(n_blocks: int = N_BLOCKS) -> dict[str, Any]:
     """Matrices of each block are split; the rest is the same on all ranks."""
     plan: dict[str, Any] = {}
-    for i in range(N_BLOCKS):
+    for i in range(n_blocks):
         of_block = f"blocks.{i}"
         plan |= {f"{of_block}.attention.{name}": ColwiseParallel() for name in "qkv"}
         plan[f"{of_block}.feed_forward.up"] = ColwiseParallel()
@@ -93,18 +93,18 @@ def colwise() -> dict[str, Any]:
     return plan
 
 
-def sequence() -> dict[str, Any]:
+def sequence(n_blocks: int = N_BLOCKS) -> dict[str, Any]:
     """Between the split matrices each rank has a part of the sequence; embedding and head too."""
 
     def whole_sequence() -> PrepareModuleInput:
         return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
 
-    plan = colwise() | {
+    plan = colwise(n_blocks) | {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    for i in range(N_BLOCKS):
+    for i in range(n_blocks):
         of_block = f"blocks.{i}"
         plan |= {
             f"{of_block}.attention_norm": SequenceParallel(),

@@ -54,6 +54,40 @@ def test_the_slowest_stage_is_reported_and_another_is_written(file, tmp_path, ca
     assert saved.environment["pipeline"]["stage"] == 1
 
 
+def test_each_stage_has_its_file(file, tmp_path, capsys) -> None:
+    written = ["-o", str(tmp_path / "plan.json"), "--graph-out", str(tmp_path / "graph.json")]
+    assert main(["--budget", "1MB", *PIPELINE, "--json", *written, file]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert set(files) == {"schedule", "schedule of stage 1", "graph", "graph of stage 1"}
+    assert files["schedule"] == str(tmp_path / "plan.stage0.json")
+    for stage in range(2):
+        of_stage = (tmp_path / f"{what}.stage{stage}.json" for what in ("plan", "graph"))
+        schedule, graph = of_stage
+        saved = Solution.load(schedule, graph=graph)
+        assert saved.environment["pipeline"]["stage"] == stage
+    assert not (tmp_path / "plan.json").exists()
+    assert main(["--budget", "9kB", *PIPELINE, "-o", str(tmp_path / "none.json"), file]) == 3
+    assert not list(tmp_path.glob("none*"))
+
+
+@pytest.mark.slow
+def test_a_rank_applies_the_file_of_its_stage(file, tmp_path) -> None:
+    """The stage is made of the layers as they are divided: 2+1."""
+    import torch
+    from torch import nn
+
+    from scheduler_runtime import PlanMismatchError, apply
+
+    output = str(tmp_path / "plan.json")
+    assert main(["--budget", "1MB", *PIPELINE, "-o", output, "--quiet", file]) == 0
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)]
+    x = torch.randn(64, 16)
+    first = apply(nn.Sequential(*layers[:2]), tmp_path / "plan.stage0.json")
+    assert torch.equal(first(x), layers[1](layers[0](x)))
+    with pytest.raises((PlanMismatchError, ValueError)):
+        apply(nn.Sequential(*layers[:2]), tmp_path / "plan.stage1.json")(x)
+
+
 def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys) -> None:
     assert main(["--budget", "9kB", *PIPELINE, "--json", file]) == 3
     report = json.loads(capsys.readouterr().out)
