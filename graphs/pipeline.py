@@ -33,6 +33,10 @@ RANDOM_STATE = "random_state"
 """The tensor that counts the states of random numbers which a step keeps on the CPU."""
 
 
+_BESIDE = "pipeline."
+"""What the names of tensors begin with that stand beside the step of one micro-batch."""
+
+
 class PipelineError(ValueError):
     """Not a stage that can be planned; says what would be right."""
 
@@ -145,7 +149,7 @@ def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
     if pipeline is None:
         return graph
     beside = tuple(
-        Tensor(f"pipeline.{name}", size_bytes, kind)
+        Tensor(f"{_BESIDE}{name}", size_bytes, kind)
         for name, size_bytes, kind in _beside(graph, pipeline)
         if size_bytes
     )
@@ -155,6 +159,15 @@ def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
         meta=graph.meta.with_environment(pipeline=dataclasses.asdict(pipeline)),
         n_in_flight=pipeline.n_in_flight,
     )
+
+
+def at_place(graph: Graph, pipeline: Pipeline) -> Graph:
+    """The step of a stage (`with_pipeline`) at another place of the pipeline, without tracing anew.
+
+    pipeline: first or last only where the graph's own is, and of as many micro-batches.
+    """
+    own = tuple(tensor for tensor in graph.tensors if not tensor.name.startswith(_BESIDE))
+    return with_pipeline(dataclasses.replace(graph, tensors=own, n_in_flight=1), pipeline)
 
 
 def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ def split_stages(
     budget_bytes: int,
     reserve_bytes: int,
     notes: list[str],
+    on_stage: Callable[[str], None] | None = None,
 ) -> PipelineSplit:
     """Divide the layers of the file's `nn.Sequential` into stages, and plan these.
+
+    on_stage: told of each stage before it is planned.
 
     Raises UsageError where they cannot be so divided, LoadError for the model file.
     """
@@ -68,6 +71,7 @@ def split_stages(
                 optimizer=optimizer,
                 device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
                 costs=arguments.costs,
+                on_stage=on_stage,
             )
     except PipelineError as error:
         raise UsageError(f"--pipeline {arguments.pipeline}: {error}") from error

@@ -264,10 +264,10 @@ def _model_problem(
             else lambda n: traced(file.resized(largest, n), optimizer),
         )
 
-    def staged(file: ModelFile) -> Problem:
+    def staged(file: ModelFile, say: Say | None = None) -> Problem:
         notes = list(file.notes)
         budget = {name: memory[name] for name in ("budget_bytes", "reserve_bytes")}
-        split = split_stages(file, target, arguments, **budget, notes=notes)
+        split = split_stages(file, target, arguments, **budget, notes=notes, on_stage=say)
         stage = reported_stage(split, arguments.stage)
         solution = split.solutions[stage]
         step = Variants.of(solution.variants or solution.graph)
@@ -304,8 +304,9 @@ def _model_problem(
         _distributed(opened_file, arguments) as file,
     ):
         if arguments.pipeline is not None:
-            with progress.says(f"dividing {arguments.problem} into {arguments.pipeline} stages"):
-                problem = staged(file)
+            what = f"dividing {arguments.problem} into {arguments.pipeline} stages"
+            with progress.says(what) as say:
+                problem = staged(file, say)
             yield problem
             return
         try:

@@ -17,10 +17,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphs.graph import Graph
-from graphs.pipeline import Pipeline, PipelineError
+from graphs.pipeline import Pipeline, PipelineError, at_place
 from graphs.rewrites import Variants, check_word
 from solver.methods import METHODS
 from solver.plan_analysis.divisions import Part, StageTime, best_division, equal_parts
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from graphs.costs import CostModel
+    from graphs.hardware import Hardware
     from graphs.layers import Layer, StageOf
 
 
@@ -150,6 +152,7 @@ def split_pipeline(
     seed: int = 0,
     capacity_bytes: int | None = None,
     rewrites: str | None = None,
+    on_stage: Callable[[str], None] | None = None,
     **trace_options: Any,
 ) -> PipelineSplit:
     """Divide layers into stages so that the slowest one, as planned within `budget`, is fastest.
@@ -163,12 +166,14 @@ def split_pipeline(
         `torch.distributed.pipelining` call it. loss None: the last layer returns the loss.
     stage_of: makes the module of a stage of its layers (default: `nn.Sequential`).
     time_limit_s: of the plan of one stage.
+    on_stage: told in words of each stage before it is planned.
 
     The rest is as for `solve`: optimizer, device, costs, and so on. An optimizer is given as its
     class, its name or a function, since each stage has its own.
 
-    Equal layers are planned once for each place. What is proven of the division: every other one
-    has a stage that takes as long by the bound of its plan, or by its layers' operators alone.
+    Equal layers are traced once, and planned once for each place. What is proven of the division:
+    every other one has a stage that takes as long by the bound of its plan, or by its layers'
+    operators alone.
 
     Raises ValueError for invalid options, PipelineError where the layers cannot be so divided,
     TraceError for a layer that cannot be traced.
@@ -211,7 +216,7 @@ def split_pipeline(
             len(layers),
             n_stages,
             bound_s=stages.bound_s,
-            plan=lambda part: stages.time(part, say),
+            plan=lambda part: stages.time(part, on_stage or say),
         )
         equal = tuple(map(stages.solution, equal_parts(len(layers), n_stages)))
     solutions = equal if found.parts is None else tuple(map(stages.solution, found.parts))
@@ -224,6 +229,9 @@ def split_pipeline(
         n_divisions=math.comb(len(layers) - 1, n_stages - 1),
         n_plans=stages.n_plans,
     )
+
+
+_TracedStage: TypeAlias = "tuple[Variants, Hardware | None, CostModel | None]"
 
 
 class _Stages:
@@ -249,6 +257,7 @@ class _Stages:
         self._target, self._loss = target, loss
         self._trace_options, self._request = trace_options, request
         self._plans: dict[Hashable, Solution] = {}
+        self._steps: dict[Hashable, _TracedStage] = {}
         of_device = {k: v for k, v in trace_options.items() if k in ("device", "costs")}
         self._layers: tuple[Layer, ...]
         self._layers, _, _ = traced_for_device(
@@ -285,31 +294,41 @@ class _Stages:
 
     def solution(self, part: Part) -> Solution:
         """The plan of a stage; that of an equal one, if there is one already."""
-        place, forms = self._places[part.stage], [each.form for each in self._layers]
-        key = (
-            place.is_first,
-            place.is_last,
-            place.n_in_flight,
-            tuple(forms[part.first : part.end]),
-        )
+        place = self._places[part.stage]
+        key = place.is_first, place.is_last, place.n_in_flight, self._forms_of(part)
         if key not in self._plans:
             self._plans[key] = self._planned(part)
         return _at(place, self._plans[key])
 
     def _planned(self, part: Part) -> Solution:
+        place = self._places[part.stage]
+        traced, hardware, costs = self._traced(part)
+        step = Variants(
+            at_place(traced.plain, place), tuple(at_place(each, place) for each in traced.planned)
+        )
+        request = request_for(step.plain, hardware, costs, is_module=True, **self._request)
+        found = attempt(step, request)
+        if found.proven_infeasible or not METHODS[found.method].reaches_least_budget:
+            return found
+        return explained(found)
+
+    def _traced(self, part: Part) -> _TracedStage:
+        """The step of these layers; at which place but the first or last they stand is the same."""
         place, options = self._places[part.stage], dict(self._trace_options)
+        key = place.is_first, place.is_last, self._forms_of(part)
+        if key in self._steps:
+            return self._steps[key]
         module = self._stage_of(self._modules[part.first : part.end])
         batch = self._layers[part.first].inputs
         if place.is_last and self._loss is not None:
             loss, batch = self._loss, (batch, self._target)
             options["inputs"] = lambda pair: pair[0]
             options["loss"] = lambda output, pair: loss(output, pair[1])
-        step, hardware, costs = as_step(module, batch, {**options, "pipeline": place}, others=())
-        request = request_for(step.plain, hardware, costs, is_module=True, **self._request)
-        found = attempt(step, request)
-        if found.proven_infeasible or not METHODS[found.method].reaches_least_budget:
-            return found
-        return explained(found)
+        self._steps[key] = as_step(module, batch, {**options, "pipeline": place}, others=())
+        return self._steps[key]
+
+    def _forms_of(self, part: Part) -> tuple[Hashable, ...]:
+        return tuple(layer.form for layer in self._layers[part.first : part.end])
 
     def _check(self) -> None:
         """Raise PipelineError where no division has stages that can be some."""

@@ -21,7 +21,8 @@ from graphs.trace import trace_module
 from graphs.training_step import FRESH, indices_with_gradient
 from scheduler_runtime import apply
 from solver import PipelineSplit, Solution, solve, split_pipeline
-from solver.plan_analysis import micro_batch_s
+from solver.plan_analysis import micro_batch_s, stage_split
+from solver.solving import as_step
 
 WIDTH, ROWS = 8, 64
 CPU = torch.device("cpu")
@@ -138,6 +139,34 @@ def test_equal_stages_are_planned_once() -> None:
     places = [pipeline_of(solution.environment) for solution in four.solutions]
     assert places == [Pipeline(i, 4, 4, "gpipe") for i in range(4)]
     assert four.solutions[1].schedule == four.solutions[2].schedule
+
+
+def test_layers_are_traced_once_for_all_places(monkeypatch) -> None:
+    traced: list[Pipeline] = []
+
+    def counted(module: Any, batch: Any, options: Any, **others: Any) -> Any:
+        traced.append(options["pipeline"])
+        return as_step(module, batch, options, **others)
+
+    monkeypatch.setattr(stage_split, "as_step", counted)
+    wide = 4 * WIDTH
+    blocks = [nn.Sequential(nn.Linear(wide, wide), nn.GELU()) for _ in range(3)]
+    model = [nn.Linear(WIDTH, wide), *blocks, nn.Linear(wide, WIDTH)]
+    told: list[str] = []
+    found = split(model, 5, budget="1MB", on_stage=told.append)
+    assert found.n_plans == len(told) == 5  # each with another number of micro-batches in flight
+    assert [place.n_in_flight for place in map(place_of, found.solutions)] == [4, 4, 3, 2, 1]
+    assert len(traced) == 3  # the first, the last, and one between
+    assert "planning stage 3 of 5 with 1 layer..." in told
+    for layer, solution in zip(model, found.solutions, strict=True):
+        alone = solved([layer], place_of(solution), budget=10**6)
+        assert solution.graph.graph_id == alone.graph.graph_id
+
+
+def place_of(solution: Solution) -> Pipeline:
+    place = pipeline_of(solution.environment)
+    assert place is not None
+    return place
 
 
 def test_where_nothing_fits_the_equal_division_says_why() -> None:
