@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,13 @@ import torch
 from graphs.capture import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph
 from scheduler_runtime.execute import SavedCalls, functional_name, is_random
-from solver.module_checkpointing import CheckpointRegion, EagerStep, MaySave, RegionLayout
+from solver.module_checkpointing import (
+    CheckpointRegion,
+    EagerStep,
+    MaySave,
+    Recomputation,
+    RegionLayout,
+)
 
 _EAGER_CALLS: Mapping[str, tuple[str, ...]] = {
     "aten._native_batch_norm_legit_functional.default": ("aten.native_batch_norm.default",),
@@ -32,24 +39,43 @@ def may_save(graph: Graph) -> MaySave:
     """Which results PyTorch's selective checkpointing can keep.
 
     Not those of our own operators, which eager mode does not call, nor what is overwritten in place
-    later, nor buffers; and none of a module with a part that could not be traced, whose operators
-    are not known.
+    later, nor buffers, nor what nobody reads; and none of a module with a part that could not be
+    traced, whose operators are not known.
     """
     eager = EagerStep.of(graph)
     position = {node.name: at for at, node in enumerate(graph.forward_nodes)}
+    known: dict[tuple[str, ...], tuple[Recomputation, frozenset[str]]] = {}
 
     def is_possible(name: str) -> bool:
         node = graph.node_by_name[name]
-        if not node.outputs:
-            return False
-        is_overwritten = any(eager.last_write.get(out, -1) > position[name] for out in node.outputs)
-        is_buffer = any(not reader.outputs for reader in graph.consumers[node.outputs[0]])
-        return bool(_eager_calls(node.op)) and not (is_overwritten or is_buffer)
+        is_buffer = node.outputs and any(
+            not reader.outputs for reader in graph.consumers[node.outputs[0]]
+        )
+        return bool(_eager_calls(node.op)) and not is_buffer
+
+    def of(region: CheckpointRegion) -> tuple[Recomputation, frozenset[str]]:
+        """What its recomputation runs, and which of its results can be kept."""
+        if region.nodes not in known:
+            whole = replace(region, saved=frozenset())
+            recomputation = Recomputation.of(RegionLayout(graph, (whole,)), whole)
+            nodes = [graph.node_by_name[name] for name in region.nodes]
+            is_known = all(_operator(node.op) is not None for node in nodes)
+            possible = filter(is_possible, region.nodes if is_known else ())
+            known[region.nodes] = recomputation, frozenset(possible)
+        return known[region.nodes]
 
     def possible(region: CheckpointRegion) -> frozenset[str]:
-        if any(_operator(graph.node_by_name[name].op) is None for name in region.nodes):
-            return frozenset()
-        return frozenset(filter(is_possible, region.saved))
+        recomputation, can_be_kept = of(region)
+        saved = region.saved & can_be_kept
+        while True:
+            fine = frozenset(
+                name
+                for name, outputs in recomputation.kept(saved).items()
+                if all(eager.last_write.get(out, -1) <= position[name] for out in outputs)
+            )
+            if fine == saved:
+                return saved
+            saved = fine
 
     return possible
 
@@ -87,7 +113,10 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
     seen: Counter[str] = Counter()
     saved: defaultdict[str, set[int]] = defaultdict(set)
     skipped: defaultdict[str, set[int]] = defaultdict(set)
-    recomputed = layout.recomputed(region)
+    without_first: defaultdict[str, set[int]] = defaultdict(set)
+    recomputation = Recomputation.of(layout, region)
+    recomputed = recomputation.runs(region.saved)
+    kept = recomputation.kept(region.saved)
     for name in region.nodes:
         node = layout.graph.node_by_name[name]
         is_skipped = node.recomputable and name not in recomputed
@@ -98,12 +127,15 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
             seen[operator] += 1
         if name in region.saved:
             saved[last].add(seen[last])
+            if kept.get(name) != node.outputs:
+                without_first[last].add(seen[last])
         elif is_skipped:
             skipped[last].add(seen[last])
         seen[last] += 1
     return SavedCalls(
         region.path,
         {operator: frozenset(calls) for operator, calls in saved.items()},
+        {operator: frozenset(calls) for operator, calls in without_first.items()},
         {operator: frozenset(calls) for operator, calls in skipped.items()},
         {operator: seen[operator] for operator in (saved | skipped)},
     )

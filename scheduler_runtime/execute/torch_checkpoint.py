@@ -41,6 +41,7 @@ class SavedCalls:
     """Which operator calls of the module at `path` keep their results.
 
     saved: operator -> indices of its calls, counted from 0 in each forward.
+    without_first: the same for those of them whose first result nobody reads.
     skipped: the same for calls whose results nobody reads when the module is recomputed.
     n_calls: operator -> calls in all, so that a program other than the planned one is noticed. An
         in-place operator counts as its functional form, as in a traced graph.
@@ -48,6 +49,7 @@ class SavedCalls:
 
     path: str
     saved: Mapping[str, frozenset[int]]
+    without_first: Mapping[str, frozenset[int]]
     skipped: Mapping[str, frozenset[int]]
     n_calls: Mapping[str, int]
 
@@ -59,7 +61,7 @@ class SavedCalls:
 
         def keep(operator: Any) -> bool:  # the policy has counted this call
             name = functional_name(str(operator))
-            return seen[name] - 1 in self.saved.get(name, ())
+            return self._kept_by_us(operator, name, seen[name] - 1)
 
         def skip(operator: Any) -> bool:
             name = functional_name(str(operator))
@@ -76,10 +78,16 @@ class SavedCalls:
         name = functional_name(str(operator))
         index = seen[name]
         seen[name] += 1
-        in_place = getattr(getattr(operator, "_schema", None), "is_mutable", False)
-        if index in self.saved.get(name, ()) and not in_place:
+        if index in self.saved.get(name, ()) and not self._kept_by_us(operator, name, index):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _kept_by_us(self, operator: Any, name: str, index: int) -> bool:
+        """Whether this is a saved call that PyTorch's selective checkpointing cannot keep: it keeps
+        all results of a call, and none in place."""
+        in_place = getattr(getattr(operator, "_schema", None), "is_mutable", False)
+        is_part = index in self.without_first.get(name, ())
+        return is_part or (in_place and index in self.saved.get(name, ()))
 
     @contextlib.contextmanager
     def _checked(self, context: Any, noting: Any, seen: Counter[str]) -> Iterator[None]:

@@ -95,15 +95,23 @@ class Unread(torch.Tensor):
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What an operator in place has written, kept; nothing may write there again."""
+class _Kept:
+    """A result that was kept; nothing may write there again."""
 
     tensor: torch.Tensor
     version: int
 
-    def read(self, func: Any) -> torch.Tensor:
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, in_place: bool) -> _Kept:
+        # so that it has the same version counter
+        with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+            kept = tensor.detach()
+        # autograd counts a write when the operator has returned to it
+        return cls(kept, kept._version + in_place)
+
+    def read(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError(f"what {func} had written, and was kept, has been overwritten since")
+            raise RuntimeError("a result that a checkpoint keeps has been overwritten since")
         return self.tensor
 
 
@@ -111,11 +119,11 @@ class _Written:
 class _Call:
     """results: of the operator, with a _Layout in the place of each tensor.
     state: of its generator, where it is random.
-    written: its result, where that is in the place of its argument, and kept."""
+    kept: in place: what it has written; else all of its results but the first. () for others."""
 
     results: Any
     state: torch.Tensor | None
-    written: _Written | None = None
+    kept: tuple[_Kept, ...] = ()
 
 
 _running = threading.local()  # call: the one whose results may be unread
@@ -132,8 +140,10 @@ def skipping_contexts(*, keep: Asked, skip: Asked) -> tuple[TorchDispatchMode, T
     """For one checkpointed call: modes of the forward pass and of its recomputation, to be entered
     after those of selective checkpointing.
 
-    keep: asked of operators in place in the forward pass, whose results selective checkpointing
-        cannot keep: whether to. skip: asked of each in the recomputation: whether nobody reads it.
+    keep: asked in the forward pass: of an operator in place, whether to keep what it has written;
+        of others, whether to keep all results but the first, which nobody reads. Selective
+        checkpointing can do neither.
+    skip: asked in the recomputation: whether nobody reads the results.
     """
     calls = _Calls()
     return _Noting(calls, keep), _Skipping(calls, skip)
@@ -151,15 +161,13 @@ class _Noting(TorchDispatchMode):
             return func(*args, **kwargs)
         state = get_state(_device_of((args, kwargs))) if is_random(func) else None
         results = func(*args, **kwargs)
-        written = None
-        if _is_in_place(func) and self._keep(func):
-            # so that it has the same version counter
-            with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
-                kept = results.detach()
-            # autograd counts the write when the operator has returned to it
-            written = _Written(kept, kept._version + 1)
+        kept: tuple[_Kept, ...] = ()
+        if self._keep(func):
+            in_place = _is_in_place(func)
+            tensors = (results,) if in_place else results[1:]
+            kept = tuple(_Kept.of(tensor, in_place=in_place) for tensor in tensors)
         layouts = tree_map_only(torch.Tensor, _Layout.of, results)
-        self._calls.noted[func].append(_Call(layouts, state, written))
+        self._calls.noted[func].append(_Call(layouts, state, kept))
         return results
 
 
@@ -179,7 +187,7 @@ class _Skipping(TorchDispatchMode):
         call = self._calls.noted[func][index]
         given = args
         args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs))
-        skip = self._skip(func)
+        skip = self._skip(func) or bool(call.kept)
         place = given[0] if _is_in_place(func) else None
         # in place it runs where its argument is there: what is read later is the argument
         if place is None and skip:
@@ -191,9 +199,10 @@ class _Skipping(TorchDispatchMode):
             results = func(*args, **kwargs)
         finally:
             _running.call = None
-        if call.written is not None and isinstance(place, Unread):
-            place.value = call.written.read(func)
-        return results
+        kept = tuple(each.read() for each in call.kept)
+        if isinstance(place, Unread) and kept:
+            (place.value,) = kept
+        return (results[0], *kept) if place is None and kept else results
 
 
 def _value_of(tensor: Unread) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.forecasts import forecast
 from solver.module_checkpointing.nested import SequentialSteps, best_in_loop
+from solver.module_checkpointing.recomputation import Recomputation
 from solver.module_checkpointing.region_plan import RegionPlan, plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, RegionLayout
 from solver.module_checkpointing.saving import MaySave

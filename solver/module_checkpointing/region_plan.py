@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from graphs.graph import Graph, Node, is_under
 from solver.module_checkpointing.eager_effects import EagerStep
+from solver.module_checkpointing.recomputation import Recomputation
 from solver.module_checkpointing.regions import (
     CheckpointRegion,
     Nesting,
@@ -97,6 +98,11 @@ class _Step:
         self._graph = graph
         self._layout = layout
         self._in_loop = in_loop
+        self._recomputations = {
+            region.path: Recomputation.of(layout, region)
+            for top in layout.regions
+            for region in top.flat()
+        }
         self._available: set[str] = {tensor.name for tensor in graph.resident}
         self._done: set[str] = set()  # paths of regions that have been recomputed
         # by region, the saved nodes whose results its recomputation has taken
@@ -130,9 +136,10 @@ class _Step:
                     self._readers_left[name] -= 1
         for region in (r for top in layout.regions for r in top.flat()):
             if region.path in last_backward:
-                unread = region.saved.difference(self._read_again[region.path])
-                self.held[last_backward[region.path]] += layout.arguments(region)
-                self.held[last_backward[region.path]] += layout.made_by(sorted(unread))
+                held = self.held[last_backward[region.path]]
+                held += layout.arguments(region)
+                for name, kept in self._recomputations[region.path].kept(region.saved).items():
+                    held += () if name in self._read_again[region.path] else kept
 
     def _made_and_read_by(self, function: Iterable[str]) -> list[str]:
         """Of what these nodes read, the tensors that the step makes."""
@@ -179,17 +186,19 @@ class _Step:
                 self._restore(name, tuple(outside))
         wanted = layout.wanted(region)
         start = len(self.order)
-        nodes = region.nodes[: layout.n_nodes_recomputed(region)]
-        for node in layout.recomputed(region):
+        recomputation = self._recomputations[region.path]
+        kept = recomputation.kept(region.saved)
+        for node in recomputation.runs(region.saved):
             outputs = graph.node_by_name[node].outputs
             # what is still there the framework makes a second time and drops at once
             there = outputs and all(o in self._available and self._readers_left[o] for o in outputs)
             if not there:
                 self.order.append(node)
         self._hold_while_called(start)
-        taken = region.saved.intersection(nodes)
-        self._read_again[region.path] |= taken
-        self.held[len(self.order) - 1] += layout.made_by(sorted(taken))
+        for node in region.nodes[: layout.n_nodes_recomputed(region)]:
+            if node in kept:
+                self._read_again[region.path].add(node)
+                self.held[len(self.order) - 1] += kept[node]
         recomputed = set(self.order[start:])
         for inside in region.flat():
             self.n_recomputations[inside.path] += not recomputed.isdisjoint(inside.nodes)

@@ -10,9 +10,9 @@ A schedule recomputes single operators. Frameworks recompute what one checkpoint
    an activation, all of the region is recomputed, from its arguments, until the last tensor has
    been saved a second time. Then all of it is live at once, each tensor until its last use.
 3. `saved` names operators whose results stay from the forward pass on (selective checkpointing):
-   they are not recomputed, nor is what goes into nothing but them. They stay until the
-   recomputation takes them, even if no backward operator reads them; where it ends before it
-   comes to them, until the region's backward is over.
+   they are not recomputed, nor is what goes into nothing but them (`Recomputation`). They stay
+   until the recomputation takes them; where it ends before it comes to them, until the region's
+   backward is over.
 4. A region inside a region drops its own part again when the outer one has been recomputed, and is
    recomputed once more when its own backward comes.
 5. A function of the backward pass unpacks everything that it has saved at once, and holds it until
@@ -34,9 +34,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from graphs.graph import Graph, Node, is_under
+from graphs.graph import Graph, is_under
 from solver.module_checkpointing.eager_effects import EagerStep
-from solver.schedule import needs
 
 
 class RegionError(ValueError):
@@ -167,7 +166,6 @@ class RegionLayout:
         self._depth: dict[str, int] = {}
         self._homes: dict[str, frozenset[int]] = {}
         self._outputs = frozenset(graph.outputs)
-        self._in_place = EagerStep.of(graph).in_place
         for region in regions:
             self._enter(region, ())
         # which backward node belongs to which call is told by its module alone
@@ -256,51 +254,6 @@ class RegionLayout:
             elif not self._read_later[node.module, region.path].isdisjoint(node.inputs):
                 n_run = max(n_run, position)
         return n_run
-
-    def recomputed(self, region: CheckpointRegion) -> tuple[str, ...]:
-        """The nodes that run when the region is recomputed, in order.
-
-        Of a region that saves, those that the backward pass needs; what overwrites a result that is
-        needed runs too. Else all, up to the last that is needed.
-        """
-        nodes = region.nodes[: self.n_nodes_recomputed(region)]
-        nodes = tuple(name for name in nodes if is_recomputed(self.graph, name, region))
-        if not region.saved:
-            return nodes
-        left = set(nodes)
-        needed: set[str] = set()
-        unchecked = [self.graph.producer[name].name for name in self._packed(region)]
-        while unchecked:
-            name = unchecked.pop()
-            if name not in left:
-                continue
-            left.remove(name)
-            needed.add(name)
-            node = self.graph.node_by_name[name]
-            read = (self.graph.producer.get(each) for each in needs(self.graph, node))
-            unchecked += [maker.name for maker in read if maker is not None]
-            unchecked += self._overwriting(node)
-        return tuple(name for name in nodes if name in needed)
-
-    def _packed(self, region: CheckpointRegion) -> list[str]:
-        """What the region's backward lacks, and what autograd saves beside it."""
-        beside = (
-            name
-            for reader, names in self.graph.meta.saved_unread.items()
-            if region in self.around(reader)
-            for name in names
-            if name in self.graph.producer
-        )
-        return [*self.wanted(region), *beside]
-
-    def _overwriting(self, node: Node) -> list[str]:
-        """The nodes that run in place on what this one makes."""
-        return [
-            reader.name
-            for out in node.outputs
-            for reader in self.graph.consumers[out]
-            if reader.name in self._in_place and reader.inputs[0] == out
-        ]
 
     def arguments(self, region: CheckpointRegion) -> list[str]:
         """The tensors from outside that a region reads."""
