@@ -14,7 +14,7 @@ operators are chosen:
 - *The first n blocks whole*, where that is not enough, with the least n that fits (bisection): the
   last blocks' backward comes first, so their memory is free again soonest.
 - *The first n blocks, saving what fits* (`saving`): every block, or every part, saves the operators
-  that are worth most seconds per byte, those among them whose results only the recomputation reads.
+  that spare most seconds per byte.
 - *Nested*: blocks inside checkpointed modules around them, and their parts inside blocks.
 
 Every choice is simulated, and the fastest that fits is taken. Optimal for nothing.
@@ -134,9 +134,10 @@ def by_module(
             break
         schedule = smaller
     fewest_blocks_whole({})
+    prices: dict[tuple[str, ...], Mapping[str, float]] = {}
     for depth, n_blocks in itertools.product(DEPTHS, _evenly(len(tree.blocks))):
         modules = [each for b in tree.blocks[:n_blocks] for each in choice.parts(b, depth)]
-        save_what_fits(Saving.of(graph, modules, may_save), excess_bytes)
+        save_what_fits(Saving.of(graph, modules, may_save, prices), excess_bytes)
     if best is None:
         for regions in choice.nested():
             excess_bytes(regions)
