@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from examples import gpt2
+from examples import gpt2, resnet50
 from graphs.costs.models import Measured
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
@@ -64,9 +64,21 @@ def images() -> torch.Tensor:
     return torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
 
 
+def small_resnet() -> nn.Module:
+    """Batch norm whose result is overwritten, in blocks with shortcuts."""
+    torch.manual_seed(0)
+    return resnet50.get_model(depths=(2, 1), width=8, n_classes=10)
+
+
+def labelled_images() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return resnet50.get_batch(batch_size=4, image_size=32, n_classes=10)
+
+
 CASES: dict[str, tuple[Any, Any]] = {
     "gpt2": (small_gpt2, tokens),
     "conv": (conv_net, images),
+    "resnet": (small_resnet, labelled_images),
 }
 
 
@@ -113,7 +125,9 @@ def exported(name: str, share: float) -> tuple[nn.Module, nn.Module, Any, Export
     return plain, model, batch_of(), to_torch_checkpoint(model, solution_within(name, share))
 
 
-@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.8), ("gpt2", 0.35), ("conv", 0.7)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("gpt2", 0.8), ("gpt2", 0.35), ("conv", 0.7), ("resnet", 0.5)]
+)
 def test_the_step_fits_as_simulated_and_is_bitwise_identical(name: str, share: float) -> None:
     plain, model, batch, plan = exported(name, share)
     assert plan.modules
@@ -148,6 +162,25 @@ def test_fused_attention_of_the_cpu_draws_nothing_so_it_is_saved_before_dropout(
     attention = {n for n in region.nodes if "attention" in graph.node_by_name[n].op}
     asked = dataclasses.replace(region, saved=frozenset(attention))
     assert may_save(graph)(asked) == attention != set()
+
+
+def test_statistics_of_a_batch_norm_are_kept_though_its_result_is_overwritten() -> None:
+    """So the convolution before it is not recomputed, and nor is the norm."""
+    graph, model = graph_of("resnet"), small_resnet()
+    region = CheckpointRegion(nodes_of(graph, "blocks.1"), modules=("blocks.1",))
+    made = [graph.node_by_name[name] for name in region.nodes]
+    wanted = {n.name for n in made if n.op.split(".")[1] in ("convolution", "relu")}
+    norms = {n.name for n in made if "batch_norm" in n.op}
+    saved = may_save(graph)(dataclasses.replace(region, saved=frozenset(wanted | norms)))
+    assert norms <= saved
+    plan = put(model, graph, [dataclasses.replace(region, saved=saved)])
+    n_runs = Counter(plan.schedule.order)
+    assert all(n_runs[name] == 1 for name in norms | wanted)
+    plain, batch = small_resnet(), labelled_images()
+    measured = measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes
+    assert measured <= plan.peak_bytes
+    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
+        assert torch.equal(expected, got)
 
 
 class _Count(TorchDispatchMode):
