@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -82,6 +82,33 @@ def read(path: Path | None, part: str) -> Row:
     return report
 
 
+def measure_each(
+    arguments: argparse.Namespace,
+    part: str,
+    each: Iterable[str],
+    figures: Callable[[str], Any],
+    markdown: Callable[[Row], str],
+    *,
+    versions: Collection[str] = (),
+) -> Iterator[tuple[str, Row]]:
+    """Measure one name after the other; yields each with the report, which has its figures by then.
+
+    arguments: of `parser`. part: of the report, which holds the figures by name.
+    versions: of further packages that the figures depend on.
+
+    The report is written after each name, so that a run can go on, and printed without --out.
+    """
+    report = read(arguments.out, part)
+    report["circumstances"] = circumstances(arguments.time_limit)
+    report["circumstances"]["versions"] |= {name: metadata.version(name) for name in versions}
+    for name in each:
+        report[part][name] = figures(name)
+        write(arguments.out, report, markdown)
+        yield name, report
+    if arguments.out is None:
+        print(markdown(report))
+
+
 def run_each(
     arguments: argparse.Namespace,
     part: str,
@@ -92,25 +119,21 @@ def run_each(
     markdown: Callable[[Row], str],
     versions: Collection[str] = (),
 ) -> NoReturn:
-    """Run the rows of each name; the figures are written after each, so that a run can go on.
+    """As `measure_each`, with a list of rows for each name. Exits with 1 where a row has a fault.
 
-    arguments: of `parser`. part: of the report, which holds the rows by name.
     line: a row for the terminal. faults: what is wrong with one.
-    versions: of further packages that the figures depend on.
-
-    Exits with 1 where a row has a fault.
     """
-    report = read(arguments.out, part)
-    report["circumstances"] = circumstances(arguments.time_limit)
-    report["circumstances"]["versions"] |= {name: metadata.version(name) for name in versions}
-    failed = False
-    for name, rows in rows_of.items():
-        report[part][name] = []
-        for row in rows():
-            report[part][name].append(row)
+
+    def shown(name: str) -> list[Row]:
+        found = []
+        for row in rows_of[name]():
+            found.append(row)
             print(line(row), file=sys.stderr, flush=True)
-            failed = failed or bool(faults(row))
-        write(arguments.out, report, markdown)
+        return found
+
+    failed = False
+    for name, report in measure_each(arguments, part, rows_of, shown, markdown, versions=versions):
+        failed = failed or any(map(faults, report[part][name]))
     sys.exit(failed)
 
 

@@ -42,17 +42,16 @@ def main() -> None:
     parser.add_argument("--graphs", type=harness.names(GRAPHS), default=DEFAULT_GRAPHS)
     parser.add_argument("--shares", type=harness.shares, default=SHARES)
     arguments = parser.parse_args()
-    report = harness.read(arguments.out, "graphs")
-    report["circumstances"] = harness.circumstances(arguments.time_limit)
-    for name in arguments.graphs:
+
+    def measured_graph(name: str) -> Row:
         source = GRAPHS[name]()
         graph = source if isinstance(source, Graph) else source.graph
-        report["graphs"][name] = measure_graph(
-            name, graph, shares=arguments.shares, time_limit_s=arguments.time_limit
-        )
-        harness.write(arguments.out, report, markdown)
-    if arguments.out is None:
-        print(markdown(report))
+        options = {"shares": arguments.shares, "time_limit_s": arguments.time_limit}
+        return measure_graph(name, graph, **options)
+
+    each = harness.measure_each(arguments, "graphs", arguments.graphs, measured_graph, markdown)
+    for name, _ in each:
+        print(f"{name}: measured", file=sys.stderr, flush=True)
 
 
 def measure_graph(name: str, graph: Graph, *, shares: Sequence[float], time_limit_s: float) -> Row:

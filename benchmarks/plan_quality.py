@@ -47,22 +47,16 @@ def main() -> None:
     parser.add_argument("--shares", type=harness.shares, default=SHARES)
     parser.add_argument("--before", type=Path, help="a report (JSON) to compare with")
     arguments = parser.parse_args()
-    report = harness.read(arguments.out, "graphs")
-    report["circumstances"] = harness.circumstances(arguments.time_limit)
     before = json.loads(arguments.before.read_text())["graphs"] if arguments.before else {}
-    for name in arguments.graphs:
-        report["graphs"][name] = measure_graph(
-            name,
-            GRAPHS[name](),
-            shares=arguments.shares,
-            time_limit_s=arguments.time_limit,
-            before=before.get(name),
-        )
-        harness.write(arguments.out, report, markdown)
+
+    def measured(name: str) -> Row:
+        options = {"shares": arguments.shares, "time_limit_s": arguments.time_limit}
+        return measure_graph(name, GRAPHS[name](), before=before.get(name), **options)
+
+    each = harness.measure_each(arguments, "graphs", arguments.graphs, measured, markdown)
+    for name, report in each:
         for worse in worse_than(before, report["graphs"], names=[name]):
             print(f"  worse than before: {worse}", file=sys.stderr, flush=True)
-    if arguments.out is None:
-        print(markdown(report))
 
 
 def measure_graph(

@@ -62,16 +62,14 @@ def main() -> None:
     parser = harness.parser("rewrites", __doc__, time_limit_s=600.0)
     parser.add_argument("--steps", type=harness.names(STEPS, ";"), default=list(STEPS))
     arguments = parser.parse_args()
-    report = harness.read(arguments.out, "steps")
-    report["circumstances"] = harness.circumstances(arguments.time_limit)
-    for name in arguments.steps:
-        report["steps"][name] = measure(
-            STEPS[name](), budgets_gb=BUDGETS_GB.get(name, ()), time_limit_s=arguments.time_limit
-        )
+
+    def measured(name: str) -> Row:
+        budgets_gb = BUDGETS_GB.get(name, ())
+        return measure(STEPS[name](), budgets_gb=budgets_gb, time_limit_s=arguments.time_limit)
+
+    each = harness.measure_each(arguments, "steps", arguments.steps, measured, markdown)
+    for name, report in each:
         print(f"{name}: {report['steps'][name]}", file=sys.stderr, flush=True)
-        harness.write(arguments.out, report, markdown)
-    if arguments.out is None:
-        print(markdown(report))
 
 
 def measure(step: CapturedStep, *, budgets_gb: tuple[float, ...], time_limit_s: float) -> Row:
