@@ -8,13 +8,11 @@ functions   The backward pass runs whole functions, each of one or more operator
             stays until it returns: temporaries of C++ live as long as their expression, and the
             engine holds the incoming gradients and the saved tensors meanwhile. What is known to
             be dropped before (`graphs.capture.backward_rehearsal`) is not counted for longer.
-saved       What autograd saves for a function stays until it has run, read or not.
+saved       What autograd saves for a function stays until it has run, read or not; and what a
+            variable of `forward` holds, until it is assigned again or its function returns.
 sums        Where a tensor gets several gradients, the engine adds the next one to the sum so far,
             in place if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
 in place    Operators that overwrite their first argument.
-
-What Python variables of `forward` hold is not known here; the backward pass, where a step has its
-peak, begins after `forward` has returned.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def as_eager(graph: Graph) -> Graph:
 
 
 def with_saved(nodes: Sequence[Node], saved: Mapping[str, Sequence[str]]) -> tuple[Node, ...]:
-    """Each node also reads what autograd has saved for its function, if the step makes it.
+    """Each node also reads what eager mode holds until it has run, if the step makes it.
 
     saved: node -> tensors.
     """

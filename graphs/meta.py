@@ -30,8 +30,8 @@ class GraphMeta:
         nodes of a call traced as several that read what it holds until it returns, and its last.
     dropped: tensor that such a function makes -> the last of its nodes during which eager mode
         holds it, where that is not the function's last.
-    saved_unread: backward node -> tensors that autograd holds until then, though no function
-        reads them.
+    saved_unread: node -> tensors that eager mode holds until then, though no later one reads them:
+        autograd up to a backward node, variables of forward up to a forward node.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> storages of it, but those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.

@@ -71,6 +71,51 @@ def test_a_shell_completes_the_command(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
 
 
+COMPLETED = """
+eval "$script"
+COMP_WORDS=({words} "")
+COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+_shtab_solve "" "" ""
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize("words", ["solve", "solve explain", "solve explain plan.json"])
+def test_bash_completes_names_of_files(tmp_path, words):
+    shtab = pytest.importorskip("shtab", reason="shtab is not installed")
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("bash is not installed")
+    (tmp_path / "plan.json").touch()
+    script = shtab.complete(parser(), shell="bash")
+    done = subprocess.run(
+        [bash, "-c", COMPLETED.format(words=words)],
+        env={**os.environ, "script": script},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "plan.json" in done.stdout.split()
+
+
+def test_fish_completes_options_and_choices(tmp_path):
+    shtab = pytest.importorskip("shtab", reason="shtab is not installed")
+    if (fish := shutil.which("fish")) is None:
+        pytest.skip("fish is not installed")
+    path = tmp_path / "solve.fish"
+    path.write_text(shtab.complete(parser(), shell="fish"))
+
+    def completed(line: str) -> set[str]:
+        program = f"source {path}; complete -C '{line}'"
+        done = subprocess.run(
+            [fish, "--no-config", "-c", program], capture_output=True, text=True, check=True
+        )
+        return {each.split("\t")[0] for each in done.stdout.splitlines()}
+
+    assert "--budget" in completed("solve --b")
+    assert "torchtitan" in completed("solve --emit tor")
+
+
 def test_files_are_completed_by_the_names_that_shtab_knows():
     shtab = pytest.importorskip("shtab", reason="shtab is not installed")
     files = [action for action in parser()._actions if hasattr(action, "complete")]

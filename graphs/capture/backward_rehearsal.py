@@ -14,17 +14,16 @@ of columns), so the rehearsal notes what each function has saved.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.capture.eager_calls import EagerCall, EagerCalls, packet
 from graphs.capture.extraction import Layout
-from graphs.costs import OpCall
+from graphs.capture.without_subclasses import without_subclasses
 
 SCATTERS = frozenset(
     f"aten.{name}_scatter" for name in ("slice", "select", "diagonal", "as_strided")
@@ -41,23 +40,18 @@ class Rehearsed:
 
     dropped: tensor that a backward function makes -> the node of it after which it is dropped,
         where that is not the last.
-    saved: backward node -> tensors that autograd has saved for its function, or for one after it
-        without nodes, and that the function does not read.
+    saved: node -> tensors that stay until it has run, read or not. Of a backward node what autograd
+        has saved for its function, or for one after it without nodes; of a forward node what
+        variables of forward hold.
     """
 
     in_place: tuple[str, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class _EagerCall:
-    """index: of all calls. storages: what it makes, or writes where it makes nothing."""
-
-    name: str
-    index: int
-    storages: tuple[int, ...]
-    overwrites: bool
+    def holding(self, held: Mapping[str, tuple[str, ...]]) -> Rehearsed:
+        """With what forward nodes hold."""
+        return replace(self, saved={**self.saved, **held})
 
 
 @dataclass(frozen=True)
@@ -68,70 +62,32 @@ class _Saved:
     arguments: tuple[str, ...]
 
 
-class BackwardCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class BackwardCalls(EagerCalls):  # type: ignore[no-untyped-call]
     """While entered, records the operators that functions of autograd run, views left out.
 
     functions: the calls of each, in the order in which they run.
     numbers: the sequence number of each of them.
-    freed: storage -> how many calls had run when it was freed.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.functions: list[list[_EagerCall]] = []
+        super().__init__()
+        self.functions: list[list[EagerCall]] = []
         self.numbers: list[int] = []
-        self.freed: dict[int, int] = {}
-        self._n_calls = self._n_storages = 0
         self._function: int | None = None
-        self._number: dict[int, int] = {}  # address of a live storage -> its number
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
         node = torch._C._current_autograd_node()
-        call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
-        if node is None or not call.outputs() or call.is_view():
+        if node is None or (call := self.noted(func, args, kwargs or {}, value)) is None:
             return value
-        known = {item.untyped_storage()._cdata for item in call.inputs()}
-        written = call.mutated()
-        outputs = {item.untyped_storage()._cdata: item for item in call.outputs()}
-        made = [item.untyped_storage() for at, item in outputs.items() if at not in known]
-        storages = tuple(
-            map(self._numbered, made or [next(iter(outputs.values())).untyped_storage()])
-        )
         if (number := node._sequence_nr()) != self._function:
             self._function = number
             self.functions.append([])
             self.numbers.append(number)
-        self.functions[-1].append(
-            _EagerCall(_packet(str(func)), self._n_calls, storages, bool(written) and not made)
-        )
-        self._n_calls += 1
+        self.functions[-1].append(call)
         return value
-
-    def _numbered(self, storage: torch.UntypedStorage) -> int:
-        at = storage._cdata
-        if at not in self._number:
-            self._number[at] = self._n_storages
-            self._n_storages += 1
-            weakref.finalize(storage, self._drop, at).atexit = False
-        return self._number[at]
-
-    def _drop(self, at: int) -> None:
-        self.freed[self._number.pop(at)] = self._n_calls
-
-
-def has_temporaries(layout: Layout) -> bool:
-    """Whether a backward function reads what it has made itself."""
-    function_of = {name: at for at, each in layout.functions.items() for name in each}
-    maker = {out: node.name for node in layout.nodes for out in node.outputs}
-    return any(
-        name in maker and function_of.get(maker[name], -1) == function_of[node.name]
-        for node in layout.nodes
-        if node.name in function_of
-        for name in node.inputs
-    )
 
 
 def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _Saved]:
@@ -166,7 +122,7 @@ def compared(layout: Layout, calls: BackwardCalls, saved: Mapping[int, _Saved]) 
     in_place: list[str] = []
     dropped: dict[str, str] = {}
     outputs = {node.name: node.outputs for node in layout.nodes}
-    op = {node.name: _packet(node.op) for node in layout.nodes}
+    op = {node.name: packet(node.op) for node in layout.nodes}
     numbers, traced = list(layout.functions), list(layout.functions.values())
     number_of: dict[int, int] = {}  # of a function in eager mode -> in the trace
     for which, at in _matched(traced, calls.functions, op):
@@ -178,11 +134,12 @@ def compared(layout: Layout, calls: BackwardCalls, saved: Mapping[int, _Saved]) 
             if call.overwrites:
                 in_place.append(name)
             for out, storage in zip(outputs[name], call.storages, strict=False):
-                freed = calls.freed.get(storage, calls._n_calls)
+                freed = calls.freed.get(storage, calls.n_calls)
                 during = [m for m, c in zip(members, function, strict=True) if c.index < freed]
                 if during[-1] != members[-1]:
                     dropped[out] = during[-1]
-    return Rehearsed(tuple(in_place), dropped, _held(layout, number_of, saved))
+    in_place += without_subclasses(layout)
+    return Rehearsed(tuple(dict.fromkeys(in_place)), dropped, _held(layout, number_of, saved))
 
 
 def _held(
@@ -228,7 +185,7 @@ def _forward_calls(layout: Layout) -> dict[int, list[torch.fx.Node]]:
 
 
 def _matched(
-    traced: Sequence[Sequence[str]], eager: Sequence[Sequence[_EagerCall]], op: Mapping[str, str]
+    traced: Sequence[Sequence[str]], eager: Sequence[Sequence[EagerCall]], op: Mapping[str, str]
 ) -> Iterator[tuple[int, int]]:
     """Positions in both, which are in order. Functions without a counterpart are left out."""
     start = 0
@@ -240,7 +197,7 @@ def _matched(
                 break
 
 
-def _is_same(members: Sequence[str], function: Sequence[_EagerCall], op: Mapping[str, str]) -> bool:
+def _is_same(members: Sequence[str], function: Sequence[EagerCall], op: Mapping[str, str]) -> bool:
     """Whether they run the same operators, where a scatter follows each call that overwrites."""
     kept = _without_scatters(members, op, len(function))
     if [op[name] for name in kept] != [call.name for call in function]:
@@ -264,7 +221,7 @@ def _without_scatters(members: Sequence[str], op: Mapping[str, str], n_calls: in
 
 def _saved_arguments(layout: Layout, call: torch.fx.Node, saved: _Saved) -> tuple[str, ...]:
     """The tensors that are saved of an operator's arguments, if the function is that operator's."""
-    operator = _packet(str(call.target)).removeprefix("aten.").replace("_", "")
+    operator = packet(str(call.target)).removeprefix("aten.").replace("_", "")
     schema = getattr(call.target, "_schema", None)
     if schema is None or not saved.function.lower().startswith(operator + "backward"):
         return ()
@@ -273,8 +230,3 @@ def _saved_arguments(layout: Layout, call: torch.fx.Node, saved: _Saved) -> tupl
     values = (given.get(name) for name in saved.arguments)
     held = (layout.storage.get(value) for value in values if isinstance(value, torch.fx.Node))
     return tuple(dict.fromkeys(name for name in held if name is not None))
-
-
-def _packet(operator: str) -> str:
-    """ "aten.mul" of aten.mul.Tensor and of aten.mul_.Scalar."""
-    return operator.rpartition(".")[0].rstrip("_")

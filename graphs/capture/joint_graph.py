@@ -44,12 +44,12 @@ from graphs.capture.backward_rehearsal import (
     BackwardCalls,
     Rehearsed,
     compared,
-    has_temporaries,
     saved_by_functions,
 )
 from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import filled_once, put_meanwhile
+from graphs.capture.forward_rehearsal import ForwardCalls, held_by_variables
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
 from graphs.capture.refuse import (
@@ -184,12 +184,13 @@ def rehearse(
     *,
     device: torch.device | None,
 ) -> Rehearsed:
-    """Run the captured step in eager mode on fake tensors; see `graphs.capture.backward_rehearsal`.
+    """Run the captured step in eager mode on fake tensors; see `graphs.capture.forward_rehearsal`
+    and `backward_rehearsal`.
 
     Nothing is known where it does not run like that (a part that is not traced, and DTensors, whose
-    operators run within others); it is not run where no function computes something on the way.
+    operators run within others).
     """
-    if captured.opaque or has_distributed(model) or not has_temporaries(layout):
+    if captured.opaque or has_distributed(model):
         return Rehearsed()
     chosen = captured.gradient_outputs
     try:
@@ -198,10 +199,14 @@ def rehearse(
             _tracing(model, ()),
             put_meanwhile(model, captured.filled),
             attributes_unchanged(model),
+            eager_kernels(device or torch.device("cpu")),
             shell.mode,
             torch.enable_grad(),
         ):
-            outputs = [item for item in shell(*shell.batch) if item.requires_grad]
+            with ForwardCalls() as forward:
+                returned = shell(*shell.batch)
+            outputs = [item for item in returned if item.requires_grad]
+            del returned
             gradients = [torch.ones_like(item) for item in outputs]
             tangents = [captured.tangents[index].meta["val"] for index in sorted(captured.tangents)]
             if [each.shape for each in tangents] == [item.shape for item in outputs]:
@@ -216,7 +221,7 @@ def rehearse(
                 torch.autograd.backward(outputs, gradients)
     except TraceError:
         return Rehearsed()
-    return compared(layout, calls, saved)
+    return compared(layout, calls, saved).holding(held_by_variables(layout, forward))
 
 
 def _with_filled(

@@ -81,10 +81,16 @@ def _say_interrupted() -> None:
 
 
 def parser() -> ArgumentParser:
-    """What parses the command line; `shtab solver.cli.parser` writes completion scripts from it."""
+    """The command line for `shtab solver.cli.parser`, which writes completion scripts from it.
+
+    Several files are taken here, for `solve explain schedule.json graph.json`.
+    """
     from solver.cli import arguments
 
-    return arguments.parser()
+    command = arguments.parser()
+    (problem,) = command._get_positional_actions()
+    problem.nargs = "*"
+    return command
 
 
 def help_text() -> str:

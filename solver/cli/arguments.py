@@ -319,7 +319,7 @@ class Arguments:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What parses the command line; `shtab solver.cli.parser` writes completion scripts from it."""
+    """What parses the command line."""
     command = Parser(
         prog="solve",
         usage="solve --budget SIZE [options] model.py[:factory] | package.module[:factory] | "

@@ -2,10 +2,9 @@
 
 Each candidate is traced and planned; nothing is run. The search takes GROWTH times the size while a
 plan fits, or half of it while none does, and then bisects; but first it tries the size that should
-be the answer if the bytes that a step needs grow by a line, and the one above, which mostly are
-the last two. It assumes that a plan that fits at one size exists at every smaller size, which holds
-for steps that grow with the batch. A candidate for which nothing was found counts as one that does
-not fit.
+be the answer if the bytes that a step needs grow by a line, and its neighbors. It assumes that a
+plan that fits at one size exists at every smaller size, which holds for steps that grow with the
+batch. A candidate for which nothing was found counts as one that does not fit.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def largest(
         at, low, high = first or FIRST[size], 0, MOST + 1  # low fits, high does not
         while high - low > (step := max(1, low // RESOLUTION[size])):
             low, high = (at, high) if fits(at) else (low, at)
-            at = _next_size(low, high, step, _expected(candidates))
+            at = _next_size(low, high, step, _expected(candidates), candidates)
     except KeyboardInterrupt:
         if all(c.solution.schedule is None for c in candidates):
             raise
@@ -146,11 +145,21 @@ def largest(
     return SizeSearch(size, tuple(candidates), tuple(sorted(refused)), ended)
 
 
-def _next_size(low: int, high: int, step: int, expected: int | None) -> int:
-    """The next size to try between one that fits and one that does not."""
+def _next_size(
+    low: int, high: int, step: int, expected: int | None, candidates: Sequence[Candidate]
+) -> int:
+    """The next size to try between one that fits and one that does not.
+
+    Where the line promises what does not fit, the answer is mostly just below: what no line has,
+    such as what a tensor is recomputed from. So the search goes down from there, in steps that
+    double.
+    """
     plain = (low + high) // 2 if high <= MOST else min(GROWTH * low, MOST)
-    if expected is None or not low <= expected < high:
+    if expected is None or expected < low or expected > MOST:
         return plain
+    if expected >= high:
+        n_failed = sum(candidate.solution.schedule is None for candidate in candidates)
+        return max(plain, high - (step << max(0, n_failed - 1)))
     at = max(expected, low + step)
     return at if high <= MOST else min(at, plain)
 

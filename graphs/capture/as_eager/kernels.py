@@ -42,6 +42,8 @@ _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 _PRODUCT_OF_MATRICES = (torch.ops.aten.matmul.default, torch.ops.aten.matmul.out)
 """Its decomposition chooses between one product and a batch of them by other rules: a frozen weight
 and rows of a longer sequence, or part of the columns, give the other kernel."""
+_SHRINKS = ("softshrink", "hardshrink")
+"""Eager mode keeps their input for the backward pass; their decompositions keep a mask."""
 
 
 _library = torch.library.Library("checkpoint_solver", "DEF")
@@ -185,7 +187,9 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
         for key in _KEYS
     }
     replaced |= {
-        (getattr(torch.ops.aten, name).default, key): None for name in _LOSSES for key in _KEYS
+        (getattr(torch.ops.aten, name).default, key): None
+        for name in (*_LOSSES, *_SHRINKS)
+        for key in _KEYS
     }
     replaced |= {
         (operator, DispatchKey.CompositeImplicitAutograd): None for operator in _PRODUCT_OF_MATRICES

@@ -78,12 +78,11 @@ def test_it_finds_what_a_scan_of_all_sizes_finds(shown, first, method):
     assert [c.size for c in found.candidates] == sorted(asked)
 
 
-def test_bytes_that_grow_by_a_line_are_not_bisected():
-    """Of no schedule but the baseline, whose peak is what each op needs, the second guess is it."""
+def plans_on_a_line(sizes: list[int]):
+    """Of no schedule but the baseline, whose peak is what each op needs; up to 1000 fit."""
     step = dataclasses.replace(
         ONE, nodes=tuple(dataclasses.replace(node, recomputable=False) for node in ONE.nodes)
     )
-    sizes = []
 
     def plan(n: int) -> Solution:
         sizes.append(n)
@@ -92,10 +91,34 @@ def test_bytes_that_grow_by_a_line_are_not_bisected():
             Request(budget_bytes=peak_bytes(1000), method="none", time_limit_s=600),
         )
 
-    found = largest(plan)
+    return plan
+
+
+def test_bytes_that_grow_by_a_line_are_not_bisected():
+    sizes: list[int] = []
+    found = largest(plans_on_a_line(sizes))
     assert found.largest is not None
     assert found.largest.size == 1000
     assert sizes == [1, 4, 16, 64, 256, 1000, 1001]
+
+
+@pytest.mark.parametrize(("short", "n_tried"), [(1, 7), (6, 11)])
+def test_near_a_line_that_promises_a_little_too_much_the_search_goes_down(
+    monkeypatch: pytest.MonkeyPatch, short: int, n_tried: int
+):
+    """What no line has, such as what a tensor is recomputed from, leaves the answer just below."""
+    promised = solver.plan_analysis.largest_batch._expected
+    monkeypatch.setattr(
+        solver.plan_analysis.largest_batch,
+        "_expected",
+        lambda candidates: (at := promised(candidates)) and at + short,
+    )
+    sizes: list[int] = []
+    found = largest(plans_on_a_line(sizes))
+    assert found.largest is not None
+    assert found.beyond is not None
+    assert (found.largest.size, found.beyond.size) == (1000, 1001)
+    assert len(sizes) == len({*sizes}) == n_tried, sizes
 
 
 def test_nothing_fits():
