@@ -174,6 +174,8 @@ class AppliedForward(PlannedForward):
         return {**super().__getstate__(), **own}
 
     def restore(self) -> None:
+        if self._host_parameters is not None:  # first: without room for them, all goes on as before
+            self._host_parameters.bring_back()
         if self._optimizer is not None:
             bring_back(self._optimizer, owner=self)
         if self._host_parameters is not None:

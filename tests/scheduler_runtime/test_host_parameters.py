@@ -26,7 +26,7 @@ from checkpoint_solver import (
 from graphs import parameter_loads
 from graphs.training_step import state_buckets
 from scheduler_runtime.applying import _on_host
-from scheduler_runtime.host_parameters import _OF_MODEL
+from scheduler_runtime.host_parameters import _OF_MODEL, HostParameters
 from scheduler_runtime.host_state import host_blocks
 from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned import Plan
@@ -356,3 +356,27 @@ def test_random_schedules_that_copy_parameters_once_more(seed: int, tmp_path: Pa
             optimizer.step()
         results.append(copy_of(model.state_dict()))
     assert alike(*results)
+
+
+@pytest.mark.slow
+def test_no_room_to_bring_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan stays as it is, with the optimizer's state on the host, and the training goes on."""
+    plain, model = Net(), Net()
+    without, optimizer = adamw(plain.parameters()), adamw(model.parameters())
+    apply(model, planned(), optimizer=optimizer)
+    train(plain, without, 64)
+    train(model, optimizer, 64)
+
+    def short(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostParameters, "fetch", short)
+        with pytest.raises(torch.OutOfMemoryError):
+            remove(model)
+    assert host_blocks(optimizer)
+    train(plain, without, 64)
+    train(model, optimizer, 64)
+    remove(model)
+    assert not host_blocks(optimizer)
+    assert alike(plain.state_dict(), model.state_dict())
