@@ -35,7 +35,7 @@ from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 SMALL_SHARE = 0.002
 """Of the bytes that the budget leaves beside what is resident: smaller units are left out."""
 MAX_MARKS = 12
-MAX_CELLS, MAX_WINDOW_CELLS = 5_000, 15_000
+MAX_CELLS, MAX_WINDOW_CELLS = 5_000, 13_500
 """Forward nodes times positions, and times windows: the program has about as many columns."""
 
 Columns = Mapping[int, int]
