@@ -53,7 +53,7 @@ def test_what_is_read_later_or_returned_is_not_overwritten() -> None:
 
 
 def test_a_loss_outside_takes_what_its_code_takes() -> None:
-    """((sigmoid(x) - target) * grad).div_(n): two tensors while each of the first two runs."""
+    """sigmoid(x).sub_(target).mul_(grad).div_(n): one tensor, which becomes the gradient."""
     model, batch = nn.Linear(4, 8), (torch.randn(16, 4), torch.rand(16, 8))
     graph: Graph = trace(
         model,
@@ -66,7 +66,8 @@ def test_a_loss_outside_takes_what_its_code_takes() -> None:
         for tensor in graph.tensors
         if tensor.kind == "tangent" and tensor.name in graph.producer
     )
-    assert graph.producer[gradient].op == "aten.mul.Tensor"
-    (written,) = (n for n in graph.nodes if n.phase == "outside" and not n.outputs)
-    assert written.op == "aten.div.Scalar"
-    assert written.inputs == (gradient,)  # what the function read and made before is gone
+    assert graph.producer[gradient].op == "aten.sigmoid.default"
+    written = [n for n in graph.nodes if n.phase == "outside" and not n.outputs]
+    assert [n.op for n in written] == ["aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Scalar"]
+    assert all(gradient in n.inputs for n in written)
+    assert written[-1].inputs == (gradient,)  # what the function read and made before is gone
