@@ -40,9 +40,11 @@ def may_save(graph: Graph) -> MaySave:
 
     Not those of our own operators, which eager mode does not call, nor what is overwritten in place
     later, nor buffers, nor what nobody reads; and none of a module with a part that could not be
-    traced, whose operators are not known.
+    traced, whose operators are not known, nor of DTensors: selective checkpointing does not see
+    what their dispatch calls.
     """
     eager = EagerStep.of(graph)
+    is_distributed = any(node.op.startswith("_c10d_functional.") for node in graph.nodes)
     position = {node.name: at for at, node in enumerate(graph.forward_nodes)}
     known: dict[tuple[str, ...], tuple[Recomputation, frozenset[str]]] = {}
 
@@ -59,7 +61,7 @@ def may_save(graph: Graph) -> MaySave:
             whole = replace(region, saved=frozenset())
             recomputation = Recomputation.of(RegionLayout(graph, (whole,)), whole)
             nodes = [graph.node_by_name[name] for name in region.nodes]
-            is_known = all(_operator(node.op) is not None for node in nodes)
+            is_known = not is_distributed and all(_operator(n.op) is not None for n in nodes)
             possible = filter(is_possible, region.nodes if is_known else ())
             known[region.nodes] = recomputation, frozenset(possible)
         return known[region.nodes]

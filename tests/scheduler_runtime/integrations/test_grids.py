@@ -1,0 +1,20 @@
+"""FSDP2 on top of tensor parallelism: four processes, with and without the plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduler_runtime.integrations.test_tensor_parallel import ranks_of
+
+
+@pytest.mark.distributed
+def test_each_rank_has_the_same_bits_and_holds_what_was_predicted() -> None:
+    found = ranks_of("grid_ranks", "colwise")
+    assert len(found) == 4 * 2  # four ranks, two budgets
+    for each in found:
+        assert each["same"], each
+        assert 0.95 * each["predicted_bytes"] <= each["measured_bytes"] <= each["predicted_bytes"]
+    planned = [each for each in found if each["modules"]]
+    assert {each["rank"] for each in planned} == {0, 1, 2, 3}
+    plain_bytes = min(each["measured_bytes"] for each in found if not each["modules"])
+    assert all(each["measured_bytes"] < 0.9 * plain_bytes for each in planned)
