@@ -52,6 +52,20 @@ class Watching(TorchDispatchMode, ABC):
     def misses(self) -> None:
         """A backward function runs without this mode."""
 
+    @staticmethod
+    def called(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What the operator returns without the mode.
+
+        PyTorch calls a mode's handler with the keys of lazy conjugation left out, so a kernel that
+        conjugates and calls others (`linalg.pinv`) would compute with the numbers as they were.
+        """
+        included = torch._C._dispatch_tls_local_include_set()
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key in (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor):
+            excluded = excluded.remove(key)
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            return func(*args, **(kwargs or {}))
+
     def watch(self) -> None:
         """Enter it. What `LOOKING` names runs its backward function without it."""
         _kernels.hold()

@@ -114,7 +114,7 @@ class LossWatch(Watching):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        value = func(*args, **(kwargs or {}))
+        value = self.called(func, args, kwargs)
         if self._arrived is not None and not self._is_paused:
             self._count(OpCall(target=func, args=args, kwargs=kwargs or {}, value=value))
         return value

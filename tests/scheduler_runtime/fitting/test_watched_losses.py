@@ -225,6 +225,9 @@ LOOKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "masked_fill_": lambda x: (x * 1).masked_fill_(MASK, x.square().mean()),
     "max": lambda x: -x.max(),
     "median": lambda x: -x.median(),
+    "complex pinv": lambda x: torch.view_as_real(
+        torch.linalg.pinv(torch.view_as_complex(x[:10].reshape(-1, 2)).view(8, 5))
+    ),
     "complex cumprod": lambda x: torch.view_as_real(
         torch.view_as_complex((x * MASK).reshape(-1, 2))[:143].view(13, 11).cumprod(1)
     ),
