@@ -21,5 +21,6 @@ from solver.bound.lower_bound import (
     proven_least_budget_bytes,
     relaxed_bound,
 )
+from solver.bound.milp import Milp
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import windows_share

@@ -23,5 +23,6 @@ from solver.chain.problem import (
     keeping_everything,
     simulate_chain,
 )
+from solver.chain.reversal_recursion import reversal_bound
 from solver.chain.rotor import solve_chain
 from solver.chain.to_schedule import chain_to_schedule

@@ -42,7 +42,7 @@ def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) 
         for blocks in (coarse, fine) if fine.n_blocks > coarse.n_blocks else (coarse,):
 
             def fits(n_snapshots: int, blocks: Blocks = blocks) -> bool:
-                return _is_long(blocks, n_snapshots) or search.fits(
+                return is_long(blocks, n_snapshots) or search.fits(
                     reversal_to_schedule(graph, blocks, n_snapshots, search.deadline)
                 )
 
@@ -59,12 +59,13 @@ def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]
     blocks = split_into_blocks(graph)
     n_snapshots = 1
     while n_snapshots < blocks.n_blocks:
-        if not _is_long(blocks, n_snapshots):
+        if not is_long(blocks, n_snapshots):
             yield reversal_to_schedule(graph, blocks, n_snapshots, deadline)
         n_snapshots += 1 + n_snapshots // 2
 
 
-def _is_long(blocks: Blocks, n_snapshots: int) -> bool:
+def is_long(blocks: Blocks, n_snapshots: int) -> bool:
+    """Whether the reversal runs a block MAX_RUNS times and more on the average."""
     n_steps = blocks.n_blocks
     return n_extra_steps(n_steps=n_steps, n_snapshots=n_snapshots) > MAX_RUNS * n_steps
 

@@ -24,6 +24,7 @@ class Search(BestSoFar):
     menus: by schedule, (node, position) for every node that it recomputed right before that
         position; each set once, in the order of their finding.
     work: of the evictions, as `evict` counts it.
+    is_nested: reversals proved far more than cuts; no other stage finds anything better.
     """
 
     def __init__(self, folded: StorageGraph, *, budget_bytes: int, time_limit_s: float) -> None:
@@ -34,6 +35,7 @@ class Search(BestSoFar):
         self.guide: Mapping[int, frozenset[int]] = {}
         self.menus: dict[frozenset[tuple[int, int]], None] = {}
         self.work = 0
+        self.is_nested = False
 
     def offer(self, schedule: Schedule, *, on_menu: bool = True) -> FoldedSimulation | None:
         """Simulate it, keep it if it is the best. None: it is illegal, or too late.

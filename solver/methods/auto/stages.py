@@ -1,5 +1,8 @@
 """`auto` on the device alone: whole models, operator by operator, in seconds, with a proof.
 
+On deep chains near their least budget **nested reversals** come first
+(`solver.methods.auto.nested_reversals`), and the rest is left out. Elsewhere:
+
 1. **Single cut.** `solver.bound.binding_cut` finds the position whose cut loses the most recompute
    time. Its MILP gives the proven bound and a set S of storages to hold at that position. The
    schedule (`solver.methods.auto.from_cuts`) keeps S there and recomputes the rest just in time.
@@ -51,6 +54,7 @@ from solver.bound import (
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.local_optimum import drop_recomputation
+from solver.methods.auto.nested_reversals import offer_nested_reversals
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
@@ -108,6 +112,8 @@ def recompute_only(
         for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES)):
             if search.done or (search.close and stage not in CHEAP_STAGES):
                 break
+            if search.is_nested and search.best is not None:
+                break
             stage(search)
         if search.best is not None:  # the stages end once it is near the bound
             search.offer(_improved(search, search.best[0]))
@@ -122,6 +128,10 @@ def single_cut(search: Search) -> None:
     if not search.done and cuts is not None and cuts.kept is not None:
         kept = dict(zip(cuts.positions, cuts.kept, strict=True))
         search.offer(schedule_from_cuts(folded, kept, deadline=search.deadline))
+
+
+def nested_reversals(search: Search) -> None:
+    search.is_nested = offer_nested_reversals(search)
 
 
 def anchored_cut(search: Search) -> None:
@@ -233,7 +243,12 @@ def _evict_each(search: Search, patiences: Iterable[tuple[float, int]], *, max_w
             search.offer(_improved(search, schedule))
 
 
-CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (single_cut, anchored_cut, other_methods)
+CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (
+    nested_reversals,
+    single_cut,
+    anchored_cut,
+    other_methods,
+)
 """Until the gap is DONE_GAP."""
 STAGES: tuple[Callable[[Search], None], ...] = (
     eviction,

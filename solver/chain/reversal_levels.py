@@ -1,0 +1,283 @@
+"""The levels of a graph for `solver.chain.reversal_recursion`: their times, demands and rooms.
+
+Any division of the forward pass and any checks give a bound; good ones have a check where the
+backward pass of a level holds most, and few bytes at the ends of levels. So the blocks of the graph
+are joined into levels such that each has one segment that is tighter than its neighbours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import median_high
+
+from solver.bound import Milp, StorageGraph
+from solver.chain.blocks import Blocks
+
+MAX_SLOTS = 40
+"""With room for so many times w cuts say more."""
+TINY = 1 / 16
+"""What crosses the end of a level and is smaller than this share of the largest is not counted."""
+MAX_NEEDED_SETS = 64
+"""Sets of units that may be needed of one level; a division with more is given up."""
+
+Units = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The numbers of the module `solver.chain.reversal_recursion`; levels count from 1.
+
+    width_bytes: w. forward_s: f, by level. one_unit_s: d. room_bytes: M, by check, 1 .. n.
+    """
+
+    width_bytes: int
+    forward_s: tuple[float, ...]
+    one_unit_s: float
+    room_bytes: tuple[int, ...]
+    _stretches: tuple[Stretch, ...]
+    _saving_s: dict[tuple[object, int], float] = field(default_factory=dict)
+
+    @property
+    def n_levels(self) -> int:
+        return len(self.forward_s)
+
+    def saving_s(self, level: int, held_bytes: int) -> float:
+        """s: the least time of the level's nodes to make its demand from so many bytes of it."""
+        stretch = self._stretches[level - 1]
+        key = stretch.signature, max(0, held_bytes)
+        if key not in self._saving_s:
+            self._saving_s[key] = stretch.saving_s(max(0, held_bytes))
+        return self._saving_s[key]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The nodes of a level, in order, with what is counted of them.
+
+    nodes: (time_s, units made, units of the level read, units of the level before read).
+    unit_bytes: of the level's units that are not free. demand: D.
+    """
+
+    nodes: tuple[tuple[float, Units, Units, Units], ...]
+    unit_bytes: Mapping[int, int]
+    demand: Units
+
+    @property
+    def signature(self) -> object:
+        """Equal for levels that are equal up to the numbers of their units."""
+        number = {u: i for i, u in enumerate(sorted(self.unit_bytes))}
+        nodes = tuple(
+            (time_s, tuple(sorted(number[u] for u in made)), tuple(sorted(number[u] for u in read)))
+            for time_s, made, read, _ in self.nodes
+        )
+        sizes = tuple(self.unit_bytes[u] for u in sorted(self.unit_bytes))
+        return nodes, sizes, tuple(sorted(number[u] for u in self.demand))
+
+    def needed(self, wanted: Units, held: int | None) -> tuple[float, Units]:
+        """Time of the nodes that make what is wanted beside the unit that is held, and what they
+        read of the level before.
+        """
+        missing = set(wanted) - {held}
+        time_s, before = 0.0, set[int]()
+        for node_s, made, read, read_before in reversed(self.nodes):
+            if not missing.isdisjoint(made):
+                time_s += node_s
+                missing |= read - {held}
+                before |= read_before
+        return time_s, frozenset(before)
+
+    def saving_s(self, held_bytes: int) -> float:
+        """A relaxed knapsack: units held, nodes run."""
+        program = Milp()
+        keep = {
+            u: program.variable(most=float(size <= held_bytes))
+            for u, size in self.unit_bytes.items()
+        }
+        scale = max(self.unit_bytes.values(), default=0) or 1
+        run: dict[int, int] = {}
+        for node_s, made, _, _ in self.nodes:
+            run.update(dict.fromkeys(made, program.variable(cost=node_s)))
+        for u in self.demand:
+            program.row([keep[u], run[u]], [1.0, 1.0], lower=1.0)
+        for _, made, read, _ in self.nodes:
+            for u in read if made else ():
+                reader = run[next(iter(made))]
+                program.row([keep[u], run[u], reader], [1.0, 1.0, -1.0], lower=0.0)
+        sizes = [size / scale for size in self.unit_bytes.values()]
+        program.row(list(keep.values()), sizes, upper=held_bytes / scale)
+        return max(0.0, program.solve(whole=False).bound)
+
+
+def levels_of(folded: StorageGraph, blocks: Blocks, budget_bytes: int) -> Iterator[Levels]:
+    """Divisions of the graph into levels that are worth a look."""
+    starts = [0, *accumulate(len(names) for names in blocks.forward)]
+    tight = list(_tight_segments(folded, blocks, budget_bytes))
+    if len(tight) < 2:
+        return
+    checks = [p for _, p in tight]
+    begin = [starts[block - 1] for block, _ in tight]
+    end = [starts[block] for block, _ in tight]
+    room_bytes = budget_bytes - min(int(folded.least_bytes[p]) for p in checks)
+    for bounds in ((*begin, starts[-1]), (0, *end)):
+        width_bytes = _usual_width(folded, bounds)
+        if room_bytes >= MAX_SLOTS * width_bytes:
+            continue
+        for later in (0, 1):  # the check itself, or the one before, reads what the level makes
+            found = divide(
+                folded,
+                bounds=bounds[: len(bounds) - later],
+                checks=checks[later:],
+                width_bytes=width_bytes,
+                budget_bytes=budget_bytes,
+            )
+            if found is not None:
+                yield found
+
+
+def _tight_segments(
+    folded: StorageGraph, blocks: Blocks, budget_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """(block, position) where a block's backward segment has no more room than its neighbours."""
+    room: list[tuple[int, int, int]] = []
+    for block, names in enumerate(blocks.backward[: blocks.n_blocks], start=1):
+        if names:
+            positions = [folded.position[name] for name in names]
+            p = max(positions, key=lambda p: int(folded.least_bytes[p]))
+            room.append((budget_bytes - int(folded.least_bytes[p]), block, p))
+    for i, (room_bytes, block, p) in enumerate(room):
+        if all(room_bytes <= each[0] for each in room[max(0, i - 1) : i + 2]):
+            yield block, p
+
+
+def _usual_width(folded: StorageGraph, bounds: Sequence[int]) -> int:
+    """The bytes that usually cross the ends of levels, without what is tiny beside the rest."""
+    widths = []
+    crossing: set[int] = set()
+    p = 0
+    for bound in bounds[1:-1]:
+        for n in range(p, bound):
+            crossing.update(folded.makes[n])
+        p = bound
+        crossing = {
+            u
+            for u in crossing
+            if any(bound <= use < folded.n_forward for use in folded.uses[u])
+            and not folded.pinned[u]
+        }
+        sizes = [folded.unit_bytes[u] for u in crossing]
+        widths.append(sum(size for size in sizes if size >= TINY * max(sizes)))
+    return median_high(widths) if widths else 0
+
+
+def divide(
+    folded: StorageGraph,
+    *,
+    bounds: Sequence[int],
+    checks: Sequence[int],
+    width_bytes: int,
+    budget_bytes: int,
+) -> Levels | None:
+    """The levels between these bounds, n + 1 ascending forward positions; None: they prove nothing.
+
+    checks: by level, positions of later nodes, descending. Raises ValueError for others.
+    """
+    n = len(bounds) - 1
+    if n < 1 or len(checks) != n or width_bytes < 1:
+        return None
+    later = [folded.n_forward - 1, *reversed(checks)]
+    if sorted(set(later)) != later or sorted(set(bounds)) != list(bounds):
+        raise ValueError("bounds must ascend, and checks descend among the later nodes")
+    level = [_level_of(folded, u, bounds, width_bytes) for u in range(folded.n_units)]
+    stretches = tuple(_stretch(folded, k, bounds, checks, level) for k in range(1, n + 1))
+    times = _level_times(stretches, width_bytes)
+    if times is None:
+        return None
+    rooms = tuple(_room(folded, k, checks[k - 1], level, budget_bytes) for k in range(1, n + 1))
+    return Levels(width_bytes, times[0], times[1], rooms, stretches)
+
+
+def _level_of(folded: StorageGraph, u: int, bounds: Sequence[int], width_bytes: int) -> int:
+    """The level that makes the unit; 0 for a free one."""
+    level = bisect_right(bounds, folded.maker[u])
+    if level == len(bounds) or folded.pinned[u] or 2 * folded.unit_bytes[u] < width_bytes:
+        return 0
+    reads = [use for use in folded.uses[u] if use < folded.n_forward]
+    return 0 if reads and bisect_right(bounds, reads[-1]) > level + 1 else level
+
+
+def _stretch(
+    folded: StorageGraph,
+    k: int,
+    bounds: Sequence[int],
+    checks: Sequence[int],
+    level: Sequence[int],
+) -> Stretch:
+    def of(units: Sequence[int], wanted: int) -> Units:
+        return frozenset(u for u in units if wanted and level[u] == wanted)
+
+    after = checks[k] if k < len(checks) else folded.n_forward - 1
+    nodes = range(bounds[k - 1], bounds[k])
+    read = {u for p in range(after + 1, checks[k - 1] + 1) for u in folded.reads[p]}
+    return Stretch(
+        nodes=tuple(
+            (
+                folded.time_s[v],
+                of(folded.makes[v], k),
+                of(folded.reads[v], k),
+                of(folded.reads[v], k - 1),
+            )
+            for v in nodes
+        ),
+        unit_bytes={u: folded.unit_bytes[u] for v in nodes for u in of(folded.makes[v], k)},
+        demand=of(sorted(read), k),
+    )
+
+
+def _level_times(
+    stretches: Sequence[Stretch], width_bytes: int
+) -> tuple[tuple[float, ...], float] | None:
+    """f by level, and d; None where nothing is demanded, or one unit saves a whole level.
+
+    Down from the last level go all sets of units that may be needed of one: what it is asked for
+    itself, and what the one above reads, beside no unit so far or beside one.
+    """
+    none_held: set[Units] = set()
+    one_held: set[Units] = set()
+    times: list[float] = []
+    saved_s = 0.0
+    for k in range(len(stretches), 0, -1):
+        stretch = stretches[k - 1]
+        none_held.add(stretch.demand)
+        if not stretch.demand or len(none_held) + len(one_held) > MAX_NEEDED_SETS:
+            return None
+        none_below, one_below = set[Units](), set[Units]()
+        level_s, with_one_s = list[float](), list[float]()
+        for wanted in none_held | one_held:
+            time_s, before = stretch.needed(wanted, None)
+            level_s.append(time_s)
+            (none_below if wanted in none_held else one_below).add(before)
+            if wanted in none_held and wanted in one_held:
+                one_below.add(before)
+        for wanted in none_held:
+            for u, size_bytes in stretch.unit_bytes.items():
+                if size_bytes < width_bytes:
+                    time_s, before = stretch.needed(wanted, u)
+                    with_one_s.append(time_s)
+                    one_below.add(before)
+        if k > 1 and frozenset() in none_below | one_below:
+            return None
+        times.append(min(level_s))
+        saved_s = max(saved_s, min(level_s) - min(with_one_s, default=min(level_s)))
+        none_held, one_held = none_below, one_below
+    return tuple(reversed(times)), saved_s
+
+
+def _room(folded: StorageGraph, k: int, p: int, level: Sequence[int], budget_bytes: int) -> int:
+    """M: what is left at the check for units of lower levels."""
+    there = int(folded.held_bytes[p]) + int(folded.own_bytes[p])
+    reads = (u for u in folded.reads[p] if not folded.is_pinned(u, p))
+    there += sum(folded.unit_bytes[u] for u in reads if not 1 <= level[u] < k)
+    return budget_bytes - there

@@ -1,0 +1,129 @@
+"""The bound of nested reversals: below the truth, whatever the levels, and close on deep chains."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from graphs.graph import Graph
+from graphs.synthetic import nets
+from graphs.synthetic.tape import Tape
+from solver.bound import StorageGraph, lower_bound_s
+from solver.chain import n_extra_steps, reversal_bound, split_into_blocks
+from solver.chain.reversal_levels import Levels, Stretch, divide
+from solver.chain.reversal_recursion import equal_run, equal_s, least_recompute_s
+from tests.support.brute_force import fastest, least_peak_bytes
+from tests.support.nets import random_dag
+
+
+def tiny_chain(rng: random.Random) -> Graph:
+    """Up to five ops in a row, some of them with a skip over one, of like or unlike sizes."""
+    tape, alike = Tape(backward_ratio=1.0), rng.random() < 0.5
+    xs = [tape.input("x", rng.choice([1, 4]))]
+    for i in range(rng.randint(2, 5)):
+        skip = xs[-2:-1] if len(xs) > 2 and rng.random() < 0.25 else []
+        size_bytes = 4 if alike and rng.random() < 0.7 else rng.randint(1, 5)
+        x = tape.op(
+            f"f{i}",
+            [xs[-1], *skip],
+            size_bytes,
+            rng.choice([1.0, 1.0, 2.0, 5.0]),
+            workspace_bytes=rng.choice([0, 0, 1, 3]),
+            saves_inputs=rng.random() < 0.9,
+            saves_output=rng.random() < 0.3,
+        )
+        xs.append(x)
+    return tape.graph(tape.op("loss", [xs[-1]], 1, 0.5))
+
+
+def tiny(seed: int) -> Graph:
+    rng = random.Random(seed)
+    if seed % 3:
+        return tiny_chain(rng)
+    return random_dag(seed=seed, n_forward=rng.randint(3, 6), n_later=rng.randint(2, 4))
+
+
+def divisions(folded: StorageGraph, budget_bytes: int, rng: random.Random) -> Iterator[Levels]:
+    """Levels with bounds, checks and widths at random."""
+    n_forward, n_later = folded.n_forward, folded.n_nodes - folded.n_forward
+    for _ in range(12):
+        n = rng.randint(2, 5)
+        if n > min(n_forward, n_later):
+            continue
+        checks = rng.sample(range(n_forward, folded.n_nodes), n)
+        levels = divide(
+            folded,
+            bounds=sorted(rng.sample(range(n_forward + 1), n + 1)),
+            checks=sorted(checks, reverse=True),
+            width_bytes=rng.choice([1, 2, 3, 4, 5, 8]),
+            budget_bytes=budget_bytes,
+        )
+        if levels is not None:
+            yield levels
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("seed", range(0, 600, 10))
+def test_no_levels_prove_more_than_the_truth(seed: int) -> None:
+    n_positive = n_met = 0
+    for number in range(seed, seed + 10):
+        graph, rng = tiny(number), random.Random(number)
+        if len(graph.nodes) > 13:
+            continue
+        folded = StorageGraph.of(graph)
+        least_bytes = least_peak_bytes(graph)
+        for budget_bytes in range(least_bytes, least_bytes + 3):
+            truth = fastest(graph, budget_bytes=budget_bytes)
+            recomputed_s = truth.time_s - graph.baseline_time_s
+            for levels in divisions(folded, budget_bytes, rng):
+                proven_s = least_recompute_s(levels)
+                assert proven_s <= recomputed_s + 1e-6
+                run = equal_run(levels)
+                assert run is None or equal_s(levels, run) <= proven_s + 1e-6
+                n_positive += proven_s > 0
+                n_met += 0 < recomputed_s <= proven_s + 1e-6
+    assert n_positive > n_met >= 0
+
+
+@pytest.mark.parametrize("n_blocks", [5, 6])
+def test_it_proves_more_than_cuts_where_a_chain_starts_again_for_every_block(n_blocks: int) -> None:
+    graph = nets.chain(n_blocks=n_blocks)
+    folded, blocks = StorageGraph.of(graph), split_into_blocks(graph)
+    budget_bytes = least_peak_bytes(graph)
+    truth = fastest(graph, budget_bytes=budget_bytes)
+    proven_s = graph.baseline_time_s * (
+        1 + reversal_bound(folded, blocks, budget_bytes=budget_bytes)
+    )
+    assert lower_bound_s(graph, budget_bytes=budget_bytes) < proven_s <= truth.time_s
+    more = reversal_bound(folded, blocks, budget_bytes=budget_bytes + 1000)
+    assert more < proven_s / graph.baseline_time_s - 1
+
+
+def equal_levels(n_levels: int, n_slots: int) -> Levels:
+    """Levels that take a second each, where so many states fit and nothing else."""
+    stretch = Stretch(
+        nodes=((1.0, frozenset({0}), frozenset(), frozenset()),),
+        unit_bytes={0: 10**9},
+        demand=frozenset({0}),
+    )
+    rooms = (2 * n_slots,) * n_levels
+    return Levels(2, (1.0,) * n_levels, 0.0, rooms, (stretch,) * n_levels)
+
+
+@pytest.mark.parametrize("n_levels", [2, 7, 20, 64])
+@pytest.mark.parametrize("n_slots", [0, 1, 3, 6])
+def test_equal_levels_take_nearly_what_griewank_and_walther_say(
+    n_levels: int, n_slots: int
+) -> None:
+    """All of it without room for a state: then each level is reached from the first one."""
+    levels = equal_levels(n_levels, n_slots)
+    expected = n_extra_steps(n_steps=n_levels, n_snapshots=n_slots + 1)
+    again = least_recompute_s(levels)
+    assert (1.0 if not n_slots else 0.7) * expected <= again + 1e-9 <= expected + 2e-9
+    assert equal_s(levels, (1, n_levels)) == pytest.approx(again)
+
+
+def test_levels_in_the_wrong_order_are_refused() -> None:
+    folded = StorageGraph.of(nets.chain(n_blocks=3))
+    with pytest.raises(ValueError, match="descend"):
+        divide(folded, bounds=(0, 1, 2), checks=(5, 6), width_bytes=1000, budget_bytes=9000)
