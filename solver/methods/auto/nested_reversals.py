@@ -2,7 +2,7 @@
 
 Where stretches of the forward pass are recomputed again and again, cuts prove little and greedy
 eviction finds little. There `solver.chain.reversal_recursion` proves far more than cuts do, which
-also tells that this is such a step: no other stage is needed. Then reversals of the chain of blocks
+also tells that this is such a step. Then reversals of the chain of blocks
 with more and more snapshots are tried; those that overflow are replayed within the budget
 (`solver.methods.auto.replay`), as many snapshots as help. Elsewhere nothing is tried.
 """
@@ -28,6 +28,8 @@ FAR_ABOVE = 0.1
 """Reversals must prove so much more than cuts, as a share of the baseline's time. On steps where
 they prove a little more, eviction and recombination still find faster schedules.
 """
+LARGE_NODES = 500
+"""On steps of fewer nodes the other stages take seconds, and are not left out."""
 N_CUTS = 3
 """Linear programs that say what cuts prove."""
 
@@ -35,7 +37,7 @@ N_CUTS = 3
 def offer_nested_reversals(search: Search) -> bool:
     """Prove what reversals prove, and offer replays where that is far more than cuts prove.
 
-    Returns whether it is.
+    Returns whether it is, on a large step.
     """
     folded, budget_bytes = search.folded, search.budget_bytes
     if search.done or int(folded.least_bytes.max()) > budget_bytes:
@@ -63,7 +65,7 @@ def offer_nested_reversals(search: Search) -> bool:
         n_replayed += 1
         if n_replayed == MAX_REPLAYS or search.best_share >= before:
             break
-    return True
+    return folded.n_nodes >= LARGE_NODES
 
 
 def _replay(search: Search, order: Sequence[str]) -> None:
