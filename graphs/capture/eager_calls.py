@@ -27,11 +27,13 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Numbers calls and the storages that they make, while entered.
 
     freed: storage -> how many calls had run when it was freed.
+    written: storage -> the calls that wrote into it after it was made.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.freed: dict[int, int] = {}
+        self.written: dict[int, list[int]] = {}
         self.n_calls = self._n_storages = 0
         self._number: dict[int, int] = {}  # address of a live storage -> its number
 
@@ -49,6 +51,9 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages = tuple(
             map(self._numbered, made or [next(iter(outputs.values())).untyped_storage()])
         )
+        for item in written:
+            if (number := self._number.get(item.untyped_storage()._cdata)) is not None:
+                self.written.setdefault(number, []).append(self.n_calls)
         self.n_calls += 1
         overwrites = bool(written) and not made
         return EagerCall(packet(str(func)), self.n_calls - 1, storages, overwrites)

@@ -56,11 +56,17 @@ def held_by_variables(layout: Layout, calls: ForwardCalls) -> dict[str, tuple[st
     held: dict[str, list[str]] = {}
     for node, call in matched:
         for name, storage in zip(node.outputs, call.storages, strict=False):
-            freed = calls.freed.get(storage, calls.n_calls)
-            until = ran[freed - 1]
+            until = ran[_end(call, storage, calls) - 1]
             if position.get(until, -1) > read_last.get(name, position[node.name]):
                 held.setdefault(until, []).append(name)
     return {until: tuple(names) for until, names in held.items()}
+
+
+def _end(call: EagerCall, storage: int, calls: ForwardCalls) -> int:
+    """How many calls have run when what a call has put into a storage is gone: freed, or written
+    over. A trace has what a later call writes as another tensor, with an end of its own."""
+    over = (1 + index for index in calls.written.get(storage, ()) if index > call.index)
+    return min((calls.freed.get(storage, calls.n_calls), *over))
 
 
 def _matched(nodes: Sequence[Node], calls: Sequence[EagerCall]) -> Iterator[tuple[Node, EagerCall]]:
