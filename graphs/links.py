@@ -19,6 +19,11 @@ from dataclasses import dataclass
 from graphs.hardware import Hardware, name_key
 
 
+def is_collective(op: str) -> bool:
+    """Whether a rank of tensor parallelism calls this operator together with the others."""
+    return op.startswith("_c10d_functional.")
+
+
 @dataclass(frozen=True)
 class Link:
     """What connects one device with the others.

@@ -14,6 +14,7 @@ import torch
 
 from graphs.capture import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph
+from graphs.links import is_collective
 from scheduler_runtime.execute import SavedCalls, functional_name, is_random
 from solver.module_checkpointing import (
     CheckpointRegion,
@@ -44,7 +45,7 @@ def may_save(graph: Graph) -> MaySave:
     what their dispatch calls.
     """
     eager = EagerStep.of(graph)
-    is_distributed = any(node.op.startswith("_c10d_functional.") for node in graph.nodes)
+    is_distributed = any(is_collective(node.op) for node in graph.nodes)
     position = {node.name: at for at, node in enumerate(graph.forward_nodes)}
     known: dict[tuple[str, ...], tuple[Recomputation, frozenset[str]]] = {}
 

@@ -12,7 +12,7 @@ from typing import Any
 from graphs.fsdp import Sharding, sharding_of, sharding_words
 from graphs.graph import Graph, Node
 from graphs.host_state import host_parameter_bytes, with_state_on_device
-from graphs.links import named
+from graphs.links import is_collective, named
 from graphs.rewrites import PROGRAM_REWRITES, results_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import Advice, Curve, SizeSearch, overhead_range
@@ -31,8 +31,6 @@ from solver.scheduler_runtime_bridge import Verification
 from solver.sizes_deadlines_progress import OF_THE_COMMAND, Reader, counted, format_time
 
 FORMAT = "report/1"
-COLLECTIVES = "_c10d_functional."
-"""How operators begin that a rank of tensor parallelism calls with the others."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def step_notes(graph: Graph) -> Iterator[str]:
             "PyTorch's own, without rewrites. Export the plan to run it: "
             "to_torch_checkpoint(model, solution)."
         )
-    if collectives := [node for node in graph.nodes if node.op.startswith(COLLECTIVES)]:
+    if collectives := [node for node in graph.nodes if is_collective(node.op)]:
         time_s = math.fsum(node.time_s for node in collectives)
         yield (
             f"All figures are of one rank of tensor parallelism. It waits {format_time(time_s)} "

@@ -1,6 +1,10 @@
 """A module whose parameters are DTensors, traced as the operators of one rank."""
 
-from graphs.capture.tensor_parallel.as_dtensors import gradient_noted, with_part
+from graphs.capture.tensor_parallel.as_dtensors import (
+    forget_placements,
+    gradient_noted,
+    with_part,
+)
 from graphs.capture.tensor_parallel.checks import (
     MeshError,
     has_distributed,

@@ -19,6 +19,19 @@ def with_part(like: Any, part: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def forget_placements() -> None:
+    """Forget how DTensor has placed the results of earlier calls.
+
+    A vocabulary split over the ranks is placed with a mask, that of the rows which this rank lacks,
+    from the lookup until its results are summed. A trace that was given up in between leaves its
+    mask, on fake tensors, in what DTensor remembers.
+    """
+    from torch.distributed.tensor import debug
+
+    clear: Any = debug._clear_sharding_prop_cache
+    clear()
+
+
 def gradient_noted(tensor: torch.Tensor, note: Callable[[Any], None]) -> torch.Tensor:
     """The DTensor. note: called with the spec (mesh, placements, shape, strides) of its gradient
     in the backward pass."""

@@ -145,3 +145,43 @@ def test_what_cannot_be_planned(
     assert main([*WORDS, *words, str(path)]) == code
     assert message in " ".join(capsys.readouterr().err.split())
     assert not dist.is_initialized()
+
+
+LLAMA = """
+from examples import llama
+from examples.llama import parallelize
+
+def get_model():
+    sizes = dict(n_layers=1, width=64, mlp_width=128, n_heads=4, n_kv_heads=2, n_tokens=256)
+    return llama.get_model(**sizes)
+
+def get_batch(batch_size=2, seq_length=64):
+    return llama.get_batch(batch_size, seq_length, 256)
+"""
+
+
+@pytest.mark.slow
+def test_a_vocabulary_split_over_the_ranks(tmp_path: Path, capsys: Any) -> None:
+    """Its lookup is masked; a trace for the card that is given up leaves no mask behind."""
+    path = tmp_path / "small_llama.py"
+    path.write_text(LLAMA)
+    whole_words = ["--budget", "80MB", "--device", "h100", "--reserve", "0", str(path)]
+    whole, split = answer(capsys, *whole_words), answer(capsys, "--tensor", "2", *whole_words)
+    assert parameter_bytes(whole) / 2 < parameter_bytes(split) < 0.51 * parameter_bytes(whole)
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_of_a_rank(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "small_llama.py"
+    path.write_text(LLAMA)
+    words = ["--budget", "3MB", "--max-seq", "--method", "sqrt", "--rewrites", "none", str(path)]
+    whole = answer(capsys, *words)["sizes"]["largest"]
+    assert answer(capsys, *words, "--tensor", "2")["sizes"]["largest"] > whole > 0
+
+
+@pytest.mark.slow
+def test_the_largest_micro_batch_of_a_rank_of_a_stage(file: str, capsys: Any) -> None:
+    words = ["--pipeline", "2", "--microbatches", "2", "--max-batch", "--method", "sqrt"]
+    words += ["--rewrites", "none", "--batch-size", "200", file]
+    whole = answer(capsys, *words)["sizes"]["largest"]
+    assert answer(capsys, *words, "--tensor", "2")["sizes"]["largest"] > whole > 200
