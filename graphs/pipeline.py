@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,12 +153,32 @@ def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
         for name, size_bytes, kind in _beside(graph, pipeline)
         if size_bytes
     )
+    meta = graph.meta.with_environment(pipeline=dataclasses.asdict(pipeline))
     return dataclasses.replace(
         graph,
         tensors=(*graph.tensors, *beside),
-        meta=graph.meta.with_environment(pipeline=dataclasses.asdict(pipeline)),
+        meta=dataclasses.replace(meta, dtypes=_dtypes_beside(graph, beside)),
         n_in_flight=pipeline.n_in_flight,
     )
+
+
+def _dtypes_beside(graph: Graph, beside: Iterable[Tensor]) -> dict[str, list[str]]:
+    """The graph's dtypes, with those of outputs of other micro-batches and of their gradients,
+    where all outputs of the stage have one."""
+    dtype_of = graph.meta.dtype_of
+    of_outputs = {
+        dtype_of[t.name]
+        for t in graph.tensors
+        if t.kind in ("output", "tangent") and t.name in dtype_of
+    }
+    dtypes = {
+        dtype: [name for name in names if not name.startswith(_BESIDE)]
+        for dtype, names in graph.meta.dtypes.items()
+    }
+    if len(of_outputs) == 1:
+        named = [each.name for each in beside if each.kind in ("output", "tangent")]
+        dtypes[of_outputs.pop()] += named
+    return dtypes
 
 
 def at_place(graph: Graph, pipeline: Pipeline) -> Graph:

@@ -102,6 +102,7 @@ class _Extraction:
         self.kinds: dict[str, Kind] = {}
         self._names: dict[int, str] = {}  # address of a storage -> tensor name
         self._alive: list[Any] = []  # keeps the storages, so that addresses stay unique
+        self._constants: set[str] = set()
         self._n_random = 0
 
     def run(self) -> Layout:
@@ -124,13 +125,16 @@ class _Extraction:
 
     def _resident(self, node: torch.fx.Node) -> None:
         source = self.captured.sources.get(node)
-        value = node.meta.get("val")
-        if value is None and node.op == "get_attr":
+        if node.op == "get_attr":
             value = getattr(self.captured.module, str(node.target))
+        else:
+            value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return
         kind: Kind = source.kind if source else "buffer"  # type: ignore[assignment]
-        self._place(node, value, node.name, kind)
+        name = self._place(node, value, node.name, kind)
+        if node.op == "get_attr":
+            self._constants.add(name)
 
     def _place(self, node: torch.fx.Node, value: torch.Tensor, name: str, kind: Kind) -> str:
         """The tensor that holds the value; a new one called `name` if the storage is new."""
@@ -216,7 +220,11 @@ class _Extraction:
                     "values; planning needs dense tensors (nn.Embedding with sparse=False)"
                 )
             name = node.name if single else f"{node.name}.{index}"
-            known = self._names.get(item.untyped_storage()._cdata)
+            storage = item.untyped_storage()
+            known = self._names.get(storage._cdata)
+            if known is None and (known := self._viewed_constant(node)) is not None:
+                self._names[storage._cdata] = known
+                self._alive.append(storage)
             if known is None:
                 made.append(self._place(node, item, name, "activation"))
             elif single:
@@ -224,6 +232,21 @@ class _Extraction:
         if not single:
             self.layout.storage.pop(node, None)
         return made
+
+    def _viewed_constant(self, node: torch.fx.Node) -> str | None:
+        """The constant that the call returns a view of.
+
+        In a trace each use of a constant has a fake tensor on a storage of its own.
+        """
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or schema.is_mutable:
+            return None
+        viewed = (
+            self.layout.storage.get(value)
+            for argument, value in zip(schema.arguments, node.args, strict=False)
+            if argument.alias_info is not None and isinstance(value, torch.fx.Node)
+        )
+        return next((name for name in viewed if name in self._constants), None)
 
     def _is_recomputable(self, node: torch.fx.Node, inputs: tuple[str, ...]) -> bool:
         target = node.target

@@ -167,3 +167,19 @@ def test_the_report_and_the_files_say_it(tmp_path, capsys) -> None:
         pipeline_of(environment)
     with pytest.raises(dataclasses.FrozenInstanceError):
         pipeline.stage = 2  # type: ignore[misc]
+
+
+def test_what_stands_beside_a_stage_has_the_dtype_of_its_outputs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    solution = solve(
+        stage(),
+        batch(requires_grad=True),
+        budget="1GB",
+        pipeline=Pipeline(1, 4, 8),
+        rewrites="none",
+    )
+    report(solution)
+    shown = capsys.readouterr().out
+    assert "other micro-batches" in shown
+    assert "unknown" not in shown

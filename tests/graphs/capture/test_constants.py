@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.same_bits import keeping_nothing
 from graphs.trace import TraceError, trace
-from scheduler_runtime import fit, plans_of
+from scheduler_runtime import apply, fit, plans_of
 
 WIDTH = 16
 
@@ -123,3 +124,39 @@ def test_it_may_be_read_without_a_gradient() -> None:
     model = Unregistered()
     model.trained = False
     assert trace(model, torch.randn(4, WIDTH)).nodes
+
+
+MIXING = torch.randn(WIDTH, 2 * WIDTH)
+
+
+class Mixing(nn.Module):
+    """Reads a tensor of the surrounding code in both passes, whole, transposed and in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.layer(x)) @ MIXING
+        left, right = MIXING.split(WIDTH, dim=1)
+        return (hidden @ MIXING.t() + hidden[:, :WIDTH] @ left @ right).square().mean()
+
+
+def test_a_tensor_that_is_read_several_times_is_counted_once() -> None:
+    """Each use has a fake tensor of its own in a trace."""
+    graph = trace(Mixing(), torch.randn(4, WIDTH))
+    constants = [t for t in graph.tensors if t.kind == "buffer"]
+    assert [t.size_bytes for t in constants] == [4 * WIDTH * 2 * WIDTH]
+    assert not [t for t in graph.tensors if t not in constants and t.size_bytes > 4 * WIDTH * WIDTH]
+
+
+def test_a_tensor_that_is_read_several_times_keeps_its_bits_in_a_plan() -> None:
+    torch.manual_seed(0)
+    model, x = Mixing(), torch.randn(64, WIDTH)
+    expected = copy.deepcopy(model)
+    expected(x).backward()
+    planned = apply(copy.deepcopy(model), keeping_nothing(trace(model, x)))
+    planned(x).backward()
+    for found, known in zip(planned.parameters(), expected.parameters(), strict=True):
+        assert found.grad is not None
+        assert torch.equal(found.grad, known.grad)
