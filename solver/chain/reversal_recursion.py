@@ -52,12 +52,16 @@ of levels with no more room than usual stands for all, with its least f and s: n
 
 from __future__ import annotations
 
+import contextlib
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from solver.bound import TIME_ERROR, StorageGraph
 from solver.chain.blocks import Blocks
 from solver.chain.reversal_levels import MAX_SLOTS, Levels, levels_of
+from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,29 +69,37 @@ MAX_STEPS = 4_000_000
 """Levels squared times slots; a few seconds."""
 
 
-def reversal_bound(folded: StorageGraph, blocks: Blocks, *, budget_bytes: int) -> float:
-    """The share of the baseline's time that every schedule within the budget loses, at least."""
+def reversal_bound(
+    folded: StorageGraph, blocks: Blocks, *, budget_bytes: int, deadline: Deadline = NEVER
+) -> float:
+    """The share of the baseline's time that every schedule within the budget loses, at least.
+
+    deadline: past it, what the divisions so far prove.
+    """
     baseline_s = folded.graph.baseline_time_s
     if not baseline_s:
         return 0.0
-    found = (least_recompute_s(each) for each in levels_of(folded, blocks, budget_bytes))
-    return max(0.0, max(found, default=0.0) / baseline_s - TIME_ERROR)
+    proven_s = 0.0
+    with contextlib.suppress(OutOfTimeError):
+        for levels in levels_of(folded, blocks, budget_bytes):
+            proven_s = max(proven_s, least_recompute_s(levels, deadline=deadline))
+    return max(0.0, proven_s / baseline_s - TIME_ERROR)
 
 
-def least_recompute_s(levels: Levels) -> float:
-    """T(0, n, 0) of the module, or a smaller number."""
+def least_recompute_s(levels: Levels, *, deadline: Deadline = NEVER) -> float:
+    """T(0, n, 0) of the module, or a smaller number. Raises OutOfTimeError."""
     n = levels.n_levels
     n_slots = max((room // levels.width_bytes for room in levels.room_bytes), default=0)
     if n < 2 or n_slots >= MAX_SLOTS:
         return 0.0
     n_slots = max(0, n_slots)
     if n * n * (1 + n_slots) <= MAX_STEPS:
-        return _unequal(levels, n_slots)
+        return _unequal(levels, n_slots, deadline)
     run = equal_run(levels)
-    return 0.0 if run is None else equal_s(levels, run)
+    return 0.0 if run is None else equal_s(levels, run, deadline=deadline)
 
 
-def _unequal(levels: Levels, n_slots: int) -> float:
+def _unequal(levels: Levels, n_slots: int, deadline: Deadline) -> float:
     """The recursion, for m = 0, w, 2 w .. from the most to none."""
     n, width = levels.n_levels, levels.width_bytes
     reached = np.concatenate(([0.0], np.cumsum(levels.forward_s)))
@@ -95,11 +107,15 @@ def _unequal(levels: Levels, n_slots: int) -> float:
     whole = np.zeros((0,))
     for slot in reversed(range(n_slots + 1)):
         kept = _where_it_fits(levels, (slot + 1) * width)
-        saving = [levels.saving_s(k, levels.room_bytes[k] - slot * width) for k in range(1, n)]
+        saving = []
+        for k in range(1, n):
+            deadline.check()
+            saving.append(levels.saving_s(k, levels.room_bytes[k] - slot * width))
         saving.append(0.0)
         above = np.where(kept, again, np.inf) if again.size else np.full(kept.shape, np.inf)
         table = np.zeros((n + 1, n + 1))
         for i in range(n - 1, -1, -1):
+            deadline.check()
             row = table[i]
             row[i + 1 :] = np.inf
             for k in range(i + 1, n + 1):
@@ -144,8 +160,11 @@ def equal_run(levels: Levels) -> tuple[int, int] | None:
     return best if best[1] > best[0] else None
 
 
-def equal_s(levels: Levels, run: tuple[int, int]) -> float:
-    """T of these levels where all are as the cheapest, and all checks have the largest room."""
+def equal_s(levels: Levels, run: tuple[int, int], *, deadline: Deadline = NEVER) -> float:
+    """T of these levels where all are as the cheapest, and all checks have the largest room.
+
+    Raises OutOfTimeError.
+    """
     first, last = run
     n, width = last - first + 1, levels.width_bytes
     room_bytes = max(levels.room_bytes[first - 1 : last])
@@ -154,13 +173,17 @@ def equal_s(levels: Levels, run: tuple[int, int]) -> float:
     whole = np.full(n + 1, np.inf)
     for slot in reversed(range(max(0, room_bytes // width) + 1)):
         left_bytes = room_bytes - slot * width
-        saving_s = min(levels.saving_s(k, left_bytes) for k in range(first, last))
+        saving_s = math.inf
+        for k in range(first, last):
+            deadline.check()
+            saving_s = min(saving_s, levels.saving_s(k, left_bytes))
         above, above_whole = again.copy(), whole.copy()
         row = np.full(n + 1, np.inf)
         row[0] = 0.0
         top = np.full(n + 1, np.inf)
         top[0] = 0.0
         for k in range(1, n + 1):
+            deadline.check()
             base = max(0.0, k * run_s - levels.one_unit_s) + row[k - 1]
             row[k] = min(row[k], base)
             top[k] = min(top[k], row[k - 1])

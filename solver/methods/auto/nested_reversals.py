@@ -2,8 +2,8 @@
 
 Where stretches of the forward pass are recomputed again and again, cuts prove little and greedy
 eviction finds little. There `solver.chain.reversal_recursion` proves far more than cuts do, which
-also tells that this is such a step. Then reversals of the chain of blocks
-with more and more snapshots are tried; those that overflow are replayed within the budget
+also tells that this is such a step. Then reversals of the chain of blocks with more and more
+snapshots are tried; those that overflow are replayed within the budget
 (`solver.methods.auto.replay`), as many snapshots as help. Elsewhere nothing is tried.
 """
 
@@ -17,6 +17,7 @@ from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.replay import replay_within
 from solver.methods.auto.search import Search
 from solver.methods.revolve import is_long, reversal_to_schedule
+from solver.sizes_deadlines_progress import Deadline
 
 MAX_SNAPSHOTS = 32
 """Of a reversal that is tried."""
@@ -30,6 +31,10 @@ they prove a little more, eviction and recombination still find faster schedules
 """
 LARGE_NODES = 500
 """On steps of fewer nodes the other stages take seconds, and are not left out."""
+TIME_SHARE = 0.25
+"""Of the time that is left, for the bound: on a long chain of unlike blocks with much room it takes
+longer, and proves less than cuts do.
+"""
 N_CUTS = 3
 """Linear programs that say what cuts prove."""
 
@@ -43,7 +48,9 @@ def offer_nested_reversals(search: Search) -> bool:
     if search.done or int(folded.least_bytes.max()) > budget_bytes:
         return False
     blocks = split_into_blocks(search.graph)
-    lost_share = reversal_bound(folded, blocks, budget_bytes=budget_bytes)
+    deadline = Deadline.after(TIME_SHARE * search.deadline.left_s)
+    lost_share = reversal_bound(folded, blocks, budget_bytes=budget_bytes, deadline=deadline)
+    search.is_cut_short = deadline.passed
     search.prove(lost_share)
     if lost_share <= FAR_ABOVE:
         return False
