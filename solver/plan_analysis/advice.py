@@ -15,6 +15,7 @@ from typing import Literal
 
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
+from graphs.links import is_collective
 from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
 from solver.methods import METHODS
 from solver.plan_analysis.peak_memory import STATE, PeakMemory, peaks
@@ -100,7 +101,12 @@ def _state(solution: Solution) -> Iterator[str]:
         f"none of it. {_state_at_the_peak(run, state_bytes)} "
     )
     sharding = sharding_of(graph.meta.environment)
-    if sharding is None:
+    if sharding is None and any(is_collective(node.op) for node in graph.nodes):
+        text += (
+            "This is what one rank of tensor parallelism has of it; with more ranks each has less. "
+            "Sharding over k groups of such ranks (FSDP2 on top) divides it by k"
+        )
+    elif sharding is None:
         text += "Sharding over k devices (FSDP, ZeRO) divides it by k"
     else:
         text += f"With more than {sharding.n_ranks} ranks each has a smaller shard"

@@ -46,7 +46,7 @@ def page(report: Report, *, command: str) -> str:
     return template.substitute(
         title=_text(f"{step_name(answer.plain)}: {headline(answer)}"),
         problem=_text(report.problem),
-        headline=_text(re.sub(r"(?<=[0-9]) (?=[kKMGT]?B|%)", "\u00a0", headline(answer))),
+        headline=_prose(headline(answer)),
         device=_text(report.device),
         sections="\n".join(_sections(report, command)),
     )
@@ -169,10 +169,20 @@ def _block_table(solution: Solution) -> rows.Table:
     heads = "block", "module", "ops", "saved", "dropped"
     times = "recomputed ops", "recompute time", "forward time"
     found = []
-    for row in block_rows(solution):
+    blocks = block_rows(solution)
+    # operators of the model's own code, such as its loss, are in no submodule
+    whole = solution.graph.meta.model if any(row.module for row in blocks) else ""
+    for row in blocks:
         sizes = map(format_size, (row.kept_bytes, row.dropped_bytes))
         seconds = map(format_time, (row.recompute_s, row.forward_s))
-        cells = str(row.block), row.module, str(row.n_ops), *sizes, str(row.n_recomputed), *seconds
+        cells = (
+            str(row.block),
+            row.module or whole or "",
+            str(row.n_ops),
+            *sizes,
+            str(row.n_recomputed),
+            *seconds,
+        )
         found.append(cells)
     return rows.Table((*heads, *times), tuple(found), n_text=2)
 
@@ -202,12 +212,12 @@ def _figure(draw: Callable[[float], Axes], name: str, label: str) -> str:
 
 
 def _list(named: Iterable[tuple[str, str]]) -> str:
-    items = (f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in named)
+    items = (f"<dt>{_text(name)}</dt><dd>{_prose(value)}</dd>" for name, value in named)
     return "<dl>\n" + "\n".join(items) + "\n</dl>"
 
 
 def _paragraphs(*texts: str) -> str:
-    return "\n".join(f"<p>{_text(text)}</p>" for text in texts)
+    return "\n".join(f"<p>{_prose(text)}</p>" for text in texts)
 
 
 def _table(shown: rows.Table) -> str:
@@ -238,6 +248,12 @@ def _head(tag: str, shown: rows.Table, column: int) -> str:
     return f' data-head="{_text(shown.heads[column])}"'
 
 
+def _prose(text: str) -> str:
+    """As `_text`, with no line ending between a number and its unit."""
+    return _UNIT.sub("\u00a0", _text(text))
+
+
+_UNIT = re.compile(r"(?<=[0-9]) (?=(?:[kKMGT]i?)?B\b|%|[mu]?s\b)")
 MOST_COLUMNS = 5
 """That a phone has room for side by side."""
 STACKED = ' class="stacked"'

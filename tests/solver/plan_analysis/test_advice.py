@@ -171,6 +171,14 @@ def test_a_rank_of_fsdp_is_not_rewritten():
     assert found.endswith("requires the logits of one chunk at a time.")
 
 
+def test_a_rank_of_tensor_parallelism_already_has_a_part():
+    graph = step(weight=10_000, state=20_000, loss="_c10d_functional.all_reduce.default")
+    text = advised(graph)["state"]
+    assert "one rank of tensor parallelism" in text
+    assert "over k groups of such ranks" in text
+    assert "over k devices" not in text
+
+
 def test_an_op_that_shares_the_logits_with_the_loss():
     """The head's own product may be where the peak is: it makes what the loss reads."""
     graph = step(wide=2000, loss="aten._log_softmax.default")

@@ -154,6 +154,26 @@ def test_the_tables_rows_are_the_blocks_and_the_methods(whole, planned):
     assert "".join(f'<td class="number">{cell}</td>' for cell in cells) in plain
 
 
+def test_each_block_of_a_model_has_a_name(planned):
+    """Operators of the model's own code are in no submodule."""
+    graph = planned.graph
+    nodes = tuple(
+        dataclasses.replace(node, module="body" if at < 60 else "")
+        for at, node in enumerate(graph.nodes)
+    )
+    solution = solve(dataclasses.replace(graph, nodes=nodes), budget="4GB", method="sqrt")
+    text = page(report_of(solution), command="")
+    names = re.findall(r'<td data-head="module">([^<]*)</td>', text)
+    assert {"body", graph.meta.model} == set(names)
+
+
+def test_no_line_ends_between_a_number_and_its_unit(whole):
+    prose = "".join(re.findall(r"<(?:p|dd)>.*?</(?:p|dd)>", whole))
+    assert re.findall("[0-9]\u00a0(?:[kMG]B|[MG]iB|%|ms)", prose)
+    assert not re.findall(r"[0-9] (?:[kMG]i?B|%|m?s)\b", prose)
+    assert "th, td { white-space: normal" not in whole  # of numbers in tables, in print
+
+
 def test_the_bound_in_words(planned):
     says, why = bound_text(planned)
     assert f"takes less than {format_time(planned.lower_bound_s)} per step" in says
