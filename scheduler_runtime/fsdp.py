@@ -28,11 +28,13 @@ def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Modul
         default options: others change what a rank holds.
 
     Raises ShardingError: the solution is not for a sharded step, or for another mesh;
-    RanksDisagreeError where other ranks have such a solution, or another plan (`on_all_ranks`).
+    RanksDisagreeError where other ranks have such a solution, or another plan (`on_all_ranks`), or
+    have exported it to other modules.
     """
     agree: Callable[[], Solution] = functools.partial(_checked, solution, mesh)
     for dimension in range(mesh.ndim):  # each rank of a row has heard of all in its column
-        agree = functools.partial(on_all_ranks, agree, group=mesh.get_group(dimension))
+        group = mesh.get_group(dimension)
+        agree = functools.partial(on_all_ranks, agree, group=group, model=model)
     sharding = sharding_of(agree().environment)
     assert sharding is not None
     # None: all groups but the root, which is needed again at once

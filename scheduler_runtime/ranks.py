@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from graphs.fsdp import sharding_of
 from graphs.pipeline import pipeline_of
+from scheduler_runtime.execute import checkpoints_of
 from scheduler_runtime.planned import RanksDisagreeError
 from solver.schedule import Solution
 
@@ -39,7 +41,7 @@ class _Report:
     n_ranks: int = 1
 
     @classmethod
-    def of(cls, solution: Solution) -> _Report:
+    def of(cls, solution: Solution, model: nn.Module | None) -> _Report:
         if solution.schedule is None:
             return cls(failure=f"nothing fits: {solution}")
         place = pipeline_of(solution.environment)
@@ -47,24 +49,32 @@ class _Report:
             fields = dataclasses.asdict(place)
             return cls(agreed=fields, stage=fields.pop("stage"), n_ranks=place.n_ranks)
         sharding = sharding_of(solution.environment)
-        ops = json.dumps(solution.schedule.ops_to_json()).encode()
         return cls(
             agreed={
                 **({} if sharding is None else dataclasses.asdict(sharding)),
                 "step": solution.graph.graph_id[:19],
-                "schedule": hashlib.sha256(ops).hexdigest()[:12],
+                "schedule": _digest(solution.schedule.ops_to_json()),
+                **({} if model is None else {"exported plan": _digest(checkpoints_of(model))}),
             }
         )
 
 
+def _digest(words: Any) -> str:
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
+
+
 def on_all_ranks(
-    plan: Callable[[], Solution], *, group: dist.ProcessGroup | None = None
+    plan: Callable[[], Solution],
+    *,
+    group: dist.ProcessGroup | None = None,
+    model: nn.Module | None = None,
 ) -> Solution:
     """What `plan` returns on this rank, once all ranks of the group have their plans.
 
     plan: calls `solve`, say, or `Solution.load`. Each rank of a pipeline plans its own stage, once
         for each of them; ranks of a sharded or replicated step all make the same plan.
     group: the ranks that train together (None: all): those of the pipeline, or of the mesh.
+    model: to which the plan has been exported, the same modules on all ranks.
 
     Raises what `plan` raises, and RanksDisagreeError on all other ranks; on all ranks where nothing
     fits on some, and where the plans are not of one pipeline, or not the same. A rank that does not
@@ -73,7 +83,7 @@ def on_all_ranks(
     solution, error = None, None
     try:
         solution = plan()
-        report = _Report.of(solution)
+        report = _Report.of(solution, model)
     except Exception as raised:  # noqa: BLE001  (raised below, when the others know)
         error, report = raised, _Report(failure=f"{type(raised).__name__}: {raised}")
     reports: list[Any] = [None] * dist.get_world_size(group)

@@ -29,6 +29,7 @@ from scheduler_runtime.execute.torch_checkpoint import (
     CheckpointedForward,
     ExportedForward,
     SavedCalls,
+    checkpoints_of,
     functional_name,
     has_checkpoints,
     names_inside,

@@ -221,6 +221,17 @@ def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
     return model
 
 
+def checkpoints_of(model: nn.Module) -> list[tuple[str, list[tuple[str, list[int]]]]]:
+    """The path of each checkpointed module, with the calls that keep their results, by operator."""
+    found = []
+    for path, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, CheckpointedForward):
+            saved = forward.saved.saved if forward.saved else {}
+            found.append((path, [(op, sorted(calls)) for op, calls in sorted(saved.items())]))
+    return found
+
+
 def has_checkpoints(model: nn.Module) -> bool:
     """Whether a plan by modules is in it."""
     return any(True for _ in _exported(model))

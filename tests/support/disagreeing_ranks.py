@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from examples.integrations.two_processes import run
 from graphs import Pipeline
 from scheduler_runtime import on_all_ranks
+from scheduler_runtime.execute import CheckpointedForward
 from scheduler_runtime.fsdp import shard
 from solver import Solution, solve
 
@@ -45,6 +46,13 @@ def sharded(solution: Solution) -> Solution:
     return solution
 
 
+def exported(rank: int) -> None:
+    """One plan, which rank 1 has at another module."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[rank].forward = CheckpointedForward(model[rank])
+    shard(model, replicated(2), mesh=init_device_mesh("cpu", (2,)))
+
+
 def work(rank: int) -> None:
     cases = {
         "agree": lambda: stage(Pipeline(rank, 2, 4)),
@@ -68,6 +76,11 @@ def work(rank: int) -> None:
             answers[name] = "sharded"
         except ValueError as error:
             answers[name] = f"{type(error).__name__}: {error}"
+    try:
+        exported(rank)
+        answers["exports"] = "sharded"
+    except ValueError as error:
+        answers["exports"] = f"{type(error).__name__}: {error}"
     dist.barrier()  # nobody waits for anything else
     os.write(1, f"{json.dumps([rank, answers])}\n".encode())
 

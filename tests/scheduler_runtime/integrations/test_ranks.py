@@ -24,6 +24,7 @@ EXPECTED = {
     "nothing fits": ("RanksDisagreeError: rank 1 has no plan: nothing fits",) * 2,
     "shapes": (f"{DIFFER} step",) * 2,
     "sharded shapes": (f"{DIFFER} step",) * 2,
+    "exports": (f"{DIFFER} exported plan",) * 2,
     "not sharded": (
         "ShardingError: the solution is for a step that is not sharded",
         "RanksDisagreeError: rank 0 has no plan: ShardingError",
