@@ -17,6 +17,7 @@ from tests.support.paths import ROOT
 SCRIPTS = (
     "accelerate_lora",
     "ddp",
+    pytest.param("grid", marks=pytest.mark.distributed),
     "hugging_face_trainer",
     "lightning_module",
     "pipeline",
@@ -24,7 +25,12 @@ SCRIPTS = (
     "tensor_parallel",
 )
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-LAUNCH = {"ddp": TWO_PROCESSES, "pipeline": TWO_PROCESSES, "tensor_parallel": TWO_PROCESSES}
+LAUNCH = {
+    "ddp": TWO_PROCESSES,
+    "grid": [*TWO_PROCESSES[:-1], "4"],
+    "pipeline": TWO_PROCESSES,
+    "tensor_parallel": TWO_PROCESSES,
+}
 OPTIONS = {"plain_loop": ["--fit"]}
 
 
