@@ -156,7 +156,7 @@ def _line(cell: Row) -> str:
 
 def _others(
     source: Graph | CapturedStep, graph: Graph, budgets: Mapping[float, int], before: Row | None
-) -> dict[float, Mapping[str, float | None]]:
+) -> Mapping[float, Mapping[str, float | None]]:
     """By share: the overheads of our other methods and of the partitioner.
 
     The partitioner's are those of the earlier report if it has this step.
