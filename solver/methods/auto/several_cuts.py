@@ -38,6 +38,7 @@ def offer_several_cuts(
     """Offer what the cuts give, round by round; the last guide whose bytes no allowance cut."""
     allowance_bytes = dict.fromkeys(cuts.positions, 0)
     proven_guide: dict[int, frozenset[int]] = {}
+    by_cuts = search.binding.lost_share  # other stages may have proven more: no reason to end here
     for _ in range(MAX_ROUNDS):
         if cuts.kept is None:
             break
@@ -63,10 +64,10 @@ def offer_several_cuts(
         too_large = len(allowance_bytes) > MAX_POSITIONS or program.n_columns > max_columns
         if not over or too_large:
             break
-        before = search.lost_share
         cuts = _solve(search, program, allowance_bytes)
-        if not any(allowance_bytes.values()) and cuts.lost_share < before + LEAST_GAIN:
+        if not any(allowance_bytes.values()) and cuts.lost_share < by_cuts + LEAST_GAIN:
             break
+        by_cuts = max(by_cuts, cuts.lost_share)
     return proven_guide
 
 

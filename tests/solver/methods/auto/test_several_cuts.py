@@ -1,0 +1,36 @@
+"""The rounds of several cuts, whatever other stages have proven before."""
+
+import math
+
+import pytest
+
+from solver.bound.storage_graph import StorageGraph
+from solver.methods.auto import stages
+from solver.methods.auto.search import Search
+from solver.methods.auto.several_cuts import offer_several_cuts
+from solver.methods.least_budget import find_obstacle
+from tests.support.builders import odd_graph
+
+Guide = dict[int, frozenset[int]]
+
+
+def found(seed: int, *, proven_besides: float) -> tuple[Guide, float]:
+    """The guide of the cuts at the least budget, and the fastest replay.
+
+    proven_besides: by an earlier stage, above what the single cut proves.
+    """
+    graph = odd_graph(seed, n_forward=10, n_later=8)
+    budget_bytes = find_obstacle(graph).reached_bytes
+    search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=math.inf)
+    with search:
+        stages.single_cut(search)
+        assert search.binding.cuts is not None
+        search.prove(search.binding.lost_share + proven_besides)
+        return offer_several_cuts(search, search.binding.cuts), search.best_share
+
+
+@pytest.mark.parametrize("seed", [0, 3, 14, 19])
+def test_a_bound_of_another_stage_does_not_end_the_rounds(seed: int) -> None:
+    guide, best_share = found(seed, proven_besides=0.0)
+    assert found(seed, proven_besides=10.0) == (guide, best_share)
+    assert len(guide) > 1
