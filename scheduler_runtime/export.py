@@ -324,7 +324,11 @@ def _lost(solution: Solution, plan: RegionPlan, *, compared: str) -> Iterator[st
     if outside:
         yield (
             f"{counted(len(outside), 'operator')} that {compared} recomputes "
-            f"{'is' if len(outside) == 1 else 'are'} in no checkpointed module and stay saved ("
+            f"{
+                'is in no checkpointed module and stays'
+                if len(outside) == 1
+                else 'are in no checkpointed module and stay'
+            } saved ("
             f"{', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''})"
         )
     if plan.refused:

@@ -398,7 +398,8 @@ def _why(code: Exit, report: Report) -> str:
     if code is Exit.INTERRUPTED:
         return f"interrupted; what is known so far of {budget} is in the report"
     if code is Exit.NOT_FOUND:
-        return f"nothing found for {budget} within the time limit; extend it with --time-limit"
+        line = f"nothing found for {budget} within the time limit; extend it with --time-limit"
+        return line + solution.obstacle_text
     line = f"infeasible: no schedule fits {budget}"
     if not any(s.proven_infeasible for s in report.solutions):
         line = f"infeasible: method {solution.method} finds no schedule that fits {budget}"

@@ -87,8 +87,10 @@ def parse_size(
         raise invalid(str(error)) from None
     if not unit and 0 < amount < 1:
         right = f"{float(amount):.6g} * its bytes"
-        if capacity_bytes is not None:
+        if isinstance(text, str) or capacity_bytes is not None:
             right = f"'{float(100 * amount):.6g}%'"
+        if isinstance(text, str) and capacity_bytes is None:
+            right += " and name the device: --device h100, or in Python device='h100'"
         raise invalid(f"less than a byte; for a share of the device's memory write {right}")
     if unit != "%":
         size_bytes = int(amount * _UNITS[unit])

@@ -76,7 +76,7 @@ def test_what_people_write(text, size_bytes):
         (-0.5e9, "must be above zero"),
         (0.0, "must be above zero"),
         (0.85, r"less than a byte; for a share of the device's memory write 0.85 \* its bytes"),
-        ("0.85", r"less than a byte; for a share of the device's memory write 0.85 \* its bytes"),
+        ("0.85", r"for a share of the device's memory write '85%' and name the device: --device h"),
         (None, "invalid budget"),
         ("-5GB", ": negative"),
         (-5, "must be above zero"),
