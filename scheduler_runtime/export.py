@@ -322,14 +322,11 @@ def _lost(solution: Solution, plan: RegionPlan, *, compared: str) -> Iterator[st
     n_runs = Counter(solution.schedule.order)
     outside = [name for name, n in n_runs.items() if n > 1 and name not in inside]
     if outside:
+        one = len(outside) == 1
         yield (
             f"{counted(len(outside), 'operator')} that {compared} recomputes "
-            f"{
-                'is in no checkpointed module and stays'
-                if len(outside) == 1
-                else 'are in no checkpointed module and stay'
-            } saved ("
-            f"{', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''})"
+            f"{'is' if one else 'are'} in no checkpointed module and {'stays' if one else 'stay'} "
+            f"saved ({', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''})"
         )
     if plan.refused:
         path, reason = next(iter(plan.refused.items()))
