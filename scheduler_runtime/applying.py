@@ -24,6 +24,7 @@ from torch import nn
 from graphs.costs import finish_measuring, from_description
 from graphs.model_calls import Call, TraceError, device_of
 from graphs.parameter_loads import with_loads
+from graphs.pipeline import pipeline_of
 from graphs.trace import CapturedStep
 from graphs.training_step import GivenOptimizer, read_optimizer
 from scheduler_runtime.by_submodule import SubmoduleSolution, put
@@ -289,9 +290,14 @@ class AppliedForward(PlannedForward):
         return self.on_mismatch == "smaller" and reason.is_smaller
 
     def _mismatch(self, reason: Difference) -> PlanMismatchError:
+        remedy = 'plan again, or apply(..., on_mismatch="replan")'
+        if (place := pipeline_of(self.plan.environment)) is not None:
+            remedy = (
+                f"the plan is of {place.words}: is this module another stage? Apply the plan of "
+                f"its own stage, else {remedy}"
+            )
         return PlanMismatchError(
-            f"the plan does not fit this call of {type(self._model).__name__}: {reason}; "
-            'plan again, or apply(..., on_mismatch="replan")'
+            f"the plan does not fit this call of {type(self._model).__name__}: {reason}; {remedy}"
         )
 
     def _trace(self, call: Call) -> CapturedStep:

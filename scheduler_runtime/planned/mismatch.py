@@ -92,7 +92,7 @@ def difference(
         return None
     here = {**environment_of(call, model), "device": device_of(model).type}
     differing = [f for f in FIELDS if f in plan.environment and plan.environment[f] != here[f]]
-    of_state = None if plan.graph is None else _state_difference(plan.graph, model)
+    of_state = _state_difference(plan, model)
     if differing:
         words = _field_difference(differing[0], plan.environment, here)
         resized = None
@@ -113,7 +113,7 @@ def difference(
     if (found := _rewrites_difference(plan, part)) is not None:
         return Difference(found)
     if plan.graph is None:
-        return Difference("the traced operators are not those of the plan")
+        return Difference(_operators_difference(plan.module_operators, part))
     return Difference(_graph_difference(plan.graph.module_part(), part))
 
 
@@ -216,12 +216,14 @@ def _rewrites_difference(plan: Plan, part: Graph) -> str | None:
     )
 
 
-def _state_difference(planned: Graph, model: nn.Module) -> str | None:
+def _state_difference(plan: Plan, model: nn.Module) -> str | None:
     """The first parameter or buffer whose form is not as planned."""
-    parameters = planned.meta.parameter_forms
-    if parameters and (found := _other_parameters(parameters, parameter_forms(model))):
+    parameters, here = plan.parameter_forms, parameter_forms(model)
+    # A file may be for a module that holds the same parameters under other names: a stage's, say.
+    renamed = plan.graph is None and [*parameters.values()] == [*here.values()]
+    if parameters and not renamed and (found := _other_parameters(parameters, here)):
         return found
-    buffers = planned.meta.buffer_forms
+    buffers = plan.buffer_forms
     for name, form in buffer_forms(model).items():
         if name in buffers and buffers[name] != form:
             return f"buffer {name!r} is {form}, planned for {buffers[name]}"
@@ -276,6 +278,27 @@ def _graph_difference(planned: Graph, here: Graph) -> str:
             name = titles.get(tensor.name, f"tensor {tensor.name}")
             return f"{name} has {tensor.size_bytes} bytes, planned: {before}"
     return f"{counted(len(here.nodes), 'operator')}, planned for {len(planned.nodes)}"
+
+
+def _operators_difference(planned: Sequence[str], here: Graph) -> str:
+    """The same for a schedule file, which has names of operators and no more."""
+    for new, old in zip(here.nodes, planned, strict=False):
+        if new.name != old:
+            found = f"operator {new.name} ({new.op}) instead of {old}"
+            return found + _computed_from(here, new)
+    if len(here.nodes) > len(planned):
+        new = here.nodes[len(planned)]
+        found = f"operator {new.name} ({new.op}) is not in the plan"
+        return found + _computed_from(here, new)
+    if len(here.nodes) < len(planned):
+        return (
+            f"{counted(len(here.nodes), 'operator')}, all of them in the plan, which goes on with "
+            f"{planned[len(here.nodes)]}"
+        )
+    return (
+        f"its {counted(len(planned), 'operator')} have the planned names and other kinds, sizes or "
+        "inputs, which a schedule file does not tell apart; plan in this process to see which"
+    )
 
 
 def _computed_from(graph: Graph, node: Node) -> str:

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from graphs.capture import KeptCapture
-from graphs.files import FormatError
+from graphs.files import FormatError, Record
 from graphs.fsdp import sharding_words
 from graphs.graph import Graph
 from graphs.host_state import buckets_in, optimizer_of, parameters_on_host
 from graphs.rewrites import REWRITES
 from solver.methods import KnownPlan
-from solver.schedule import Request, SavedSchedule, Schedule, Solution
+from solver.schedule import Compute, Request, SavedSchedule, Schedule, Solution
 
 AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
 
@@ -53,6 +53,7 @@ class Plan:
 
     environment: shapes, dtypes, mode, ... of the step (`graphs.model_calls.environment_of`).
     module_graph_id: of the part of the step that the module runs.
+    parameter_forms, buffer_forms: of the planned module, as in `GraphMeta` (empty: not known).
     loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
     known: its schedule and rewrites, for plans of other calls.
@@ -63,6 +64,8 @@ class Plan:
     request: Request
     environment: Mapping[str, Any]
     module_graph_id: str
+    parameter_forms: Mapping[str, str]
+    buffer_forms: Mapping[str, str]
     loss: Graph | None
     graph: Graph | None
     known: KnownPlan
@@ -86,6 +89,18 @@ class Plan:
         tensor of the graph."""
         return parameters_on_host(self.environment) if self.state_buckets else {}
 
+    @property
+    def module_operators(self) -> tuple[str, ...]:
+        """The names of the operators that the module runs, in order (of an older file, with those
+        of the optimizer after them)."""
+        if self.graph is not None:
+            return tuple(node.name for node in self.graph.module_part().nodes)
+        of_caller = set() if self.loss is None else set(self.loss.node_by_name)
+        computed = (op.node for op in self.schedule.ops if isinstance(op, Compute))
+        names = [name for name in dict.fromkeys(computed) if name not in of_caller]
+        known = Record(self.environment, where="environment")
+        return tuple(names[: known.integer("n_module_operators", default=len(names))])
+
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
         if isinstance(plan, str | Path):
@@ -104,12 +119,18 @@ class Plan:
             kept = None if plan.variants is None else plan.variants.kept
             environment = plan.environment
             module_graph_id = plan.graph.module_part().graph_id
+            forms = plan.graph.meta.parameter_forms, plan.graph.meta.buffer_forms
             loss: Graph | None = plan.graph.loss_part()
         else:
             graph, kept, environment = None, None, plan.environment
             saved = environment.get("loss_graph")
             loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
+            saved_forms = Record(environment, where="environment")
+            forms = (
+                saved_forms.mapping("parameter_forms", default={}),
+                saved_forms.mapping("buffer_forms", default={}),
+            )
         if words := sharding_words(environment):
             raise ValueError(
                 f"the plan is for a sharded step ({words}): FSDP gathers parameters in hooks of "
@@ -140,7 +161,15 @@ class Plan:
                 "know; plan again, or use the version that made it"
             )
         return cls(
-            plan.schedule, plan.request, environment, module_graph_id, loss, graph, known, kept
+            plan.schedule,
+            plan.request,
+            environment,
+            module_graph_id,
+            *forms,
+            loss=loss,
+            graph=graph,
+            known=known,
+            kept=kept,
         )
 
 

@@ -195,7 +195,7 @@ class Solution:
             raise ValueError(
                 f"no schedule to save: the status is {self.status}{self.obstacle_text}"
             )
-        loss = self.graph.loss_part()
+        loss, of_module = self.graph.loss_part(), self.graph.module_part()
         value = {
             "format": FORMAT,
             "graph_id": self.schedule.graph_id,
@@ -212,7 +212,10 @@ class Solution:
             "request": self.request.to_json(),
             "environment": {
                 **self.environment,
-                "module_graph_id": self.graph.module_part().graph_id,
+                "module_graph_id": of_module.graph_id,
+                "n_module_operators": len(of_module.nodes),
+                "parameter_forms": dict(self.graph.meta.parameter_forms),
+                "buffer_forms": dict(self.graph.meta.buffer_forms),
                 **({"loss_graph": {**loss.to_json(), "meta": {}}} if loss.nodes else {}),
             },
             "ops": self.schedule.ops_to_json(),

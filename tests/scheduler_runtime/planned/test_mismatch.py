@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from graphs.pipeline import Pipeline
 from scheduler_runtime import PlanMismatchError, apply, compile, remove
 from solver import solve
 from solver.schedule.recompute import keep
@@ -227,6 +230,55 @@ def test_another_operator_is_told_with_the_arguments_that_it_is_computed_from() 
     model.squares = False
     with pytest.raises(PlanMismatchError, match=r"operator abs.* computed from mask"):
         model(*batch)
+
+
+@pytest.mark.parametrize(
+    ("is_deeper", "words"),
+    [
+        (False, r"has 2 parameters, planned for 4: '1.weight' \(and 1 more\) is in the plan only"),
+        (True, r"has 6 parameters, planned for 4: '2.weight' \(and 1 more\) is not in the plan"),
+    ],
+)
+def test_a_file_of_another_stage_is_told_by_its_parameters(
+    is_deeper: bool, words: str, tmp_path: Path
+) -> None:
+    stage = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    x = torch.ones(4, 8)
+    place = Pipeline(stage=0, n_stages=2, n_microbatches=4)
+    solve(stage, x, budget="1MB", pipeline=place).save(tmp_path / "plan.json")
+    other = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3 if is_deeper else 1)))
+    with pytest.raises(PlanMismatchError, match=words) as found:
+        apply(other, tmp_path / "plan.json")(x)
+    said = str(found.value)
+    assert "the plan is of stage 0 of 2" in said
+    assert said.index("another stage?") < said.index("replan")
+
+
+def test_a_file_is_of_the_same_module_under_other_names(tmp_path: Path) -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    x = torch.ones(4, 8)
+    solve(layers, x, budget="1MB", loss=lambda y, _: y.sum()).save(tmp_path / "plan.json")
+    named = torch.nn.Sequential(OrderedDict(zip(("first", "last"), layers, strict=True)))
+    planned = apply(copy.deepcopy(named), tmp_path / "plan.json")
+    for batch in (x, x[:3]):
+        assert torch.equal(planned(batch), named(batch))
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_file_names_the_operator_that_differs(is_older: bool, tmp_path: Path) -> None:
+    model, batch = Switched(), (torch.ones(4, 8), torch.ones(4, 8))
+    path = tmp_path / "plan.json"
+    solve(model, batch, budget="1MB", optimizer=torch.optim.SGD).save(path)
+    if is_older:
+        saved = json.loads(path.read_text())
+        for name in ("parameter_forms", "buffer_forms", "n_module_operators"):
+            del saved["environment"][name]
+        path.write_text(json.dumps(saved))
+    other = Switched()
+    other.squares = False
+    with pytest.raises(PlanMismatchError, match=r"operator abs.* instead of pow.* from mask"):
+        apply(other, path)(*batch)
+    assert torch.equal(apply(Switched(), path)(*batch).isfinite(), torch.tensor(True))
 
 
 def test_a_call_that_forward_does_not_take_is_pythons_own_error() -> None:
