@@ -29,6 +29,7 @@ from graphs.model_calls import (
     nested,
 )
 from graphs.training_step import GivenOptimizer, read_optimizer
+from scheduler_runtime.execute import ReplacedForward
 from scheduler_runtime.host_state import host_blocks
 from solver.sizes_deadlines_progress import names_checked
 
@@ -178,13 +179,14 @@ def measure_in_turns(
             with side():
                 of_side.append(seconds_of(step.run, device))
     optimizers = () if own is None else (own,)
+    constants = [tensor for forward in _replaced_forwards(model) for tensor in forward.constants()]
     found = []
     for side, (_, *timed_s) in zip(sides, times_s, strict=True):
         if gradients == "fresh":
             step.clear_gradients()
         emptied(device)  # else what an earlier run left would count as reserved here
         with side():
-            resident = resident_tensors(model, batch, optimizers)
+            resident = [*resident_tensors(model, batch, optimizers), *constants]
             peak_bytes = absolute_peak_bytes(step.run, device, resident)
         found.append(
             Measurement(
@@ -197,6 +199,12 @@ def measure_in_turns(
             )
         )
     return found
+
+
+def _replaced_forwards(model: nn.Module) -> Iterator[ReplacedForward]:
+    for module in model.modules():
+        if isinstance(forward := module.__dict__.get("forward"), ReplacedForward):
+            yield forward
 
 
 def emptied(device: torch.device) -> None:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -34,6 +35,10 @@ class ReplacedForward(abc.ABC):
     def why_not_traced(self, title: str) -> str:
         """`graphs.trace` would trace this instead of the module's own forward, so it asks. title:
         how the message calls the module."""
+
+    def constants(self) -> Iterator[torch.Tensor]:
+        """Tensors that the module's own forward takes from attributes, closures and globals."""
+        return iter(())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.own_forward(*args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,11 @@ class PlannedForward(ReplacedForward):
     def kind(self, call: Call) -> Any:
         """Equal for calls that one program can be for."""
         return kind_of(self._model, call), self.situation()
+
+    def constants(self) -> Iterator[torch.Tensor]:
+        for _, program in self._programs.programs:
+            if isinstance(program, BoundProgram):
+                yield from program.program.constants.values()
 
     def __getstate__(self) -> dict[str, Any]:
         """Programs and what they copy to are not copied or pickled, but made at the next call."""

@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.same_bits import keeping_nothing
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit, plans_of
+from solver import solve, verify
 
 WIDTH = 16
 
@@ -160,3 +161,16 @@ def test_a_tensor_that_is_read_several_times_keeps_its_bits_in_a_plan() -> None:
     for found, known in zip(planned.parameters(), expected.parameters(), strict=True):
         assert found.grad is not None
         assert torch.equal(found.grad, known.grad)
+
+
+def test_verify_counts_tensors_of_the_surrounding_code() -> None:
+    """They are there without the plan, too."""
+    torch.manual_seed(0)
+    model, x = Mixing(), torch.randn(64, WIDTH)
+    solution = solve(model, x, budget="1MB", rewrites="none", optimizer=torch.optim.AdamW)
+    found = verify(solution, model=lambda: copy.deepcopy(model), batch=lambda: x)
+    assert found.passed
+    assert found.baseline_measured_peak_bytes == pytest.approx(
+        solution.baseline.peak_bytes, rel=0.02
+    )
+    assert found.warnings == ()
