@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from checkpoint_solver import plot as plot
     from checkpoint_solver import schedule as schedule
     from checkpoint_solver import synthetic as synthetic
+    from checkpoint_solver import tensor_parallel as tensor_parallel
     from graphs import *
     from graphs.model_calls import TraceError as TraceError
     from graphs.trace import trace as trace

@@ -24,7 +24,7 @@ class Search(BestSoFar):
     menus: by schedule, (node, position) for every node that it recomputed right before that
         position; each set once, in the order of their finding.
     work: of the evictions, as `evict` counts it.
-    is_nested: reversals proved far more than cuts; no other stage finds anything better.
+    is_nested: reversals proved far more than cuts, on a large step: no other stage is run.
     is_cut_short: the clock ended a stage, and not the search.
     """
 

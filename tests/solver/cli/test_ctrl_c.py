@@ -121,9 +121,8 @@ def graph(tmp_path: Path) -> str:
     return str(path)
 
 
-BUDGET, NOTHING_YET, FOUND = "1638404", "5", "20"
-"""Of that graph: 27 linear programs are solved within that budget, the first plan is found with the
-thirteenth."""
+BUDGET, NOTHING_YET, FOUND = "1638404", "5", "50"
+"""Of that graph: within that budget 61 linear programs are solved, 43 of them before a plan."""
 FOREVER = ("--budget", BUDGET, "--time-limit", "1e6")
 
 
