@@ -114,6 +114,7 @@ def verify(
         unsteady=() if results == "allclose" else unsteady,
         results=results,
         planned_for=_card_of(solution) if where.type == "cpu" else "",
+        rates_of=_rates_of(solution),
         largest_error=largest,
         reserved_bytes=measured.reserved_bytes,
         context_bytes=measured.context_bytes,
@@ -126,6 +127,15 @@ def _card_of(solution: Solution) -> str:
     if not isinstance(costs, Mapping) or not is_cuda(costs):
         return ""
     return str(costs.get("title", costs["device"]))
+
+
+def _rates_of(solution: Solution) -> str:
+    """The device whose rates the plan's times come from; "": they were measured, or not said."""
+    costs = solution.graph.meta.cost_model
+    if not isinstance(costs, Mapping) or costs.get("model") != "roofline":
+        return ""
+    title = str(costs.get("title", costs.get("device", "")))
+    return title if is_cuda(costs) or not title else f"a {title}"
 
 
 def _compared(

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from solver.schedule import Solution
-from solver.sizes_deadlines_progress import counted, format_percent, format_share, format_size
+from solver.sizes_deadlines_progress import (
+    IN_PYTHON,
+    Reader,
+    counted,
+    format_percent,
+    format_share,
+    format_size,
+)
 
 NOTABLE_SHARE = 0.02
 """Of a predicted peak: what a measured one may differ by without a warning."""
@@ -73,6 +80,8 @@ class Verification:
 
     available_bytes: what the plan may use.
     planned_for: the card whose peaks are predicted, where the device is another ("": the same).
+    rates_of: the device whose rates give the predicted times ("": operators measured here, or not
+        known).
     results: what was compared: "bitwise", or "allclose", errors against the step in float64.
     largest_error: that of the result which is closest to what is allowed, in words ("": bitwise).
     differences: results that are not bitwise identical, such as "gradient of head.weight"; or whose
@@ -105,6 +114,7 @@ class Verification:
     results: str = "bitwise"
     largest_error: str = ""
     planned_for: str = ""
+    rates_of: str = ""
 
     @property
     def fits(self) -> bool:
@@ -186,6 +196,16 @@ class Verification:
     def predicted_overhead(self) -> float:
         return self.predicted_time_s / (self.baseline_predicted_time_s or 1.0) - 1.0
 
+    def overhead_text(self, reader: Reader) -> str:
+        """Measured beside predicted, and what to do where the two are not of the same times."""
+        predicted = f"{format_share(self.predicted_overhead)} predicted"
+        if self.rates_of:
+            predicted += (
+                f" by the rates of {self.rates_of}; to compare the two, plan for this machine with "
+                f"{reader.measured}"
+            )
+        return f"{self.measured_overhead_text} measured, {predicted}"
+
     @property
     def headline(self) -> str:
         """What a report has beside the title: whether it passed, and with peaks as predicted."""
@@ -234,10 +254,9 @@ class Verification:
             f"  {name:<11}  peak {format_size(here)} measured, {format_size(planned)} predicted"
             for name, here, planned in peaks
         ]
-        measured, predicted = self.measured_overhead_text, format_share(self.predicted_overhead)
         lines += [
             f"  budget       {format_size(self.available_bytes)} available",
-            f"  overhead     {measured} measured, {predicted} predicted",
+            f"  overhead     {self.overhead_text(IN_PYTHON)}",
             f"  device       {self.device}",
             *(f"  warning      {line}" for line in self.warnings),
         ]

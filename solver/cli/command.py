@@ -31,7 +31,7 @@ from solver.cli.arguments import Arguments, UsageError
 from solver.cli.ctrl_c import Watch, leave
 from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import CONFIGURATION, LoadError, SizeError
-from solver.cli.pipeline_stages import stage_file
+from solver.cli.pipeline_stages import failing_stage, stage_file
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.cli.reading_arguments import parse
@@ -224,7 +224,10 @@ def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
         for line in report.verification.warnings:
             print(f"solve: warning: --verify: {line}", file=sys.stderr)
     if code is not Exit.SOLVED:
-        print(f"solve: {_why(code, report)}", file=sys.stderr)
+        print(
+            f"solve: {_why(code, report, of_what=failing_stage(arguments, report.best))}",
+            file=sys.stderr,
+        )
     return code
 
 
@@ -380,8 +383,11 @@ def _exit_code(report: Report) -> Exit:
     return Exit.NOT_FOUND if late and not proven else Exit.INFEASIBLE
 
 
-def _why(code: Exit, report: Report) -> str:
-    """The line on stderr for a report without a schedule, or with a failed verification."""
+def _why(code: Exit, report: Report, *, of_what: str = "") -> str:
+    """The line on stderr for a report without a schedule, or with a failed verification.
+
+    of_what: what has no schedule, where it is not the whole step (" of stage 0").
+    """
     solution = report.best
     budget = format_both(solution.request.budget_bytes)
     if code is Exit.NOT_VERIFIED:
@@ -398,9 +404,9 @@ def _why(code: Exit, report: Report) -> str:
     if code is Exit.INTERRUPTED:
         return f"interrupted; what is known so far of {budget} is in the report"
     if code is Exit.NOT_FOUND:
-        line = f"nothing found for {budget} within the time limit; extend it with --time-limit"
-        return line + solution.obstacle_text
-    line = f"infeasible: no schedule fits {budget}"
+        line = f"nothing found{of_what} for {budget} within the time limit"
+        return f"{line}; extend it with --time-limit" + solution.obstacle_text
+    line = f"infeasible: no schedule{of_what} fits {budget}"
     if not any(s.proven_infeasible for s in report.solutions):
-        line = f"infeasible: method {solution.method} finds no schedule that fits {budget}"
+        line = f"infeasible: method {solution.method} finds no schedule{of_what} that fits {budget}"
     return line + solution.obstacle_text

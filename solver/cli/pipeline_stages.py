@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from graphs.pipeline import PipelineError
+from graphs.pipeline import PipelineError, pipeline_of
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError, ModelFile
 from solver.cli.traced_step import in_autocast, on_meta, quiet_logs, with_values
 from solver.device_and_costs import Target
 from solver.plan_analysis import PipelineSplit, split_pipeline
+from solver.schedule import Solution
 from solver.sizes_deadlines_progress import counted, format_size, format_time
 
 
@@ -92,6 +93,16 @@ def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
 def stage_file(path: Path, stage: int) -> Path:
     """The file of one stage: plan.json -> plan.stage0.json."""
     return path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
+
+
+def failing_stage(arguments: Arguments, solution: Solution) -> str:
+    """For a sentence on a plan that was not found: which stage it is of; "": of no stage."""
+    place = pipeline_of(solution.graph.meta.environment)
+    if place is None:
+        return ""
+    # Where a division fits, so do its stages: what does not fit is of the equal one.
+    division = "" if arguments.pipeline is None else " of the equal division"
+    return f" of stage {place.stage}{division}"
 
 
 def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:

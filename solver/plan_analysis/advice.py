@@ -15,6 +15,7 @@ from typing import Literal
 
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
+from graphs.host_state import host_parameters, parameters_on_host
 from graphs.links import is_collective
 from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
 from solver.methods import METHODS
@@ -55,6 +56,8 @@ LOSS_OPERATORS = (
 )
 """Operators of a classification loss, whose tensors are as large as the logits."""
 WIDE_DTYPES = ("float32", "float64")
+WORTHWHILE_SHARE = 0.05
+"""Of the peak: advice that can save less is not given."""
 BITS_8_SHARE = 0.25
 """8-bit optimizer states beside 32-bit ones (Dettmers et al. 2022, arXiv:2110.02861)."""
 
@@ -77,7 +80,7 @@ def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, .
     if solution.baseline.peak_bytes <= solution.request.available_bytes:
         return ()
     finders: dict[Kind, Callable[[Solution], Iterator[str]]] = {
-        "state": _state,
+        "state": partial(_state, reader=reader),
         "logits": partial(_logits, reader=reader),
         "one_op": _one_op,
         "precision": partial(_precision, reader=reader),
@@ -86,7 +89,7 @@ def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, .
     return tuple(Advice(kind, text) for kind, find in finders.items() for text in find(solution))
 
 
-def _state(solution: Solution) -> Iterator[str]:
+def _state(solution: Solution, *, reader: Reader) -> Iterator[str]:
     """Parameters, their gradients and the optimizer's state fill the budget."""
     graph, available_bytes = solution.graph, solution.request.available_bytes
     run = peaks(solution)[-1]
@@ -110,19 +113,50 @@ def _state(solution: Solution) -> Iterator[str]:
         text += "Sharding over k devices (FSDP, ZeRO) divides it by k"
     else:
         text += f"With more than {sharding.n_ranks} ranks each has a smaller shard"
-    if bytes_of["optimizer"] and not graph.host_state_bytes:
+    worth_bytes = WORTHWHILE_SHARE * run.total_bytes
+    if bytes_of["optimizer"] >= worth_bytes and not graph.host_state_bytes:
         less = BITS_8_SHARE * bytes_of["optimizer"]
         text += (
             f"; 8-bit optimizer states take a quarter of 32-bit ones, {format_size(less)} instead "
             f"of {format_size(bytes_of['optimizer'])}"
         )
     trained = bytes_of["gradients"] + bytes_of["optimizer"]
-    if trained:
+    parameter_bytes, frozen_bytes = _frozen(graph)
+    is_mostly_frozen = 2 * frozen_bytes > parameter_bytes
+    if trained >= worth_bytes and not is_mostly_frozen:
         text += (
             "; training only adapters (LoRA) saves nearly all of the "
             f"{format_size(trained)} of gradients and optimizer state"
         )
+    if is_mostly_frozen:
+        text += _frozen_on_host(graph, frozen_bytes, worth_bytes, reader)
     yield text + "."
+
+
+def _frozen(graph: Graph) -> tuple[int, int]:
+    """Bytes of the parameters, and of those without a gradient; 0, 0: the graph does not say."""
+    layout = graph.meta.parameter_layout
+    gradients = {str(each.get("tensor")): each.get("gradient") for each in layout.values()}
+    sizes = {
+        name: graph.tensor_by_name[name].size_bytes
+        for name in gradients
+        if name in graph.tensor_by_name
+    }
+    return sum(sizes.values()), sum(sizes[name] for name in sizes if gradients[name] is None)
+
+
+def _frozen_on_host(graph: Graph, frozen_bytes: int, worth_bytes: float, reader: Reader) -> str:
+    """What plans with parameters in host memory would free, where this graph can be planned so."""
+    environment = graph.meta.environment
+    if graph.n_in_flight > 1 or sharding_of(environment) or parameters_on_host(environment):
+        return ""
+    can_leave = sum(graph.tensor_by_name[name].size_bytes for name in host_parameters(graph))
+    if can_leave < worth_bytes:
+        return ""
+    return (
+        f"; {format_size(frozen_bytes)} of parameters are frozen: with {reader.on_host}, up to "
+        f"{format_size(can_leave)} of parameters are in host memory while no operator reads them"
+    )
 
 
 def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:

@@ -10,7 +10,6 @@ from solver.sizes_deadlines_progress import (
     Reader,
     counted,
     format_both,
-    format_share,
     format_size,
     format_time,
 )
@@ -44,8 +43,7 @@ def verification_rows(found: Verification, *, reader: Reader) -> Iterator[Row]:
     yield "device", found.device
     steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
     yield "timing", f"medians of {steps}, spread {spread}; other load on the machine affects them"
-    measured, predicted = found.measured_overhead_text, format_share(found.predicted_overhead)
-    yield "overhead", f"{measured} measured, {predicted} predicted"
+    yield "overhead", found.overhead_text(reader)
     if found.fits:
         yield "budget", f"met: {format_both(found.available_bytes)} available"
     else:

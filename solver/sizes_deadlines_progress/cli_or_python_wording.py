@@ -9,13 +9,15 @@ from dataclasses import dataclass
 class Reader:
     """saves: writes the schedule. in_16_bits: plans with mixed precision, as a request. longer: how
     to give a search more time. last_bits: lets rewrites change last bits. measured: plans with the
-    workspace that operators take on this device."""
+    workspace that operators take on this device. on_host: plans with parameters in host memory.
+    """
 
     saves: str
     in_16_bits: str
     longer: str
     last_bits: str
     measured: str
+    on_host: str
 
 
 OF_THE_COMMAND = Reader(
@@ -24,6 +26,7 @@ OF_THE_COMMAND = Reader(
     longer="extend it with --time-limit",
     last_bits="--rewrites allclose",
     measured="--costs measured",
+    on_host="--host 64GB --parameters host",
 )
 IN_PYTHON = Reader(
     saves='solution.save("schedule.json")',
@@ -31,4 +34,5 @@ IN_PYTHON = Reader(
     longer="extend it with time_limit_s=",
     last_bits='rewrites="allclose"',
     measured='costs="measured"',
+    on_host='solve(..., host_budget="64GB", parameters="host")',
 )

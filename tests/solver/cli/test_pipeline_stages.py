@@ -90,7 +90,11 @@ def test_a_rank_applies_the_file_of_its_stage(file, tmp_path) -> None:
 
 def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys) -> None:
     assert main(["--budget", "9kB", *PIPELINE, "--json", file]) == 3
-    report = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    line = printed.err.splitlines()[-1]
+    assert "no schedule of stage 0 of the equal division fits 9.00 KB" in line
+    assert "; minimum budget found: " in line
+    report = json.loads(printed.out)
     assert "Of 2 divisions of 3 layers into 2 stages none was found to fit" in str(report["notes"])
     found = report["infeasible"]
     assert found["op"]

@@ -123,6 +123,63 @@ def test_model_state_without_an_optimizer_or_gradients():
     assert text.endswith("divides it by k.")
 
 
+def test_state_that_is_a_small_share_of_the_peak_is_not_worth_advice():
+    text = advised(step(weight=10_000, state=200))["state"]
+    assert "8-bit" not in text
+    assert "LoRA" in text
+    assert "8-bit" in advised(step(weight=10_000, state=2_000))["state"]
+
+
+def mostly_frozen() -> Graph:
+    """A base of 4 MB, and an adapter of 400 KB with its state."""
+    graph = step(weight=400_000, state=400_000)
+    nodes = tuple(
+        dataclasses.replace(n, inputs=(*n.inputs, "base")) if n.name in ("f1", "b1") else n
+        for n in graph.nodes
+    )
+    layout = {
+        "base.weight": {"tensor": "base", "gradient": None},
+        "adapter.weight": {"tensor": "w", "gradient": "dw"},
+    }
+    meta = dataclasses.replace(
+        graph.meta,
+        parameters={name: each["tensor"] for name, each in layout.items()},
+        parameter_layout=layout,
+        environment={"optimizer": {"trains": ["adapter.weight"]}},
+    )
+    tensors = (*graph.tensors, Tensor("base", 4_000_000, "parameter"))
+    return dataclasses.replace(graph, nodes=nodes, tensors=tensors, meta=meta)
+
+
+def test_frozen_parameters_are_no_reason_to_train_less():
+    graph = mostly_frozen()
+    text = advised(graph)["state"]
+    assert "LoRA" not in text
+    assert "4.00 MB of parameters are frozen: with solve(" in text
+    assert 'parameters="host"), up to 4.40 MB of parameters are in host memory' in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"environment": {}},
+        {"environment": {"optimizer": {"trains": ["w"]}, "sharding": {"n_ranks": 2}}},
+        {
+            "environment": {
+                "optimizer": {"trains": ["w"], "parameters_on_host": {"base.weight": "base"}}
+            }
+        },
+    ],
+    ids=["without an optimizer", "sharded", "on the host already"],
+)
+def test_frozen_parameters_that_cannot_leave(change):
+    graph = mostly_frozen()
+    meta = dataclasses.replace(graph.meta, **change)
+    text = advised(dataclasses.replace(graph, meta=meta))["state"]
+    assert "frozen" not in text
+    assert "LoRA" not in text
+
+
 def test_accumulated_gradients_are_state_too():
     graph = step(weight=10_000)
     accumulated = Tensor("accumulated", 90_000, "gradient")

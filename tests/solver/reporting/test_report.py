@@ -331,6 +331,16 @@ def test_the_measured_overhead_has_its_range():
     assert "rounds" not in repr(verified())
 
 
+def test_a_prediction_by_the_rates_of_a_device_says_so():
+    found = dataclasses.replace(verified(), rates_of="NVIDIA H100")
+    said = "+11.11 % predicted by the rates of NVIDIA H100; to compare the two, plan for this "
+    for reader in (IN_PYTHON, OF_THE_COMMAND):
+        row = dict(verification_rows(found, reader=reader))["overhead"]
+        assert row.endswith(f"{said}machine with {reader.measured}")
+    assert said in repr(found)
+    assert "rates" not in repr(verified())
+
+
 def test_colour_is_for_terminals_that_want_it(planned, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[1;36mfeasible" in shown(
