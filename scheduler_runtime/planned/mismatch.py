@@ -99,7 +99,7 @@ def difference(
         if differing == ["shapes"] and of_state is None:
             resized = Resized.of(plan.environment["shapes"], here["shapes"])
         return Difference(words, resized=resized)
-    found = of_state or (None if plan.graph is None else _form_difference(plan.graph, call, here))
+    found = of_state or _form_difference(plan.input_forms, call, here)
     if found is not None:
         return Difference(found)
     if part is not None:
@@ -230,11 +230,11 @@ def _state_difference(plan: Plan, model: nn.Module) -> str | None:
     return None
 
 
-def _form_difference(planned: Graph, call: Call, here: Mapping[str, Any]) -> str | None:
+def _form_difference(planned: Sequence[str], call: Call, here: Mapping[str, Any]) -> str | None:
     """The first argument of the same shape and dtype whose form is not as planned."""
-    inputs, forms = planned.meta.input_forms, input_forms(call.tensors)
-    if len(inputs) == len(forms):
-        for name, old, new in zip(here["arguments"], inputs, forms, strict=True):
+    forms = input_forms(call.tensors)
+    if len(planned) == len(forms):
+        for name, old, new in zip(here["arguments"], planned, forms, strict=True):
             if old != new:
                 remedy = "; call .contiguous() on it" if "expanded" in new else ""
                 return f"argument {name} is {new}, planned for {old}{remedy}"
@@ -249,7 +249,7 @@ def _other_parameters(planned: Mapping[str, str], here: Mapping[str, str]) -> st
             others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             return (
                 f"the model has {counted(len(here), 'parameter')}, planned for {len(planned)}: "
-                f"{names[0]!r}{others} {verb}; is it another depth or another model?"
+                f"{names[0]!r}{others} {verb} (another depth or another model?)"
             )
     for name, form in here.items():
         if form != planned[name]:

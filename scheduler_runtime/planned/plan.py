@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -53,7 +53,8 @@ class Plan:
 
     environment: shapes, dtypes, mode, ... of the step (`graphs.model_calls.environment_of`).
     module_graph_id: of the part of the step that the module runs.
-    parameter_forms, buffer_forms: of the planned module, as in `GraphMeta` (empty: not known).
+    parameter_forms, buffer_forms, input_forms: of the planned module and call, as in `GraphMeta`
+        (empty: not known).
     loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
     known: its schedule and rewrites, for plans of other calls.
@@ -66,6 +67,7 @@ class Plan:
     module_graph_id: str
     parameter_forms: Mapping[str, str]
     buffer_forms: Mapping[str, str]
+    input_forms: Sequence[str]
     loss: Graph | None
     graph: Graph | None
     known: KnownPlan
@@ -119,7 +121,8 @@ class Plan:
             kept = None if plan.variants is None else plan.variants.kept
             environment = plan.environment
             module_graph_id = plan.graph.module_part().graph_id
-            forms = plan.graph.meta.parameter_forms, plan.graph.meta.buffer_forms
+            meta = plan.graph.meta
+            forms = meta.parameter_forms, meta.buffer_forms, meta.input_forms
             loss: Graph | None = plan.graph.loss_part()
         else:
             graph, kept, environment = None, None, plan.environment
@@ -130,6 +133,7 @@ class Plan:
             forms = (
                 saved_forms.mapping("parameter_forms", default={}),
                 saved_forms.mapping("buffer_forms", default={}),
+                saved_forms.strings("input_forms", default=[]),
             )
         if words := sharding_words(environment):
             raise ValueError(

@@ -216,6 +216,7 @@ class Solution:
                 "n_module_operators": len(of_module.nodes),
                 "parameter_forms": dict(self.graph.meta.parameter_forms),
                 "buffer_forms": dict(self.graph.meta.buffer_forms),
+                "input_forms": list(self.graph.meta.input_forms),
                 **({"loss_graph": {**loss.to_json(), "meta": {}}} if loss.nodes else {}),
             },
             "ops": self.schedule.ops_to_json(),

@@ -264,6 +264,18 @@ def test_a_file_is_of_the_same_module_under_other_names(tmp_path: Path) -> None:
         assert torch.equal(planned(batch), named(batch))
 
 
+def test_a_file_of_a_later_stage_is_told_by_the_gradient_of_its_input(tmp_path: Path) -> None:
+    stage, x = torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.ones(4, 8)
+    place = Pipeline(stage=1, n_stages=2, n_microbatches=4)
+    solution = solve(
+        stage, x.requires_grad_(), budget="1MB", pipeline=place, loss=lambda y, _: y.sum()
+    )
+    solution.save(tmp_path / "plan.json")
+    words = r"argument input is float32 \[4, 8\], planned for float32 \[4, 8\], requires a gradient"
+    with pytest.raises(PlanMismatchError, match=words):
+        apply(stage, tmp_path / "plan.json")(x.detach())
+
+
 @pytest.mark.parametrize("is_older", [False, True])
 def test_a_file_names_the_operator_that_differs(is_older: bool, tmp_path: Path) -> None:
     model, batch = Switched(), (torch.ones(4, 8), torch.ones(4, 8))
@@ -271,7 +283,7 @@ def test_a_file_names_the_operator_that_differs(is_older: bool, tmp_path: Path) 
     solve(model, batch, budget="1MB", optimizer=torch.optim.SGD).save(path)
     if is_older:
         saved = json.loads(path.read_text())
-        for name in ("parameter_forms", "buffer_forms", "n_module_operators"):
+        for name in ("parameter_forms", "buffer_forms", "input_forms", "n_module_operators"):
             del saved["environment"][name]
         path.write_text(json.dumps(saved))
     other = Switched()
