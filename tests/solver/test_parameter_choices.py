@@ -160,7 +160,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*budget, *host, *outputs, path]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(r"parameters 600\.0 MB .* on the host, \+\d+\.\d\d % time with the", printed)
-    assert "600.0 MB" in Path(page).read_text()
+    assert "600.0\u00a0MB" in Path(page).read_text()
     for given in (path, own):
         loaded = Solution.load(plan, graph=given)
         assert host_parameter_bytes(loaded.graph) == 600 * MB

@@ -62,9 +62,11 @@ def divisions(folded: StorageGraph, budget_bytes: int, rng: random.Random) -> It
             yield levels
 
 
-@pytest.mark.slow(sample=1)
-@pytest.mark.parametrize("seed", range(0, 600, 10))
-def test_no_levels_prove_more_than_the_truth(seed: int) -> None:
+def compared(seed: int) -> tuple[int, int]:
+    """Ten graphs, each at its three least budgets: no division proves more than the truth.
+
+    Returns how many prove anything, and how many the truth itself.
+    """
     n_positive = n_met = 0
     for number in range(seed, seed + 10):
         graph, rng = tiny(number), random.Random(number)
@@ -82,7 +84,18 @@ def test_no_levels_prove_more_than_the_truth(seed: int) -> None:
                 assert run is None or equal_s(levels, run) <= proven_s + 1e-6
                 n_positive += proven_s > 0
                 n_met += 0 < recomputed_s <= proven_s + 1e-6
-    assert n_positive > n_met >= 0
+    return n_positive, n_met
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("seed", range(10, 600, 10))
+def test_no_levels_prove_more_than_the_truth(seed: int) -> None:
+    compared(seed)
+
+
+def test_some_levels_prove_the_truth_and_others_less() -> None:
+    n_positive, n_met = compared(0)
+    assert n_positive > n_met > 0
 
 
 @pytest.mark.parametrize("n_blocks", [5, 6])
