@@ -20,7 +20,8 @@ operators are chosen:
 Every choice is simulated, and the fastest that fits is taken. Optimal for nothing.
 
 Cost: some hundred simulated schedules, and up to N_SMALLER_BUDGETS quick solves. All of it is
-counted work, none is ended by a clock: ranks that export the same plan choose the same modules.
+counted work, so ranks that export the same plan choose the same modules; only the time limit of the
+request could end a quick solve, and `shard` compares what the ranks export.
 """
 
 from __future__ import annotations

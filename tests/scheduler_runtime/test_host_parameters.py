@@ -155,6 +155,16 @@ def test_tied_frozen_random_and_accumulated(accumulate: bool) -> None:
     assert alike(list(results[0]), list(results[1]))
 
 
+def after_training(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What three steps make of the model."""
+    torch.manual_seed(7)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(tokens()).backward()
+        optimizer.step()
+    return copy_of(model.state_dict())
+
+
 def copy_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()}
 
@@ -314,12 +324,7 @@ def test_parameters_in_two_groups_of_sgd_with_momentum() -> None:
             options: dict[str, Any] = {"parameters": "host", **HOST}
             solution = solve(model, tokens(), optimizer=optimizer, budget="1GB", **options)
             apply(model, solution, optimizer=optimizer)
-        torch.manual_seed(7)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(tokens()).backward()
-            optimizer.step()
-        results.append(copy_of(model.state_dict()))
+        results.append(after_training(model, optimizer))
     assert alike(*results)
 
 
@@ -349,12 +354,7 @@ def test_random_schedules_that_copy_parameters_once_more(seed: int, tmp_path: Pa
         optimizer = adamw(model.parameters())
         if plan is not None:
             apply(model, plan, optimizer=optimizer, disk_directory=tmp_path)
-        torch.manual_seed(3)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(tokens()).backward()
-            optimizer.step()
-        results.append(copy_of(model.state_dict()))
+        results.append(after_training(model, optimizer))
     assert alike(*results)
 
 

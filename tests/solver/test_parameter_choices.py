@@ -14,12 +14,12 @@ from graphs.host_state import host_parameter_bytes, host_parameters, with_state_
 from graphs.synthetic.nets import residual
 from solver.bound import StorageGraph
 from solver.cli import main
-from solver.schedule import Link, Place, Places, Request, Solution, baseline, simulate
+from solver.schedule import Link, Place, Places, Request, Solution, baseline
 from solver.solving import answer, with_state_choices
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
 from tests.support.copying import random_copies, random_places
+from tests.support.judges import agree
 from tests.support.optimizers import with_parameters, with_some_parameters
-from tests.support.referee import FoulError, play_with_copies
 
 MB = 10**6
 
@@ -76,13 +76,7 @@ def test_simulator_and_referee_agree(seed: int) -> None:
     )
     assert away is not None
     for _ in range(10):
-        to, schedule = random_places(rng), random_copies(away, baseline(away), rng)
-        with suppress(FoulError):
-            time_s, *rest = play_with_copies(away, schedule, to)
-            found = simulate(away, schedule, places=to)
-            assert found.time_s == pytest.approx(time_s, rel=1e-12)
-            assert rest[0] == found.peak_bytes
-            assert rest[2] == found.host_peak_bytes
+        agree(away, random_copies(away, baseline(away), rng), random_places(rng))
 
 
 def big_step(n_blocks: int = 12, weight_bytes: int = 50 * MB) -> Graph:

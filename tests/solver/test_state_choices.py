@@ -24,9 +24,10 @@ from solver.sizes_deadlines_progress import BudgetError, format_time
 from solver.solving import answer, solve, with_state_choices
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
 from tests.support.copying import random_copies, random_places
+from tests.support.judges import agree
 from tests.support.nets import random_dag
 from tests.support.optimizers import with_some_state, with_state
-from tests.support.referee import FoulError, play_with_copies
+from tests.support.referee import play_with_copies
 
 MB = 10**6
 
@@ -92,13 +93,7 @@ def test_simulator_and_referee_agree(seed: int) -> None:
     away = with_state_on_host(graph, out_s=link.out_s, in_s=link.in_s)
     assert away is not None
     for _ in range(10):
-        to, schedule = random_places(rng), random_copies(away, baseline(away), rng)
-        with suppress(FoulError):
-            time_s, *rest = play_with_copies(away, schedule, to)
-            found = simulate(away, schedule, places=to)
-            assert found.time_s == pytest.approx(time_s, rel=1e-12)
-            assert rest[0] == found.peak_bytes
-            assert rest[2:] == [found.host_peak_bytes, found.disk_peak_bytes]
+        agree(away, random_copies(away, baseline(away), rng), random_places(rng))
 
 
 def test_the_optimizer_waits_for_the_link() -> None:

@@ -30,6 +30,7 @@ from solver.schedule.simulator import (
 from tests.support.aliasing import aliasing_dag
 from tests.support.builders import make, odd_graph, op, plan
 from tests.support.copying import random_copies, random_places
+from tests.support.judges import agree
 from tests.support.mutants import mutant
 from tests.support.overwriting import overwriting_dag
 from tests.support.referee import FoulError, play_with_copies
@@ -328,25 +329,6 @@ def graphs(seed: int) -> tuple[Graph, ...]:
 def schedules(graph: Graph, rng: random.Random) -> list[Schedule]:
     roots = sorted({graph.root(name) for name in graph.producer})
     return [baseline(graph), keep(graph, rng.sample(roots, rng.randint(0, len(roots))))]
-
-
-def agree(graph: Graph, schedule: Schedule, places: Places) -> bool:
-    """Ask both; returns whether the schedule is legal."""
-    try:
-        time_s, *rest = play_with_copies(graph, schedule, places)
-    except FoulError:
-        with pytest.raises(IllegalScheduleError):
-            simulate(graph, schedule, places=places)
-        return False
-    found = simulate(graph, schedule, places=places)
-    assert found.time_s == pytest.approx(time_s, rel=1e-12, abs=0)
-    assert [
-        found.peak_bytes,
-        found.live_bytes,
-        found.host_peak_bytes,
-        found.disk_peak_bytes,
-    ] == rest
-    return True
 
 
 @pytest.mark.slow(sample=1)
