@@ -37,6 +37,7 @@ from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
 from graphs.links import link_between
+from graphs.mixed_precision import in_precision_of, with_stored
 from graphs.model_calls import (
     Call,
     TraceError,
@@ -275,6 +276,11 @@ def _traced_on(
     optimizer: GivenOptimizer | None = None,
 ) -> _Traced:
     returned = loss_index if pipeline is None or pipeline.is_last else indices_with_gradient
+    sharding = Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
+    groups = None if sharding is None else groups_of(model, sharding)
+    given = model
+    if sharding is not None and sharding.mp_policy is not None:
+        model = in_precision_of(sharding.mp_policy, model, groups or ())
     outside: OutsideLoss | None = None
     chosen: tuple[int, ...] = ()
     if loss is not None:
@@ -301,11 +307,9 @@ def _traced_on(
         raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
     rehearsed = rehearse(model, call, step.captured, step.layout, device=target)
     loss_layout = outside.extracted(cost=NodeCosts(costs)) if outside else None
-    sharding = Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
-    groups = None if sharding is None else groups_of(model, sharding)
     n_ranks = 1 if sharding is None else sharding.n_ranks
     where: dict[str, Any] = {"device": target, "costs": costs, "n_ranks": n_ranks}
-    optimizer_cost = None if optimizer is None else optimizer_costs(optimizer, model, **where)
+    optimizer_cost = None if optimizer is None else optimizer_costs(optimizer, given, **where)
 
     def whole(step: CapturedStep) -> Graph:
         graph = as_rehearsed(step.graph, rehearsed)
@@ -314,13 +318,14 @@ def _traced_on(
         if sharding is not None and groups is not None:
             on_cpu = target.type == "cpu" and not hardware.is_cuda(costs.description)
             graph = sharded(
-                graph,
+                with_stored(graph, given),
                 n_ranks=n_ranks,
                 groups=groups,
                 on_cpu=on_cpu,
                 n_replicas=sharding.n_replicas,
                 reshard_after_forward=sharding.reshard_after_forward is not False,
                 link=sharding.link or _link_of(NodeCosts(costs).hardware),
+                mp_policy=sharding.mp_policy,
             )
         if optimizer_cost is not None:
             graph = with_optimizer(graph, optimizer_cost)

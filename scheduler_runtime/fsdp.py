@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from graphs.fsdp import ShardingError, sharding_of
+from graphs.fsdp import MixedPrecision, ShardingError, sharding_of
 from scheduler_runtime.ranks import on_all_ranks
 from solver.schedule import Solution
 
@@ -39,10 +41,20 @@ def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Modul
     assert sharding is not None
     # None: all groups but the root, which is needed again at once
     reshards = None if sharding.reshard_after_forward else False
+    policy = _policy(sharding.mp_policy or MixedPrecision())
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshards, "mp_policy": policy}
     for path in reversed(sharding.groups or ()):  # nested groups before those that contain them
-        fully_shard(model.get_submodule(path), mesh=mesh, reshard_after_forward=reshards)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(model.get_submodule(path), **options)
+    fully_shard(model, **options)
     return model
+
+
+def _policy(described: MixedPrecision) -> MixedPrecisionPolicy:
+    dtypes = {
+        name: None if (dtype := getattr(described, name)) is None else getattr(torch, dtype)
+        for name in ("param_dtype", "reduce_dtype", "output_dtype")
+    }
+    return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=described.cast_forward_inputs)
 
 
 def _checked(solution: Solution, mesh: DeviceMesh) -> Solution:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs.fsdp.spec import ShardingError, shard_rows
+from graphs.fsdp.spec import ELEMENT_BYTES, ShardingError, shard_rows
 from graphs.graph import Graph, Node, is_under
 
 ROOT = ""
@@ -17,23 +17,32 @@ ROOT = ""
 class ShardedParameter:
     """A parameter and its shards.
 
-    shard_bytes: of each rank, padding included.
+    stored_bytes, gathered_bytes, reduced_bytes: of the shard of each rank, padding included: as it
+        is stored, as it is gathered (in which gradients are computed), as gradients are reduced.
     gradient: the tensor that holds its whole gradient, if it has one.
     is_even: whether its rows are a multiple of the number of ranks.
     n_sums: tensor-parallel ranks over which its gradient has yet to be added up (1: none).
+    is_cast: whether its shard is cast to be gathered.
     """
 
     path: str
     tensor: str
-    shard_bytes: int
+    stored_bytes: int
+    gathered_bytes: int
+    reduced_bytes: int
     gradient: str | None
     is_even: bool
     n_sums: int = 1
+    is_cast: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters that are gathered together; shard_bytes and reduced_bytes are of one rank.
+    """The parameters that are gathered together.
+
+    gathered_bytes, cast_bytes: of one rank's shards, as they are gathered, and of those that are
+        cast for it. reduced_bytes, gradient_bytes: of
+        its shards of gradients, as they are reduced and as they are stored.
 
     first, last: positions of its first and last forward node.
     begins, ends: positions of its first and last later node (None: it has no backward).
@@ -49,15 +58,29 @@ class Group:
     late: bool
 
     @property
-    def shard_bytes(self) -> int:
-        return sum(parameter.shard_bytes for parameter in self.parameters)
+    def trained(self) -> tuple[ShardedParameter, ...]:
+        return tuple(p for p in self.parameters if p.gradient is not None)
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(parameter.gathered_bytes for parameter in self.parameters)
+
+    @property
+    def cast_bytes(self) -> int:
+        return sum(p.gathered_bytes for p in self.parameters if p.is_cast)
 
     @property
     def reduced_bytes(self) -> int:
-        return sum(p.shard_bytes for p in self.parameters if p.gradient is not None)
+        return sum(p.reduced_bytes for p in self.trained)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(p.stored_bytes for p in self.trained)
 
 
-def read_parameters(graph: Graph, n_ranks: int) -> list[ShardedParameter]:
+def read_parameters(
+    graph: Graph, n_ranks: int, *, reduce_dtype: str | None = None
+) -> list[ShardedParameter]:
     layout = graph.meta.parameter_layout
     if not layout:
         raise ShardingError("the graph has no parameter_layout in its meta; trace the model again")
@@ -69,11 +92,17 @@ def read_parameters(graph: Graph, n_ranks: int) -> list[ShardedParameter]:
                 f"parameter {path!r} is a scalar, which FSDP2 does not shard; give it the shape [1]"
             )
         n_elements = shard_rows(shape[0], n_ranks) * math.prod(shape[1:])
+        computed_bytes = entry["element_bytes"]
+        stored_bytes = entry.get("stored_element_bytes", computed_bytes)
+        reduced_bytes = ELEMENT_BYTES[reduce_dtype] if reduce_dtype else computed_bytes
         found.append(
             ShardedParameter(
                 path=path,
                 tensor=entry["tensor"],
-                shard_bytes=n_elements * entry["element_bytes"],
+                stored_bytes=n_elements * stored_bytes,
+                gathered_bytes=n_elements * computed_bytes,
+                reduced_bytes=n_elements * reduced_bytes,
+                is_cast="stored_element_bytes" in entry,
                 gradient=entry["gradient"],
                 is_even=shape[0] % n_ranks == 0,
                 n_sums=entry.get("n_sums", 1),

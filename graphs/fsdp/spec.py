@@ -9,9 +9,55 @@ from typing import Any
 
 from graphs.links import named
 
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Of the dtypes that a policy can name."""
+
 
 class ShardingError(ValueError):
     """The step cannot be sharded this way; says why."""
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The fields of `torch.distributed.fsdp.MixedPrecisionPolicy`, with names for dtypes.
+
+    param_dtype: of the gathered parameters, and so of what is computed; None: that of the shards.
+    reduce_dtype: in which gradients are reduced, and accumulated where they are not; None: that in
+        which they are computed. They are then cast to the dtype of the shards.
+    output_dtype: what each group returns is cast to it; None: it is not.
+    cast_forward_inputs: what each group is called with is cast to param_dtype.
+    """
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            plain = str(value).removeprefix("torch.")
+            if plain not in ELEMENT_BYTES:
+                raise ShardingError(
+                    f"{name} is {value!r:.80}; None, or one of {', '.join(ELEMENT_BYTES)}"
+                )
+            object.__setattr__(self, name, plain)
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise ShardingError(f"cast_forward_inputs is {self.cast_forward_inputs!r:.80}; a bool")
+
+    @classmethod
+    def of(cls, policy: object) -> MixedPrecision:
+        """The same policy. policy: one of PyTorch's, of ours, or the fields of one."""
+        names = [each.name for each in dataclasses.fields(cls)]
+        if isinstance(policy, Mapping) and policy.keys() <= set(names):
+            return cls(**policy)
+        if not all(hasattr(policy, name) for name in names):
+            raise ShardingError(
+                f"mp_policy is {policy!r:.80}; a torch.distributed.fsdp.MixedPrecisionPolicy"
+            )
+        return cls(**{name: getattr(policy, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -28,6 +74,7 @@ class Sharding:
     link: between the devices, a name of `graphs.links` ("nvlink4", "ib-ndr"): what a rank waits
         for over it is counted (`graphs.fsdp.communication`). None: the link of the card that is
         planned for; on the CPU communication takes no time.
+    mp_policy: in which dtypes it computes and reduces, a MixedPrecisionPolicy of PyTorch.
     """
 
     n_ranks: int
@@ -35,6 +82,7 @@ class Sharding:
     n_replicas: int = 1
     reshard_after_forward: bool | None = True
     link: str | None = None
+    mp_policy: MixedPrecision | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("n_ranks", 2), ("n_replicas", 1)):
@@ -52,6 +100,8 @@ class Sharding:
                 object.__setattr__(self, "link", named(self.link).name)
             except ValueError as error:
                 raise ShardingError(str(error)) from error
+        if self.mp_policy is not None:
+            object.__setattr__(self, "mp_policy", MixedPrecision.of(self.mp_policy))
         if isinstance(self.groups, str):
             raise ShardingError(f"groups is {self.groups!r}; a sequence of module paths")
         if self.groups is not None:
@@ -88,4 +138,7 @@ def sharding_words(environment: Mapping[str, Any]) -> str:
     replicas = f"{sharding.n_replicas} x " if sharding.n_replicas > 1 else ""
     is_kept = sharding.reshard_after_forward is False
     kept = ", parameters kept from forward to backward" if is_kept else ""
-    return f"per rank of {replicas}{sharding.n_ranks}, FSDP2{kept}"
+    policy = sharding.mp_policy or MixedPrecision()
+    computed = f", computed in {policy.param_dtype}" if policy.param_dtype else ""
+    reduced = f", gradients reduced in {policy.reduce_dtype}" if policy.reduce_dtype else ""
+    return f"per rank of {replicas}{sharding.n_ranks}, FSDP2{kept}{computed}{reduced}"

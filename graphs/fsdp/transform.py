@@ -16,6 +16,9 @@ hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) with their default s
   and freed, and reduce-scattered to a shard. That buffer is freed when the next group reduces. A
   group none of whose inputs gets a gradient does this at the end of the backward pass, as the root
   does.
+- *Mixed precision.* With a policy, the traced step computes in its param_dtype
+  (`graphs.mixed_precision`): shards are cast before they are gathered, gradients are reduced in its
+  reduce_dtype, and their shards are cast to the parameters' own.
 - Recomputation of a checkpoint inside of a group finds the whole parameters. A checkpoint around a
   whole group would call the group's hooks again; the inserted nodes are not recomputable, so such a
   region is refused (`solver.module_checkpointing.regions`).
@@ -30,7 +33,7 @@ are copied in.
 
 With `Sharding.link` what a rank waits for is counted (`graphs.fsdp.communication`); without it
 communication takes no time.
-Not modelled: MixedPrecisionPolicy and CPU offload, reshard_after_forward by a number of ranks,
+Not modelled: CPU offload, reshard_after_forward by a number of ranks,
 groups of several modules, `set_requires_gradient_sync(False)`, shard placements other than dim 0,
 and memory that NCCL allocates outside of torch's allocator. What gloo allocates on the CPU is
 counted: a copy of what it gathers, and one of what it reduces.
@@ -94,8 +97,8 @@ class _Transform:
     _flat: group -> the buffer that it was gathered into and not yet copied out of.
     _whole: group -> its whole parameters.
     _gathered: the last buffer of the forward pass.
-    _reduced: the last buffer that gradients were copied into; and with replicas of accumulated
-        gradients, what they were reduced to.
+    _reduced: the last buffer that gradients were copied into.
+    _all_reduced: with replicas, what was reduced and is not itself the gradient, to the end.
     _order: the groups in the order in which their forward ended.
     """
 
@@ -108,19 +111,22 @@ class _Transform:
     _whole: dict[str, str] = field(default_factory=dict)
     _gathered: str | None = None
     _reduced: tuple[str, ...] = ()
+    _all_reduced: list[str] = field(default_factory=list)
     _order: list[Group] = field(default_factory=list)
     _done: set[str] = field(default_factory=set)
 
     def run(self) -> Graph:
         graph = self.graph
-        parameters = read_parameters(graph, self.sharding.n_ranks)
+        policy = self.sharding.mp_policy
+        reduce_dtype = None if policy is None else policy.reduce_dtype
+        parameters = read_parameters(graph, self.sharding.n_ranks, reduce_dtype=reduce_dtype)
         self._groups = GroupFinder(graph, parameters, self.sharding.groups or ()).found()
         self._accumulated = {t.name for t in graph.resident if t.kind == "gradient"}
         self._forward()
         self._backward()
         whole_gradients = {p.gradient for p in parameters if p.gradient is not None}
-        shard_bytes = {p.tensor: p.shard_bytes for p in parameters}
-        reduced = [_gradient_name(g) for g in self._groups if g.reduced_bytes]
+        shard_bytes = {p.tensor: p.stored_bytes for p in parameters}
+        reduced = [_gradient_name(g) for g in self._groups if g.trained]
         resized = tuple(
             dataclasses.replace(t, size_bytes=shard_bytes.get(t.name, t.size_bytes))
             for t in graph.tensors
@@ -166,8 +172,9 @@ class _Transform:
         for group in self._groups:
             if group.begins is not None and group.path not in self._done:
                 self._post_backward(group)
-        if self._flat:  # gathered for a group that no gradient reached
-            self._put("end of backward", ROOT, "backward", inputs=tuple(self._flat.values()))
+        # gathered for a group that no gradient reached
+        if held := (*self._flat.values(), *self._all_reduced):
+            self._put("end of backward", ROOT, "backward", inputs=held)
 
     def _pre_backward(self, group: Group) -> None:
         if group.path not in self._whole:
@@ -185,28 +192,34 @@ class _Transform:
         dropped = (self._whole.pop(group.path), *self._reduced)
         self._reduced = ()
         self._put("reshard", group.path, "backward", inputs=dropped)
-        trained = [p for p in group.parameters if p.gradient is not None]
+        trained = group.trained
         if not trained:
             return
         self._sum_over_tensor_ranks(group, [p for p in trained if p.n_sums > 1])
         n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
         copied = self._tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
         gradients = tuple(p.gradient for p in trained if p.gradient is not None)
-        padded_bytes = sum(p.shard_bytes * n_ranks for p in trained if not p.is_even)
+        padded_bytes = sum(p.gathered_bytes * n_ranks for p in trained if not p.is_even)
         self._put("copy in", group.path, "backward", gradients, (copied,), padded_bytes)
         self._reduced = (copied,)
-        name = _gradient_name(group)
-        self.tensors.append(Tensor(name, size_bytes, "gradient"))
+        name = reduced = _gradient_name(group)
+        self.tensors.append(Tensor(name, group.gradient_bytes, "gradient"))
+        is_cast = group.gradient_bytes != size_bytes
+        if is_cast:
+            reduced = self._tensor("reduced", group, "backward", size_bytes, "buffer")
         copy_bytes = n_ranks * size_bytes + GLOO_SCALARS_BYTES
-        self._put("reduce scatter", group.path, "backward", (copied,), (name,), copy_bytes)
+        self._put("reduce scatter", group.path, "backward", (copied,), (reduced,), copy_bytes)
         if self.sharding.n_replicas > 1:
             copy_bytes = size_bytes + GLOO_SCALARS_BYTES
-            self._put("all reduce", group.path, "backward", (name,), (), copy_bytes)
+            self._put("all reduce", group.path, "backward", (reduced,), (), copy_bytes)
+            if is_cast or self._accumulated:
+                self._all_reduced.append(reduced)
+        if is_cast:
+            # what they were reduced from is there until the next group reduces
+            self._put("cast gradients", group.path, "backward", (reduced, copied), (name,))
         if self._accumulated:
-            if self.sharding.n_replicas > 1:  # held until the next group's is there
-                self._reduced = (copied, name)
             resident = f"{name}.accumulated"
-            self.tensors.append(Tensor(resident, size_bytes, "gradient"))
+            self.tensors.append(Tensor(resident, group.gradient_bytes, "gradient"))
             self._put("accumulate", group.path, "backward", (name, resident))
 
     def _sum_over_tensor_ranks(self, group: Group, parts: Sequence[ShardedParameter]) -> None:
@@ -229,14 +242,18 @@ class _Transform:
         )
 
     def _all_gather(self, group: Group, phase: Phase, before: tuple[str, ...] = ()) -> str:
-        n_bytes = self.sharding.n_ranks * group.shard_bytes
+        n_bytes = self.sharding.n_ranks * group.gathered_bytes
         flat = self._tensor("gathered", group, phase, n_bytes, "buffer")
         shards = tuple(parameter.tensor for parameter in group.parameters)
         self._put("all gather", group.path, phase, (*shards, *before), (flat,), n_bytes)
+        if group.cast_bytes:
+            gather = self.nodes[-1]
+            workspace_bytes = gather.workspace_bytes + group.cast_bytes
+            self.nodes[-1] = dataclasses.replace(gather, workspace_bytes=workspace_bytes)
         return flat
 
     def _unshard(self, group: Group, phase: Phase, flat: str) -> None:
-        n_bytes = self.sharding.n_ranks * group.shard_bytes
+        n_bytes = self.sharding.n_ranks * group.gathered_bytes
         whole = self._tensor("whole parameters", group, phase, n_bytes, "parameter")
         self._put("copy out", group.path, phase, (flat,), (whole,))
         self._whole[group.path] = whole

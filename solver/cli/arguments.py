@@ -231,6 +231,13 @@ class Arguments:
         STEP,
         least=2,
     )
+    fsdp_precision: str | None = _option(
+        "--fsdp-precision",
+        "the dtype that FSDP2 computes in, and after a comma the one that it reduces gradients in: "
+        "bfloat16,float32 (default: those of the parameters)",
+        STEP,
+        metavar="DTYPE",
+    )
     tensor: int | None = _number(
         "--tensor",
         "plan for one of N ranks of tensor parallelism: parallelize(model, mesh) of the model file "

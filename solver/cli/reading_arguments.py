@@ -40,6 +40,8 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError(f"--verify runs the step in one process: without {over}")
     if arguments.emit is not None and arguments.tensor is not None:
         raise UsageError("--emit: other systems' settings are found for whole models, not --tensor")
+    if arguments.fsdp_precision is not None and arguments.fsdp is None:
+        raise UsageError("--fsdp-precision: of FSDP2; give the number of ranks, --fsdp 8")
     _check_pipeline(arguments)
     _check_sizes(arguments)
     _check_copying(arguments)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from graphs.fsdp import ShardingError
+from graphs.fsdp import MixedPrecision, Sharding, ShardingError
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.cli.arguments import Arguments, UsageError
@@ -77,7 +77,7 @@ def traced_step(
                 gradients="accumulate" if arguments.accumulate else "fresh",
                 device=target.torch_device,
                 costs=target.costs,
-                fsdp=arguments.fsdp,
+                fsdp=_sharding(arguments),
                 rewrites=arguments.rewrites,
             )
 
@@ -189,6 +189,14 @@ def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> Tr
         return refused
     why = f"{refused.why}; with its weights: {reason}"
     return TraceError(why, runs_in_eager=refused.runs_in_eager, short=refused.short)
+
+
+def _sharding(arguments: Arguments) -> Sharding | None:
+    if arguments.fsdp is None:
+        return None
+    param_dtype, _, reduce_dtype = (arguments.fsdp_precision or "").partition(",")
+    policy = MixedPrecision(param_dtype or None, reduce_dtype or None)
+    return Sharding(arguments.fsdp, mp_policy=None if policy == MixedPrecision() else policy)
 
 
 def _called_with(error: Exception, batch: Any) -> str:

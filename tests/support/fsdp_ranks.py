@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from examples import gpt2
 from examples.integrations.two_processes import rank_peak_bytes, run, train
-from graphs.fsdp import Sharding
+from graphs.costs import Measured
+from graphs.fsdp import MixedPrecision, Sharding
 from graphs.trace import trace
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
@@ -62,6 +63,25 @@ def wide() -> nn.Module:
     return _gpt2(n_layers=3, width=192)
 
 
+class Towers(nn.Module):
+    """Blocks that return another dtype than they compute in; the loss of what the last returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 64)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        )
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.embedding(tokens)).square().mean() + 0.0 * targets.sum()
+
+
+def towers() -> nn.Module:
+    torch.manual_seed(0)
+    return Towers()
+
+
 def _gpt2(*, n_layers: int, width: int, n_heads: int = 4) -> nn.Module:
     torch.manual_seed(0)
     return gpt2.get_model(
@@ -78,9 +98,23 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
     "kept": (wide, (0.7,)),
     "hybrid": (wide, (0.7,)),
     "hybrid kept": (wide, ()),
+    "mixed": (tied, (0.6,)),
+    "mixed wide": (wide, (0.7,)),
+    "mixed adapters": (adapters, (0.6,)),
+    "mixed uncast": (wide, (0.7,)),
+    "mixed output": (towers, (0.6,)),
+    "hybrid mixed": (wide, (0.7,)),
 }
-KEPT, HYBRID = ("kept", "hybrid kept"), ("hybrid", "hybrid kept")
+KEPT, HYBRID = ("kept", "hybrid kept"), ("hybrid", "hybrid kept", "hybrid mixed")
 """Whole parameters from forward to backward; two replicas of half of the ranks."""
+MIXED = {
+    "mixed": MixedPrecision("bfloat16", "float32"),
+    "mixed wide": MixedPrecision("bfloat16", "float32"),
+    "mixed adapters": MixedPrecision("bfloat16"),
+    "mixed uncast": MixedPrecision("float64", "float32", cast_forward_inputs=False),
+    "mixed output": MixedPrecision("bfloat16", "bfloat16", output_dtype="float32"),
+    "hybrid mixed": MixedPrecision("bfloat16", "float32"),
+}
 QUICK = ("tied", "frozen", "adapters", "wide", "kept")
 """Without those whose plan takes long to be chosen."""
 
@@ -91,6 +125,7 @@ def sharding_of_case(case: str, *, n_ranks: int) -> Sharding:
         n_ranks=n_ranks // n_replicas,
         n_replicas=n_replicas,
         reshard_after_forward=case not in KEPT,
+        mp_policy=MIXED.get(case),
     )
 
 
@@ -98,7 +133,11 @@ def plans(case: str, *, n_ranks: int) -> list[Solution]:
     """For the step as it is, and for smaller budgets, by shares of what is not resident."""
     build, shares = CASES[case]
     sharding = sharding_of_case(case, n_ranks=n_ranks)
-    graph = trace(build(), gpt2.get_batch(**SIZES), optimizer=torch.optim.AdamW, fsdp=sharding)
+    # what a product in bfloat16 allocates on a CPU is not estimated
+    costs = Measured("cpu", n_runs=1) if case in MIXED else None
+    graph = trace(
+        build(), gpt2.get_batch(**SIZES), optimizer=torch.optim.AdamW, fsdp=sharding, costs=costs
+    )
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     above_bytes = peak_bytes - graph.resident_bytes
     return [
