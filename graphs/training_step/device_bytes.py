@@ -24,7 +24,8 @@ _KIB = 1024
 _HOPPER_WORKSPACE_BYTES = 32 * 1024 * _KIB
 _OTHER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * _KIB
 """Defaults of aten/src/ATen/cuda/CublasHandlePool.cpp, which allocates the workspaces: 32 MiB for
-compute capability 9.0, `:4096:2:16:8` for others. cublasLt uses the same ones since torch 2.7."""
+Hopper and Blackwell (compute capability 9 to 12), `:4096:2:16:8` for others. cublasLt uses the same
+ones since torch 2.7."""
 
 _PRODUCTS = {
     f"aten.{name}"
@@ -61,7 +62,7 @@ def cublas_workspace_bytes(hardware: Hardware) -> int:
         return sum(int(size) * int(count) for size, count in pairs) * _KIB
     # an unknown card may be of any generation: the larger one
     capability = hardware.compute_capability or (9, 0)
-    return _HOPPER_WORKSPACE_BYTES if capability == (9, 0) else _OTHER_WORKSPACE_BYTES
+    return _HOPPER_WORKSPACE_BYTES if capability[0] >= 9 else _OTHER_WORKSPACE_BYTES
 
 
 def _n_multiplying_threads(graph: Graph) -> int:

@@ -1,6 +1,7 @@
 """PyTorch's caching allocator for CUDA, without a card: how many bytes it takes from the device.
 
-A model of `c10/cuda/CUDACachingAllocator.cpp` for one device and one stream:
+A model of `c10/cuda/CUDACachingAllocator.cpp` for one device. `python -m benchmarks.allocator`
+plays the same traces through PyTorch's own binary: every byte agrees.
 
 - Sizes are rounded up to 512 bytes. Up to 1 MiB comes from the small pool, more from the large one.
 - A request takes the smallest free block of its pool that is large enough. What is left of the
@@ -8,14 +9,16 @@ A model of `c10/cuda/CUDACachingAllocator.cpp` for one device and one stream:
 - Where there is none, a segment is taken from the device: 2 MiB for small requests, 20 MiB for
   those up to 10 MiB, else the size rounded up to 2 MiB.
 - A block that is given back joins free neighbours of its segment. Segments stay with the allocator.
+- Each stream has pools of its own: what one has given back is not for another.
 - Where the device is full, all segments that are free as a whole go back to it first.
-- **Expandable segments**: each pool is one range of addresses, to which pages (2 MiB, 20 MiB) are
-  mapped where a request needs them. Any rest from 512 bytes is split off, and a block that may
-  still grow is taken last. A full device gets back the free pages.
+- **Expandable segments**: each pool has ranges of addresses, of 9/8 of the device's memory each,
+  to which pages (2 MiB, 20 MiB) are mapped where a request needs them; the next range is begun
+  where none has room. Any rest from 512 bytes is split off, and a block that may still grow is
+  taken last. A full device gets back the free pages.
 
-Left out: several streams, `max_split_size_mb`, garbage collection, the pools of CUDA graphs, and
-addresses as CUDA chooses them: segments lie in the order in which they were made, which decides
-between free blocks of the same size.
+Left out: blocks that several streams use (`record_stream`), `max_split_size_mb`, garbage
+collection, the pools of CUDA graphs, and addresses as CUDA chooses them: segments lie in the order
+in which they were made, which decides between free blocks of the same size.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer
 OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
 SEGMENT_STEP_BYTES = 2 * MIB  # kRoundLarge
-ADDRESSES_BYTES = 2**62
-"""Of an expandable segment: more than any device has."""
+UNLIMITED_ADDRESSES_BYTES = 2**62
+"""Of an expandable segment of a device without a limit."""
 
 
 class DeviceFullError(MemoryError):
@@ -142,13 +145,14 @@ class CachingAllocator:
         self.reserved_bytes = self.max_reserved_bytes = 0
         self.n_returns = 0
         self._end = 0
-        self._small = Pool(SMALL_SEGMENT_BYTES, ALLOCATION_BYTES)
-        self._large = Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + ALLOCATION_BYTES)
+        self.pools: dict[tuple[int, bool], Pool] = {}
 
-    def allocate(self, size_bytes: int) -> Block:
-        """A block of at least `size_bytes` > 0. Raises DeviceFullError."""
+    def allocate(self, size_bytes: int, *, stream: int = 0) -> Block:
+        """A block of at least `size_bytes` > 0 for a stream. Raises DeviceFullError."""
         size_bytes = _round_up(size_bytes, ALLOCATION_BYTES)
-        pool = self._small if size_bytes <= SMALL_BYTES else self._large
+        is_small = size_bytes <= SMALL_BYTES
+        key = (stream, is_small)
+        pool = self.pools.setdefault(key, self._small() if is_small else self._large())
         block = self._cached(pool, size_bytes) or self._taken(pool, size_bytes)
         if block is None:
             self.n_returns += 1
@@ -174,6 +178,12 @@ class CachingAllocator:
         block.join_neighbours()
         block.pool.add(block)
 
+    def _small(self) -> Pool:
+        return Pool(SMALL_SEGMENT_BYTES, ALLOCATION_BYTES)
+
+    def _large(self) -> Pool:
+        return Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + ALLOCATION_BYTES)
+
     def _cached(self, pool: Pool, size_bytes: int) -> Block | None:
         return next(pool.fitting(size_bytes), None)
 
@@ -191,7 +201,7 @@ class CachingAllocator:
 
     def _give_back(self) -> None:
         """Segments that are free as a whole."""
-        for pool in (self._small, self._large):
+        for pool in self.pools.values():
             for block in pool.free:
                 if block.before is None and block.after is None:
                     pool.remove(block)
@@ -208,11 +218,8 @@ class CachingAllocator:
 class ExpandableAllocator(CachingAllocator):
     """With `expandable_segments:True`."""
 
-    def __init__(self, *, capacity_bytes: float = math.inf) -> None:
-        super().__init__(capacity_bytes=capacity_bytes)
-        self._large.least_rest_bytes = ALLOCATION_BYTES
-        for pool in (self._small, self._large):
-            pool.add(Block(pool, 0, ADDRESSES_BYTES, mapped=False))
+    def _large(self) -> Pool:
+        return Pool(LARGE_SEGMENT_BYTES, ALLOCATION_BYTES)
 
     def _cached(self, pool: Pool, size_bytes: int) -> Block | None:
         """The one with the least room to grow: that of the others is their size."""
@@ -225,11 +232,9 @@ class ExpandableAllocator(CachingAllocator):
 
     def _taken(self, pool: Pool, size_bytes: int) -> Block | None:
         """At the lowest addresses with room for it, after the free block that stands before."""
-        block = next(
-            start
-            for start in map(_from_free_before, pool.unmapped)
-            if _free_stretch_bytes(start) >= size_bytes
-        )
+        starts = map(_from_free_before, pool.unmapped)
+        found = (start for start in starts if _free_stretch_bytes(start) >= size_bytes)
+        block = next(found, None) or self._new_range(pool)
         if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
             return None
         while block.size_bytes < size_bytes:
@@ -238,6 +243,17 @@ class ExpandableAllocator(CachingAllocator):
             if not self._map(more, min(size_bytes - block.size_bytes, more.size_bytes)):
                 return None
             block = more
+        return block
+
+    def _new_range(self, pool: Pool) -> Block:
+        """Addresses without memory; requests are smaller than the device, and so than a range."""
+        range_bytes = UNLIMITED_ADDRESSES_BYTES
+        if self.capacity_bytes < math.inf:
+            range_bytes = _round_up(int(self.capacity_bytes) * 9 // 8, pool.page_bytes)
+        start = _round_up(self._end, pool.page_bytes)
+        block = Block(pool, start, range_bytes, mapped=False)
+        self._end = start + range_bytes
+        pool.add(block)
         return block
 
     def _map(self, block: Block, size_bytes: int) -> bool:
@@ -256,7 +272,7 @@ class ExpandableAllocator(CachingAllocator):
 
     def _give_back(self) -> None:
         """The whole pages inside free blocks."""
-        for pool in (self._small, self._large):
+        for pool in self.pools.values():
             for block in pool.free:
                 start = _round_up(block.address, pool.page_bytes)
                 stop = block.stop // pool.page_bytes * pool.page_bytes
@@ -274,7 +290,8 @@ class ExpandableAllocator(CachingAllocator):
             block = pages
         block.mapped = False
         block.join_neighbours()
-        pool.add(block)
+        if block.before is not None or block.after is not None:
+            pool.add(block)  # else the whole range is given back
         self.reserved_bytes -= stop - start
 
 

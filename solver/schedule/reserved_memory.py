@@ -69,7 +69,7 @@ def reserved(
         for tensor in graph.resident:
             if tensor.alias_of is None and tensor.size_bytes and tensor.name != ROUNDING:
                 allocator.allocate(tensor.size_bytes)
-        steps = _Steps(graph, schedule)
+        steps = Steps(graph, schedule)
         for _ in range(n_steps):
             n_before = allocator.n_returns
             steps.play(allocator)
@@ -124,7 +124,7 @@ def expandable_segments() -> bool:
     return "expandable_segments:true" in words.lower().replace(" ", "")
 
 
-class _Steps:
+class Steps:
     """By position in the schedule: the storages given back before the op, and those it takes.
 
     A storage that is overwritten, and one whose bytes are none, is neither. A storage that is made

@@ -44,6 +44,7 @@ def default_configuration(monkeypatch):
 def test_each_thread_has_a_workspace():
     assert added(traced("a100"))["cublas_workspaces"] == 2 * 8320 * 1024
     assert added(traced("h100"))["cublas_workspaces"] == 2 * 32 * MIB
+    assert added(traced("b200"))["cublas_workspaces"] == 2 * 32 * MIB
     assert "cublas_workspaces" not in added(traced("a100", multiplies=False))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.allocator.traces import outcomes
 from solver.schedule import caching_allocator
 from solver.schedule.caching_allocator import (
     ALLOCATION_BYTES,
@@ -18,8 +20,11 @@ from solver.schedule.caching_allocator import (
     DeviceFullError,
     ExpandableAllocator,
 )
+from tests.support.paths import DATA
 
 KINDS = [CachingAllocator, ExpandableAllocator]
+RECORDED = json.loads((DATA / "allocator.json").read_text())
+"""Played through the allocator of torch 2.13.0 by `python -m benchmarks.allocator`."""
 
 
 def test_the_constants_are_those_of_the_installed_pytorch():
@@ -33,6 +38,24 @@ def test_the_constants_are_those_of_the_installed_pytorch():
     assert int(found["kSmallBuffer"]) == caching_allocator.SMALL_SEGMENT_BYTES
     assert int(found["kMinLargeAlloc"]) == caching_allocator.OWN_SEGMENT_BYTES
     assert int(found["kRoundLarge"]) == caching_allocator.SEGMENT_STEP_BYTES
+
+
+@pytest.mark.parametrize("each", RECORDED)
+def test_every_byte_is_that_of_pytorchs_own_allocator(each):
+    found = outcomes(
+        each["trace"], expandable=each["expandable"], capacity_bytes=each["capacity_bytes"]
+    )
+    assert found == each["outcomes"]
+
+
+def test_what_was_recorded_is_not_trivial():
+    """Both settings, several streams, full devices, memory given back to them."""
+    assert {each["expandable"] for each in RECORDED} == {False, True}
+    assert {each["n_streams"] for each in RECORDED} == {1, 3}
+    limited = [each["outcomes"] for each in RECORDED if each["capacity_bytes"]]
+    assert all(len(outcomes) > 100 for outcomes in limited)
+    assert any(failed for outcomes in limited for *_, failed in outcomes)
+    assert any(n_returns for outcomes in limited for *_, n_returns, _ in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +173,7 @@ def test_random_traces(kind: type[CachingAllocator], capacity_bytes: float):
 def check(allocator: CachingAllocator, held: list[Block]) -> None:
     """Blocks lie side by side without overlap, nothing free stands beside something free, and what
     is in use, free and reserved adds up."""
-    pools = (allocator._small, allocator._large)
+    pools = list(allocator.pools.values())
     free = [block for pool in pools for block in pool.free]
     unmapped = [block for pool in pools for block in pool.unmapped]
     assert sum(block.size_bytes for block in held) == allocator.allocated_bytes

@@ -1,0 +1,151 @@
+"""The model of PyTorch's caching allocator beside PyTorch's own binary, without a card.
+
+    pip download --no-deps torch==2.13.0          # the build with CUDA, from pypi.org
+    python -m benchmarks.allocator --wheel torch-2.13.0-*.whl --record tests/data/allocator.json
+
+libc10_cuda.so of the wheel runs over a CUDA runtime that only hands out addresses and counts bytes
+(`fake_cuda.cpp`). It needs g++ and the headers of CUDA 13 (`--cuda`), but neither a driver nor a
+card. Random traces and those of plans are played through both; after each allocation and free,
+allocated and reserved bytes, the returns to a full device, and failures must be the same.
+
+CUDA chooses the addresses of segments, the model has them upwards. With addresses downwards, a full
+device and expandable segments, traces may differ: the second range is then searched first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.allocator.traces import Trace, of_plans, outcomes, random_trace
+
+SOURCES = Path(__file__).parent
+SHAPES = ("mixed", "few")
+N_STREAMS = (1, 3)
+N_RANDOM = 40
+"""Traces of each kind."""
+N_OPS = 400
+CAPACITY_BYTES = 700 * 2**20
+N_RECORDED, N_RECORDED_OPS = 1, 150
+"""Shorter ones of each kind, for the tests."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How traces are played. capacity_bytes: of the device (None: no limit)."""
+
+    shape: str
+    n_streams: int
+    expandable: bool
+    capacity_bytes: int | None
+    downwards: bool
+
+    def traces(self, n: int, n_ops: int) -> Iterator[Trace]:
+        for seed in range(n):
+            yield random_trace(random.Random(seed), n_ops, self.shape, self.n_streams)
+
+
+def main() -> None:
+    arguments = harness.parser("allocator", __doc__)
+    arguments.add_argument("--wheel", type=Path, required=True, help="of torch with CUDA 13")
+    arguments.add_argument("--cuda", type=Path, default=Path("/usr/local/cuda"))
+    arguments.add_argument("--record", type=Path, help="write traces and outcomes for the tests")
+    options = arguments.parse_args()
+    kinds = [
+        Kind(*each)
+        for each in itertools.product(
+            SHAPES, N_STREAMS, (False, True), (None, CAPACITY_BYTES), (False, True)
+        )
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        player = Player(Path(folder), options.wheel, options.cuda)
+        rows = [_row(kind, kind.traces(N_RANDOM, N_OPS), player) for kind in kinds]
+        rows += [
+            _row(Kind("plans", 1, expandable, None, downwards=False), of_plans(), player)
+            for expandable in (False, True)
+        ]
+        report = {"circumstances": harness.circumstances(), "wheel": options.wheel.name}
+        harness.write(options.out, report | {"kinds": rows})
+        if options.record:
+            recorded = [
+                {**vars(kind), "trace": trace, "outcomes": player(trace, kind)}
+                for kind in kinds
+                if not kind.downwards
+                for trace in kind.traces(N_RECORDED, N_RECORDED_OPS)
+            ]
+            options.record.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
+    sys.exit(any(row["n_different"] for row in rows if not row["downwards"]))
+
+
+def _row(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
+    found = [
+        player(trace, kind)
+        == outcomes(trace, expandable=kind.expandable, capacity_bytes=kind.capacity_bytes)
+        for trace in traces
+    ]
+    row = {**vars(kind), "n_traces": len(found), "n_different": found.count(False)}
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+class Player:
+    """PyTorch's allocator, built to be played."""
+
+    def __init__(self, folder: Path, wheel: Path, cuda: Path) -> None:
+        self.folder = folder
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                library = name in ("torch/lib/libc10.so", "torch/lib/libc10_cuda.so")
+                if library or name.startswith(("torch/include/c10/", "torch/include/torch/header")):
+                    archive.extract(name, folder)
+        self.libraries = folder / "torch" / "lib"
+        headers = [f"-I{cuda / 'include'}", f"-I{folder / 'torch' / 'include'}"]
+        versions = folder / "versions"
+        versions.write_text("libcudart.so.13 { global: *; };")
+        fake = ["-shared", "-fPIC", "-include", "string", str(SOURCES / "fake_cuda.cpp")]
+        runtime, nvml = "libcudart.so.13", "libnvidia-ml.so.1"
+        self._build(runtime, *fake, *headers, f"-Wl,-soname,{runtime},--version-script={versions}")
+        self._build(nvml, *fake, *headers, f"-Wl,-soname,{nvml}")
+        libraries = [f"-L{self.libraries}", f"-L{folder}", "-lc10_cuda", "-lc10", f"-l:{runtime}"]
+        self._build("play", str(SOURCES / "play.cpp"), *headers, *libraries)
+
+    def _build(self, name: str, *words: str) -> None:
+        command = ["g++", "-std=c++20", "-O1", "-w", "-o", str(self.folder / name), *words]
+        subprocess.run(command, check=True)
+
+    def __call__(self, trace: Trace, kind: Kind) -> list[list[int]]:
+        """See `outcomes`."""
+        environment = dict(os.environ, LD_LIBRARY_PATH=f"{self.folder}:{self.libraries}")
+        environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{kind.expandable}"
+        if kind.capacity_bytes is not None:
+            environment["FAKE_CAPACITY"] = str(kind.capacity_bytes)
+        if kind.downwards:
+            environment["FAKE_DOWNWARDS"] = "1"
+        played = subprocess.run(
+            [str(self.folder / "play")],
+            input="\n".join(_line(op) for op in trace),
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=True,
+        )
+        lines = [line.split() for line in played.stdout.splitlines()]
+        return [[*map(int, line[:3]), int(len(line) > 3)] for line in lines]
+
+
+def _line(op: Sequence[int]) -> str:
+    return f"f {op[0]}" if len(op) == 1 else f"a {op[0]} {op[1]} {op[2]}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Allocations and frees, and what the model of the allocator makes of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from graphs.graph import Graph
+from solver.methods import METHODS
+from solver.schedule import baseline, simulate
+from solver.schedule.caching_allocator import (
+    MIB,
+    Block,
+    CachingAllocator,
+    DeviceFullError,
+    ExpandableAllocator,
+)
+from solver.schedule.reserved_memory import Steps
+
+Trace = list[list[int]]
+"""Allocations: an index, bytes and a stream. Frees: the index. Streams are multiples of 32."""
+
+GPT2 = Path(__file__).parents[2] / "tests" / "data" / "gpt2_small_b8_t1024.json"
+SHARES = (1.0, 0.8, 0.6)
+FEW = (8192, MIB, 3 * MIB, 12 * MIB + 5, 32 * MIB, 112 * MIB, 256 * MIB)
+"""As in a model: many tensors of few sizes."""
+
+
+def random_trace(rng: random.Random, n_ops: int, shape: str, n_streams: int) -> Trace:
+    """shape: "mixed", sizes from 10 bytes to 300 MB; "few", those of FEW."""
+    trace: Trace = []
+    live: list[int] = []
+    for index in range(n_ops):
+        if live and rng.random() < 0.47:
+            trace.append([live.pop(rng.randrange(len(live)))])
+            continue
+        size_bytes = int(10 ** rng.uniform(1, 8.5)) if shape == "mixed" else rng.choice(FEW)
+        trace.append([index, size_bytes, 32 * rng.randrange(n_streams)])
+        live.append(index)
+    return trace
+
+
+def of_plans() -> Iterator[Trace]:
+    """Two steps of GPT-2, without a plan and with plans for less memory."""
+    graph = Graph.load(GPT2)
+    plain = baseline(graph)
+    peak_bytes = simulate(graph, plain).peak_bytes
+    for share in SHARES:
+        budget_bytes = int(share * peak_bytes)
+        found = METHODS["auto"](graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
+        recorder = _Recorder()
+        for tensor in graph.resident:
+            if tensor.alias_of is None and tensor.size_bytes:
+                recorder.allocate(tensor.size_bytes)
+        steps = Steps(graph, found.schedule or plain)
+        for _ in range(2):
+            steps.play(recorder)
+        yield recorder.trace
+
+
+class _Recorder(CachingAllocator):
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: Trace = []
+        self._index: dict[int, int] = {}
+
+    def allocate(self, size_bytes: int, *, stream: int = 0) -> Block:
+        block = super().allocate(size_bytes, stream=stream)
+        self._index[id(block)] = len(self.trace)
+        self.trace.append([len(self.trace), size_bytes, stream])
+        return block
+
+    def free(self, block: Block) -> None:
+        self.trace.append([self._index[id(block)]])
+        super().free(block)
+
+
+def outcomes(trace: Trace, *, expandable: bool, capacity_bytes: int | None) -> list[list[int]]:
+    """After each op: allocated and reserved bytes, returns to a full device, 1 if it failed."""
+    kind = ExpandableAllocator if expandable else CachingAllocator
+    allocator = kind(capacity_bytes=capacity_bytes or math.inf)
+    held: dict[int, Block] = {}
+    found = []
+    for index, *request in trace:
+        failed = 0
+        if request:
+            size_bytes, stream = request
+            try:
+                held[index] = allocator.allocate(size_bytes, stream=stream)
+            except DeviceFullError:
+                failed = 1
+        elif index in held:
+            allocator.free(held.pop(index))
+        counts = (allocator.allocated_bytes, allocator.reserved_bytes, allocator.n_returns)
+        found.append([*counts, failed])
+    return found
