@@ -24,6 +24,16 @@ _OUT = {**_INTO, aten.gather.default: aten.gather.out}
 """Operators that may write into an output of the new node."""
 
 
+_DIM_AT: dict[Any, int] = {
+    aten._log_softmax.default: 1,
+    aten._log_softmax_backward_data.default: 2,
+    aten.gather.default: 1,
+    aten.scatter_add.default: 1,
+    aten.sum.dim_IntList: 1,
+}
+"""Operator -> the position of its dimension, which is that of the classes."""
+
+
 class Body:
     """Collects operators around one cross-entropy, and becomes a node that runs them by chunks.
 
@@ -44,27 +54,40 @@ class Body:
 
         overwritable: the output may be written into it.
         """
-        is_wide = node.meta["val"].numel() == self._region.shape.numel()
-        node = without_views(node) if is_wide else node
+        node = without_views(node) if self._is_wide(node) else node
         if node not in self._values:
             self._values[node] = self._graph.placeholder(f"input_{len(self._inputs)}")
-            shape = node.meta["val"].shape
-            self._inputs[node] = is_wide or shape[:1] == self._region.shape[:1]
+            self._inputs[node] = self._rows_of(node.meta["val"]) is not None
         if overwritable:
             self._overwritable.append(node)
         return self._values[node]
 
     def run(self, node: fx.Node) -> None:
         """Run an operator of the step on the rows of the chunk."""
-        args: Any = fx.map_arg(node.args, self.read)
+        args: Any = self._args(node)
         kwargs: dict[str, Any] = {}
         if node.target is aten._to_copy.default:
             kwargs = {"dtype": node.meta["val"].dtype}
-        value = self.call(node.target, *args, **kwargs)
+        target: Any = node.target
+        if target is aten.scatter_add.default:
+            target = aten.scatter_add_.default  # its zeros are made for it
+        value = self.call(target, *args, **kwargs)
         value.meta["dtype"] = node.meta["val"].dtype
         if node.target in _INTO and args[0].meta.get("dtype") == node.meta["val"].dtype:
             value.target, value.kwargs = _INTO[node.target], {"out": args[0]}  # made in the body
         self._values[node] = value
+
+    def _args(self, node: fx.Node) -> tuple[Any, ...]:
+        """The arguments of the operator on rows by classes."""
+        if node.target is aten.scatter_add.default:
+            zeros = self.call(aten.zeros_like.default, self.read(self._region.softmax))
+            _, _, index, source = node.args
+            return zeros, 1, self.read(index), self.read(source)  # type: ignore[arg-type]
+        args: list[Any] = list(fx.map_arg(node.args, self.read))
+        if node.target in _DIM_AT:
+            at = _DIM_AT[node.target]
+            args[at] = 1 if isinstance(args[at], int) else [1]
+        return tuple(args)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Call an operator in the body."""
@@ -89,15 +112,12 @@ class Body:
             self.run(node)
         self.write_for(gradient)
         (new,) = self.nodes_before(gradient, like=gradient)
-        with gradient.graph.inserting_before(gradient):
-            view = _view(new, gradient.meta["val"].shape)
-        gradient.replace_all_uses_with(view)
+        take_place(gradient, new)
 
     def write_for(self, node: fx.Node) -> None:
-        """Make the value of an operator of the step an output, which takes its place."""
+        """Make the value of an operator of the step the next output."""
         made = node.meta["val"]
-        is_wide = made.numel() == self._region.shape.numel()
-        self.write(self._values[node], made.view(self._region.shape) if is_wide else made)
+        self.write(self._values[node], made.view(self._rows_of(made)))
 
     def nodes_before(self, place: fx.Node, *, like: fx.Node) -> tuple[fx.Node, ...]:
         """The outputs of the finished node, which is put before `place` in the step's graph.
@@ -132,9 +152,29 @@ class Body:
         )
 
     def _as_rows(self, node: fx.Node) -> fx.Node:
-        """A wide input as rows by classes."""
-        shape = self._region.shape
-        return _view(node, shape) if node.meta["val"].numel() == shape.numel() else node
+        """An input with the rows as its first dimension, where it has rows."""
+        shape = self._rows_of(node.meta["val"])
+        return node if shape is None else _view(node, shape)
+
+    def _is_wide(self, node: fx.Node) -> bool:
+        shape = node.meta["val"].shape
+        return bool(shape.numel() == self._region.shape.numel())
+
+    def _rows_of(self, value: torch.Tensor) -> torch.Size | None:
+        """The shape of a tensor whose first dimension is the rows; None where it has none."""
+        n_rows, n_classes = self._region.shape
+        if value.numel() == n_rows * n_classes:
+            return self._region.shape
+        if value.dim() > 1 and value.shape[:-1].numel() == n_rows:
+            return torch.Size((n_rows, value.shape[-1]))
+        return torch.Size((n_rows,)) if value.numel() == n_rows else None
+
+
+def take_place(old: fx.Node, new: fx.Node) -> None:
+    """Let what reads a node of the step read one with the same elements, which stands before it."""
+    with old.graph.inserting_before(old):
+        view = _view(new, old.meta["val"].shape)
+    old.replace_all_uses_with(view)
 
 
 def put_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:

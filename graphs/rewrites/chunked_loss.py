@@ -1,17 +1,24 @@
 """The loss in row chunks: log-softmax exists for one chunk of rows at a time, forward and backward.
 
 The forward pass picks each row's log-probability of its target; PyTorch's own `nll_loss` of the
-N x 1 column has the bits of that of the whole. The backward pass computes log-softmax again, chunk
+N x 1 column has the bits of that of the whole. A loss by hand gets what it gathers, and its sums
+over the classes, likewise. The backward pass computes log-softmax again, chunk
 by chunk, and writes the gradient of the logits. Where something else reads log-softmax, it stays.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from graphs.capture import Capture
-from graphs.rewrites.body import Body, put_before
-from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, erase_unread
+from graphs.rewrites.body import Body, put_before, take_place
+from graphs.rewrites.cross_entropy import (
+    CrossEntropy,
+    cross_entropies,
+    erase_unread,
+    without_views,
+)
 
 aten = torch.ops.aten
 
@@ -21,38 +28,56 @@ _IGNORED = -100
 
 def rewrite(captured: Capture) -> bool:
     """Change the captured graph; returns whether there was anything to change."""
-    regions = [
-        region
-        for region in cross_entropies(captured.graph)
-        if not region.others_read and region.target < min((region.loss, *region.row_sums))
-    ]
+    regions = [region for region in cross_entropies(captured.graph) if _can_run_again(region)]
     for region in regions:
-        _pick(region)
+        _results(region)
         _gradient(region)
         erase_unread(region)
     return bool(regions)
 
 
-def _pick(region: CrossEntropy) -> None:
-    """nll_loss reads a column of picked values; what label smoothing reads are sums of rows."""
-    _, target, _, reduction, ignored = region.loss.args
-    softmax, n_rows = region.softmax.meta["val"], region.shape[0]
-    place = min((region.loss, *region.row_sums))
+def _can_run_again(region: CrossEntropy) -> bool:
+    """Whether the loss can do without log-softmax, and all that it reads exists where it begins."""
+    results = _readers(region)
+    if region.others_read or not results:
+        return False
+    own = {region.softmax, *region.after}
+    read = {source for node in (*region.after, *results) for source in node.all_input_nodes}
+    return all(source < results[0] or without_views(source) in own for source in read)
+
+
+def _readers(region: CrossEntropy) -> list[fx.Node]:
+    """What reads log-softmax and has no wide result."""
+    return sorted([*region.row_results, *([region.loss] if region.loss else [])])
+
+
+def _results(region: CrossEntropy) -> None:
+    """What the loss reads of each row, in place of log-softmax."""
+    place = _readers(region)[0]
+    body = Body(region, n_outs=len(_readers(region)))
+    index = None if region.loss is None else _picked_for(region.loss, place)
+    for node in (*region.before, region.softmax, *region.after):
+        body.run(node)
+    if index is not None:
+        picked = body.call(aten.gather.default, body.read(region.softmax), 1, body.read(index))
+        body.write(picked, region.softmax.meta["val"].new_empty(region.shape[0], 1))
+    for node in region.row_results:
+        body.write_for(node)
+    new = list(body.nodes_before(place, like=place))
+    if region.loss is not None:
+        region.loss.args = (new.pop(0), *region.loss.args[1:])
+    for old, result in zip(region.row_results, new, strict=True):
+        take_place(old, result)
+
+
+def _picked_for(loss: fx.Node, place: fx.Node) -> fx.Node:
+    """The classes to pick for an nll_loss, which is made one of the column of picked values."""
+    values, target, _, reduction, ignored = loss.args
     is_ignored = put_before(place, aten.eq.Scalar, target, ignored)
     first = put_before(place, aten.masked_fill.Scalar, target, is_ignored, 0)
-    index = put_before(place, aten.unsqueeze.default, first, 1)
     marks = put_before(place, aten.where.Scalar, is_ignored, _IGNORED, 0)
-    body = Body(region, n_outs=1 + len(region.row_sums))
-    for node in (*region.before, region.softmax, *region.row_sums):
-        body.run(node)
-    picked = body.call(aten.gather.default, body.read(region.softmax), 1, body.read(index))
-    body.write(picked, softmax.new_empty(n_rows, 1))
-    for node in region.row_sums:
-        body.write_for(node)
-    column, *sums = body.nodes_before(place, like=region.loss)
-    region.loss.args = (column, marks, None, reduction, _IGNORED)
-    for old, new in zip(region.row_sums, sums, strict=True):
-        old.replace_all_uses_with(new)
+    loss.args = (values, marks, None, reduction, _IGNORED)
+    return put_before(place, aten.unsqueeze.default, first, 1)
 
 
 def _gradient(region: CrossEntropy) -> None:

@@ -7,7 +7,7 @@ the logits before a cast, exist for one chunk at a time. Casts before log-softma
 from __future__ import annotations
 
 from graphs.capture import Capture
-from graphs.rewrites.body import Body
+from graphs.rewrites.body import Body, take_place
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, erase_unread
 
 
@@ -30,4 +30,4 @@ def _cast_and_softmax(region: CrossEntropy) -> None:
         body.run(node)
     body.write_for(region.softmax)
     (new,) = body.nodes_before(region.softmax, like=region.softmax)
-    region.softmax.replace_all_uses_with(new)
+    take_place(region.softmax, new)

@@ -2,14 +2,19 @@
 
 `F.cross_entropy` of N rows of V classes is traced as log-softmax, the negative log-likelihood of
 the targets (`nll_loss`), and their two backward operators, each with a result of N x V elements
-("wide"). Casts before and after (to float32 and back) and scaling by numbers belong to the region,
-as does what label smoothing adds.
+("wide"). Losses by hand read log-softmax otherwise: they gather the log-probability of a token, or
+multiply it by the probabilities of a teacher. Casts before and after (to float32 and back) and
+arithmetic with numbers, with wide tensors and with one number for each row belong to the region, as
+do sums over the classes.
+
+Rows are all axes but the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +25,8 @@ aten = torch.ops.aten
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default}
 _SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default}
-_ROW_SUM = aten.sum.dim_IntList
+_ARITHMETIC = {*_SCALED, aten.add.Tensor, aten.sub.Tensor, aten.sub.Scalar, aten.add.Scalar}
+_ZEROS = {aten.new_zeros.default, aten.zeros.default}
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,10 @@ class CrossEntropy:
     """One cross-entropy in a step, by its nodes.
 
     before: casts and scalings of `logits` whose only reader is log-softmax, in order.
-    softmax, loss: log-softmax and nll_loss.
-    row_sums: sums of log-softmax over the classes (label smoothing).
+    softmax: log-softmax.
+    loss: nll_loss; None where there is none.
+    after: other operators of the forward pass that read log-softmax and have results by row in the
+        end, in order; `row_results` are those whose result is not wide.
     backward: wide operators of the backward pass, in order; the last makes the gradient.
     others_read: whether something else reads log-softmax, so that it must be kept whole.
     """
@@ -37,20 +45,16 @@ class CrossEntropy:
     logits: fx.Node
     before: tuple[fx.Node, ...]
     softmax: fx.Node
-    loss: fx.Node
-    row_sums: tuple[fx.Node, ...]
+    loss: fx.Node | None
+    after: tuple[fx.Node, ...]
+    row_results: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     others_read: bool
 
     @property
     def shape(self) -> torch.Size:
         """Rows and classes."""
-        shape: torch.Size = self.softmax.meta["val"].shape
-        return shape
-
-    @property
-    def target(self) -> fx.Node:
-        return self.loss.args[1]  # type: ignore[return-value]
+        return _rows_and_classes(self.softmax.meta["val"])
 
     def has_form_of_gradient(self, node: fx.Node) -> bool:
         """Whether the gradient has the dtype of this wide node."""
@@ -58,7 +62,12 @@ class CrossEntropy:
 
 
 def cross_entropies(graph: fx.Graph) -> Iterator[CrossEntropy]:
-    """Those of enough rows, whose loss has no class weights (which are read column by column)."""
+    """Those of enough rows, whose loss reads log-softmax by rows, and whose backward pass has more
+    wide operators than that of log-softmax.
+
+    Class weights are read column by column. Where all elements are one sum, log-softmax is better
+    computed twice than kept to be overwritten.
+    """
     for node in graph.find_nodes(op="call_function", target=aten._log_softmax.default):
         found = _read(node)
         if found is not None:
@@ -83,7 +92,8 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 def erase_unread(region: CrossEntropy) -> None:
     """Erase operators of the region, and views of them, that nothing reads any more."""
-    own = {*region.before, region.softmax, *region.row_sums, *region.backward}
+    own: set[Any] = {*region.before, region.softmax, *region.after, *region.backward}
+    own |= {node.args[0] for node in own if node.target is aten.scatter_add.default}  # zeros
     for node in reversed(list(region.softmax.graph.nodes)):
         if not node.users and without_views(node) in own:
             node.graph.erase_node(node)
@@ -91,9 +101,9 @@ def erase_unread(region: CrossEntropy) -> None:
 
 def _read(softmax: fx.Node) -> CrossEntropy | None:
     value = softmax.meta["val"]
-    if value.dim() != 2 or softmax.args[1] not in (1, -1) or not value.is_contiguous():
+    if value.dim() < 2 or softmax.args[1] not in (value.dim() - 1, -1):
         return None
-    if not is_worthwhile(*value.shape):
+    if not value.is_contiguous() or not is_worthwhile(*_rows_and_classes(value)):
         return None
     users = readers(softmax)
     losses = [user for user in users if user.target is aten.nll_loss_forward.default]
@@ -103,33 +113,36 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
         if user.target is aten._log_softmax_backward_data.default
         and without_views(user.args[1]) is softmax  # type: ignore[arg-type]
     ]
-    if len(losses) != 1 or len(backwards) != 1 or losses[0].args[2] is not None:
+    if len(losses) > 1 or len(backwards) != 1 or any(loss.args[2] is not None for loss in losses):
         return None
     region = _Region(softmax)
     backward = region.backward_of(backwards[0])
     made = [n for n in backward if n.target is aten.nll_loss_backward.default]
-    if len(made) != 1 or made[0].args[3] is not None:
+    if len(made) != len(losses) or any(node.args[3] is not None for node in made):
+        return None
+    after, row_results = region.after(set(backward))
+    if not (losses or row_results) or backward[0] is backwards[0]:
         return None
     logits, before = region.before()
     if not logits.meta["val"].is_contiguous():
         return None
-    row_sums = tuple(user for user in users if _is_row_sum(user))
-    if any(user.op == "output" for n in (softmax, *row_sums, backward[-1]) for user in n.users):
-        return None  # handed out by the step, which knows it by its node
-    others = set(users) - {losses[0], *row_sums, *backward}
+    handed_out = (softmax, *row_results, backward[-1])
+    if any(user.op == "output" for node in handed_out for user in node.users):
+        return None  # the step knows it by its node
     return CrossEntropy(
         logits=logits,
         before=before,
         softmax=softmax,
-        loss=losses[0],
-        row_sums=row_sums,
+        loss=losses[0] if losses else None,
+        after=after,
+        row_results=row_results,
         backward=backward,
-        others_read=bool(others),
+        others_read=not {*losses, *after, *backward}.issuperset(users),
     )
 
 
-def _is_row_sum(node: fx.Node) -> bool:
-    return node.target is _ROW_SUM and node.args[1:] in (([1],), ([-1],)) and not node.kwargs
+def _rows_and_classes(value: torch.Tensor) -> torch.Size:
+    return torch.Size((value.shape[:-1].numel(), value.shape[-1]))
 
 
 class _Region:
@@ -137,7 +150,7 @@ class _Region:
 
     def __init__(self, softmax: fx.Node) -> None:
         self.softmax = softmax
-        self.shape = softmax.meta["val"].shape
+        self.shape = _rows_and_classes(softmax.meta["val"])
 
     def before(self) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         """The logits, and what is done to them before log-softmax only."""
@@ -147,6 +160,33 @@ class _Region:
             steps.insert(0, node)
             node, reader = without_views(node.args[0]), node  # type: ignore[arg-type]
         return node, tuple(steps)
+
+    def after(self, backward: set[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+        """Readers of log-softmax whose wide results are read by each other alone, and those of them
+        that have a result by row.
+        """
+        members: set[fx.Node] = set()
+        found = readers(self.softmax)
+        for node in found:  # it grows
+            if node in backward or node in members:
+                continue
+            if self.is_row_result(node):
+                members.add(node)
+            elif self.is_arithmetic(node):
+                members.add(node)
+                found += readers(node)
+        while wide := {
+            node
+            for node in members
+            if not self.is_row_result(node) and not members.issuperset(readers(node))
+        }:
+            members -= wide
+        after: list[fx.Node] = []
+        for node in self.softmax.graph.nodes:
+            sources = {without_views(source) for source in node.all_input_nodes}
+            if node in members and not sources.isdisjoint((self.softmax, *after)):
+                after.append(node)
+        return tuple(after), tuple(filter(self.is_row_result, after))
 
     def backward_of(self, softmax_backward: fx.Node) -> tuple[fx.Node, ...]:
         """Wide operators of the backward pass that are read by each other alone."""
@@ -167,9 +207,11 @@ class _Region:
             maker = without_views(argument)
             if maker in members or not members.issuperset(readers(maker)):
                 continue
-            is_sum = maker.target is aten.add.Tensor and not maker.kwargs
+            if maker.meta.get("partitioner_tag") != node.meta.get("partitioner_tag"):
+                continue  # of the forward pass
             is_nll = maker.target is aten.nll_loss_backward.default
-            if is_nll or self.is_cast_or_scaled(maker) or (is_sum and self.is_wide(maker)):
+            is_copy = maker.target is aten._to_copy.default and self.is_cast_or_scaled(maker)
+            if is_nll or is_copy or self.is_arithmetic(maker) or self.is_spread(maker):
                 members.add(maker)
                 self._add_made_for(maker, members)
 
@@ -193,3 +235,58 @@ class _Region:
         if node.target is aten._to_copy.default:
             return bool(source.meta["val"].device == node.meta["val"].device)
         return node.target in _SCALED and not node.kwargs
+
+    def is_arithmetic(self, node: fx.Node) -> bool:
+        """Whether each element is made of those at its place, and of one number for the row."""
+        if not self.is_wide(node) or node.target not in _ARITHMETIC or node.kwargs:
+            return False
+        shape = node.meta["val"].shape
+        return all(self._has_rows(source, shape) for source in node.all_input_nodes)
+
+    def _has_rows(self, source: fx.Node, shape: torch.Size) -> bool:
+        """Whether a source of a wide tensor can be taken apart into rows, or is one number."""
+        value = source.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.is_complex():
+            return False
+        if value.dim() == 0:
+            return True
+        if value.shape not in (shape, (*shape[:-1], 1)):
+            return False
+        try:
+            value.view(-1, value.shape[-1])
+        except RuntimeError:  # rows of an expanded tensor
+            return False
+        return True
+
+    def is_row_result(self, node: fx.Node) -> bool:
+        """Whether it sums a wide tensor over the classes, or gathers some of them."""
+        if node.target not in (aten.sum.dim_IntList, aten.gather.default) or node.kwargs:
+            return False
+        wide, dim, *rest = node.args
+        if not isinstance(wide, fx.Node) or not self.is_wide(wide):
+            return False
+        last = (wide.meta["val"].dim() - 1, -1)
+        if node.target is aten.sum.dim_IntList:
+            return len(dim) == 1 and dim[0] in last and len(rest) <= 1  # type: ignore[arg-type, index]
+        return dim in last and self._indexes(rest[0], wide.meta["val"])
+
+    def is_spread(self, node: fx.Node) -> bool:
+        """Whether it is the gradient of what was gathered: zeros but for some classes."""
+        if node.target is not aten.scatter_add.default or not self.is_wide(node):
+            return False
+        args: Any = node.args
+        zeros, dim, index, source = args
+        made = node.meta["val"]
+        return (
+            zeros.target in _ZEROS
+            and list(zeros.users) == [node]
+            and made.dtype == self.softmax.meta["val"].dtype
+            and dim in (made.dim() - 1, -1)
+            and self._indexes(index, made)
+            and self._indexes(source, made)
+        )
+
+    def _indexes(self, index: Any, wide: torch.Tensor) -> bool:
+        """Whether it has some elements for each row of a wide tensor."""
+        value = index.meta["val"]
+        return bool(value.shape[:-1] == wide.shape[:-1] and value.is_contiguous())

@@ -48,7 +48,7 @@ def rewrite(captured: Capture, *, n_chunks: int) -> bool:
 
 @dataclass(frozen=True)
 class _Head:
-    """The product that makes the logits, and the operators that make its gradients.
+    """The product that makes the logits, their loss, and the operators that make its gradients.
 
     gradients: name of a gradient, as in `HeadLoop.makes` -> the node that makes it.
     """
@@ -57,20 +57,22 @@ class _Head:
     rows: fx.Node
     weight: fx.Node
     bias: fx.Node | None
+    loss: fx.Node
     gradients: dict[str, fx.Node]
 
 
 def _head_of(region: CrossEntropy) -> _Head | None:
     """None where it is not the simple case."""
-    if len(region.backward) < 2:
+    loss = region.loss
+    if loss is None or len(region.backward) < 2:
         return None
     nll, softmax, *_ = region.backward
     is_simple = (
         nll.target is aten.nll_loss_backward.default
         and softmax.target is aten._log_softmax_backward_data.default
-        and region.loss.args[3] in (MEAN, SUM)
+        and loss.args[3] in (MEAN, SUM)
         and not region.others_read
-        and not region.row_sums
+        and not region.after
     )
     product = without_views(region.logits)
     first = (*region.before, region.softmax)[0]
@@ -93,7 +95,7 @@ def _head_of(region: CrossEntropy) -> _Head | None:
         gradients[name] = reader
     if any(not node.meta["val"].is_contiguous() for node in gradients.values()):
         return None
-    return _Head(product, rows, weight, bias, gradients)
+    return _Head(product, rows, weight, bias, loss, gradients)
 
 
 def _through_transposes(node: fx.Node) -> list[fx.Node]:
@@ -139,9 +141,9 @@ def source_of(node: Any) -> tuple[fx.Node, int]:
 
 def _replace(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
     """The loss's node becomes the loop, and the nodes that made gradients scale those of it."""
-    loss, d_loss = region.loss, region.backward[0].args[0]
+    loss, d_loss = head.loss, region.backward[0].args[0]
     of_loss, *of_weights = loss.users  # getitems of the loss and of the sum of weights
-    _, _, _, reduction, ignored = loss.args
+    _, target, _, reduction, ignored = loss.args
     is_short = head.rows.meta["val"].dtype.itemsize < 4
     loop = HeadLoop(
         rows_per_product=chunk_rows,
@@ -156,7 +158,7 @@ def _replace(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
         after=(_cast(region.backward[1]), *map(_step, region.backward[2:])),
     )
     bias = [] if head.bias is None else [head.bias]
-    loss.target, loss.args = loop, (head.rows, region.target, head.weight, *bias)
+    loss.target, loss.args = loop, (head.rows, target, head.weight, *bias)
     _, *made = loop(*(node.meta["val"] for node in loss.args))  # type: ignore[union-attr]
     loss.meta["val"] = (of_loss.meta["val"], *made)
     divisor, *gradients = _parts(loss, made, after=of_loss)
@@ -223,7 +225,7 @@ def _scaled(out: torch.Tensor, made: torch.Tensor, scale: torch.Tensor) -> None:
 
 def _title(region: CrossEntropy, head: _Head) -> str:
     """The operators in it."""
-    nodes = (head.product, *region.before, region.softmax, region.loss, *region.backward)
+    nodes = (head.product, *region.before, region.softmax, head.loss, *region.backward)
     made = ", ".join(head.gradients)
     names = ", ".join(node.target._schema.name.removeprefix("aten::") for node in nodes)  # type: ignore[union-attr]
     return f"{names} -> {made}"

@@ -76,7 +76,8 @@ def _same(chunks: RowChunks, forms: Any, device: torch.device, n_threads: int) -
         if dtype.is_floating_point:  # as log-probabilities are
             args.append(torch.empty(shape, device=device).uniform_(-9, -1).to(dtype))
         else:
-            args.append(torch.randint(0, width, shape, device=device, dtype=dtype))
+            high = 2 if dtype == torch.bool else width
+            args.append(torch.randint(0, high, shape, device=device, dtype=dtype))
     whole, by_chunks = (
         dataclasses.replace(chunks, rows_per_chunk=n)(*args) for n in (N_ROWS, ALIGNED_ROWS)
     )

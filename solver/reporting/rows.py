@@ -294,7 +294,7 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
         parts.append(f"{counted(changed.n_in_place, 'output')} in place of inputs")
     if len(parts) == len(changed.saved_bytes) > 1:
         parts = [
-            f"{part} ({'-' if saved >= 0 else '+'}{format_size(abs(saved))})"
+            f"{part} ({'-' if saved >= 0 else '+'}{format_size(abs(saved))})" if saved else part
             for part, saved in zip(parts, changed.saved_bytes, strict=True)
         ]
     is_bitwise = changed.results == "bitwise"

@@ -54,6 +54,36 @@ def probabilities(y: torch.Tensor, n_classes: int = 131) -> torch.Tensor:
     return 0.9 * one_hot + 0.1 / n_classes
 
 
+def log_probabilities(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of the targets, by row; 0 where they are ignored."""
+    picked = F.log_softmax(logits.float(), -1).gather(-1, y.clamp(0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(y == IGNORED, 0.0, picked)
+
+
+def preferred(logits: torch.Tensor, y: torch.Tensor) -> Any:
+    by_sequence = log_probabilities(logits, y).sum(-1)
+    return -F.logsigmoid(0.1 * (by_sequence[:1] - by_sequence[1:])).mean()
+
+
+def of_a_teacher(logits: torch.Tensor, y: torch.Tensor) -> Any:
+    """The cross-entropy of each row with a teacher's probabilities."""
+    teacher = probabilities(y, logits.shape[-1]).view(logits.shape)
+    return -(teacher * F.log_softmax(logits / 2, -1)).sum(-1).mean()
+
+
+def masked_by_hand(logits: torch.Tensor, y: torch.Tensor) -> Any:
+    """The mask has a column for each class."""
+    is_target = F.one_hot(y.clamp(0), logits.shape[-1]).bool()
+    by_row = (F.log_softmax(logits, -1) * is_target).sum(-1, keepdim=True)
+    return -(by_row.squeeze(-1) * (y != IGNORED)).sum(1).mean()
+
+
+def with_entropy(logits: torch.Tensor, y: torch.Tensor) -> Any:
+    logs = F.log_softmax(logits, -1)
+    entropy = -(logs.exp() * logs).sum(-1)
+    return -(logs.gather(-1, y.clamp(0).unsqueeze(-1)).squeeze(-1) + 0.01 * entropy).mean()
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
     "mean": lambda x, y: F.cross_entropy(*rows(x, y)),
     "sum": lambda x, y: F.cross_entropy(*rows(x, y), reduction="sum"),
@@ -75,11 +105,31 @@ LOSSES: dict[str, Callable[..., Any]] = {
         LOSSES["mean"](x, y)
         + F.kl_div(F.log_softmax(rows(x, y)[0] / 2, -1), probabilities(y), reduction="batchmean")
     ),
+    "log-probabilities by hand": lambda x, y: -log_probabilities(x, y).mean(),
+    "preferences": preferred,
+    "several classes of a row": lambda x, y: (
+        -(
+            F.log_softmax(x, -1)
+            .gather(-1, torch.stack((y.clamp(0), y.flip(-1).clamp(0)), -1))
+            .mean()
+        )
+    ),
+    "gathered and smoothed by hand": lambda x, y: (
+        -(
+            (p := F.log_softmax(rows(x, y)[0], -1)).gather(1, y.clamp(0).view(-1, 1)).mean()
+            + 0.01 * p.sum(-1).mean()
+        )
+    ),
+    "teacher, by row": of_a_teacher,
+    "a mask of classes": masked_by_hand,
+    "entropy": with_entropy,
     "log-softmax is returned": lambda x, y: (
         F.nll_loss(p := F.log_softmax(rows(x, y)[0], -1), y.view(-1)),
         p,
     ),
 }
+SOFTMAX_STAYS = {"entropy", "log-softmax is returned"}
+"""Something reads it whole."""
 
 
 @pytest.mark.slow(sample=18)
@@ -105,8 +155,8 @@ def test_every_bit_is_that_of_the_plain_step(dtype, autocast, loss) -> None:
         program = BoundProgram(step, build_program(step, baseline(step.graph)))
         got = results(model, lambda: program.run(model, call))  # noqa: B023
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        is_chunked = any(node.op.startswith("row_chunks") for node in step.graph.nodes)
-        assert is_chunked or loss == "log-softmax is returned"
+    chunked = [any(n.op.startswith("row_chunks") for n in step.graph.nodes) for step in steps]
+    assert chunked == [loss not in SOFTMAX_STAYS, True] or loss == "log-softmax is returned"
 
 
 @pytest.mark.slow
@@ -137,9 +187,26 @@ def test_odd_widths_and_several_threads_change_no_bit(n_classes, dtype, rewrite)
         lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
         lambda x, y: F.cross_entropy(x[0], y[0]),
         lambda x, y: F.cross_entropy(rows(x, y)[0], probabilities(y)),
-        lambda x, y: F.kl_div(F.log_softmax(rows(x, y)[0], -1), probabilities(y)),
+        lambda x, y: F.kl_div(F.log_softmax(rows(x, y)[0], -1), probabilities(y), reduction="sum"),
+        lambda x, y: (F.log_softmax(x, -1) * torch.arange(131)).sum(),
+        lambda x, y: (F.log_softmax(x, 1).gather(-1, y.clamp(0).unsqueeze(-1))).sum(),
+        lambda x, y: F.ctc_loss(
+            F.log_softmax(rows(x, y)[0], -1).view(100, 3, 131),
+            torch.ones(3, 2, dtype=torch.long),
+            torch.full((3,), 100),
+            torch.full((3,), 2),
+        ),
     ],
-    ids=["class weights", "images", "few rows", "probabilities", "distillation"],
+    ids=[
+        "class weights",
+        "images",
+        "few rows",
+        "probabilities",
+        "distillation",
+        "weights by hand",
+        "over the rows",
+        "alignments",
+    ],
 )
 def test_other_losses_are_left_alone(loss, rewrite) -> None:
     model, (x, y) = Head(loss), batch()
@@ -261,14 +328,19 @@ def test_logits_whose_gradient_is_that_of_a_parameter_are_not_overwritten(rewrit
     assert logits not in {node.overwrites for node in graph.nodes}
 
 
-def test_the_gradient_is_written_over_the_logits() -> None:
+@pytest.mark.parametrize("loss", ["mean", "preferences"])
+def test_the_gradient_is_written_over_the_logits(loss) -> None:
     """One wide tensor at a time, and the workspace of a chunk; what touches it runs once."""
-    model, (x, y) = Head(LOSSES["mean"], 4096), batch(4096)
+    model, (x, y) = Head(LOSSES[loss], 4096), batch(4096)
     wide, chunk = 4 * N_ROWS * 4096, 4 * 64 * 4096
     for rewrite in BOTH:
         step, call = captured(model, x, y, (rewrite, "in_place"))
         graph = step.graph
-        (last,) = (n for n in graph.nodes if n.overwrites and n.phase == "backward")
+        (last,) = (
+            n
+            for n in graph.nodes
+            if n.overwrites and n.phase == "backward" and n.op.startswith("row_chunks")
+        )
         on_storage = {graph.root(last.outputs[0]), *graph.views[graph.root(last.outputs[0])]}
         touching = [n for n in graph.nodes if on_storage.intersection((*n.inputs, *n.outputs))]
         assert len(touching) >= 4
