@@ -29,7 +29,7 @@ from graphs.model_calls import (
     nested,
 )
 from graphs.training_step import GivenOptimizer, read_optimizer
-from scheduler_runtime.execute import ReplacedForward
+from scheduler_runtime.execute import ReplacedForward, nothing_watches
 from scheduler_runtime.host_state import host_blocks
 from solver.sizes_deadlines_progress import names_checked
 
@@ -151,6 +151,7 @@ def measure(
     return found
 
 
+@nothing_watches()  # a loss that has not been run backward yet
 def measure_in_turns(
     model: nn.Module,
     batch: Any,

@@ -26,7 +26,7 @@ from graphs.hardware import is_cuda
 from graphs.model_calls import nested
 from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
-from scheduler_runtime.execute import own_forwards
+from scheduler_runtime.execute import nothing_watches, own_forwards
 from scheduler_runtime.host_state import on_device
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
 from scheduler_runtime.rounding_errors import InFloat64, errors, is_reference
@@ -138,6 +138,7 @@ def _rates_of(solution: Solution) -> str:
     return title if is_cuda(costs) or not title else f"a {title}"
 
 
+@nothing_watches()
 def _compared(
     planned: Mapping[str, torch.Tensor],
     plain: Mapping[str, torch.Tensor],

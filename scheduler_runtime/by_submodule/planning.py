@@ -37,6 +37,7 @@ from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
+from scheduler_runtime.execute import nothing_watches
 from scheduler_runtime.surroundings import budget_for
 from solver.module_checkpointing import (
     ModuleTree,
@@ -118,6 +119,7 @@ def plan_chain(
     return found
 
 
+@nothing_watches()
 def _observed_and_planned(
     model: nn.Module,
     batch: Any,

@@ -36,4 +36,8 @@ from scheduler_runtime.execute.torch_checkpoint import (
     remove_torch_checkpoint,
 )
 from scheduler_runtime.execute.unread_results import is_random
-from scheduler_runtime.execute.without_dispatch_modes import Watching, leave_modes
+from scheduler_runtime.execute.without_dispatch_modes import (
+    Watching,
+    leave_modes,
+    nothing_watches,
+)

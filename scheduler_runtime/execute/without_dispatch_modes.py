@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
+    _push_mode,
 )
 
 aten = torch.ops.aten
@@ -83,14 +86,14 @@ class _Kernels:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._n_holding = 0
+        self._lock = threading.RLock()  # the garbage collector may end a watch within a call
+        self._n_holding = self._n_running = 0
         self._library: Any = None
 
     def hold(self) -> None:
         with self._lock:
             self._n_holding += 1
-            if self._n_holding > 1:
+            if self._library is not None:
                 return
             self._library = torch.library.Library("aten", "IMPL")
             for operator in LOOKING:
@@ -100,9 +103,24 @@ class _Kernels:
     def release(self) -> None:
         with self._lock:
             self._n_holding -= 1
-            if not self._n_holding:
-                self._library._destroy()
-                self._library = None
+            self._drop()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One of them runs, and must not be dropped meanwhile."""
+        with self._lock:
+            self._n_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._n_running -= 1
+
+    def _drop(self) -> None:
+        """Unless one runs: then the next watch that ends drops them."""
+        if not self._n_holding and not self._n_running:
+            self._library._destroy()
+            self._library = None
 
 
 _kernels = _Kernels()
@@ -110,13 +128,28 @@ _kernels = _Kernels()
 
 def _without_modes(operator: Any, *args: Any, **named: Any) -> Any:
     """The operator; its backward function leaves the modes that watch now."""
-    result = operator._op_dk(DispatchKey.Autograd, *args, **named)
+    with _kernels.running():
+        result = operator._op_dk(DispatchKey.Autograd, *args, **named)
     watching = [each for each in _get_current_dispatch_mode_stack() if isinstance(each, Watching)]
     if watching and result.grad_fn is not None:
         result.grad_fn.register_prehook(lambda _gradients: leave_modes(if_over=False))
         for each in watching:
             each.misses()
     return result
+
+
+@contextmanager
+def nothing_watches() -> Iterator[None]:
+    """What runs in it is not seen by the modes that are on top of this thread's stack, and takes
+    what it takes without them."""
+    paused = []
+    while (stack := _get_current_dispatch_mode_stack()) and isinstance(stack[-1], Watching):
+        paused.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for each in reversed(paused):
+            _push_mode(each)
 
 
 def leave_modes(*, if_over: bool) -> None:

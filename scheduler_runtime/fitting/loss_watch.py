@@ -1,9 +1,10 @@
 """What a loss that the training computes takes: its operators are watched in one step.
 
 A dispatch mode sees them from the end of the model's forward pass until the first gradient of an
-output arrives. Then it does nothing more, and is taken off in the training's own thread, at the
-optimizer's step or the model's next call: one that is taken off within a backward pass comes back
-after it, since the engine restores the state of the thread.
+output arrives. Then it does nothing more, and is taken off in the training's own thread: when the
+output's graph is gone (so ends a loss that never runs backward, too), at the optimizer's step or at
+the model's next call. One that is taken off within a backward pass comes back after it, since the
+engine restores the state of the thread.
 
 Some of what a loss does is not seen: compiled kernels, bytes of sparse tensors, and backward
 functions that have other bits under a mode. Then nothing is told.
@@ -68,8 +69,11 @@ class LossWatch(Watching):
                 found._end_of_loss(gradients, strides)
 
         def gradients_are_gone() -> None:
-            if (found := watch()) is not None:
-                found._arrived = None
+            if (found := watch()) is None:
+                return
+            found._arrived = None
+            if not _in_backward():
+                found._take_off()
 
         def before_optimizer(*_: Any) -> None:
             # one that is not over yet goes on: this is the optimizer of another model
@@ -104,12 +108,12 @@ class LossWatch(Watching):
         return not self._is_on
 
     def _take_off(self) -> None:
-        """Unless another mode is on top of it."""
+        """With those below that are over. Not if another mode is on top of it, or on the stack of
+        another thread."""
         self._arrived = None
-        stack = _get_current_dispatch_mode_stack()
-        if self._is_on and stack and stack[-1] is self:
-            self._is_on = False
-            self.unwatch()
+        while (stack := _get_current_dispatch_mode_stack()) and (top := _over(stack[-1])):
+            top._is_on = False
+            top.unwatch()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -192,9 +196,10 @@ def _in_backward() -> bool:
 
 def can_watch() -> bool:
     """Not inside of other modes than these: the top one is taken off when one of them ends."""
-    while (stack := _get_current_dispatch_mode_stack()) and (top := _over(stack[-1])):
-        top.end()  # of a model that was not called again
-    return all(isinstance(each, LossWatch) for each in stack)
+    for each in _get_current_dispatch_mode_stack():
+        if (watch := _over(each)) is not None:
+            watch.end()  # of a model that was not called again
+    return all(isinstance(each, LossWatch) for each in _get_current_dispatch_mode_stack())
 
 
 @contextmanager

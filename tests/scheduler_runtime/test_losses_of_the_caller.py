@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import cpu_peak_bytes
-from scheduler_runtime import fit
+from scheduler_runtime import fit, measure
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import bytes_of, emptied
 from solver import solve
@@ -224,24 +225,93 @@ def test_the_watch_ends_at_the_optimizers_step() -> None:
     assert not _get_current_dispatch_mode_stack()
 
 
+def test_an_output_that_is_dropped_is_watched_no_longer() -> None:
+    loop = _fitted_loop(F.mse_loss, "10MB")
+    output = loop.model(loop.batch[0])
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    del output
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_a_loss_that_is_dropped_is_watched_no_longer_without_the_optimizers_step() -> None:
+    loop = _fitted_loop(F.mse_loss, "10MB")
+    loss = F.mse_loss(loop.model(loop.batch[0]), loop.batch[1])
+    loss.backward()
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    del loss
+    assert not _get_current_dispatch_mode_stack()
+
+
 def test_a_forward_pass_without_a_backward_pass_is_watched_until_the_next() -> None:
     loop = _fitted_loop(F.mse_loss, "10MB")
-    loop.model(loop.batch[0])
-    with FlopCounterMode(display=False) as counter:
-        loop.model(loop.batch[0])
-    assert counter.get_total_flops() > 0
+    output = loop.model(loop.batch[0])
+    (watch,) = _get_current_dispatch_mode_stack()
     with torch.no_grad():
         loop.model(loop.batch[0])
+    assert _get_current_dispatch_mode_stack() == [watch]
+    output = loop.model(loop.batch[0])
+    (next_watch,) = _get_current_dispatch_mode_stack()
+    assert next_watch is not watch
+    del output
+
+
+def test_an_output_that_is_dropped_below_another_mode_is_watched_until_the_next() -> None:
+    loop = _fitted_loop(F.mse_loss, "10MB")
+    output = loop.model(loop.batch[0])
+    with FlopCounterMode(display=False) as counter:
+        del output
+        loop.model(loop.batch[0])
+    assert counter.get_total_flops() > 0
+    loop.model(loop.batch[0])
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_the_stack_of_another_thread_is_left_alone() -> None:
+    """The output dies in a thread with a watch of its own."""
+    here, there = (_fitted_loop(F.mse_loss, "10MB") for _ in range(2))
+    outputs = [here.model(here.batch[0])]
+    (watch,) = _get_current_dispatch_mode_stack()
+    seen = []
+
+    def other_thread() -> None:
+        output = there.model(there.batch[0])
+        outputs.clear()
+        seen.append(_get_current_dispatch_mode_stack())
+        del output
+        seen.append(_get_current_dispatch_mode_stack())
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    assert [len(stack) for stack in seen] == [1, 0]
+    assert _get_current_dispatch_mode_stack() == [watch] != seen[0]
+    here.model(here.batch[0])
     assert not _get_current_dispatch_mode_stack()
 
 
 def test_a_model_that_is_not_called_again_leaves_the_next_one_to_be_watched() -> None:
+    outputs: list[torch.Tensor] = []
     for _ in range(2):
         loop = _fitted_loop(F.mse_loss, "10MB")
-        loop.model(loop.batch[0])
-        (watch,) = _get_current_dispatch_mode_stack()
-    loop.model.requires_grad_(False)(loop.batch[0])
-    assert watch not in _get_current_dispatch_mode_stack()
+        outputs.append(loop.model(loop.batch[0]))
+    assert len(_get_current_dispatch_mode_stack()) == 2
+    outputs.pop(0)
+    assert len(_get_current_dispatch_mode_stack()) == 2  # the other one is on top
+    outputs.pop(0)
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_measuring_another_model_sees_nothing_of_a_watch() -> None:
+    """A watch holds what an operator reads until it has looked at it."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    batch, loss = torch.randn(N_ROWS, WIDTH), lambda output, _: _held_by_a_mode(output)
+    alone = measure(model, batch, loss=loss, n_steps=1).peak_bytes
+    loop = _fitted_loop(F.mse_loss, "10MB")
+    output = loop.model(loop.batch[0])
+    assert measure(model, batch, loss=loss, n_steps=1).peak_bytes == alone
+    F.mse_loss(output, loop.batch[1]).backward()
+    loop.optimizer.step()
+    assert not _get_current_dispatch_mode_stack()
 
 
 @pytest.mark.slow
@@ -279,6 +349,10 @@ def test_inside_of_another_mode_nothing_is_watched() -> None:
         assert len(_get_current_dispatch_mode_stack()) == 1
     assert not _get_current_dispatch_mode_stack()
     F.mse_loss(output, loop.batch[1]).backward()
+
+
+def _held_by_a_mode(x: torch.Tensor) -> torch.Tensor:
+    return x.index_select(0, torch.arange(N_ROWS - 1, -1, -1)).mean()
 
 
 def _of_sparse_rows(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
