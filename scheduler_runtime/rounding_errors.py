@@ -61,13 +61,14 @@ def errors(
         dtype = plain[name].dtype
         if dtype.is_floating_point:
             least = torch.finfo(dtype).eps / 2
-            one, other = (_error(found[name], exact[name]) for found in (plan, plain))
+            one, other = (relative_error(found[name], exact[name]) for found in (plan, plain))
             yield Error(name, one, other, least)
 
 
-def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Infinite where one is not a number and the other is."""
-    if not torch.equal(found.isfinite(), exact.isfinite()):
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of the difference over that of `exact`; infinite where their shapes differ, and
+    where one is not a number and the other is."""
+    if found.shape != exact.shape or not torch.equal(found.isfinite(), exact.isfinite()):
         return float("inf")
     is_finite = exact.isfinite()
     difference = (found.double() - exact.double())[is_finite].norm()

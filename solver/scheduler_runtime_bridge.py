@@ -74,6 +74,13 @@ N_SHOWN = 4
 """Differing results that are named."""
 
 
+_VERDICTS = {
+    "bitwise": "bitwise identical",
+    "allclose": "errors as promised",
+    "lossy": "gradients rounded, errors measured",
+}
+
+
 @dataclass(frozen=True, repr=False)
 class Verification:
     """The step measured on `device` with the plan, and without it (baseline).
@@ -82,8 +89,11 @@ class Verification:
     planned_for: the card whose peaks are predicted, where the device is another ("": the same).
     rates_of: the device whose rates give the predicted times ("": operators measured here, or not
         known).
-    results: what was compared: "bitwise", or "allclose", errors against the step in float64.
-    largest_error: that of the result which is closest to what is allowed, in words ("": bitwise).
+    results: what was compared: "bitwise"; "allclose", errors against the step in float64; "lossy",
+        loss and buffers bitwise, the errors of gradients measured, against the step without the
+        plan.
+    largest_error: that of the result which is closest to what is allowed, or what was measured, in
+        words ("": bitwise).
     differences: results that are not bitwise identical, such as "gradient of head.weight"; or whose
         errors are too large.
     unsteady: results that also differ between runs of the baseline, and are not compared.
@@ -227,7 +237,7 @@ class Verification:
         """What came out, in a few words."""
         if self.differences:
             return f"FAILED: {counted(len(self.differences), 'result')} not as promised"
-        results = "bitwise identical" if self.results == "bitwise" else "errors as promised"
+        results = _VERDICTS[self.results]
         if self.memory_failures:
             what = "above the budget" if not self.fits else "baseline above the budget"
             return f"FAILED: {what}, {results}"

@@ -17,6 +17,8 @@ extraction: its name is in PROGRAM_REWRITES as well.
 """
 
 from graphs.rewrites.names import (
+    CODES,
+    FEWER_BITS,
     HEAD_AND_LOSS,
     PROGRAM_REWRITES,
     REWRITES,

@@ -12,29 +12,45 @@ N_CHUNKS = (2, 4, 8, 16, 32, 64)
 HEAD_AND_LOSS = {f"head_and_loss_in_{n}_chunks": n for n in N_CHUNKS}
 """Name of a rewrite -> chunks of rows. They change last bits."""
 
-PROGRAM_REWRITES = (*HEAD_AND_LOSS, "chunked_loss", "chunked_loss_backward")
-"""They change a Capture, before it becomes a layout; a variant has one of them at most."""
+FEWER_BITS = {
+    "packed_masks": "bits",
+    "waiting_in_bf16": "bf16",
+    "waiting_in_fp8": "fp8",
+    "waiting_in_int8": "int8",
+}
+"""Name of a rewrite -> code of `graphs.rewrites.codes`. All but the first change results."""
+
+PROGRAM_REWRITES = (*HEAD_AND_LOSS, "chunked_loss", "chunked_loss_backward", *FEWER_BITS)
+"""They change a Capture, before it becomes a layout; a variant has one in chunks at most, and one
+or two in fewer bits."""
 
 REWRITES: tuple[str, ...] = (*PROGRAM_REWRITES, "in_place")
 """The others change the layout. `graphs.rewrites.passes` has the function of each."""
 
-WORDS = ("bitwise", "allclose", "none")
-"""What a plan may do to the results: keep every bit; change last bits as well; and "none": nothing
-is rewritten."""
+CODES = ("bf16", "fp8", "int8")
+WORDS = ("bitwise", "allclose", "none", "lossless", *CODES)
+"""What a plan may do to the results: keep every bit; change last bits as well; "none": nothing is
+rewritten; "lossless": keep every bit, and let masks wait in bits; a code: also round what waits for
+the backward pass to it."""
 
 
 def check_word(word: str) -> str:
     """The word itself; raises ValueError for any other than WORDS."""
     if word not in WORDS:
         raise ValueError(
-            f"rewrites is {word!r}; 'bitwise' (every bit of the results stays), 'allclose' (last "
-            "bits may change) or 'none'"
+            f"rewrites is {word!r}; 'bitwise' (every bit of the results stays), 'lossless' (also "
+            "with masks in bits), 'allclose' (last bits may change), 'bf16', 'fp8', 'int8' (what "
+            "waits for the backward pass is rounded) or 'none'"
         )
     return word
 
 
 def results_of(rewrites: Iterable[str]) -> str:
-    """What a step with these rewrites keeps of the plain one's results: "bitwise", "allclose"."""
+    """What a step with these rewrites keeps of the plain one's results: "bitwise", "allclose", or
+    "lossy": what waited for the backward pass has been rounded."""
+    rewrites = tuple(rewrites)
+    if any(FEWER_BITS.get(name) in CODES for name in rewrites):
+        return "lossy"
     return "allclose" if any(name in HEAD_AND_LOSS for name in rewrites) else "bitwise"
 
 
@@ -49,7 +65,14 @@ def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
     chunked = ["chunked_loss_backward", "chunked_loss"]
     if word == "allclose":
         chunked += HEAD_AND_LOSS
-    return ((), in_place, *((name, *in_place) for name in chunked))
+    variants = ((), in_place, *((name, *in_place) for name in chunked))
+    if word in ("lossless", *CODES):
+        packed: list[Variant] = [("packed_masks",)]
+        if word in CODES:
+            packed.append(("packed_masks", f"waiting_in_{word}"))
+        chunks = ((), *((name,) for name in chunked))
+        variants += tuple((*first, *last, *in_place) for last in packed for first in chunks)
+    return variants
 
 
 def rewrites_program(rewrites: Iterable[str]) -> bool:

@@ -6,8 +6,14 @@ import functools
 from collections.abc import Callable
 
 from graphs.capture import Capture, Layout
-from graphs.rewrites import chunked_loss, chunked_loss_backward, head_and_loss, in_place
-from graphs.rewrites.names import HEAD_AND_LOSS
+from graphs.rewrites import (
+    chunked_loss,
+    chunked_loss_backward,
+    fewer_bits,
+    head_and_loss,
+    in_place,
+)
+from graphs.rewrites.names import FEWER_BITS, HEAD_AND_LOSS
 
 PROGRAM_PASSES: dict[str, Callable[[Capture], bool]] = {
     **{
@@ -16,6 +22,7 @@ PROGRAM_PASSES: dict[str, Callable[[Capture], bool]] = {
     },
     "chunked_loss": chunked_loss.rewrite,
     "chunked_loss_backward": chunked_loss_backward.rewrite,
+    **{name: functools.partial(fewer_bits.rewrite, code=code) for name, code in FEWER_BITS.items()},
 }
 """They change a captured program, and return whether there was anything to change."""
 

@@ -261,7 +261,8 @@ class Arguments:
     rewrites: str = _option(
         "--rewrites",
         "how the plan may rewrite the step: bitwise (default; results stay bitwise identical), "
-        "allclose (last bits may change) or none",
+        "allclose (last bits may change), lossless (also masks in bits), bf16, fp8, int8 (also "
+        "what waits for the backward pass is rounded) or none",
         STEP,
         default="bitwise",
         choices=WORDS,

@@ -395,11 +395,11 @@ def _why(code: Exit, report: Report, *, of_what: str = "") -> str:
             return f"--verify: {report.verify_error}"
         if report.verification.memory_failures:
             return f"--verify: {report.verification.memory_failures[0]}"
-        what = (
-            "not bitwise identical"
-            if report.verification.results == "bitwise"
-            else "not as close to float64 as promised"
-        )
+        what = {
+            "bitwise": "not bitwise identical",
+            "allclose": "not as close to float64 as promised",
+            "lossy": "more than gradients is rounded",
+        }[report.verification.results]
         return f"--verify: {what}: {report.verification.differences[0]}"
     if code is Exit.INTERRUPTED:
         return f"interrupted; what is known so far of {budget} is in the report"

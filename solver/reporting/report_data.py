@@ -191,13 +191,21 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
+RESULTS = {
+    "bitwise": "bitwise identical results",
+    "allclose": "last bits of the results differ",
+    "lossy": "lossy: the loss is bitwise identical, gradients have errors (--verify measures them)",
+}
+"""What the program of a plan keeps of the plain step's results, by its class."""
+
+
 @dataclass(frozen=True)
 class Rewritten:
     """How the plan's program differs from the plain step.
 
     names: of the rewrites. n_in_place: outputs that take the place of an input. peak_bytes: of the
     program without recomputation. overhead: of that program, as a share of the plain step.
-    results: "bitwise", or "allclose" where last bits differ.
+    results: "bitwise"; "allclose" where last bits differ; "lossy" where gradients do.
     saved_bytes: what each of them takes off the peak without recomputation; empty where the
     programs with fewer of them are not known. plain_bytes: that peak without any of them.
     """

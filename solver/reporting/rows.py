@@ -12,7 +12,7 @@ from graphs.host_state import host_parameter_bytes, optimizer_of, state_copies_s
 from graphs.pipeline import pipeline_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
-from solver.reporting.report_data import Report, Rewritten, freed_early_bytes, rewritten
+from solver.reporting.report_data import RESULTS, Report, Rewritten, freed_early_bytes, rewritten
 from solver.schedule import Link, Places, Simulation, Solution, reserved_by_setting
 from solver.sizes_deadlines_progress import (
     Reader,
@@ -297,8 +297,7 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
             f"{part} ({'-' if saved >= 0 else '+'}{format_size(abs(saved))})" if saved else part
             for part, saved in zip(parts, changed.saved_bytes, strict=True)
         ]
-    is_bitwise = changed.results == "bitwise"
-    results = "bitwise identical results" if is_bitwise else "last bits of the results differ"
+    results = RESULTS[changed.results]
     return (
         f"{', '.join(parts)}: without recomputation {format_size(changed.peak_bytes)} instead of "
         f"{format_size(changed.plain_bytes)}, {format_share(changed.overhead)} time; {results}"

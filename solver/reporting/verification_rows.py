@@ -71,6 +71,11 @@ def verification_rows(found: Verification, *, reader: Reader) -> Iterator[Row]:
         gradients = counted(found.n_gradients, "gradient")
         if found.results == "bitwise":
             text = f"loss, {gradients} and buffers are bitwise identical to the baseline"
+        elif found.results == "lossy":
+            text = (
+                f"loss and buffers are bitwise identical to the baseline; errors of {gradients} "
+                f"against it: {found.largest_error}"
+            )
         else:
             text = (
                 f"errors of loss and {gradients} against float64 are at most twice the baseline's; "

@@ -70,8 +70,9 @@ def solve(
         "16GB", "60%" of `capacity_bytes`.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
     module on CUDA or planned for a named card, else 0).
-    rewrites: how the plan may rewrite the step: "bitwise" (the default for a module), "allclose" or
-    "none" (`graphs.rewrites`). A graph is planned with those that it was made with.
+    rewrites: how the plan may rewrite the step: "bitwise" (the default for a module), "allclose",
+        "lossless", "bf16", "fp8", "int8" or "none" (`graphs.rewrites`). A graph is planned with
+        those that it was made with.
 
     host_budget: bytes of host memory that the plan may copy to beside recomputing ("64GB"; default:
         none). Some methods do.

@@ -119,4 +119,9 @@ def _why_not_away(graph: Graph, *, with_parameters: bool) -> str:
         )
     unknown = "the step has no optimizer, or does not say in which parts it can be copied"
     reason = optimizer.get("state_stays") or unknown
+    if with_parameters:
+        return (
+            "the parameters cannot be on the host: they leave the device with the optimizer's "
+            f"state, which has to stay: {reason}"
+        )
     return f"the optimizer's state cannot be on the host: {reason}"
