@@ -1,12 +1,13 @@
 """What a user of `to_torch_checkpoint` loses against the plan of single operators.
 
     python -m benchmarks.export_loss --out benchmarks/results/export_loss.json
-        [--models gpt2,bert-base] [--shares 0.7,0.5] [--time-limit S]
+        [--models gpt2,bert-base] [--shares 0.7,0.5] [--fsdp N] [--time-limit S]
 
 Models x budgets. A budget's share is its place between the least feasible budget found (0) and the
 peak of the step without checkpointing (1), as in `benchmarks.plan_quality`. Planned on fake tensors
 with an H100's roofline and without rewrites, which checkpointed modules cannot run. Each overhead
-is that of a simulated schedule, in percent of the plain step.
+is that of a simulated schedule, in percent of the plain step. With --fsdp it is the step
+of one of N ranks of FSDP2 over NVLink.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from torch import nn
 from benchmarks import harness
 from benchmarks.harness import Row, percent
 from benchmarks.zoo.graphs import captured
+from graphs.costs import Roofline
 from graphs.graph import Graph
+from graphs.hardware import named
+from graphs.trace import trace
 from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from solver.methods import find_obstacle
 from solver.schedule import Request, baseline, simulate
@@ -61,8 +65,8 @@ def _t5(n_rows: int = 16, length: int = 512) -> tuple[nn.Module, Batch]:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "gpt2": functools.partial(_example, "gpt2"),
-    "gpt2, dropout": functools.partial(_example, "gpt2", dropout=0.1),
-    "llama, 4 layers": functools.partial(_example, "llama", n_layers=4),
+    "gpt2-dropout": functools.partial(_example, "gpt2", dropout=0.1),
+    "llama-4": functools.partial(_example, "llama", n_layers=4),
     "resnet50": functools.partial(_example, "resnet50"),
     "vit-base": functools.partial(_example, "vit"),
     "bert-base": _bert,
@@ -76,13 +80,18 @@ def main() -> None:
     parser = harness.parser("export_loss", __doc__, time_limit_s=60.0)
     parser.add_argument("--models", type=harness.names(MODELS), default=list(MODELS))
     parser.add_argument("--shares", type=harness.shares, default=SHARES)
+    parser.add_argument("--fsdp", type=int, default=None, help="of one of N ranks of FSDP2")
     arguments = parser.parse_args()
     harness.run_each(
         arguments,
         "models",
         {
             name: functools.partial(
-                rows_of, MODELS[name], arguments.shares, time_limit_s=arguments.time_limit
+                rows_of,
+                MODELS[name],
+                arguments.shares,
+                fsdp=arguments.fsdp,
+                time_limit_s=arguments.time_limit,
             )
             for name in arguments.models
         },
@@ -94,15 +103,24 @@ def main() -> None:
 
 
 def rows_of(
-    make: Callable[[], tuple[nn.Module, Batch]], shares: Sequence[float], *, time_limit_s: float
+    make: Callable[[], tuple[nn.Module, Batch]],
+    shares: Sequence[float],
+    *,
+    fsdp: int | None,
+    time_limit_s: float,
 ) -> Iterator[Row]:
     """A row for each share."""
     with torch.device("meta"):
         model, batch = make()
-        graph = captured(model, batch).graph
+        graph = captured(model, batch).graph if fsdp is None else sharded(model, batch, fsdp)
     least_bytes = find_obstacle(graph).reached_bytes
     for share in shares:
         yield row_of(model, graph, share, least_bytes=least_bytes, time_limit_s=time_limit_s)
+
+
+def sharded(model: nn.Module, batch: Batch, n_ranks: int) -> Graph:
+    """The same step of a rank of FSDP2."""
+    return trace(model, batch, device="cpu", costs=Roofline(named("h100")), fsdp=n_ranks)
 
 
 def row_of(

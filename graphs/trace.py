@@ -326,6 +326,7 @@ def _traced_on(
                 reshard_after_forward=sharding.reshard_after_forward is not False,
                 link=sharding.link or _link_of(NodeCosts(costs).hardware),
                 mp_policy=sharding.mp_policy,
+                accumulates_whole=sharding.accumulates_whole,
             )
         if optimizer_cost is not None:
             graph = with_optimizer(graph, optimizer_cost)

@@ -77,6 +77,11 @@ class Group:
     def gradient_bytes(self) -> int:
         return sum(p.stored_bytes for p in self.trained)
 
+    @property
+    def casts_gradients(self) -> bool:
+        """Whether they are stored in another dtype than they are reduced in."""
+        return self.gradient_bytes != self.reduced_bytes
+
 
 def read_parameters(
     graph: Graph, n_ranks: int, *, reduce_dtype: str | None = None

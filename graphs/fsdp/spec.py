@@ -75,6 +75,8 @@ class Sharding:
         for over it is counted (`graphs.fsdp.communication`). None: the link of the card that is
         planned for; on the CPU communication takes no time.
     mp_policy: in which dtypes it computes and reduces, a MixedPrecisionPolicy of PyTorch.
+    accumulates_whole: gradients of several backward passes add up as whole ones, and are reduced
+        after the last: `set_requires_gradient_sync(False)` for the others.
     """
 
     n_ranks: int
@@ -83,6 +85,7 @@ class Sharding:
     reshard_after_forward: bool | None = True
     link: str | None = None
     mp_policy: MixedPrecision | None = None
+    accumulates_whole: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("n_ranks", 2), ("n_replicas", 1)):
@@ -100,6 +103,8 @@ class Sharding:
                 object.__setattr__(self, "link", named(self.link).name)
             except ValueError as error:
                 raise ShardingError(str(error)) from error
+        if not isinstance(self.accumulates_whole, bool):
+            raise ShardingError(f"accumulates_whole is {self.accumulates_whole!r:.80}; a bool")
         if self.mp_policy is not None:
             object.__setattr__(self, "mp_policy", MixedPrecision.of(self.mp_policy))
         if isinstance(self.groups, str):
@@ -141,4 +146,5 @@ def sharding_words(environment: Mapping[str, Any]) -> str:
     policy = sharding.mp_policy or MixedPrecision()
     computed = f", computed in {policy.param_dtype}" if policy.param_dtype else ""
     reduced = f", gradients reduced in {policy.reduce_dtype}" if policy.reduce_dtype else ""
-    return f"per rank of {replicas}{sharding.n_ranks}, FSDP2{kept}{computed}{reduced}"
+    summed = ", gradients accumulated whole" if sharding.accumulates_whole else ""
+    return f"per rank of {replicas}{sharding.n_ranks}, FSDP2{kept}{computed}{reduced}{summed}"

@@ -16,6 +16,9 @@ hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) with their default s
   and freed, and reduce-scattered to a shard. That buffer is freed when the next group reduces. A
   group none of whose inputs gets a gradient does this at the end of the backward pass, as the root
   does.
+- *Whole gradients that add up* (`Sharding.accumulates_whole`). Before the last backward pass none
+  is reduced, and in it the sum of a group is freed once it has been. Both are one step here, which
+  takes at each moment what the larger of both takes.
 - *Mixed precision.* With a policy, the traced step computes in its param_dtype
   (`graphs.mixed_precision`): shards are cast before they are gathered, gradients are reduced in its
   reduce_dtype, and their shards are cast to the parameters' own.
@@ -34,7 +37,7 @@ are copied in.
 With `Sharding.link` what a rank waits for is counted (`graphs.fsdp.communication`); without it
 communication takes no time.
 Not modelled: CPU offload, reshard_after_forward by a number of ranks,
-groups of several modules, `set_requires_gradient_sync(False)`, shard placements other than dim 0,
+groups of several modules, shard placements other than dim 0,
 and memory that NCCL allocates outside of torch's allocator. What gloo allocates on the CPU is
 counted: a copy of what it gathers, and one of what it reduces.
 """
@@ -99,6 +102,9 @@ class _Transform:
     _gathered: the last buffer of the forward pass.
     _reduced: the last buffer that gradients were copied into.
     _all_reduced: with replicas, what was reduced and is not itself the gradient, to the end.
+    _sums, _added_by, _added: of whole gradients that add up, by path: their tensors; by node, those
+        that autograd adds after it; and those that have been added.
+    _freed_bytes: of sums that the last backward pass has reduced, less what it holds for them.
     _order: the groups in the order in which their forward ended.
     """
 
@@ -112,6 +118,10 @@ class _Transform:
     _gathered: str | None = None
     _reduced: tuple[str, ...] = ()
     _all_reduced: list[str] = field(default_factory=list)
+    _sums: dict[str, str] = field(default_factory=dict)
+    _added_by: dict[str, list[ShardedParameter]] = field(default_factory=dict)
+    _freed_bytes: int = 0
+    _added: set[str] = field(default_factory=set)
     _order: list[Group] = field(default_factory=list)
     _done: set[str] = field(default_factory=set)
 
@@ -122,6 +132,13 @@ class _Transform:
         parameters = read_parameters(graph, self.sharding.n_ranks, reduce_dtype=reduce_dtype)
         self._groups = GroupFinder(graph, parameters, self.sharding.groups or ()).found()
         self._accumulated = {t.name for t in graph.resident if t.kind == "gradient"}
+        if self.sharding.accumulates_whole and not self._accumulated:
+            raise ShardingError(
+                "accumulates_whole: no gradients exist when the step starts; "
+                'give gradients="accumulate"'
+            )
+        if self.sharding.accumulates_whole:
+            self._make_sums()
         self._forward()
         self._backward()
         whole_gradients = {p.gradient for p in parameters if p.gradient is not None}
@@ -166,6 +183,8 @@ class _Transform:
                     self._pre_backward(group)
             if self._accumulated.isdisjoint(node.inputs) or node.outputs:
                 self.nodes.append(node)
+            for parameter in self._added_by.get(node.name, ()):
+                self._add(parameter)
             for group in reversed(self._groups):
                 if group.ends == position and not group.late:
                     self._post_backward(group)
@@ -187,34 +206,67 @@ class _Transform:
             if before.path not in self._whole and before.path not in self._flat:
                 self._flat[before.path] = self._all_gather(before, "backward")
 
+    def _make_sums(self) -> None:
+        """Of whole gradients: autograd adds to them at once where they are not of another dtype."""
+        for parameter in (p for group in self._groups for p in group.trained):
+            assert parameter.gradient is not None
+            whole_bytes = self.graph.tensor_by_name[parameter.gradient].size_bytes
+            sum_bytes = whole_bytes * parameter.reduced_bytes // parameter.gathered_bytes
+            name = self._sums[parameter.path] = f"fsdp: sum of gradients ({parameter.path})"
+            size_bytes = max(sum_bytes, parameter.stored_bytes)  # the shard takes its place
+            self.tensors.append(Tensor(name, size_bytes, "gradient"))
+            if sum_bytes == whole_bytes:
+                maker = self.graph.producer[parameter.gradient].name
+                self._added_by.setdefault(maker, []).append(parameter)
+
+    def _add(self, parameter: ShardedParameter) -> None:
+        assert parameter.gradient is not None
+        sum_of = self._sums[parameter.path]
+        # on the CPU, numbers of another dtype are copied first
+        is_cast = parameter.reduced_bytes != parameter.gathered_bytes
+        copy_bytes = self.sharding.n_ranks * parameter.reduced_bytes if is_cast else 0
+        read = (parameter.gradient, sum_of)
+        self._put("add gradient", parameter.path, "backward", read, (), copy_bytes)
+        self._added.add(parameter.path)
+
+    def _to_be_reduced(self, trained: Sequence[ShardedParameter]) -> tuple[str, ...]:
+        """Their whole gradients, or what these have been added to."""
+        return tuple(self._sums.get(p.path, p.gradient) for p in trained if p.gradient is not None)
+
     def _post_backward(self, group: Group) -> None:
         self._done.add(group.path)
+        for parameter in group.trained:
+            if parameter.path in self._sums and parameter.path not in self._added:
+                self._add(parameter)
         dropped = (self._whole.pop(group.path), *self._reduced)
         self._reduced = ()
         self._put("reshard", group.path, "backward", inputs=dropped)
-        trained = group.trained
-        if not trained:
-            return
-        self._sum_over_tensor_ranks(group, [p for p in trained if p.n_sums > 1])
+        if group.trained:
+            self._sum_over_tensor_ranks(group)
+            if self._sums:
+                self._reduce_sums(group)
+            else:
+                self._reduce(group)
+
+    def _reduce(self, group: Group) -> None:
         n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
         copied = self._tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
-        gradients = tuple(p.gradient for p in trained if p.gradient is not None)
-        padded_bytes = sum(p.gathered_bytes * n_ranks for p in trained if not p.is_even)
+        gradients = self._to_be_reduced(group.trained)
+        padded_bytes = sum(p.gathered_bytes * n_ranks for p in group.trained if not p.is_even)
         self._put("copy in", group.path, "backward", gradients, (copied,), padded_bytes)
         self._reduced = (copied,)
         name = reduced = _gradient_name(group)
         self.tensors.append(Tensor(name, group.gradient_bytes, "gradient"))
-        is_cast = group.gradient_bytes != size_bytes
-        if is_cast:
+        if group.casts_gradients:
             reduced = self._tensor("reduced", group, "backward", size_bytes, "buffer")
         copy_bytes = n_ranks * size_bytes + GLOO_SCALARS_BYTES
         self._put("reduce scatter", group.path, "backward", (copied,), (reduced,), copy_bytes)
         if self.sharding.n_replicas > 1:
             copy_bytes = size_bytes + GLOO_SCALARS_BYTES
             self._put("all reduce", group.path, "backward", (reduced,), (), copy_bytes)
-            if is_cast or self._accumulated:
+            if group.casts_gradients or self._accumulated:
                 self._all_reduced.append(reduced)
-        if is_cast:
+        if group.casts_gradients:
             # what they were reduced from is there until the next group reduces
             self._put("cast gradients", group.path, "backward", (reduced, copied), (name,))
         if self._accumulated:
@@ -222,12 +274,43 @@ class _Transform:
             self.tensors.append(Tensor(resident, group.gradient_bytes, "gradient"))
             self._put("accumulate", group.path, "backward", (name, resident))
 
-    def _sum_over_tensor_ranks(self, group: Group, parts: Sequence[ShardedParameter]) -> None:
+    def _reduce_sums(self, group: Group) -> None:
+        """The sums stay here, and what the last backward pass takes beyond those that it has freed
+        is counted: together the larger of it and of one before it."""
+        n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
+        sums = self._to_be_reduced(group.trained)
+        sums_bytes = sum(tensor.size_bytes for tensor in self.tensors if tensor.name in sums)
+        whole_bytes, before_bytes = n_ranks * size_bytes, self._freed_bytes
+        stays_bytes = group.gradient_bytes + (
+            size_bytes if group.casts_gradients and self.sharding.n_replicas > 1 else 0
+        )
+        self._freed_bytes += sums_bytes - stays_bytes
+
+        def beyond(n_bytes: int, freed_bytes: int) -> int:
+            return max(0, n_bytes - freed_bytes)
+
+        held_bytes = beyond(whole_bytes, self._freed_bytes)
+        copied = self._tensor("to be reduced", group, "backward", held_bytes, "buffer")
+        self._reduced = (copied,)
+        padded_bytes = sum(p.reduced_bytes * n_ranks for p in group.trained if not p.is_even)
+        taken_bytes = beyond(whole_bytes, before_bytes) - held_bytes
+        self._put("copy in", group.path, "backward", sums, (copied,), padded_bytes, taken_bytes)
+        gloo_bytes = whole_bytes + GLOO_SCALARS_BYTES if self.on_cpu else 0
+        shard_bytes = max(size_bytes + gloo_bytes, size_bytes + group.gradient_bytes)
+        taken_bytes = beyond(whole_bytes + shard_bytes, before_bytes + sums_bytes) - held_bytes
+        read = (*sums, copied)
+        self._put("reduce scatter", group.path, "backward", read, (), 0, max(0, taken_bytes))
+        if self.sharding.n_replicas > 1:
+            reduced = self._tensor("reduced", group, "backward", size_bytes, "buffer")
+            self._put("all reduce", group.path, "backward", (copied,), (reduced,))
+
+    def _sum_over_tensor_ranks(self, group: Group) -> None:
         """FSDP2 replaces gradients that DTensor has left as partial sums, one after another."""
-        gradients = [p.gradient for p in parts if p.gradient is not None]
-        if not gradients:
+        parts = [p for p in group.trained if p.n_sums > 1]
+        if not parts:
             return
-        sizes = [self.graph.tensor_by_name[name].size_bytes for name in gradients]
+        gradients = self._to_be_reduced(parts)
+        sizes = [self.graph.tensor_by_name[p.gradient].size_bytes for p in parts if p.gradient]
         time_s = 0.0
         if self.sharding.link is not None:
             link = named(self.sharding.link)
@@ -236,20 +319,17 @@ class _Transform:
                 for p, n_bytes in zip(parts, sizes, strict=True)
             )
             time_s = math.fsum(each_s)
-        self._put("sum over tensor ranks", group.path, "backward", tuple(gradients))
-        self.nodes[-1] = dataclasses.replace(
-            self.nodes[-1], time_s=time_s, workspace_bytes=max(sizes)
+        what, taken_bytes = "sum over tensor ranks", max(sizes)
+        self._put(
+            what, group.path, "backward", gradients, workspace_bytes=taken_bytes, time_s=time_s
         )
 
     def _all_gather(self, group: Group, phase: Phase, before: tuple[str, ...] = ()) -> str:
         n_bytes = self.sharding.n_ranks * group.gathered_bytes
         flat = self._tensor("gathered", group, phase, n_bytes, "buffer")
         shards = tuple(parameter.tensor for parameter in group.parameters)
-        self._put("all gather", group.path, phase, (*shards, *before), (flat,), n_bytes)
-        if group.cast_bytes:
-            gather = self.nodes[-1]
-            workspace_bytes = gather.workspace_bytes + group.cast_bytes
-            self.nodes[-1] = dataclasses.replace(gather, workspace_bytes=workspace_bytes)
+        read = (*shards, *before)
+        self._put("all gather", group.path, phase, read, (flat,), n_bytes, group.cast_bytes)
         return flat
 
     def _unshard(self, group: Group, phase: Phase, flat: str) -> None:
@@ -270,13 +350,16 @@ class _Transform:
         phase: Phase,
         inputs: tuple[str, ...],
         outputs: tuple[str, ...] = (),
-        cpu_workspace_bytes: int = 0,
+        cpu_bytes: int = 0,
+        workspace_bytes: int = 0,
+        time_s: float = 0.0,
     ) -> None:
-        workspace_bytes = cpu_workspace_bytes if self.on_cpu else 0
+        """cpu_bytes: of workspace, on the CPU alone."""
+        workspace_bytes += cpu_bytes if self.on_cpu else 0
         name, op = f"fsdp: {what}, {phase} ({path})", f"fsdp.{what.replace(' ', '_')}"
         module = path.rpartition(".")[0]  # around the group's module, as its hooks are
         self.nodes.append(
-            Node(name, op, inputs, outputs, 0.0, workspace_bytes, phase, False, module)
+            Node(name, op, inputs, outputs, time_s, workspace_bytes, phase, False, module)
         )
 
 

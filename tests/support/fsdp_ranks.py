@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,7 +105,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
     "mixed uncast": (wide, (0.7,)),
     "mixed output": (towers, (0.6,)),
     "hybrid mixed": (wide, (0.7,)),
+    "summed": (tied, (0.6,)),
+    "summed wide": (wide, (0.7,)),
+    "mixed summed": (tied, (0.6,)),
+    "mixed summed wide": (wide, (0.7,)),
 }
+SUMMED = ("summed", "summed wide", "mixed summed", "mixed summed wide")
+"""Three micro-batches, of which only the last reduces gradients."""
 KEPT, HYBRID = ("kept", "hybrid kept"), ("hybrid", "hybrid kept", "hybrid mixed")
 """Whole parameters from forward to backward; two replicas of half of the ranks."""
 MIXED = {
@@ -114,9 +121,27 @@ MIXED = {
     "mixed uncast": MixedPrecision("float64", "float32", cast_forward_inputs=False),
     "mixed output": MixedPrecision("bfloat16", "bfloat16", output_dtype="float32"),
     "hybrid mixed": MixedPrecision("bfloat16", "float32"),
+    "mixed summed": MixedPrecision("bfloat16", "float32"),
+    "mixed summed wide": MixedPrecision("bfloat16", "float32"),
 }
 QUICK = ("tied", "frozen", "adapters", "wide", "kept")
 """Without those whose plan takes long to be chosen."""
+
+
+class Summing(nn.Module):
+    """The last of three micro-batches is that of the caller; the others are run before it."""
+
+    def __init__(self, sharded: Any) -> None:
+        super().__init__()
+        self.sharded = sharded
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        self.sharded.set_requires_gradient_sync(False)
+        for _ in range(2):
+            self.sharded(*batch).backward()
+        self.sharded.set_requires_gradient_sync(True)
+        loss: torch.Tensor = self.sharded(*batch)
+        return loss
 
 
 def sharding_of_case(case: str, *, n_ranks: int) -> Sharding:
@@ -126,6 +151,7 @@ def sharding_of_case(case: str, *, n_ranks: int) -> Sharding:
         n_replicas=n_replicas,
         reshard_after_forward=case not in KEPT,
         mp_policy=MIXED.get(case),
+        accumulates_whole=case in SUMMED,
     )
 
 
@@ -136,7 +162,12 @@ def plans(case: str, *, n_ranks: int) -> list[Solution]:
     # what a product in bfloat16 allocates on a CPU is not estimated
     costs = Measured("cpu", n_runs=1) if case in MIXED else None
     graph = trace(
-        build(), gpt2.get_batch(**SIZES), optimizer=torch.optim.AdamW, fsdp=sharding, costs=costs
+        build(),
+        gpt2.get_batch(**SIZES),
+        optimizer=torch.optim.AdamW,
+        gradients="accumulate" if case in SUMMED else "fresh",
+        fsdp=sharding,
+        costs=costs,
     )
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     above_bytes = peak_bytes - graph.resident_bytes
@@ -160,6 +191,8 @@ def work(rank: int, *, n_ranks: int, solutions: dict[str, Sequence[Solution]]) -
             planned = copy.deepcopy(model)
             exported = to_torch_checkpoint(planned, solution, on_excess="least")
             shard(planned, solution, mesh=mesh)
+            if case in SUMMED:
+                planned = Summing(planned)
             results, _ = train(planned, rank)
             expected = expected or results
             optimizer = torch.optim.AdamW(p for p in planned.parameters() if p.requires_grad)

@@ -261,6 +261,32 @@ def test_a_step_is_traced_in_the_dtypes_of_the_policy():
     assert same.graph_id == plain.graph_id
 
 
+@pytest.mark.parametrize(
+    ("policy", "element_bytes"),
+    [
+        (None, 4),
+        (MixedPrecision("bfloat16"), 2),
+        (MixedPrecision("bfloat16", "float32"), 4),
+        (MixedPrecision("bfloat16", "float64"), 8),
+    ],
+)
+def test_whole_gradients_that_add_up(policy, element_bytes):
+    model, batch = Tower(), torch.randn(4, 8)
+    whole = Sharding(N, mp_policy=policy, accumulates_whole=True)
+    graph = trace(model, batch, gradients="accumulate", fsdp=whole)
+    n_elements = sum(p.numel() for p in model.parameters())
+    found = [t.size_bytes for t in graph.resident if t.kind == "gradient"]
+    assert sum(found) == element_bytes * n_elements
+    names = [node.name for node in graph.nodes]
+    for path, _ in model.named_parameters():
+        block = path.rpartition(".")[0]
+        added = names.index(f"fsdp: add gradient, backward ({path})")
+        assert added < names.index(f"fsdp: copy in, backward ({block})")
+    assert "gradients accumulated whole" in repr(solve(graph, budget="1MB"))
+    with pytest.raises(ShardingError, match="no gradients exist when the step starts"):
+        trace(model, batch, fsdp=whole)
+
+
 def test_a_file_from_before_these_options_has_their_defaults():
     old = {"sharding": {"n_ranks": 2, "groups": ["a"]}}
     assert sharding_of(old) == Sharding(2, ("a",))
@@ -277,6 +303,7 @@ def test_a_file_from_before_these_options_has_their_defaults():
     ("fields", "words"),
     [
         ({"n_replicas": 0}, "n_replicas is 0; a whole number of at least 1"),
+        ({"accumulates_whole": 1}, "accumulates_whole is 1; a bool"),
         ({"reshard_after_forward": 2}, "reshard_after_forward is 2; True, False or None"),
     ],
 )
@@ -461,6 +488,7 @@ def test_the_command(tmp_path, capsys):
         (2, ["mixed", "mixed wide", "mixed adapters", "mixed uncast", "mixed output"]),
         (4, ["hybrid", "hybrid kept"]),
         (4, ["hybrid mixed"]),
+        (2, ["summed", "mixed summed", "mixed summed wide"]),
     ],
 )
 def test_what_each_rank_holds_is_what_was_predicted(n_ranks, cases):
