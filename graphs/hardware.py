@@ -135,6 +135,19 @@ _CARDS: tuple[
     # no tf32, no bf16
     ("t4", "NVIDIA T4 16 GB", (7, 5), (0.254, 8.1, 8.1, 65, 8.1), 320, 16, _PCIE_3,
      "NVIDIA T4 datasheet (2019), fp64 1/32 of fp32; bandwidth: 256 bits at 10 Gbit/s"),
+    ("v100-16gb", "NVIDIA V100 16 GB SXM2", (7, 0), (7.8, 15.7, 15.7, 125, 15.7), 900, 16, _PCIE_3,
+     "NVIDIA V100 datasheet (2020), SXM2 column; no tf32, no bf16"),
+    ("v100-32gb", "NVIDIA V100 32 GB SXM2", (7, 0), (7.8, 15.7, 15.7, 125, 15.7), 900, 32, _PCIE_3,
+     "NVIDIA V100 datasheet (2020), SXM2 column; no tf32, no bf16"),
+    ("a10", "NVIDIA A10 24 GB", (8, 6), (0.488, 31.2, 62.5, 125, 125), 600, 24, _PCIE_4,
+     "NVIDIA A10 datasheet (2021), halved where it states sparsity; fp64 1/64 of fp32"),
+    ("rtxa6000", "NVIDIA RTX A6000 48 GB", (8, 6), (0.605, 38.7, 77.4, 154.8, 154.8), 768, 48,
+     _PCIE_4,
+     "NVIDIA RTX A6000 datasheet (2021), halved where it states sparsity; fp64 1/64 of fp32"),
+    ("l4", "NVIDIA L4 24 GB", (8, 9), (0.473, 30.3, 60, 121, 121), 300, 24, _PCIE_4,
+     "NVIDIA L4 datasheet (2023), halved where it states sparsity; fp64 1/64 of fp32"),
+    ("l40s", "NVIDIA L40S 48 GB", (8, 9), (1.43, 91.6, 183, 362, 362), 864, 48, _PCIE_4,
+     "NVIDIA L40S datasheet (2023), halved where it states sparsity; fp64 1/64 of fp32"),
     ("rtx3090", "NVIDIA GeForce RTX 3090 24 GB", (8, 6), (0.556, 35.6, 35.6, 71, 71), 936, 24,
      _PCIE_4, "NVIDIA Ampere GA102 whitepaper (2021)" + _GEFORCE),
     ("rtx4090", "NVIDIA GeForce RTX 4090 24 GB", (8, 9), (1.29, 82.6, 82.6, 165.2, 165.2), 1008, 24,
@@ -191,7 +204,12 @@ _DEVICES = (
         ) in _CARDS
     ),
 )
-_ALIASES = {"a100": "a100-80gb", "h100-sxm": "h100"}
+_ALIASES = {
+    "a100": "a100-80gb",
+    "a6000": "rtxa6000",
+    "h100-sxm": "h100",
+    "v100": "v100-16gb",
+}
 DEVICES: Mapping[str, Hardware] = {device.name: device for device in _DEVICES}
 
 

@@ -98,6 +98,8 @@ _BY_KEY = {name_key(name): link for name, link in LINKS.items()}
 _OF_DEVICE = {
     "cpu": "gloo",
     "t4": "pcie3",
+    "v100-16gb": "nvlink2",
+    "v100-32gb": "nvlink2",
     "a100-40gb": "nvlink3",
     "a100-80gb": "nvlink3",
     "h100": "nvlink4",

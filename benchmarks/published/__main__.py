@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import harness
 from benchmarks.published.errors import NotPredictedError
@@ -24,63 +26,99 @@ Row = harness.Row
 FOLDER = Path(__file__).parents[1]
 DATA = FOLDER / "data" / "published"
 RESULT = FOLDER / "results" / "published.json"
-CONSTANT_MIB = 0.5
-"""Rows of one series must agree so well on what earlier calls have left on the card."""
 
 
 def main() -> None:
     arguments = harness.parser("published", __doc__)
     arguments.add_argument("--rows", type=Path, nargs="+", help="files of rows; default: all known")
     options = arguments.parse_args()
-    files = options.rows or sorted(DATA.glob("*.json"))
+    known = rows_in(sorted(DATA.glob("*.json")))
     out = options.out or (None if options.rows else RESULT)
-    rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
-    report = {"circumstances": harness.circumstances(), "rows": compared(rows)}
+    rows = compared(rows_in(options.rows), known) if options.rows else compared(known)
+    report = {"circumstances": harness.circumstances(), "rows": rows}
     print(markdown(report))
     harness.write(out, report, markdown)
 
 
-def compared(rows: Iterable[Row]) -> list[Row]:
-    """Each row with what is predicted for it and how far that is off, or why nothing is."""
-    results: list[Row] = []
-    series: defaultdict[str, list[tuple[Row, Prediction]]] = defaultdict(list)
-    for row in rows:
-        result = dict(row)
-        results.append(result)
+def rows_in(files: Iterable[Path]) -> list[Any]:
+    """Of files with a list of rows, or an object that has one under "rows"."""
+    found: list[Any] = []
+    for path in files:
         try:
-            prediction = predicted(row)
-        except NotPredictedError as error:
-            result["reason"] = str(error)
+            content = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            sys.exit(f"{path}: {error}")
+        rows = content.get("rows") if isinstance(content, dict) else content
+        if not isinstance(rows, list):
+            sys.exit(f'{path}: a list of rows is needed, or an object with one under "rows"')
+        found += rows
+    return found
+
+
+def compared(rows: Iterable[Any], known: Iterable[Row] = ()) -> list[Row]:
+    """Each row with what is predicted for it and how far that is off, or why nothing is.
+
+    known: rows that may tell a constant of the others' series.
+    """
+    results: list[Row] = []
+    of_series: defaultdict[str, list[tuple[Row, Prediction]]] = defaultdict(list)
+    for row in rows:
+        result = dict(row) if isinstance(row, dict) else {"row": row}
+        results.append(result)
+        prediction = _attempted(row, result)
+        if prediction is None:
             continue
         if prediction.is_up_to_a_constant:
-            fields = ("op", "provider", "config", "gpu", "metric", "version")
-            key = json.dumps([row.get(name) for name in fields])
-            series[key].append((result, prediction))
+            of_series[_series(row)].append((result, prediction))
             continue
         _compare(result, prediction.value, prediction.measured)
         if prediction.rate_share is not None:
             result |= {"rate_share": prediction.rate_share, "ratio": prediction.ratio}
-    for each in series.values():
-        _compare_series(each)
+    others = [row for row in known if _series(row) in of_series]
+    for name, series in of_series.items():
+        told = [(row, _attempted(row, {})) for row in others if _series(row) == name]
+        _compare_series(series, [(row, each) for row, each in told if each is not None])
     return results
+
+
+def _attempted(row: Any, result: Row) -> Prediction | None:
+    """None: not predicted, with the reason in the result."""
+    try:
+        return predicted(row)
+    except NotPredictedError as error:
+        result["reason"] = str(error)
+    except Exception as error:  # noqa: BLE001 (rows of others: one must not stop the rest)
+        result["reason"] = f"predicting it failed: {type(error).__name__}: {error}"[:300]
+    return None
+
+
+def _series(row: Row) -> str:
+    fields = ("op", "provider", "config", "gpu", "metric", "version")
+    return json.dumps([row.get(name) for name in fields], sort_keys=True)
 
 
 def _compare(result: Row, value: float, measured: float) -> None:
     result |= {"predicted": value, "measured": measured, "off": value / measured - 1.0}
 
 
-def _compare_series(series: Sequence[tuple[Row, Prediction]]) -> None:
-    """Rows that share an unknown constant: it is the median of what is missing."""
-    missing = [prediction.measured - prediction.value for _, prediction in series]
-    constant = statistics.median(missing)
-    if len(series) < 2 or max(missing) - min(missing) > 2 * CONSTANT_MIB:
-        for (result, prediction), left in zip(series, missing, strict=True):
-            result["reason"] = (
-                f"without what torch.compile has kept of earlier calls in the process the peak is "
-                f"{prediction.value:.2f}, {left:.2f} less; a series of rows is needed to know it"
-            )
-        return
+def _compare_series(
+    series: list[tuple[Row, Prediction]], told: list[tuple[Row, Prediction]]
+) -> None:
+    """Rows that share an unknown constant: for each it is the median of what the others miss."""
     for result, prediction in series:
+        missing = {
+            json.dumps(row["x"], sort_keys=True): each.measured - each.value
+            for row, each in (*told, *series)
+            if row["x"] != result["x"]
+        }
+        if not missing:
+            result["reason"] = (
+                "without what torch.compile has kept of earlier calls in the process the peak is "
+                f"{prediction.value:.2f}, {prediction.measured - prediction.value:.2f} less; "
+                "another row of the series is needed to know it"
+            )
+            continue
+        constant = statistics.median(missing.values())
         _compare(result, prediction.value + constant, prediction.measured)
         result["constant"] = constant
 

@@ -10,26 +10,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.published.eager import dropped_after, held_by_variables, in_place
 from benchmarks.published.errors import NotPredictedError
 from benchmarks.published.models import model_step
-from benchmarks.published.scripts import SCRIPTS, Script
-from benchmarks.published.shares import fitted_share, ratio_range
-from graphs.capture import can_trace_absent, for_absent_card
+from benchmarks.published.rows import TIME, level_of, module_row
+from benchmarks.published.scripts import Script
+from benchmarks.published.shares import expected_share, ratio_range
+from graphs.capture import can_trace_absent, for_absent_card, rehearse
+from graphs.captured_graph import as_rehearsed
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import Hardware, card_called
 from graphs.model_calls import Call
 from graphs.trace import loss_index, trace_module
 from graphs.training_step import cublas_workspace_bytes, with_resident, with_unknown_loss
-from solver.module_checkpointing import plan_regions
 from solver.plan_analysis import split_s
-from solver.schedule import Schedule, simulate
+from solver.schedule import simulate_unplanned
 
 MIB = 2**20
-PEAK, TIME = "max_memory_allocated MiB", "median ms fwd+bwd"
-PYTORCHS_OWN = ("huggingface", "torch")
-"""Providers that run PyTorch's operators one by one."""
 
 
 @dataclass(frozen=True)
@@ -47,40 +44,22 @@ class Prediction:
 
 def predicted(row: Mapping[str, Any]) -> Prediction:
     """Raises NotPredictedError."""
-    if row["level"] == "model":
+    if level_of(row) == "model":
         value, measured, rate_share, ratio = model_step(row)
         return Prediction(value, measured, rate_share=rate_share, ratio=ratio)
-    if row["provider"] not in PYTORCHS_OWN:
-        raise NotPredictedError(
-            f"provider {row['provider']}: its own kernels, whose memory no traced operator shows"
-        )
-    if row["op"] not in SCRIPTS:
-        raise NotPredictedError(f"what the script of {row['op']} builds is not described here")
-    hardware = card_called(row["gpu"], capacity_bytes=_capacity_bytes(row["gpu"]))
+    checked = module_row(row)
+    hardware = card_called(checked.gpu, capacity_bytes=_capacity_bytes(checked.gpu))
     if hardware is None:
-        raise NotPredictedError(f"no figures of {row['gpu']} are known")
-    if row["metric"] not in (PEAK, TIME):
-        raise NotPredictedError(f"metric {row['metric']!r}; known are {PEAK!r} and {TIME!r}")
-    script = _script(row)
+        raise NotPredictedError(f"no figures of {checked.gpu} are known")
+    script, measured = checked.script, checked.measured
     graph = graph_of(script, hardware)
-    if row["metric"] == TIME:
-        at_peak_rates = time_ms(graph, hardware)
-        value = at_peak_rates / (fitted_share(hardware.name) or 1.0)
+    if checked.metric == TIME:
+        at_peak_rates = time_ms(graph, script, hardware)
+        value = at_peak_rates / expected_share(hardware.name)
         products_ms = 1e3 * split_s(graph.nodes)[0]
-        ratio = ratio_range(products_ms, at_peak_rates - products_ms, row["value"])
-        share = at_peak_rates / row["value"]
-        return Prediction(value, row["value"], rate_share=share, ratio=ratio)
-    return Prediction(peak_mib(script, graph), row["value"], script.compiles)
-
-
-def _script(row: Mapping[str, Any]) -> Script:
-    try:
-        x = {name: int(value) for name, value in row["x"].items()}
-        return SCRIPTS[row["op"]]({"date": row["date"], **row["config"], **x})
-    except (KeyError, ValueError, TypeError) as error:
-        raise NotPredictedError(
-            f"its config is not one of the releases described here ({error!r})"
-        ) from error
+        ratio = ratio_range(products_ms, at_peak_rates - products_ms, measured)
+        return Prediction(value, measured, rate_share=at_peak_rates / measured, ratio=ratio)
+    return Prediction(simulate_unplanned(graph).peak_bytes / MIB, measured, script.compiles)
 
 
 def _capacity_bytes(gpu: str) -> int:
@@ -92,54 +71,46 @@ def _capacity_bytes(gpu: str) -> int:
 def graph_of(script: Script, hardware: Hardware) -> Graph:
     """The graph of one call, on fake tensors, with what is held besides."""
     device = torch.device("cuda" if can_trace_absent() else "cpu")
+    call = Call.of(script.batch, {})
     with for_absent_card(device, hardware.compute_capability):
-        graph = trace_module(
+        step = trace_module(
             script.module,
-            Call.of(script.batch, {}),
+            call,
             device=device,
             choose=loss_index if script.gradient == "none" else _every_output,
             gradients="accumulate" if script.accumulates else "fresh",
             costs=Roofline(hardware),
-        ).graph
+        )
+        rehearsed = rehearse(script.module, call, step.captured, step.layout, device=device)
+    graph = as_rehearsed(step.graph, rehearsed)
     if script.gradient == "made":
         graph = with_unknown_loss(graph, reserved_bytes=0)
         # backward(gradient) holds the gradients of the outputs while it runs
         graph = _held(graph, {t.name for t in graph.tensors if t.kind == "tangent"})
     if script.retains_graph:
         graph = _held(graph, _saved(graph))
-    graph = in_place(graph)
     beside = sum(each.nbytes for each in script.beside)
     if script.has_multiplied and "cublas_workspaces" not in graph.tensor_by_name:
         beside += cublas_workspace_bytes(hardware)
     return with_resident(graph, "beside", beside)
 
 
-def schedule_of(script: Script, graph: Graph) -> Schedule:
-    """The call as eager mode runs it: variables hold tensors until they are dropped, and a backward
-    function holds what it has read until it returns."""
-    schedule = plan_regions(graph, ()).schedule
-    until = dropped_after(script.module, script.batch, graph)
-    return held_by_variables(schedule, graph, until)
-
-
-def peak_mib(script: Script, graph: Graph) -> float:
-    """In MiB, as simulated."""
-    return simulate(graph, schedule_of(script, graph)).peak_bytes / MIB
-
-
-def time_ms(graph: Graph, hardware: Hardware) -> float:
-    """Of the operators by the card's peak rates, and of what the script runs besides: gradients of
-    weights are added to those of earlier calls (that of x is dropped before), and the gradient of
-    the output is drawn at random."""
+def time_ms(graph: Graph, script: Script, hardware: Hardware) -> float:
+    """Of the operators by the card's peak rates, and of what the script runs besides: gradients are
+    added to those of earlier calls, and the gradient of the output is drawn at random."""
     x_gradient = graph.meta.parameter_layout.get("x", {}).get("gradient")
+    dropped = x_gradient if script.drops_x_gradient else None
     moved_bytes = 0
+    before_s = 0.0
     for node in graph.nodes:
         sizes = [graph.tensor_by_name[name].size_bytes for name in (*node.inputs, *node.outputs)]
-        if node.name.startswith("accumulate_") and x_gradient not in node.inputs:
+        if node.name.startswith("accumulate_") and dropped not in node.inputs:
             moved_bytes += sum(sizes) + sizes[0]  # it writes the sum
         if node.phase == "outside":
             moved_bytes += sum(graph.tensor_by_name[name].size_bytes for name in node.outputs)
-    return 1e3 * (graph.baseline_time_s + moved_bytes / hardware.bytes_per_s)
+        if node.phase == "forward" and node.op.rpartition(".")[0] in script.made_before:
+            before_s += node.time_s
+    return 1e3 * (graph.baseline_time_s - before_s + moved_bytes / hardware.bytes_per_s)
 
 
 def _every_output(output: Any) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ so plans do not use it. What a row says of the ratio of two shares, that of prod
 other operators, is the range that reports give for an overhead (`plan_analysis.rate_shares`).
 """
 
+import statistics
 from collections.abc import Mapping
 
 FITTED: Mapping[str, float] = {"rtx4090": 0.97, "a100": 0.75}
@@ -26,6 +27,7 @@ def ratio_range(
     return products_s / (measured_s - others_s), (measured_s - products_s) / others_s
 
 
-def fitted_share(card: str) -> float | None:
-    """By the name of a device (`graphs.hardware`), its memory left out; None: no row is of it."""
-    return FITTED.get(card.split("-")[0])
+def expected_share(card: str) -> float:
+    """By the name of a device (`graphs.hardware`), its memory left out; of a card without a row,
+    the median of the others."""
+    return FITTED.get(card.split("-")[0], statistics.median(FITTED.values()))

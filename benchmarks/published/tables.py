@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from benchmarks.harness import Row, ran, table
-from benchmarks.published.predict import TIME
+from benchmarks.published.rows import TIME
 
 NEAR_MIB, NEAR, FAR = 0.5, 0.0005, 0.01
 """A peak is met within this many MiB or this share; it should never be further off than FAR."""
@@ -19,9 +19,9 @@ NOTES = """## Notes
   torch.compile in the same process, and what is on the card before their calls is more than they
   build: the same bytes in every row of a series, which no row tells. For the two series of
   embeddings they are 3 times the weights of all sizes of width 4096, and 2 times those of width
-  768 more, so compiled modules of earlier calls are the likely holders. The constant is the
-  median over the series; a series that disagrees by more than 1 MiB is not predicted. Scripts
-  without torch.compile need no constant.
+  768 more, so compiled modules of earlier calls are the likely holders. Each row's constant is
+  fitted on the other rows of its series, not on itself. Without it these rows are too low by the
+  constant. Scripts without torch.compile need none.
 - *distill_jsd_loss.* Whether this release divides the logits by the temperature in place could
   not be read; the slope of the four rows says that it does not.
 - *fused_linear_orpo_loss.* The script was changed between the two series of rows, on the day that
@@ -62,8 +62,8 @@ def of_peaks(rows: Sequence[Row]) -> str:
         lines.append(
             _met(
                 fitted,
-                f"in {n_series} series, each with one fitted constant (what earlier calls in the "
-                "process have left on the card),",
+                f"in {n_series} series, whose constant (what earlier calls in the process have "
+                "left on the card) is fitted on the other rows of the series,",
             )
         )
     return " ".join(lines)
@@ -87,7 +87,7 @@ def of_times(rows: Sequence[Row]) -> str:
     errors = sorted(abs(row["off"]) for row in rows)
     lines = [f"{len(rows)} rows: the median error is {100 * statistics.median(errors):.1f} %,"]
     lines.append(f"the largest {100 * errors[-1]:.1f} %, by the fitted shares of `shares.py`")
-    lines.append("(a card without one: its peak rates). Shares of the peak rates reached by")
+    lines.append("(a card without one: their median). Shares of the peak rates reached by")
     for card in sorted({_card(row) for row in rows}):
         shares = sorted(row["rate_share"] for row in rows if _card(row) == card)
         lines.append(
@@ -135,22 +135,26 @@ def _cells(row: Row) -> Iterator[str]:
 
 
 def _title(row: Row) -> str:
-    if row["level"] == "model":
-        return f"{row['model']}, {row.get('technique', '')}, {row['source']}"
-    settings = {**row["config"], **row["x"]}
+    if row.get("level") == "model":
+        names = (row.get(name) for name in ("model", "technique", "source"))
+        return ", ".join(str(name) for name in names if name)
+    config, x = row.get("config"), row.get("x")
+    if not isinstance(config, dict) or not isinstance(x, dict):
+        return f"`{json.dumps(row)[:100]}`".replace("|", "/")
+    settings = {**config, **x}
     shown = {k: v for k, v in settings.items() if isinstance(v, int | str) and k != "mode"}
     words = ", ".join(
         f"{name} {str(value).removeprefix('torch.')}" for name, value in shown.items()
     )
-    return f"{row['op']} ({words})"
+    return f"{row.get('op')} ({words})"
 
 
 def _card(row: Row) -> str:
-    return str(row["gpu"]).removeprefix("NVIDIA ").removeprefix("GeForce ")
+    return str(row.get("gpu")).removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _not_predicted(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
-    cells = ((_title(row), str(row["gpu"]), row["reason"]) for row in rows)
+    cells = ((_title(row), _card(row), row["reason"].replace("|", "/")) for row in rows)
     return ["## Not predicted", table(("what", "card", "why"), cells)]

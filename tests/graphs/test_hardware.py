@@ -44,9 +44,10 @@ def test_a_card_is_no_slower_in_fewer_bits(device: Hardware) -> None:
 
 @pytest.mark.parametrize("device", CARDS, ids=lambda device: device.name)
 def test_a_card_does_more_arithmetic_than_it_moves_numbers(device: Hardware) -> None:
-    """From about ten to a few hundred operations per byte, else a unit has slipped."""
-    assert 5 <= device.rate("float32") / device.bytes_per_s <= 100
-    assert 50 <= device.rate("float16") / device.bytes_per_s <= 400
+    """From about ten to a few hundred operations per byte (most: 106 and 419 of an L40S), else a
+    unit has slipped."""
+    assert 5 <= device.rate("float32") / device.bytes_per_s <= 110
+    assert 50 <= device.rate("float16") / device.bytes_per_s <= 420
     assert device.capacity_bytes is not None
     assert 1e-3 <= device.capacity_bytes / device.bytes_per_s <= 0.1  # seconds to read all of it
 

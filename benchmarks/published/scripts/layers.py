@@ -1,0 +1,259 @@
+"""Layers that the scripts of linkedin/Liger-Kernel's benchmarks build, by PyTorch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.published.errors import NotPredictedError
+from benchmarks.published.scripts.script import Applied, Script, indices, linear, tensor
+from benchmarks.published.scripts.settings import Settings
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def mlp(settings: Settings) -> Script:
+    """The gated MLP of transformers' Llama: swiglu, geglu and the tiled ones."""
+    width, inner = settings.whole("hidden_size"), settings.whole("intermediate_size")
+    dtype, activation = settings.dtype(), settings.one_of("hidden_act", _ACTIVATIONS)
+    n_batch = settings.whole("bsz", "B")
+    module = Applied(
+        lambda m: m.down(activation(m.gate(m.x)) * m.up(m.x)),
+        x=tensor(n_batch, settings.whole("T"), width, dtype=dtype),
+        gate=linear(width, inner, dtype),
+        up=linear(width, inner, dtype),
+        down=linear(inner, width, dtype),
+    )
+    return Script(module, gradient="made", retains_graph=True, drops_x_gradient=True)
+
+
+# ---- norms -------------------------------------------------------------------------------------
+
+
+def rms_norm(settings: Settings) -> Script:
+    """Llama's, written out; float32 weights. The script builds a second one."""
+    eps, width, dtype = settings.number("eps"), settings.whole("H"), settings.dtype()
+    shape = (settings.whole("M"), width)
+
+    def normed(m: Any) -> torch.Tensor:
+        x = m.x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return m.weight * x.to(m.x.dtype)
+
+    module = Applied(normed, x=tensor(*shape, dtype=dtype), weight=tensor(width))
+    return _norm(module, (tensor(width), *_narrower_gradient(shape, dtype)))
+
+
+def _norm(module: nn.Module, beside: tuple[torch.Tensor, ...]) -> Script:
+    return Script(module, beside=beside, gradient="held", retains_graph=True, drops_x_gradient=True)
+
+
+def _narrower_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Float32 weights make the output float32, and so is the gradient that autograd makes of the
+    one that the script holds in the input's dtype."""
+    return () if dtype == torch.float32 else (tensor(*shape, dtype=dtype),)
+
+
+def added_rms_norm(settings: Settings) -> Script:
+    """A sum and its norm, both returned; float32 weights. The script builds three of it, one with a
+    second weight."""
+    eps, width, dtype = settings.number("eps"), settings.whole("H"), settings.dtype()
+    shape = (settings.whole("M"), width)
+
+    def normed(m: Any) -> tuple[torch.Tensor, ...]:
+        hidden, residual = m.x.to(torch.float32), m.residual.to(torch.float32)
+        hidden = hidden + residual
+        residual = hidden
+        variance = hidden.pow(2).mean(-1, keepdim=True)
+        hidden = hidden * torch.rsqrt(variance + eps)
+        return m.weight * hidden.to(dtype), residual.to(dtype)
+
+    module = Applied(
+        normed,
+        x=tensor(*shape, dtype=dtype),
+        residual=tensor(*shape, dtype=dtype),
+        weight=tensor(width),
+    )
+    beside = (*(tensor(width) for _ in range(3)), *_narrower_gradient(shape, dtype))
+    return Script(module, beside=beside, gradient="held", drops_x_gradient=True)
+
+
+def poly_norm(settings: Settings) -> Script:
+    """A weighted sum of three powers, each normalized, in float32."""
+    eps, dtype = settings.number("eps"), settings.dtype()
+
+    def normed_power(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+    def normed(m: Any) -> torch.Tensor:
+        x = m.x.to(torch.float32)
+        cube, square, itself = x**3, x**2, x**1
+        of_cube, of_square = normed_power(cube), normed_power(square)
+        of_itself = normed_power(itself)
+        output = m.weight[0] * of_cube + m.weight[1] * of_square + m.weight[2] * of_itself + m.bias
+        return output.to(dtype)
+
+    x = tensor(settings.whole("M"), settings.whole("H"), dtype=dtype)
+    return _norm(Applied(normed, x=x, weight=tensor(3), bias=tensor()), (tensor(3), tensor()))
+
+
+def layer_norm(settings: Settings) -> Script:
+    """nn.LayerNorm; the script builds a second one."""
+    width, dtype = settings.whole("N"), settings.dtype()
+    module = Applied(
+        lambda m: m.norm(m.x),
+        x=tensor(settings.whole("M"), width, dtype=dtype),
+        norm=nn.LayerNorm(width, dtype=dtype, device="meta"),
+    )
+    return _norm(module, (tensor(width, dtype=dtype), tensor(width, dtype=dtype)))
+
+
+def group_norm(settings: Settings) -> Script:
+    """nn.GroupNorm; the script builds a second one."""
+    n_channels, dtype = settings.whole("C"), settings.dtype()
+    per_group = settings.whole("channels_per_group")
+    if n_channels % per_group:
+        raise NotPredictedError(f"{n_channels} channels are no groups of {per_group}")
+    module = Applied(
+        lambda m: m.norm(m.x),
+        x=tensor(settings.whole("M"), n_channels, settings.whole("H"), dtype=dtype),
+        norm=nn.GroupNorm(n_channels // per_group, n_channels, dtype=dtype, device="meta"),
+    )
+    return _norm(module, (tensor(n_channels, dtype=dtype), tensor(n_channels, dtype=dtype)))
+
+
+def dynamic_tanh(settings: Settings) -> Script:
+    """Float32 weights; the script builds three of it."""
+    width, dtype = settings.whole("hidden_size"), settings.dtype()
+    shape = (settings.whole("BT"), width)
+    module = Applied(
+        lambda m: m.gamma * torch.tanh(m.x * m.alpha) + m.beta,
+        x=tensor(*shape, dtype=dtype),
+        alpha=tensor(1),
+        gamma=tensor(width),
+        beta=tensor(width),
+    )
+    others = (tensor(1), tensor(width), tensor(width))
+    beside = (*others, *others, *_narrower_gradient(shape, dtype))
+    return Script(
+        module,
+        beside=beside,
+        gradient="held",
+        retains_graph=True,
+        drops_x_gradient=True,
+        compiles=True,
+    )
+
+
+def embedding(settings: Settings) -> Script:
+    """nn.Embedding; the script builds a second one."""
+    n_rows, width, dtype = settings.whole("V"), settings.whole("D"), settings.dtype()
+    module = Applied(
+        lambda m, tokens: m.embedding(tokens),
+        embedding=nn.Embedding(n_rows, width, dtype=dtype, device="meta"),
+    )
+    batch = (indices(settings.whole("B"), settings.whole("T")),)
+    beside = (tensor(n_rows, width, dtype=dtype),)
+    return Script(module, batch=batch, beside=beside, gradient="made", compiles=True)
+
+
+# ---- rotary embeddings -------------------------------------------------------------------------
+
+
+def rope(settings: Settings) -> Script:
+    """Llama's, of queries and keys; torch.autograd.grad, so nothing accumulates."""
+
+    def rotated(m: Any, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _turned(m, cos.unsqueeze(1), sin.unsqueeze(1))
+
+    length, size, dtype = _length(settings), _head_size(settings), settings.dtype()
+    angles = tuple(tensor(1, length, size, dtype=dtype) for _ in range(2))
+    return _rotary(settings, rotated, angles, (indices(1, length), tensor(size // 2)))
+
+
+def mrope(settings: Settings) -> Script:
+    """Qwen2-VL's, with positions in time, height and width."""
+    length, size, dtype = _length(settings), _head_size(settings), settings.dtype()
+    spatial = size * 3 // 16
+    sections = [size // 2 - 2 * spatial, spatial, spatial] * 2
+
+    def merged(angles: torch.Tensor) -> torch.Tensor:
+        parts = [part[i % 3] for i, part in enumerate(angles.split(sections, dim=-1))]
+        return torch.cat(parts, dim=-1).unsqueeze(1)
+
+    def rotated(m: Any, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cos = merged(cos)
+        sin = merged(sin)
+        return _turned(m, cos, sin)
+
+    angles = tuple(tensor(3, 1, length, size, dtype=dtype) for _ in range(2))
+    return _rotary(settings, rotated, angles, (indices(3, 1, length), tensor(size // 2)))
+
+
+def complex_rope(settings: Settings) -> Script:
+    """Llama 4's, by complex numbers."""
+    length, size = _length(settings), _head_size(settings)
+
+    def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * angles[:, :, None, :]).flatten(3).type_as(x)
+
+    def rotated(m: Any, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return turned(m.q, angles), turned(m.k, angles)
+
+    angles = (tensor(1, length, size // 2, dtype=torch.complex64),)
+    return _rotary(settings, rotated, angles, (indices(1, length), tensor(size // 2)))
+
+
+def _rotary(
+    settings: Settings,
+    rotated: Callable[..., tuple[torch.Tensor, ...]],
+    angles: tuple[torch.Tensor, ...],
+    beside: tuple[torch.Tensor, ...],
+) -> Script:
+    length, size, dtype = _length(settings), _head_size(settings), settings.dtype()
+    module = Applied(
+        rotated,
+        q=tensor(1, length, settings.whole("num_q_heads"), size, dtype=dtype),
+        k=tensor(1, length, settings.whole("num_kv_heads"), size, dtype=dtype),
+    )
+    return Script(
+        module,
+        batch=angles,
+        beside=beside,
+        gradient="held",
+        retains_graph=True,
+        accumulates=False,
+        has_multiplied=True,  # positions times frequencies
+    )
+
+
+def _length(settings: Settings) -> int:
+    return settings.whole("seq_len", "T")
+
+
+def _head_size(settings: Settings) -> int:
+    size, rest = divmod(settings.whole("hidden_size", "H"), settings.whole("num_q_heads"))
+    if rest or not size or size % 2:
+        raise NotPredictedError("heads need an even, whole size")
+    return size
+
+
+def _turned(m: Any, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    q, k = m.q.transpose(1, 2), m.k.transpose(1, 2)
+    q_turned = (q * cos) + (_half_turned(q) * sin)
+    k_turned = (k * cos) + (_half_turned(k) * sin)
+    return q_turned, k_turned
+
+
+def _half_turned(x: torch.Tensor) -> torch.Tensor:
+    first = x[..., : x.shape[-1] // 2]
+    second = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)

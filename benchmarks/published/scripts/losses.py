@@ -1,0 +1,238 @@
+"""Losses that the scripts of linkedin/Liger-Kernel's benchmarks compute, by PyTorch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.published.errors import NotPredictedError
+from benchmarks.published.scripts.script import Applied, Script, indices, linear, tensor
+from benchmarks.published.scripts.settings import Settings
+
+# ---- of logits or probabilities ----------------------------------------------------------------
+
+
+def cross_entropy(settings: Settings) -> Script:
+    """Of float32 logits."""
+    shape = _rows_and_classes(settings)
+    module = Applied(lambda m, target: F.cross_entropy(m.x, target), x=tensor(*shape))
+    return Script(module, batch=(indices(shape[0]),))
+
+
+def kl_div(settings: Settings) -> Script:
+    """Of float32 log-probabilities, made before the call, from their logits."""
+    return _divergence(
+        settings,
+        lambda m, target: F.kl_div(m.x.log_softmax(-1), target, reduction="batchmean"),
+        made_before="aten._log_softmax",
+    )
+
+
+def jsd(settings: Settings) -> Script:
+    """Jensen-Shannon divergence of float32 log-probabilities, made before the call."""
+    return _divergence(
+        settings,
+        lambda m, target: jensen_shannon(m.x.log_softmax(-1), target),
+        made_before="aten._log_softmax",
+    )
+
+
+def total_variation(settings: Settings) -> Script:
+    """Total variation distance of float32 probabilities, made before the call."""
+
+    def distance(m: Any, target: torch.Tensor) -> torch.Tensor:
+        each = torch.abs(m.x.softmax(-1) - target) / 2.0
+        return torch.sum(each) / target.size(0)
+
+    return _divergence(settings, distance, made_before="aten._softmax")
+
+
+def _divergence(
+    settings: Settings, of: Callable[[Any, torch.Tensor], torch.Tensor], *, made_before: str
+) -> Script:
+    shape = _rows_and_classes(settings)
+    module = Applied(of, x=tensor(*shape))
+    return Script(module, batch=(tensor(*shape),), retains_graph=True, made_before=(made_before,))
+
+
+def _rows_and_classes(settings: Settings) -> tuple[int, int]:
+    return settings.whole("B") * settings.whole("T"), settings.whole("V")
+
+
+def jensen_shannon(log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5) -> torch.Tensor:
+    """Summed over classes, averaged over rows; of float32 log-probabilities."""
+    mixed = torch.lerp(torch.exp(log_q), torch.exp(log_p), beta)
+
+    def kl(target: torch.Tensor) -> torch.Tensor:
+        return F.kl_div(torch.log(mixed), target, reduction="none", log_target=True)
+
+    loss = beta * kl(log_p).sum(dim=-1) + (1 - beta) * kl(log_q).sum(dim=-1)
+    return (loss / log_q.shape[0]).sum()
+
+
+# ---- of heads ----------------------------------------------------------------------------------
+
+
+def head_and_cross_entropy(settings: Settings) -> Script:
+    """A head and the loss of its logits; the script builds a second head."""
+    dtype, n_rows = settings.dtype(), settings.whole("BT")
+    width, n_classes = settings.whole("H"), settings.whole("V")
+    module = Applied(
+        lambda m, target: F.cross_entropy(m.head(m.x), target),
+        x=tensor(n_rows, width, dtype=dtype),
+        head=linear(width, n_classes, dtype),
+    )
+    beside = (tensor(n_classes, width, dtype=dtype),)
+    return Script(module, batch=(indices(n_rows),), beside=beside)
+
+
+def head_and_jsd(settings: Settings) -> Script:
+    """Jensen-Shannon divergence of two heads' float32 log-probabilities.
+
+    The teacher's head gets gradients too. The script's second pair of heads shares these weights.
+    """
+    dtype, n_rows = settings.dtype(), settings.whole("BT")
+    width, n_classes = settings.whole("H"), settings.whole("V")
+
+    def divergence(m: Any, teacher_input: torch.Tensor) -> torch.Tensor:
+        student, teacher = m.student(m.x), m.teacher(teacher_input)
+        of_student = torch.log_softmax(student / 1.0, dim=-1)
+        of_teacher = torch.log_softmax(teacher / 1.0, dim=-1)
+        log_p, log_q = of_teacher.to(torch.float32), of_student.to(torch.float32)
+        return jensen_shannon(log_q, log_p).to(dtype)
+
+    module = Applied(
+        divergence,
+        x=tensor(n_rows, width, dtype=dtype),
+        student=linear(width, n_classes, dtype),
+        teacher=linear(width, n_classes, dtype),
+    )
+    return Script(module, batch=(tensor(n_rows, width, dtype=dtype),))
+
+
+def distilled_jsd(settings: Settings) -> Script:
+    """Cross-entropy of a student's float32 logits and their divergence from a frozen teacher's."""
+
+    def soft(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        beta = 0.5
+        soft_student, soft_teacher = student / 1.0, teacher / 1.0
+        log_q, log_p = F.log_softmax(soft_student, dim=-1), F.log_softmax(soft_teacher, dim=-1)
+        mixed = beta * torch.exp(log_q) + (1 - beta) * torch.exp(log_p)
+        log_mixed = mixed.log()
+        of_q = F.kl_div(log_mixed, log_q, reduction="batchmean", log_target=True)
+        of_p = F.kl_div(log_mixed, log_p, reduction="batchmean", log_target=True)
+        return beta * of_p + (1 - beta) * of_q
+
+    return _distilled(settings, soft)
+
+
+def distilled_cosine(settings: Settings) -> Script:
+    """Cross-entropy of a student's float32 logits and the angle between them and a frozen
+    teacher's."""
+
+    def soft(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        student /= 1.0
+        teacher /= 1.0
+        student_norm = F.normalize(student, p=2, dim=-1)
+        teacher_norm = F.normalize(teacher, p=2, dim=-1)
+        return (1 - F.cosine_similarity(student_norm, teacher_norm, dim=-1)).mean()
+
+    return _distilled(settings, soft)
+
+
+def _distilled(
+    settings: Settings, soft: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Script:
+    """The student is half as wide. The script builds both heads twice, and holds the student's
+    input three times. Biases are built, but not used."""
+    dtype, n_rows = settings.dtype(), settings.whole("BT")
+    width, n_classes = settings.whole("H"), settings.whole("V")
+    of_hard, of_soft = settings.number("weight_hard_loss"), settings.number("weight_soft_loss")
+    if settings.flag("bias"):
+        raise NotPredictedError("heads with a bias are none of the releases described here")
+    ignored = -100
+
+    def loss_of(m: Any, teacher_input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        student = (m.x @ m.student.weight.t()).float()
+        with torch.no_grad():
+            teacher = (teacher_input @ m.teacher.weight.t()).float()
+        of_targets = F.cross_entropy(student, target, ignore_index=ignored)
+        return of_hard * of_targets + of_soft * soft(student, teacher)
+
+    module = Applied(
+        loss_of,
+        x=tensor(n_rows, width // 2, dtype=dtype),
+        student=linear(width // 2, n_classes, dtype),
+        teacher=linear(width, n_classes, dtype),
+    )
+    heads = (tensor(n_classes, width // 2, dtype=dtype), tensor(n_classes, width, dtype=dtype))
+    inputs = (tensor(n_rows, width // 2, dtype=dtype),) * 2
+    batch = (tensor(n_rows, width, dtype=dtype), indices(n_rows))
+    return Script(module, batch=batch, beside=(*heads, *inputs), compiles=True)
+
+
+# ---- of preferences ----------------------------------------------------------------------------
+
+
+def orpo(settings: Settings) -> Script:
+    """Odds ratios (Hong et al. 2024, equations 4 and 7).
+
+    The script was changed on the day of its runs (release 0.4.0): from the mean of all
+    log-probabilities to those of the labels, of float32 logits, as TRL has it.
+    """
+
+    def odds(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        log_odds = (chosen - rejected) - (
+            torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected))
+        )
+        return -0.1 * F.logsigmoid(log_odds)
+
+    return _preference(settings, odds, of_labels=settings.date >= "2024-11-13 22")
+
+
+def cpo(settings: Settings) -> Script:
+    """Contrastive (Xu et al. 2024); SimPO's differs in a constant."""
+    return _preference(
+        settings, lambda chosen, rejected: -F.logsigmoid(0.1 * (chosen - rejected)), of_labels=True
+    )
+
+
+def _preference(
+    settings: Settings,
+    compared: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    of_labels: bool,
+) -> Script:
+    """Of a head and half of a batch against the other half. A second head is built."""
+    dtype, width, n_classes = settings.dtype(), settings.whole("H"), settings.whole("V")
+    n_batch, length = settings.whole("B"), settings.whole("T")
+    half = n_batch // 2
+    if n_batch % 2:
+        raise NotPredictedError(f"B is {n_batch}; half of the batch is chosen")
+
+    def with_all(m: Any, target: torch.Tensor) -> torch.Tensor:
+        logits = m.head(m.x)
+        of_targets = F.cross_entropy(logits[:half].view(-1, n_classes), target[:half].view(-1))
+        log_probabilities = F.log_softmax(logits, dim=-1).mean(dim=-1)
+        return of_targets + compared(log_probabilities[:half], log_probabilities[half:]).mean()
+
+    def with_labels(m: Any, target: torch.Tensor) -> torch.Tensor:
+        outputs = m.x @ m.head.weight.t()
+        logits = outputs.float()
+        of_targets = F.cross_entropy(logits[:half].view(-1, n_classes), target[:half].view(-1))
+        counts = target != -100
+        labels = torch.where(target == -100, 0, target).unsqueeze(2)
+        each = torch.gather(logits.log_softmax(-1), dim=2, index=labels).squeeze(2)
+        log_probabilities = (each * counts).sum(-1) / counts.sum(-1)
+        return of_targets + compared(log_probabilities[:half], log_probabilities[half:]).mean()
+
+    module = Applied(
+        with_labels if of_labels else with_all,
+        x=tensor(n_batch, length, width, dtype=dtype),
+        head=linear(width, n_classes, dtype),
+    )
+    beside = (tensor(n_classes, width, dtype=dtype),)
+    return Script(module, batch=(indices(n_batch, length),), beside=beside, compiles=True)
