@@ -147,8 +147,8 @@ def _ended(run: Callable[[], int], watch: Watch, *, as_json: bool) -> int:
     except (LoadError, FormatError, GraphError) as error:
         return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
     except KeyboardInterrupt:
-        watch.take_last_word()
-        return _failed(Exit.INTERRUPTED, "interrupted", as_json=as_json)
+        failed = partial(_failed, Exit.INTERRUPTED, "interrupted", as_json=as_json)
+        return watch.last_word(failed)
 
 
 def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = None) -> int:
@@ -192,25 +192,35 @@ def _run(arguments: Arguments, watch: Watch) -> int:
                 report = _of_largest(problem, search, progress, knows_longest=is_configuration)
             else:
                 report = _plan(arguments, problem, progress)
+            watch.say = partial(_told, arguments, report, printed)
             report = _saved(arguments, report, problem.stages)
+            watch.say = partial(_told, arguments, report, printed)
+            if not interrupt.is_set():
+                advice = advise(report.best, reader=OF_THE_COMMAND)
+                report = dataclasses.replace(report, advice=advice)
             report = dataclasses.replace(report, interrupted=interrupt.is_set())
         for each in outputs.FOLLOWING:
             if not (options := arguments.given(*each.options)):
                 continue
-            if report.interrupted:
-                watch.closing()
             watch.say = partial(_told, arguments, each.without(report, options), printed)
             try:
-                if each.takes_minutes:
-                    printed.show(report)
+                if each.takes_minutes or report.interrupted:
+                    _show(report, printed, watch)
                 report = each.after(arguments, problem, report, progress)
                 if each.takes_minutes:
-                    printed.show(report)
+                    _show(report, printed, watch)
             except KeyboardInterrupt:
                 report = each.without(report, options)
-    watch.take_last_word()
     with ctrl_c_ends_searches():  # said in any case
-        return _told(arguments, report, printed)
+        return watch.last_word(partial(_told, arguments, report, printed))
+
+
+def _show(report: Report, printed: _Printed, watch: Watch) -> None:
+    """What is known so far. Ctrl-C waits until it is printed."""
+    with watch.speaking(), ctrl_c_ends_searches() as interrupt:
+        printed.show(report)
+    if interrupt.is_set():
+        raise KeyboardInterrupt
 
 
 def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
@@ -294,7 +304,6 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         if interrupted
         else [],
         refused=tuple(refused),
-        advice=advise(best(solutions), reader=OF_THE_COMMAND),
         interrupted=interrupted,
     )
 
@@ -326,7 +335,6 @@ def _of_largest(
         problem,
         [solution],
         notes=[*notes, *size_notes(search, knows_longest=knows_longest)],
-        advice=advise(solution, reader=OF_THE_COMMAND),
         interrupted=search.interrupted or unexplained,
         sizes=search,
     )

@@ -17,15 +17,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from solver.cli import INTERRUPTED
 
-GRACE_S = 1.5
+GRACE_S = 1.2
 """For the main thread to end the command itself."""
-CLOSING_S = 10.0
-"""Where it is writing what was found by then."""
+SPEAKING_S = 1.5
+"""For it to end what it is printing by then: the table of a step of thousands of ops."""
 
 
 class Watch:
@@ -37,8 +38,7 @@ class Watch:
     def __init__(self) -> None:
         self.say: Callable[[], int] = lambda: INTERRUPTED
         self.heard = False
-        self._is_closing = False
-        self._last_word = threading.Lock()
+        self._streams = threading.Lock()
 
     def start(self) -> None:
         """Watch this process. Without effect where Ctrl-C does something else than to raise
@@ -53,22 +53,25 @@ class Watch:
         both = (reading, writing)
         threading.Thread(target=self._wait, args=both, name="ctrl-c", daemon=True).start()
 
-    def closing(self) -> None:
-        """The main thread has heard of the signal, and writes what was found by then."""
-        self._is_closing = True
+    @contextmanager
+    def speaking(self) -> Iterator[None]:
+        """The main thread prints. Where the other one does, it waits for the end of the process."""
+        with self._streams:
+            yield
 
-    def take_last_word(self) -> None:
-        """The main thread says what there is to say; where the other one does, it waits for the end
-        of the process."""
-        self._last_word.acquire()
+    def last_word(self, say: Callable[[], int]) -> int:
+        """The main thread says what there is to say, and nothing is left for the other one."""
+        with self.speaking():
+            code = say()
+            self.say = lambda: code
+        return code
 
     def _wait(self, reading: socket.socket, _writing: socket.socket) -> None:
         _next_ctrl_c(reading, timeout_s=None)
-        heard_s, self.heard = time.monotonic(), True
-        if not _next_ctrl_c(reading, timeout_s=GRACE_S) and self._is_closing:
-            _next_ctrl_c(reading, timeout_s=heard_s + CLOSING_S - time.monotonic())
-        if not self._last_word.acquire(blocking=False):
-            os._exit(INTERRUPTED)  # the main thread may hold the streams
+        self.heard = True
+        _next_ctrl_c(reading, timeout_s=GRACE_S)
+        if not self._streams.acquire(timeout=SPEAKING_S):
+            os._exit(INTERRUPTED)  # nobody reads what the main thread prints
         code = INTERRUPTED
         threading.Timer(GRACE_S, os._exit, (code,)).start()  # nobody may read what is said
         try:

@@ -31,7 +31,6 @@ from solver.plan_analysis.largest_batch import (
     largest,
 )
 from solver.plan_analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
-from solver.plan_analysis.peak_memory import PeakMemory, peaks
 from solver.plan_analysis.rank_peak import rank_peak_bytes
 from solver.plan_analysis.rate_shares import (
     LARGEST_RATIO,

@@ -19,8 +19,7 @@ from graphs.host_state import host_parameters, parameters_on_host
 from graphs.links import is_collective
 from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
 from solver.methods import METHODS
-from solver.plan_analysis.peak_memory import STATE, PeakMemory, peaks
-from solver.schedule import Solution, keep, node_at, simulate
+from solver.schedule import STATE, PeakMemory, Solution, keep, node_at, simulate
 from solver.sizes_deadlines_progress import (
     IN_PYTHON,
     Reader,
@@ -92,7 +91,7 @@ def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, .
 def _state(solution: Solution, *, reader: Reader) -> Iterator[str]:
     """Parameters, their gradients and the optimizer's state fill the budget."""
     graph, available_bytes = solution.graph, solution.request.available_bytes
-    run = peaks(solution)[-1]
+    run = solution.peaks[-1]
     bytes_of = run.bytes_at_the_end()
     state_bytes = sum(bytes_of[name] for name in STATE)
     if state_bytes < STATE_SHARE * available_bytes:
@@ -255,7 +254,7 @@ def _theory(solution: Solution) -> Iterator[str]:
 
 def _activation_share(solution: Solution) -> float:
     """Of the baseline peak."""
-    return peaks(solution)[0].share("activations")
+    return solution.peaks[0].share("activations")
 
 
 def _costs(solution: Solution, blocks: Blocks) -> str:

@@ -11,9 +11,9 @@ from graphs.graph import Graph
 from graphs.host_state import host_parameter_bytes, optimizer_of, state_copies_s
 from graphs.pipeline import pipeline_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
-from solver.plan_analysis import TITLE_OF_STREAM, Curve, PeakMemory, overhead_range, peaks
+from solver.plan_analysis import TITLE_OF_STREAM, Curve, overhead_range
 from solver.reporting.report_data import RESULTS, Report, Rewritten, freed_early_bytes, rewritten
-from solver.schedule import Link, Places, Simulation, Solution, reserved_by_setting
+from solver.schedule import Link, PeakMemory, Places, Simulation, Solution, reserved_by_setting
 from solver.sizes_deadlines_progress import (
     Reader,
     counted,
@@ -139,7 +139,7 @@ def _pipeline_text(graph: Graph) -> str:
 
 def memory_table(solution: Solution) -> Table:
     """The memory at the peak by category: of the baseline, and of a plan that differs from it."""
-    runs = peaks(solution)
+    runs = solution.peaks
     by_run = {name: [run.bytes_of[name] for run in runs] for name in runs[0].bytes_of}
     return _byte_table(runs, by_run, total="peak")
 
@@ -149,7 +149,7 @@ def dtype_table(solution: Solution, *, least_share: float = 0.0) -> Table | None
 
     least_share: None, too, where no dtype but the largest has such a part of them at some peak.
     """
-    runs = peaks(solution)
+    runs = solution.peaks
     dtypes = sorted({name for run in runs for name in run.activations_of})
     seconds = (sorted(run.activations_of.values())[:-1] for run in runs)
     parts = zip(runs, seconds, strict=True)
@@ -184,7 +184,7 @@ def part(size_bytes: int, total_bytes: int) -> tuple[str, str]:
 
 def peak_rows(solution: Solution) -> Iterator[Row]:
     """The ops at which the peaks of the baseline and of the plan are reached."""
-    for run in peaks(solution):
+    for run in solution.peaks:
         yield f"peak op ({run.name})", describe_op(run.node)
 
 

@@ -36,6 +36,7 @@ from solver.schedule.ops import (
     ops_from_json,
     word_for,
 )
+from solver.schedule.peak_memory import STATE, PeakMemory
 from solver.schedule.recompute import (
     baseline,
     is_recomputable,

@@ -23,6 +23,7 @@ from graphs.host_state import (
 from graphs.pipeline import pipeline_of
 from graphs.rewrites import Variants
 from solver.schedule.ops import Schedule, ops_from_json
+from solver.schedule.peak_memory import PeakMemory
 from solver.schedule.recompute import baseline as baseline_schedule
 from solver.schedule.request import Obstacle, Request
 from solver.schedule.simulation import IllegalScheduleError, OtherGraphError, Simulation
@@ -81,6 +82,18 @@ class Solution:
     def unplanned(self) -> Graph:
         """The plain step with what eager mode holds (`graphs.eager_memory`)."""
         return as_eager(self.plain)
+
+    @cached_property
+    def peaks(self) -> tuple[PeakMemory, ...]:
+        """What is there at the peaks of the baseline, and of a plan that differs from it."""
+        plain, found = self.baseline, self.simulation
+        unplanned = baseline_schedule(self.unplanned)
+        before = PeakMemory.of("baseline", self.unplanned, unplanned, plain)
+        if self.schedule is None or found is None:
+            return (before,)
+        if found.n_recomputed or self.schedule.has_copies or found.peak_bytes != plain.peak_bytes:
+            return before, PeakMemory.of("plan", self.graph, self.schedule, found)
+        return (before,)
 
     @property
     def trace(self) -> Simulation | None:

@@ -60,10 +60,14 @@ HARD = """
 """
 COMMAND = """
     from solver.cli import ctrl_c, process
-    ctrl_c.GRACE_S = ctrl_c.CLOSING_S = 600.0
+    ctrl_c.GRACE_S = 600.0
     sys.exit(process())
 """
 """The main thread ends the search and writes what was found, however busy the machine is."""
+RUN_IT = """
+    from solver.cli import process
+    sys.exit(process())
+"""
 IN_PYTHON = """
     import os
     from solver import solve
@@ -177,6 +181,55 @@ def test_the_best_plan_so_far_is_reported_and_written(graph: str, tmp_path: Path
     assert "Note: Interrupted: the best plan found so far." in out
     assert "time limit" not in out
     assert Solution.load(path, graph=graph).status == "feasible"
+
+
+DRAWING = """
+    import pathlib
+    import time
+
+    from solver.cli import ctrl_c, outputs
+
+    def drawn(_report, path, **_options):
+        time.sleep({seconds})
+        pathlib.Path(path).touch()
+
+    outputs.write_page = drawn
+"""
+LONGER_S = 8
+"""Than a command runs on after Ctrl-C."""
+
+
+def test_what_takes_long_to_draw_is_left_out_after_the_signal(graph: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    argv = (*FOREVER, "--report", str(page), graph, FOUND)
+    code, out, err = interrupted(HARD + DRAWING.format(seconds=LONGER_S) + RUN_IT, *argv)
+    assert (code, err) == (0, "")
+    assert not page.exists()
+    assert out.count("Answer  feasible") == 1
+    assert out.endswith("Note: Interrupted: --report left out.\n")
+
+
+SLOWLY = """
+    from solver.cli import ctrl_c
+    from solver.reporting import terminal
+
+    ctrl_c.GRACE_S, ctrl_c.SPEAKING_S = 0.2, 600.0
+    show = terminal.show
+
+    def slowly(*args):
+        time.sleep(2)
+        show(*args)
+
+    terminal.show = slowly
+"""
+
+
+def test_what_is_being_printed_is_printed_whole_and_once(graph: str, tmp_path: Path) -> None:
+    argv = (*FOREVER, "--report", str(tmp_path / "page.html"), graph, FOUND)
+    code, out, err = interrupted(HARD + DRAWING.format(seconds=0) + SLOWLY + RUN_IT, *argv)
+    assert (code, err) == (0, "")
+    assert out.count("Answer  feasible") == 1
+    assert "Note: Interrupted: the best plan found so far." in out
 
 
 @pytest.mark.slow

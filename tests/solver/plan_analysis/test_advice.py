@@ -11,7 +11,6 @@ import pytest
 from graphs.graph import Graph, Tensor
 from graphs.synthetic.nets import residual
 from solver.plan_analysis.advice import ABOUT, advise
-from solver.plan_analysis.peak_memory import peaks
 from solver.reporting.rows import memory_table
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -95,7 +94,7 @@ def test_model_state_at_the_peak_is_what_the_table_says(acts, spare):
     text = {a.kind: a.text for a in advise(solution)}["state"]
     *parts, total = [(row[0], *row[-2:]) for row in memory_table(solution).rows]
     cells = {name: (size, share) for name, size, share in parts}
-    run = peaks(solution)[-1]
+    run = solution.peaks[-1]
     assert f"At the peak of the {run.name}, {total[1]}, they take " in text
     assert f"besides {cells['activations'][0]} of activations ({cells['activations'][1]})" in text
     shares = [float(share.split()[0]) for _, share in cells.values() if share]

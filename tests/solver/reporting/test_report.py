@@ -15,7 +15,6 @@ from graphs.graph import Graph
 from graphs.synthetic.nets import chain, residual
 from solver.methods.registry import METHODS
 from solver.plan_analysis.advice import Advice, advise
-from solver.plan_analysis.peak_memory import peaks
 from solver.reporting.report_data import Report, best, step_notes, to_json
 from solver.reporting.rows import dtype_table, memory_table
 from solver.reporting.terminal import show
@@ -534,7 +533,7 @@ def test_dtypes_add_up_to_the_activations_of_the_table():
     assert table is not None
     activations = next(row for row in memory_table(solution).rows if row[0] == "activations")
     assert (table.rows[-1][1], table.rows[-1][3]) == (activations[1], activations[3])
-    for run in peaks(solution):
+    for run in solution.peaks:
         assert sum(run.activations_of.values()) == run.bytes_of["activations"]
     text = shown(report_of(solution))
     assert "Activations at the peak by dtype" in text

@@ -9,16 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphs.graph import Graph, Node
-from solver.schedule import (
-    Compute,
-    Schedule,
-    Simulation,
-    Solution,
-    activation_bytes_by_dtype,
-    baseline,
-    memory_at,
-    node_at,
-)
+from solver.schedule.memory import activation_bytes_by_dtype, memory_at, node_at
+from solver.schedule.ops import Compute, Schedule
+from solver.schedule.simulation import Simulation
 
 STATE = ("parameters", "gradients", "optimizer")
 """The categories that recomputation cannot free."""
@@ -42,6 +35,19 @@ class PeakMemory:
     bytes_of: Mapping[str, int]
     activations_of: Mapping[str, int]
 
+    @classmethod
+    def of(cls, name: str, graph: Graph, schedule: Schedule, simulation: Simulation) -> PeakMemory:
+        position = simulation.peak_op
+        return cls(
+            name=name,
+            graph=graph,
+            schedule=schedule,
+            simulation=simulation,
+            node=node_at(graph, schedule, simulation),
+            bytes_of=memory_at(graph, schedule, position),
+            activations_of=activation_bytes_by_dtype(graph, schedule, position),
+        )
+
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes_of.values())
@@ -54,27 +60,3 @@ class PeakMemory:
         """By category during the last op, when every gradient that the step leaves is there."""
         computes = [p for p, op in enumerate(self.schedule.ops) if isinstance(op, Compute)]
         return memory_at(self.graph, self.schedule, computes[-1] if computes else None)
-
-
-def peaks(solution: Solution) -> tuple[PeakMemory, ...]:
-    """Of the baseline, and of a plan that differs from it."""
-    plain, schedule, found = solution.baseline, solution.schedule, solution.simulation
-    before = _peak("baseline", solution.unplanned, baseline(solution.unplanned), plain)
-    if schedule is None or found is None:
-        return (before,)
-    if found.n_recomputed or schedule.has_copies or found.peak_bytes != plain.peak_bytes:
-        return before, _peak("plan", solution.graph, schedule, found)
-    return (before,)
-
-
-def _peak(name: str, graph: Graph, schedule: Schedule, simulation: Simulation) -> PeakMemory:
-    position = simulation.peak_op
-    return PeakMemory(
-        name=name,
-        graph=graph,
-        schedule=schedule,
-        simulation=simulation,
-        node=node_at(graph, schedule, simulation),
-        bytes_of=memory_at(graph, schedule, position),
-        activations_of=activation_bytes_by_dtype(graph, schedule, position),
-    )
