@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from statistics import median_high
 
 from solver.bound import Milp, StorageGraph
 from solver.chain.blocks import Blocks
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 MAX_SLOTS = 40
 """With room for so many times w cuts say more."""
@@ -22,6 +24,8 @@ TINY = 1 / 16
 """What crosses the end of a level and is smaller than this share of the largest is not counted."""
 MAX_NEEDED_SETS = 64
 """Sets of units that may be needed of one level; a division with more is given up."""
+MAX_COLUMNS = 100_000
+"""Of the linear programs of levels, all together: a few seconds."""
 
 Units = frozenset[int]
 
@@ -38,7 +42,8 @@ class Levels:
     one_unit_s: float
     room_bytes: tuple[int, ...]
     _stretches: tuple[Stretch, ...]
-    _saving_s: dict[tuple[object, int], float] = field(default_factory=dict)
+    arrival: Arrival | None = None
+    programs: Programs = field(default_factory=lambda: Programs())
 
     @property
     def n_levels(self) -> int:
@@ -46,11 +51,41 @@ class Levels:
 
     def saving_s(self, level: int, held_bytes: int) -> float:
         """s: the least time of the level's nodes to make its demand from so many bytes of it."""
-        stretch = self._stretches[level - 1]
-        key = stretch.signature, max(0, held_bytes)
-        if key not in self._saving_s:
-            self._saving_s[key] = stretch.saving_s(max(0, held_bytes))
-        return self._saving_s[key]
+        return self.programs.saving_s(self._stretches[level - 1], held_bytes, alone=False)
+
+    def alone_s(self, level: int, held_bytes: int) -> float:
+        """s': the same where no node may read more of the level before than later nodes do."""
+        return self.programs.saving_s(self._stretches[level - 1], held_bytes, alone=True)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """f', by level, and d'; which levels need the one before in any case, or where they read it."""
+
+    forward_s: tuple[float, ...]
+    one_unit_s: float
+    always: tuple[bool, ...]
+    if_read: tuple[bool, ...]
+
+
+@dataclass
+class Programs:
+    """Linear programs of levels, each solved once; past MAX_COLUMNS in all they prove nothing.
+
+    So the work does not depend on the clock.
+    """
+
+    n_columns: int = 0
+    known_s: dict[tuple[object, int, bool], float] = field(default_factory=dict)
+
+    def saving_s(self, stretch: Stretch, held_bytes: int, *, alone: bool) -> float:
+        held_bytes = min(max(0, held_bytes), sum(stretch.unit_bytes.values()))
+        key = stretch.signature, held_bytes, alone
+        if key not in self.known_s:
+            self.n_columns += len(stretch.nodes) + len(stretch.unit_bytes)
+            enough = self.n_columns <= MAX_COLUMNS
+            self.known_s[key] = stretch.saving_s(held_bytes, alone=alone) if enough else 0.0
+        return self.known_s[key]
 
 
 @dataclass(frozen=True)
@@ -59,19 +94,26 @@ class Stretch:
 
     nodes: (time_s, units made, units of the level read, units of the level before read).
     unit_bytes: of the level's units that are not free. demand: D.
+    later: units of the level before that later nodes in the level's window read.
     """
 
     nodes: tuple[tuple[float, Units, Units, Units], ...]
     unit_bytes: Mapping[int, int]
     demand: Units
+    later: Units = frozenset()
 
-    @property
+    @cached_property
     def signature(self) -> object:
         """Equal for levels that are equal up to the numbers of their units."""
         number = {u: i for i, u in enumerate(sorted(self.unit_bytes))}
         nodes = tuple(
-            (time_s, tuple(sorted(number[u] for u in made)), tuple(sorted(number[u] for u in read)))
-            for time_s, made, read, _ in self.nodes
+            (
+                time_s,
+                tuple(sorted(number[u] for u in made)),
+                tuple(sorted(number[u] for u in read)),
+                before <= self.later,
+            )
+            for time_s, made, read, before in self.nodes
         )
         sizes = tuple(self.unit_bytes[u] for u in sorted(self.unit_bytes))
         return nodes, sizes, tuple(sorted(number[u] for u in self.demand))
@@ -89,8 +131,16 @@ class Stretch:
                 before |= read_before
         return time_s, frozenset(before)
 
-    def saving_s(self, held_bytes: int) -> float:
-        """A relaxed knapsack: units held, nodes run."""
+    @property
+    def read_before(self) -> Units:
+        """Units of the level before that its nodes read and later nodes of its window do not."""
+        return frozenset[int]().union(*(before for *_, before in self.nodes)) - self.later
+
+    def saving_s(self, held_bytes: int, *, alone: bool = False) -> float:
+        """A relaxed knapsack: units held, nodes run.
+
+        alone: none of the nodes that read `read_before` may run; inf where that cannot be.
+        """
         program = Milp()
         keep = {
             u: program.variable(most=float(size <= held_bytes))
@@ -98,8 +148,9 @@ class Stretch:
         }
         scale = max(self.unit_bytes.values(), default=0) or 1
         run: dict[int, int] = {}
-        for node_s, made, _, _ in self.nodes:
-            run.update(dict.fromkeys(made, program.variable(cost=node_s)))
+        for node_s, made, _, before in self.nodes:
+            most = float(not alone or before <= self.later)
+            run.update(dict.fromkeys(made, program.variable(cost=node_s, most=most)))
         for u in self.demand:
             program.row([keep[u], run[u]], [1.0, 1.0], lower=1.0)
         for _, made, read, _ in self.nodes:
@@ -111,8 +162,11 @@ class Stretch:
         return max(0.0, program.solve(whole=False).bound)
 
 
-def levels_of(folded: StorageGraph, blocks: Blocks, budget_bytes: int) -> Iterator[Levels]:
-    """Divisions of the graph into levels that are worth a look."""
+def levels_of(
+    folded: StorageGraph, blocks: Blocks, budget_bytes: int, *, deadline: Deadline = NEVER
+) -> Iterator[Levels]:
+    """Divisions of the graph into levels that are worth a look. Raises OutOfTimeError."""
+    programs = Programs()
     starts = [0, *accumulate(len(names) for names in blocks.forward)]
     tight = list(_tight_segments(folded, blocks, budget_bytes))
     if len(tight) < 2:
@@ -122,6 +176,7 @@ def levels_of(folded: StorageGraph, blocks: Blocks, budget_bytes: int) -> Iterat
     end = [starts[block] for block, _ in tight]
     room_bytes = budget_bytes - min(int(folded.least_bytes[p]) for p in checks)
     for bounds in ((*begin, starts[-1]), (0, *end)):
+        deadline.check()
         width_bytes = _usual_width(folded, bounds)
         if room_bytes >= MAX_SLOTS * width_bytes:
             continue
@@ -132,9 +187,10 @@ def levels_of(folded: StorageGraph, blocks: Blocks, budget_bytes: int) -> Iterat
                 checks=checks[later:],
                 width_bytes=width_bytes,
                 budget_bytes=budget_bytes,
+                deadline=deadline,
             )
             if found is not None:
-                yield found
+                yield replace(found, programs=programs)
 
 
 def _tight_segments(
@@ -179,10 +235,12 @@ def divide(
     checks: Sequence[int],
     width_bytes: int,
     budget_bytes: int,
+    deadline: Deadline = NEVER,
 ) -> Levels | None:
     """The levels between these bounds, n + 1 ascending forward positions; None: they prove nothing.
 
-    checks: by level, positions of later nodes, descending. Raises ValueError for others.
+    checks: by level, positions of later nodes, descending. Raises ValueError for others, and
+    OutOfTimeError.
     """
     n = len(bounds) - 1
     if n < 1 or len(checks) != n or width_bytes < 1:
@@ -192,11 +250,13 @@ def divide(
         raise ValueError("bounds must ascend, and checks descend among the later nodes")
     level = [_level_of(folded, u, bounds, width_bytes) for u in range(folded.n_units)]
     stretches = tuple(_stretch(folded, k, bounds, checks, level) for k in range(1, n + 1))
-    times = _level_times(stretches, width_bytes)
+    deadline.check()
+    times = _level_times(stretches, width_bytes, deadline=deadline)
     if times is None:
         return None
     rooms = tuple(_room(folded, k, checks[k - 1], level, budget_bytes) for k in range(1, n + 1))
-    return Levels(width_bytes, times[0], times[1], rooms, stretches)
+    arrival = _arrival(stretches, width_bytes, deadline=deadline)
+    return Levels(width_bytes, times[0], times[1], rooms, stretches, arrival)
 
 
 def _level_of(folded: StorageGraph, u: int, bounds: Sequence[int], width_bytes: int) -> int:
@@ -233,11 +293,39 @@ def _stretch(
         ),
         unit_bytes={u: folded.unit_bytes[u] for v in nodes for u in of(folded.makes[v], k)},
         demand=of(sorted(read), k),
+        later=of(sorted(read), k - 1),
     )
 
 
+def _arrival(
+    stretches: Sequence[Stretch], width_bytes: int, *, deadline: Deadline
+) -> Arrival | None:
+    """f' and d'; None where the level before is needed nowhere, or one unit of it is enough."""
+
+    def is_enough(units: Units, below: Stretch) -> bool:
+        return not units or any(
+            not units - {u} and below.unit_bytes[u] < width_bytes for u in units
+        )
+
+    always, if_read = [False], [False]
+    wanted: list[set[Units]] = []
+    for below, stretch in pairwise(stretches):
+        reads = [stretch.later | {u} for u in sorted(stretch.read_before)]
+        always.append(not is_enough(stretch.later, below))
+        if_read.append(not any(is_enough(each, below) for each in reads))
+        wanted.append({stretch.later} if always[-1] else set(reads if if_read[-1] else ()))
+    times = _level_times(stretches, width_bytes, [*wanted, set()], deadline=deadline)
+    if times is None:
+        return None
+    return Arrival(times[0], times[1], tuple(always), tuple(if_read))
+
+
 def _level_times(
-    stretches: Sequence[Stretch], width_bytes: int
+    stretches: Sequence[Stretch],
+    width_bytes: int,
+    wanted_too: Sequence[set[Units]] = (),
+    *,
+    deadline: Deadline,
 ) -> tuple[tuple[float, ...], float] | None:
     """f by level, and d; None where nothing is demanded, or one unit saves a whole level.
 
@@ -249,8 +337,10 @@ def _level_times(
     times: list[float] = []
     saved_s = 0.0
     for k in range(len(stretches), 0, -1):
+        deadline.check()
         stretch = stretches[k - 1]
         none_held.add(stretch.demand)
+        none_held |= wanted_too[k - 1] if wanted_too else set()
         if not stretch.demand or len(none_held) + len(one_held) > MAX_NEEDED_SETS:
             return None
         none_below, one_below = set[Units](), set[Units]()

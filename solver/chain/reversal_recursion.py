@@ -18,45 +18,80 @@ has at most one unit, as each has w / 2. Let f_l be the least time of level l's 
 run to make what is demanded of level l or, for level l + 1, read across its end, beside at most one
 unit above; d the most that one unit of the level itself saves (`solver.chain.reversal_levels`). So
 if (i, j] is empty at C_t, t > j, then from there to C_j each of its levels l runs for f_l, but d in
-all. Let s_l(h) be the least time of level l's nodes to make D_l from at most h bytes of its units.
+all: F(i, j) = max(0, f_{i+1} + .. + f_j - d). Let s_l(h) be the least time of level l's nodes to
+make D_l from at most h bytes of its units.
+
+**Arrival.** Later nodes in window l may read units of level l - 1, E_l, and so may nodes of level l
+that run again there. s'_l(h) >= s_l(h) is the least time if the latter read nothing of level l - 1
+but E_l. *Level l - 1 is due* in window l if what is read there cannot be one unit of an empty
+range: always if E_l cannot, and otherwise where more than E_l is read if no such set can. f'_l, d'
+and F' are f, d and F where each level is also asked for the least that is read there when it is
+due.
 
 **Theorem.** Let (i, j] be empty at C_t, t > j, and let units of levels up to i take at least m
-bytes at the checks j .. i + 1. Then levels i + 1 .. j run from there on for at least
+bytes at the checks j .. i + 2. Then levels i + 1 .. j run from there on for at least A(i, j, m). If
+t > j + 1, they have m bytes at check j + 1 too, and level j is due in window j + 1, they run for at
+least P(i, j, m). Both are zero for i = j, else
 
-    A(i, j, m) = min over k in (i, j] of  max(0, f_{i+1} + .. + f_k - d)  +  A(k, j, m + w)
-                                          + A(i, k - 1, m)  +  s_k(M_{k+1} - m) if k < j
+    A(i, j, m) = min of  F(i, j) + A(i, j - 1, m)
+                         and a(k), b(k) with A and F, for i < k < j, m + w <= M_t for t in (k, j]
+    P(i, j, m) = min of  F'(i, j) + A(i, j, m)
+                         and a(k), b(k) with P and F' for A and F, for i < k <= j,
+                         m + w <= M_t for t in (k, j + 1]
+    a(k) = F(i, k) + A(k, j, m + w) + min(s'_k(M_{k+1} - m) + A(i, k - 1, m),
+                                          s_k(M_{k+1} - m) + P(i, k - 1, m))
+    b(k) = A(i, k - 1, m) + max(F(i, k) + A(k, j, m + w) + s_k(M_{k+1} - m - w),
+                                F(i, k - 1) + A(k - 1, j, m + w)),  k > i + 1
 
-with A(i, i, m) = 0, where k < j only if m + w <= M_t for all t in (k, j].
+where in the minimum of a(k) it is P both times if level k - 1 is always due in window k, and A both
+times if it need not be.
 
-Proof. Let k be the least in (i, j] such that (i, k] is not empty at any check t in (k, j]; j is
-such a one. So at these checks levels up to k have m + w bytes, which is at most M_t, and (k, j] was
-empty at the start: by induction levels k + 1 .. j run for A(k, j, m + w). Each of the levels
-i + 1 .. k runs before C_j to make D_j, together for the first term. If k > i + 1, then k - 1 was no
-such number: (i, k - 1] is empty at some check t in (k - 1, j]. As t >= k, the demands of levels
-k - 1 .. i + 1 come later, and from C_t on these levels run for A(i, k - 1, m). The runs of the
-first term were before C_j, so before C_t. If k < j, level k ran for the first term before C_{k+1},
-as C_j is not after it; and in the window of D_k it runs again, for what it has not at C_{k+1},
-where it has at most M_{k+1} - m bytes. ∎
+Proof. *A.* Let k be the least in (i, j] such that (i, k] is not empty at any check t in (k, j]; j
+is such a one. So at these checks levels up to k have m + w bytes, which is at most M_t, and (k, j]
+was empty at the start: by induction levels k + 1 .. j run for A(k, j, m + w). Each of the levels i
++ 1 .. k runs before C_j to make D_j, together for F(i, k). If k > i + 1, then k - 1 was no such
+number: (i, k - 1] is empty at some check t in [k, j]. As t >= k, the demands of levels k - 1 .. i +
+1 come later, and from C_t on these levels run for A(i, k - 1, m). The runs of the first term were
+before C_j, so before C_t. That is all if k = j. Otherwise level k ran for the first term before
+C_{k+1}, as C_j is not after it; and in window k it runs again, for what it has not at C_{k+1},
+where it has at most M_{k+1} - m bytes.
+
+If t can be chosen above k (also if k = i + 1, where there is nothing to choose), all that is read
+of level k - 1 in window k is read after C_t. So if it is due there, levels i + 1 .. k - 1 run for
+P(i, k - 1, m) from C_t on. Level k runs for s'_k if it is due for want of E_k alone or not at all,
+else for s_k: this is a(k). If t = k is the only choice, (i, k - 1] is not empty at the checks in
+(k, j]. Then levels up to k - 1 have m + w bytes there, which leaves level k M_{k+1} - m - w; and as
+these are all checks that A(k - 1, j, m + w) is about, levels k .. j run for that and levels
+i + 1 .. k - 1 for F(i, k - 1) before C_j: this is b(k).
+
+*P.* If (i, j] is empty at C_{j+1}, levels i + 1 .. j ran for F'(i, j) before it, and from there on
+for A(i, j, m). Otherwise take the least k in (i, j] such that (i, k] is not empty at any check t in
+(k, j + 1]; j is such a one. The rest is as above, with the window of level j + 1 in the place of
+D_j, C_{j+1} in that of C_j, and a P that is zero for k = j. ∎
 
 For the whole step begin at its first op, where nothing is there: T(i, n, m) is A without the first
-term, whose runs may be first runs, and with T(k, n, m + w) in the place of A(k, n, m + w). All that
+terms F, whose runs may be first runs, and with T in the place of the A's that it is about. All that
 T counts comes after the end of the forward pass. So every schedule recomputes for T(0, n, 0).
 
-With equal levels T is a quarter at most below the fewest extra steps of Griewank & Walther: that
-level k is made again from the state before it is not counted where that state has to be reached
-once more. It is weak where much is kept: there cuts say more.
+With equal levels of which nothing is kept but what crosses from one to the next, T is the fewest
+extra steps of Griewank & Walther. It is weak where much is kept: there cuts say more; and where
+what crosses are several units, as an empty range may have one of them.
 
-Cost: n² steps on rows of n numbers for each w in the largest room. Beyond MAX_STEPS the longest run
-of levels with no more room than usual stands for all, with its least f and s: n steps.
+Cost: a sixth of n³ steps for each w in the largest room. Beyond MAX_CELLS levels are never due, and
+beyond MAX_STEPS the longest run of levels with no more room than usual stands for all, with its
+least f and s: n² steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from solver.bound import TIME_ERROR, StorageGraph
 from solver.chain.blocks import Blocks
@@ -65,8 +100,8 @@ from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 Floats = npt.NDArray[np.float64]
 
-MAX_STEPS = 4_000_000
-"""Levels squared times slots; a few seconds."""
+MAX_STEPS, MAX_CELLS = 4_000_000, 600_000_000
+"""Levels squared times slots, and that times levels; a few seconds."""
 
 
 def reversal_bound(
@@ -81,7 +116,7 @@ def reversal_bound(
         return 0.0
     proven_s = 0.0
     with contextlib.suppress(OutOfTimeError):
-        for levels in levels_of(folded, blocks, budget_bytes):
+        for levels in levels_of(folded, blocks, budget_bytes, deadline=deadline):
             proven_s = max(proven_s, least_recompute_s(levels, deadline=deadline))
     return max(0.0, proven_s / baseline_s - TIME_ERROR)
 
@@ -93,49 +128,169 @@ def least_recompute_s(levels: Levels, *, deadline: Deadline = NEVER) -> float:
     if n < 2 or n_slots >= MAX_SLOTS:
         return 0.0
     n_slots = max(0, n_slots)
-    if n * n * (1 + n_slots) <= MAX_STEPS:
+    steps = n * n * (1 + n_slots)
+    if n * steps <= MAX_CELLS:
         return _unequal(levels, n_slots, deadline)
     run = equal_run(levels)
-    return 0.0 if run is None else equal_s(levels, run, deadline=deadline)
+    proven_s = 0.0 if run is None else equal_s(levels, run, deadline=deadline)
+    if steps <= MAX_STEPS:
+        weaker = replace(levels, arrival=None)
+        proven_s = max(proven_s, _unequal(weaker, n_slots, deadline))
+    return proven_s
 
 
 def _unequal(levels: Levels, n_slots: int, deadline: Deadline) -> float:
     """The recursion, for m = 0, w, 2 w .. from the most to none."""
     n, width = levels.n_levels, levels.width_bytes
-    reached = np.concatenate(([0.0], np.cumsum(levels.forward_s)))
-    again = np.zeros((0, 0))
-    whole = np.zeros((0,))
+    costs = [_Costs.at(levels, slot, deadline) for slot in range(n_slots + 2)]
+    above: _Table | None = None
+    whole = np.zeros(0)
     for slot in reversed(range(n_slots + 1)):
         kept = _where_it_fits(levels, (slot + 1) * width)
-        saving = []
-        for k in range(1, n):
+        table = _Table(levels, costs[slot], costs[slot + 1], above, kept)
+        for length in range(1, n + 1):
             deadline.check()
-            saving.append(levels.saving_s(k, levels.room_bytes[k] - slot * width))
-        saving.append(0.0)
-        above = np.where(kept, again, np.inf) if again.size else np.full(kept.shape, np.inf)
-        table = np.zeros((n + 1, n + 1))
-        for i in range(n - 1, -1, -1):
-            deadline.check()
-            row = table[i]
-            row[i + 1 :] = np.inf
-            for k in range(i + 1, n + 1):
-                first = max(0.0, reached[k] - reached[i] - levels.one_unit_s)
-                base = first + row[k - 1]
-                row[k] = min(row[k], base)
-                longer = above[k, k + 1 :] + (base + saving[k - 1])
-                row[k + 1 :] = np.minimum(row[k + 1 :], longer)
-        top = np.zeros(n + 1)
-        for i in range(n - 1, -1, -1):
-            ends = [table[i, n - 1]]
-            if whole.size:
-                ends += [
-                    whole[k] + table[i, k - 1] + saving[k - 1]
-                    for k in range(i + 1, n)
-                    if kept[k, n]
-                ]
-            top[i] = min(ends)
-        again, whole = table, top
+            table.fill(length)
+        above, whole = table, table.whole(whole)
     return float(whole[0])
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """s and s' by level, beside m bytes of lower levels."""
+
+    saving_s: Floats
+    alone_s: Floats
+
+    @classmethod
+    def at(cls, levels: Levels, slot: int, deadline: Deadline) -> _Costs:
+        saving, alone = [0.0], [0.0]
+        for k in range(1, levels.n_levels):
+            deadline.check()
+            left_bytes = levels.room_bytes[k] - slot * levels.width_bytes
+            saving.append(levels.saving_s(k, left_bytes))
+            alone.append(levels.alone_s(k, left_bytes))
+        return cls(np.array([*saving, 0.0]), np.array([*alone, 0.0]))
+
+
+class _Table:
+    """A and P for one m, by i and j - i.
+
+    served: A. reached: P. tail: min(s' + A, s + P) at (i, k - 1], by k - i.
+    """
+
+    def __init__(
+        self,
+        levels: Levels,
+        costs: _Costs,
+        costs_above: _Costs,
+        above: _Table | None,
+        kept: npt.NDArray[np.bool_],
+    ) -> None:
+        n = levels.n_levels
+        self._n, self._above, self._kept = n, above, kept
+        self._saving = costs.saving_s, costs.alone_s
+        self._more_s = costs_above.saving_s
+        self._arrival = levels.arrival
+        self.served = np.zeros((n + 1, n + 1))
+        self.reached = np.zeros((n + 1, n + 1))
+        self.tail = np.zeros((n + 1, n + 1))
+        arrival = levels.arrival
+        self._first = _sums(levels.forward_s, levels.one_unit_s)
+        self._first_reached = self._first
+        if arrival is not None:
+            self._first_reached = _sums(arrival.forward_s, arrival.one_unit_s)
+        if above is not None:
+            self._served_above = _by_end(above.served, kept, 0)
+            self._reached_above = _by_end(above.reached, kept, 1)
+
+    def fill(self, length: int) -> None:
+        """A and P for the ranges of this length, from those of shorter ones."""
+        rows = slice(0, self._n + 1 - length)
+        self._fill_tail(length)
+        self.served[rows, length] = self._first[rows, length] + self.served[rows, length - 1]
+        if self._above is not None:
+            least = self._split(self._first, self._served_above, length, length - 1)
+            self.served[rows, length] = np.minimum(self.served[rows, length], least)
+        if self._arrival is None:
+            return
+        self.reached[rows, length] = self._first_reached[rows, length] + self.served[rows, length]
+        if self._above is not None:
+            least = self._split(self._first_reached, self._reached_above, length, length)
+            self.reached[rows, length] = np.minimum(self.reached[rows, length], least)
+        at_least = self.reached[rows, length], self.served[rows, length]
+        self.reached[rows, length] = np.maximum(*at_least)
+
+    def whole(self, above: Floats) -> Floats:
+        """T by i, from that for m + w."""
+        n = self._n
+        whole = np.zeros(n + 1)
+        for i in range(n - 1, -1, -1):
+            whole[i] = self.served[i, n - 1 - i]
+            k = np.flatnonzero(self._kept[i + 1 : n, n]) + i + 1
+            if self._above is not None and len(k):
+                least = (above[k] + self.tail[i, k - i]).min()
+                served = self.served[i, k - i - 1]
+                pairs = np.maximum(above[k] + self._more_s[k], above[k - 1]) + served
+                whole[i] = min(whole[i], least, pairs[k > i + 1].min(initial=math.inf))
+        return whole
+
+    def _fill_tail(self, length: int) -> None:
+        rows, ends = slice(0, self._n + 1 - length), slice(length, self._n + 1)
+        served, reached = self.served[rows, length - 1], self.reached[rows, length - 1]
+        saving_s, alone_s = (each[ends] for each in self._saving)
+        if self._arrival is None:
+            self.tail[rows, length] = saving_s + served
+            return
+        always, if_read = (
+            np.array([False, *each])[ends] for each in (self._arrival.always, self._arrival.if_read)
+        )
+        self.tail[rows, length] = np.minimum(
+            alone_s + np.where(always, reached, served),
+            saving_s + np.where(always | if_read, reached, served),
+        )
+
+    def _split(
+        self, first: Floats, above: tuple[Floats, Floats], length: int, longest: int
+    ) -> Floats:
+        """The least over k = i + 1 .. i + longest, by i."""
+        rows, ends = slice(0, self._n + 1 - length), slice(length, self._n + 1)
+        fits, plain = (each[ends, length::-1] for each in above)  # by k - i, from 0 on
+        if longest < 1:
+            return np.full(self._n + 1 - length, np.inf)
+        k = slice(1, longest + 1)
+        least: Floats = (first[rows, k] + self.tail[rows, k] + fits[:, k]).min(axis=1)
+        if longest > 1 and self._arrival is not None:
+            k, before = slice(2, longest + 1), slice(1, longest)
+            more_s = sliding_window_view(self._more_s, longest - 1)[2 : self._n + 3 - length]
+            one = first[rows, k] + fits[:, k] + more_s
+            other = first[rows, before] + plain[:, before]
+            again = self.served[rows, before]
+            least = np.minimum(least, (np.maximum(one, other) + again).min(axis=1))
+        return least
+
+
+def _sums(level_s: Sequence[float], one_unit_s: float) -> Floats:
+    """[i, j - i]: the time of the levels in (i, j], less that of one unit."""
+    n = len(level_s)
+    reached = np.concatenate(([0.0], np.cumsum(level_s), np.zeros(n)))
+    ends = sliding_window_view(reached, n + 1)[: n + 1]
+    sums: Floats = np.maximum(0.0, ends - reached[: n + 1, np.newaxis] - one_unit_s)
+    return sums
+
+
+def _by_end(table: Floats, kept: npt.NDArray[np.bool_], checks_more: int) -> tuple[Floats, Floats]:
+    """The table by j and j - k; inf where m + w does not fit at the checks up to j, or so many
+    more, and without that.
+    """
+    n = len(table) - 1
+    plain = np.full((n + 1, n + 1), np.inf)
+    fits = np.full((n + 1, n + 1), np.inf)
+    for j in range(n + 1 - checks_more):
+        k = np.arange(j, -1, -1)
+        plain[j, : j + 1] = table[k, j - k]
+        fits[j, : j + 1] = np.where(kept[k, j + checks_more], plain[j, : j + 1], np.inf)
+    return fits, plain
 
 
 def _where_it_fits(levels: Levels, held_bytes: int) -> npt.NDArray[np.bool_]:
@@ -168,28 +323,74 @@ def equal_s(levels: Levels, run: tuple[int, int], *, deadline: Deadline = NEVER)
     first, last = run
     n, width = last - first + 1, levels.width_bytes
     room_bytes = max(levels.room_bytes[first - 1 : last])
-    run_s = min(levels.forward_s[first - 1 : last])
-    again = np.full(n + 1, np.inf)
-    whole = np.full(n + 1, np.inf)
+    equal = _Equal(levels, first, last)
     for slot in reversed(range(max(0, room_bytes // width) + 1)):
         left_bytes = room_bytes - slot * width
-        saving_s = math.inf
+        saving_s = alone_s = math.inf
         for k in range(first, last):
             deadline.check()
             saving_s = min(saving_s, levels.saving_s(k, left_bytes))
-        above, above_whole = again.copy(), whole.copy()
-        row = np.full(n + 1, np.inf)
-        row[0] = 0.0
-        top = np.full(n + 1, np.inf)
-        top[0] = 0.0
-        for k in range(1, n + 1):
+            alone_s = min(alone_s, levels.alone_s(k, left_bytes))
+        equal.next_slot(saving_s, alone_s)
+        for length in range(1, n + 1):
             deadline.check()
-            base = max(0.0, k * run_s - levels.one_unit_s) + row[k - 1]
-            row[k] = min(row[k], base)
-            top[k] = min(top[k], row[k - 1])
-            rest = slice(1, n + 1 - k)
-            row[k + 1 :] = np.minimum(row[k + 1 :], above[rest] + (base + saving_s))
-            longer = above_whole[rest] + (row[k - 1] + saving_s)
-            top[k + 1 :] = np.minimum(top[k + 1 :], longer)
-        again, whole = row, top
-    return float(whole[n])
+            equal.fill(length)
+    return float(equal.whole[n])
+
+
+class _Equal:
+    """A, P, T and the tail of `_Table` for one m after the other, by j - i."""
+
+    def __init__(self, levels: Levels, first: int, last: int) -> None:
+        def sums(level_s: Sequence[float], one_unit_s: float) -> Floats:
+            every_s = min(level_s[first - 1 : last]) * np.arange(n + 1)
+            less_s: Floats = np.maximum(0.0, every_s - one_unit_s)
+            return less_s
+
+        self._n = n = last - first + 1
+        self._first = sums(levels.forward_s, levels.one_unit_s)
+        self._nothing = np.zeros(n + 1)
+        arrival = self._arrival = levels.arrival
+        self._always = self._if_read = False
+        if arrival is not None:
+            self._first_reached = sums(arrival.forward_s, arrival.one_unit_s)
+            always, if_read = arrival.always[first:last], arrival.if_read[first:last]
+            self._always = all(always)
+            self._if_read = all(map(any, zip(always, if_read, strict=True)))
+        self.served = self.reached = self.whole = np.full(n + 1, np.inf)
+        self._saving_s = self._alone_s = 0.0
+
+    def next_slot(self, saving_s: float, alone_s: float) -> None:
+        self._above = self.served, self.reached, self.whole
+        self._more_s, self._saving_s, self._alone_s = self._saving_s, saving_s, alone_s
+        self.served, self.reached, self.whole, self._tail = (
+            np.zeros(self._n + 1) for _ in range(4)
+        )
+
+    def fill(self, length: int) -> None:
+        served, reached = self.served[length - 1], self.reached[length - 1]
+        self._tail[length] = min(
+            self._alone_s + (reached if self._always else served),
+            self._saving_s + (reached if self._if_read else served),
+        )
+        served_above, reached_above, whole_above = self._above
+        least = self._split(self._first, served_above, length, length - 1)
+        self.served[length] = min(self._first[length] + served, least)
+        self.reached[length] = self.served[length]
+        if self._arrival is not None:
+            least = self._split(self._first_reached, reached_above, length, length)
+            arrived = min(self._first_reached[length] + self.served[length], least)
+            self.reached[length] = max(self.served[length], arrived)
+        least = self._split(self._nothing, whole_above, length, length - 1)
+        self.whole[length] = min(served, least)
+
+    def _split(self, first: Floats, above: Floats, length: int, longest: int) -> float:
+        """The least over k - i = 1 .. longest."""
+        rest = above[length::-1]
+        k = slice(1, longest + 1)
+        least = float((first[k] + self._tail[k] + rest[k]).min(initial=math.inf))
+        k, before = slice(2, longest + 1), slice(1, longest)
+        one = first[k] + rest[k] + self._more_s
+        other = first[before] + rest[before]
+        pairs = np.maximum(one, other) + self.served[before]
+        return min(least, float(pairs.min(initial=math.inf)))

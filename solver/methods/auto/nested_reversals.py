@@ -17,7 +17,6 @@ from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.replay import replay_within
 from solver.methods.auto.search import Search
 from solver.methods.revolve import is_long, reversal_to_schedule
-from solver.sizes_deadlines_progress import Deadline
 
 MAX_SNAPSHOTS = 32
 """Of a reversal that is tried."""
@@ -31,10 +30,6 @@ they prove a little more, eviction and recombination still find faster schedules
 """
 LARGE_NODES = 500
 """On steps of fewer nodes the other stages take seconds, and are not left out."""
-TIME_SHARE = 0.25
-"""Of the time that is left, for the bound: on a long chain of unlike blocks with much room it takes
-longer, and proves less than cuts do.
-"""
 N_CUTS = 3
 """Linear programs that say what cuts prove."""
 
@@ -48,9 +43,7 @@ def offer_nested_reversals(search: Search) -> bool:
     if search.done or int(folded.least_bytes.max()) > budget_bytes:
         return False
     blocks = split_into_blocks(search.graph)
-    deadline = Deadline.after(TIME_SHARE * search.deadline.left_s)
-    lost_share = reversal_bound(folded, blocks, budget_bytes=budget_bytes, deadline=deadline)
-    search.is_cut_short = deadline.passed
+    lost_share = reversal_bound(folded, blocks, budget_bytes=budget_bytes, deadline=search.deadline)
     search.prove(lost_share)
     if lost_share <= FAR_ABOVE:
         return False

@@ -25,7 +25,6 @@ class Search(BestSoFar):
         position; each set once, in the order of their finding.
     work: of the evictions, as `evict` counts it.
     is_nested: reversals proved far more than cuts, on a large step: no other stage is run.
-    is_cut_short: the clock ended a stage, and not the search.
     """
 
     def __init__(self, folded: StorageGraph, *, budget_bytes: int, time_limit_s: float) -> None:
@@ -37,7 +36,6 @@ class Search(BestSoFar):
         self.menus: dict[frozenset[tuple[int, int]], None] = {}
         self.work = 0
         self.is_nested = False
-        self.is_cut_short = False
 
     def offer(self, schedule: Schedule, *, on_menu: bool = True) -> FoldedSimulation | None:
         """Simulate it, keep it if it is the best. None: it is illegal, or too late.
@@ -76,5 +74,5 @@ class Search(BestSoFar):
         return Proposal(
             schedule=self.best[0] if self.best else None,
             lower_bound_s=least_time_s(self.graph, lost_share=self.lost_share),
-            timed_out=self.time_is_up() or self.is_cut_short,  # up in the last stage, perhaps
+            timed_out=self.time_is_up(),  # in the last stage, perhaps
         )

@@ -7,14 +7,10 @@ import pytest
 from graphs.synthetic import nets
 from solver.bound import StorageGraph
 from solver.chain import split_into_blocks
-from solver.chain.reversal_levels import Stretch
 from solver.methods.auto import auto
-from solver.methods.auto.nested_reversals import offer_nested_reversals
 from solver.methods.auto.replay import replay_within
-from solver.methods.auto.search import Search
 from solver.methods.revolve import reversal_to_schedule, revolve
 from solver.schedule import baseline, simulate
-from solver.sizes_deadlines_progress import deadline
 from tests.support.nets import random_dag
 
 MAX_WORK = 10**7
@@ -67,23 +63,3 @@ def test_replays_of_any_order_fit_where_they_end(seed: int) -> None:
         assert simulate(graph, found).peak_bytes <= budget_bytes
         n_found += 1
     assert n_found > 3
-
-
-def test_the_bound_leaves_time_for_the_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = nets.recurrent(n_steps=20)
-    folded, blocks = StorageGraph.of(graph), split_into_blocks(graph)
-    budget_bytes = simulate(graph, reversal_to_schedule(graph, blocks, 3)).peak_bytes
-    clock_s = [0.0]
-    saving_s = Stretch.saving_s
-
-    def slow(stretch: Stretch, held_bytes: int) -> float:
-        clock_s[0] += 20.0
-        return saving_s(stretch, held_bytes)
-
-    monkeypatch.setattr(deadline, "now_s", lambda: clock_s[0])
-    monkeypatch.setattr(Stretch, "saving_s", slow)
-    search = Search(folded, budget_bytes=budget_bytes, time_limit_s=100.0)
-    assert not offer_nested_reversals(search)
-    assert clock_s == [40.0]
-    assert search.proposal().timed_out
-    assert not search.done
