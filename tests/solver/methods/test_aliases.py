@@ -59,7 +59,7 @@ def test_random_graphs(seed: int) -> None:
 
 
 @pytest.mark.slow(sample=1)
-@pytest.mark.parametrize("seed", range(0, 960, CHUNK))
+@pytest.mark.parametrize("seed", range(0, 2080, CHUNK))
 def test_random_graphs_with_overwrites(seed: int) -> None:
     graphs = [overwriting_dag(i) for i in range(seed, seed + CHUNK)]
     n_with = sum(any(node.overwrites for node in graph.nodes) for graph in graphs)
