@@ -90,12 +90,43 @@ class _Call:
     saved_bytes: int = 0
 
 
-def find_sequence(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[str, ...]:
-    """The submodules to plan: they run in sequence, called by the same module, once each.
+def find_rows(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[tuple[str, ...], ...]:
+    """Submodules to plan, as paths in the order in which they run: the best row, then all rows.
 
-    Of all such sequences the one that saves the most for backward beside its largest member, for
-    that is what checkpoints can win. Returns paths; empty where there is none.
+    A row is what the same module calls one after another, once each. The best saves the most for
+    backward beside its largest member, for that is what checkpoints can win; several rows, none of
+    which runs inside of another's submodule, win the most together. One entry where that is the
+    best row, none where there is none.
     """
+    calls = _calls_in(model, step)
+    n_calls = Counter(call.path for call in calls)
+    inner: dict[int, list[int]] = defaultdict(list)
+    rows: dict[int, list[int]] = defaultdict(list)  # by the call inside of which they run
+    for index, call in enumerate(calls):
+        inner[call.parent].append(index)
+        if n_calls[call.path] == 1:
+            rows[call.parent].append(index)
+
+    def gain_bytes(row: Sequence[int]) -> int:
+        sizes = [calls[index].saved_bytes for index in row]
+        return sum(sizes) - max(sizes)
+
+    def best_rows(inside: int) -> tuple[int, list[int]]:
+        """The most that rows inside of a call win together, and their calls."""
+        parts = [best_rows(index) for index in inner[inside]]
+        row = rows.get(inside, [])
+        alone = (gain_bytes(row) if row else 0), row
+        finer = sum(gain for gain, _ in parts), [index for _, part in parts for index in part]
+        return max(alone, finer, key=lambda each: each[0])
+
+    best = max(rows.values(), key=gain_bytes, default=[])
+    found = [best, best_rows(-1)[1]] if best and gain_bytes(best) else []
+    paths = (tuple(calls[index].path for index in each) for each in found)
+    return tuple(dict.fromkeys(paths))
+
+
+def _calls_in(model: nn.Module, step: Callable[[], torch.Tensor]) -> list[_Call]:
+    """The calls of submodules in a step, in order, with the bytes that are saved inside of each."""
     paths = {module: path for path, module in model.named_modules() if path}
     calls: list[_Call] = []
     running = [-1]
@@ -123,18 +154,7 @@ def find_sequence(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[s
             stack.enter_context(module.register_forward_hook(leave, always_call=True))
         stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         step()
-    n_calls = Counter(call.path for call in calls)
-    sequences: dict[int, list[_Call]] = defaultdict(list)
-    for call in calls:
-        if n_calls[call.path] == 1:
-            sequences[call.parent].append(call)
-
-    def gain_bytes(sequence: list[_Call]) -> int:
-        sizes = [call.saved_bytes for call in sequence]
-        return sum(sizes) - max(sizes)
-
-    best = max(sequences.values(), key=gain_bytes, default=[])
-    return tuple(call.path for call in best) if best and gain_bytes(best) else ()
+    return calls
 
 
 def observe(

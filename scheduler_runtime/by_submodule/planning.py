@@ -5,12 +5,12 @@
     remove(model)
 
 Data-dependent control flow, custom autograd functions, hooks: what the tracer refuses still runs,
-and can be observed (`scheduler_runtime.by_submodule.observe`). The sequence of submodules that
-saves the most for backward becomes a coarse Graph, one forward and one backward node for each of
-them and for what runs in between, with times and bytes as measured. It is solved and simulated like
-any other graph. What runs is the faster of two plans: checkpoints of single submodules
-(`solver.module_checkpointing.search`), or, where the sequence is the children of an nn.Sequential,
-of neighbours together and nested (`solver.module_checkpointing.nested`).
+and can be observed (`scheduler_runtime.by_submodule.observe`). The row of submodules that saves the
+most for backward, or several rows, become a coarse Graph, one forward and one backward node for
+each of them and for what runs in between, with times and bytes as measured. It is solved and
+simulated like any other graph. What runs is the faster of two plans: checkpoints of single
+submodules (`solver.module_checkpointing.search`), or, where the sequence is the children of an
+nn.Sequential, of neighbours together and nested (`solver.module_checkpointing.nested`).
 
 Coarser than a traced plan: a submodule is kept or recomputed as a whole, what runs outside of them
 is left alone, and the lower bound holds for this coarse graph only. After planning, one step runs
@@ -35,7 +35,7 @@ from graphs.rewrites import Variants
 from graphs.training_step import GivenOptimizer, optimizer_costs, with_optimizer
 from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
-from scheduler_runtime.by_submodule.observe import Observed, find_sequence, observe
+from scheduler_runtime.by_submodule.observe import Observed, find_rows, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
 from scheduler_runtime.execute import nothing_watches
 from scheduler_runtime.surroundings import budget_for
@@ -111,9 +111,7 @@ def plan_chain(
             loss=loss,
             inputs=inputs,
             optimizer=optimizer,
-            budget_bytes=budget_bytes,
-            reserve_bytes=reserve_bytes,
-            time_limit_s=time_limit_s,
+            request=Request(budget_bytes, reserve_bytes, time_limit_s=time_limit_s),
         )
     tell(plan_line(found, how="planned by submodules", took_s=now_s() - started_s))
     return found
@@ -127,29 +125,32 @@ def _observed_and_planned(
     loss: Callable[[Any, Any], torch.Tensor] | None,
     inputs: Callable[[Any], Any] | None,
     optimizer: GivenOptimizer | None,
-    budget_bytes: int,
-    reserve_bytes: int,
-    time_limit_s: float,
+    request: Request,
 ) -> SubmoduleSolution:
-    """`plan_chain` once the options are checked."""
+    """`plan_chain` once the options are checked.
+
+    Of several rows: the first alone, of which a loop can be planned together, or all.
+    """
     device = device_of(model)
     try:
         step = ObservedStep(model, batch, loss=loss, inputs=inputs)
-        blocks = find_sequence(model, step.forward)
-        if not blocks:
+        rows = find_rows(model, step.forward)
+        if not rows:
             raise FallbackError(
                 f"{type(model).__name__} has no two submodules that the same module calls once "
                 "each in a step, so there is nothing to checkpoint; split it into submodules, or "
                 "make it traceable"
             )
-        seen = observe(
-            model,
-            step.forward,
-            blocks,
-            resident=nested.tensors(batch),
-            release=step.release,
-        )
-        observed = find_loop(model, seen)
+        seen = [
+            observe(
+                model,
+                step.forward,
+                blocks,
+                resident=nested.tensors(batch),
+                release=step.release,
+            )
+            for blocks in rows
+        ]
     except TraceError as error:
         raise FallbackError(str(error)) from error
     changed_buffers = step.changed_buffers()
@@ -157,9 +158,32 @@ def _observed_and_planned(
     if optimizer is not None:
         costs = Roofline(named("cpu"))
         figures = optimizer_costs(optimizer, model, device=device, costs=costs)
+    found = [
+        _planned_blocks(model, step, find_loop(model, each), changed_buffers, figures, request)
+        for each in seen
+    ]
+    return min(found, key=_rank)
+
+
+def _rank(solution: SubmoduleSolution) -> tuple[bool, float]:
+    """Plans first, by overhead; where nothing fits, by the least budget."""
+    if solution.simulation is None:
+        assert solution.obstacle is not None
+        return True, float(solution.obstacle.reached_bytes)
+    return False, solution.simulation.time_s / (solution.baseline.time_s or 1.0)
+
+
+def _planned_blocks(
+    model: nn.Module,
+    step: ObservedStep,
+    observed: Observed,
+    changed_buffers: tuple[str, ...],
+    figures: dict[str, Any] | None,
+    request: Request,
+) -> SubmoduleSolution:
+    """The plan of these submodules, measured."""
     unseen_bytes, excess_bytes = _unseen_bytes(step, observed), 0
     plain = with_optimizer(coarse_graph(step, observed, unseen_bytes=unseen_bytes), figures)
-    request = Request(budget_bytes, reserve_bytes, time_limit_s=time_limit_s)
     plan: RegionPlan | None = None
     for _ in range(1 + N_CORRECTIONS):
         graph = coarse_graph(step, observed, unseen_bytes=unseen_bytes)

@@ -15,7 +15,7 @@ from graphs.trace import TraceError
 from scheduler_runtime import apply, remove
 from scheduler_runtime.by_submodule.coarse_graph import SCOPE
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
-from scheduler_runtime.by_submodule.observe import find_sequence, observe
+from scheduler_runtime.by_submodule.observe import find_rows, observe
 from scheduler_runtime.by_submodule.planning import FallbackError, plan_chain
 from scheduler_runtime.measuring import measure
 from solver.schedule.simulator import simulate
@@ -165,7 +165,39 @@ class Scrambled(nn.Module):
 
 def test_the_row_is_what_was_called_and_not_what_is_named() -> None:
     model, x = Scrambled(), torch.randn(4, 8)
-    assert find_sequence(model, lambda: model(x)) == ("parts.c", "parts.a", "parts.d")
+    assert find_rows(model, lambda: model(x)) == (("parts.c", "parts.a", "parts.d"),)
+
+
+class TwoRows(nn.Module):
+    """Two rows of blocks of different widths, each run by a module of its own."""
+
+    def __init__(self, n_blocks: int = 4) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*(Block(16) for _ in range(n_blocks)))
+        self.between = nn.Linear(16, 20)
+        self.decoder = nn.Sequential(*(Block(20) for _ in range(n_blocks)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.decoder(torch.tanh(self.between(self.encoder(x)))).square().mean()
+        return loss if loss.item() < 100 else loss / 2
+
+
+def test_several_rows_are_planned_at_once() -> None:
+    torch.manual_seed(0)
+    model, x = TwoRows(), torch.randn(512, 16)
+    best, both = find_rows(model, lambda: model(x))
+    assert best == ("encoder", "between", "decoder")
+    assert both == tuple(f"{row}.{i}" for row in ("encoder", "decoder") for i in range(4))
+    plain_bytes = measure(copy.deepcopy(model), x, n_steps=1).peak_bytes
+    solution = plan_chain(model, x, budget=int(0.5 * plain_bytes))  # less than one whole row takes
+    assert solution.blocks == both
+    assert {path.partition(".")[0] for path in solution.checkpointed} == {"encoder", "decoder"}
+    assert solution.simulation is not None
+    planned = apply(copy.deepcopy(model), solution)
+    measured_bytes = measure(copy.deepcopy(planned), x, n_steps=1).peak_bytes
+    assert measured_bytes <= solution.simulation.peak_bytes <= 0.5 * plain_bytes
+    for expected, got in zip(one_step(model, x, 0), one_step(planned, x, 0), strict=True):
+        assert torch.equal(expected, got)
 
 
 def test_the_pieces_are_what_was_put_by() -> None:
