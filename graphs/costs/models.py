@@ -132,7 +132,8 @@ class Measured:
     """Runs each distinct call on the device: the median time of a few runs, and its workspace.
 
     Inputs are random numbers between 0 and 1 with the call's shapes, strides and dtypes; integers
-    are valid indices in operators that look up rows, and zeros elsewhere. Only the tensors of one
+    are valid indices in operators that look up rows, the ends of equal groups in grouped products,
+    and zeros elsewhere. Only the tensors of one
     call are held at a time. Active modes (autocast, FLOP counters, fake tensors) do not affect the
     runs. The random state is restored; on CUDA the allocator's peak statistics are not.
 
@@ -314,6 +315,8 @@ def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
         (call.args, dict(call.kwargs)),
     )
     args = real_seeds(call.target, args)
+    if call.packet is aten._grouped_mm:
+        args, kwargs = _with_equal_groups(*args, **kwargs)
     return lambda: call.target(*args, **kwargs)
 
 
@@ -333,6 +336,24 @@ def _like(tensor: torch.Tensor, device: torch.device, *, below: int) -> torch.Te
     else:
         storage.zero_()
     return new
+
+
+def _with_equal_groups(
+    one: torch.Tensor,
+    other: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    *rest: Any,
+    **more: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a grouped product. With all groups ending at 0 it would multiply nothing."""
+    ends = more.pop("offs", ends)
+    if ends is not None:
+        of_rows = one.dim() == 2 and other.dim() == 3
+        size = one.shape[0] if of_rows else other.shape[-1] if one.dim() == 3 else one.shape[-1]
+        n_groups = ends.numel()
+        at = [size * (n + 1) // n_groups for n in range(n_groups)]
+        ends.copy_(torch.tensor(at, dtype=ends.dtype))
+    return (one, other, ends, *rest), more
 
 
 def _n_indices(call: OpCall) -> dict[int, int]:

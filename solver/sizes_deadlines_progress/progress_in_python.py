@@ -31,20 +31,33 @@ from solver.sizes_deadlines_progress.progress_in_logs import Say, now_and_then
 
 logger = logging.getLogger("checkpoint_solver")
 
-_outer: ContextVar[Say | None] = ContextVar("_outer", default=None)
-"""Takes the lines of what runs as a part of something else that is told."""
+
+class _Stage:
+    """Something that is told, and how far it is. show: displays that."""
+
+    def __init__(self, what: str, show: Say) -> None:
+        self.what, self._show = what, show
+
+    def say(self, line: str) -> None:
+        self.what = line
+        self._show(line)
+
+
+_outer: ContextVar[_Stage | None] = ContextVar("_outer", default=None)
+"""What is told while parts of it run."""
 
 
 def tell(line: str) -> None:
-    """One line, now; within `telling` it is how far that is."""
-    (_outer.get() or _write)(line)
+    """What came out, in one line; nothing within `telling`, of which it would be a part."""
+    if _outer.get() is None:
+        _write(line)
 
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[Say]:
     """Tell `what` runs; the yielded function tells how far it is, in a line that replaces `what`.
 
-    Parts that tell something themselves say with it how far this is.
+    Parts that tell something themselves say with it how far this is, while they run.
     """
     on_terminal = not logger.hasHandlers() and _shown() and _stream().isatty()
     with _telling(what, _spinner(what) if on_terminal else now_and_then(what, _write)) as say:
@@ -63,14 +76,18 @@ def telling_in_lines(what: str) -> Iterator[Say]:
 def _telling(what: str, display: AbstractContextManager[Say]) -> Iterator[Say]:
     """display: shows how far it is, unless this is a part of something that is told."""
     outer = _outer.get()
-    tell(what)
     if outer is not None:
-        yield outer
+        before = outer.what
+        outer.say(what)
+        yield outer.say
+        outer.say(before)
         return
-    with display as say:
-        token = _outer.set(say)
+    _write(what)
+    with display as show:
+        stage = _Stage(what, show)
+        token = _outer.set(stage)
         try:
-            yield say
+            yield stage.say
         finally:
             _outer.reset(token)
 
@@ -78,7 +95,7 @@ def _telling(what: str, display: AbstractContextManager[Say]) -> Iterator[Say]:
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
     """Nothing is told inside, by a caller that says itself what runs."""
-    token = _outer.set(lambda _line: None)
+    token = _outer.set(_Stage("", lambda _line: None))
     try:
         yield
     finally:

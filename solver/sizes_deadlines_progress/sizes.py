@@ -69,7 +69,7 @@ def parse_size(
     least_bytes: int = 1,
 ) -> int:
     """Bytes of "16GB" or "16G" (10^9), "15.5GiB" or "15.5Gi" (2^30), "800MB", "123456", 123456 or
-    0.85 * total_memory, rounded down.
+    0.85 * total_memory, rounded down. "16Gb", in bits, is refused as in rates; "16gb" is 16 GB.
 
     "60%" is a share of `capacity_bytes`, the device's memory. `what` names the size in messages.
 
@@ -123,7 +123,10 @@ def _amount(text: object) -> tuple[Fraction, str]:
         raise ValueError(f"negative; {_VALID}")
     if match is None:
         raise ValueError(_VALID)
-    amount, unit = Fraction(match.group(1)), match.group(2).upper()
+    amount, given = Fraction(match.group(1)), match.group(2)
+    if given[:1].isupper() and given.endswith("b"):
+        raise ValueError(f"a lower-case b is for bits; write {match.group(1)}{given[:-1]}B")
+    unit = given.upper()
     if unit != "%" and unit not in _UNITS:
         raise ValueError(_VALID)
     if not unit and amount > 1 and amount.denominator != 1:

@@ -16,7 +16,7 @@ from solver import Solution, solve, sweep, verify
 from solver.cli.command import main
 from solver.schedule import plan_line
 from solver.sizes_deadlines_progress.progress_in_python import logger
-from tests.support.command import write_model
+from tests.support.command import without_progress, write_model
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,8 @@ def test_planning_by_submodules(capsys):
 def test_the_command_tells_nothing_twice(output, tmp_path, capsys):
     code = main(["--budget", "1MB", "--device", "cpu", "--verify", output, write_model(tmp_path)])
     printed = capsys.readouterr()
-    assert "tracing" not in printed.err
-    assert "Net: " not in printed.err
+    err = without_progress(printed.err)
+    assert "tracing" not in err
+    assert "Net: " not in err
     if output == "--json":
         assert json.loads(printed.out)["exit_code"] == code

@@ -29,6 +29,7 @@ from graphs.costs.models import (
     Measured,
     OpCall,
     Roofline,
+    _runnable,
     bytes_moved,
     flops_of,
     from_description,
@@ -416,6 +417,22 @@ class Everything(nn.Module):
 def calls() -> list[OpCall]:
     tokens = torch.zeros(4, 12, dtype=torch.int64)
     return traced_calls(Everything(), tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((16, 8), (2, 8, 16)), ((2, 8, 16), (16, 16)), ((8, 16), (16, 16))],
+    ids=["rows", "columns", "inner dimension"],
+)
+def test_grouped_products_are_measured_with_groups_that_hold_something(
+    one: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    ends = empty(2, dtype=torch.int32)
+    half = torch.bfloat16
+    product = call(
+        aten._grouped_mm.default, empty(*one, dtype=half), empty(*other, dtype=half), ends
+    )
+    assert (_runnable(product, torch.device("cpu"))() > 0).all()
 
 
 def test_every_operator_of_a_step_can_be_measured(calls: list[OpCall]) -> None:

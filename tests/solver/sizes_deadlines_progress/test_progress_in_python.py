@@ -144,20 +144,23 @@ def test_parts_say_how_far_the_whole_is(capsys, monkeypatch, stages):
     monkeypatch.setattr(
         "solver.sizes_deadlines_progress.progress_in_logs.now_s", lambda: clock["s"]
     )
-    with telling("verifying..."):
+    with telling("verifying...") as say:
         (lines,) = stages
         with telling("tracing Net..."):
             clock["s"] = 3.0
             lines.tick()
-            tell("traced")
             clock["s"] = 3.1  # too soon after
             lines.tick()
-        tell("measuring")
+        tell("Net: planned")  # which is not what runs
         clock["s"] = 5.0
+        lines.tick()
+        say("measuring")
+        clock["s"] = 9.0
         lines.tick()
     tell("verified")
     assert len(stages) == 1
-    told = ["verifying...", "tracing Net (3 s)...", "measuring (5 s)...", "verified"]
+    told = ["verifying...", "tracing Net (3 s)...", "verifying (5 s)...", "measuring (9 s)..."]
+    told += ["verified"]
     assert capsys.readouterr().err.splitlines() == told
 
 

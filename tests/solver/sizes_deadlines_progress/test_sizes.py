@@ -85,6 +85,8 @@ def test_what_people_write(text, size_bytes):
         ("0.0000000001GB", "must be above zero"),
         ("2000000TB", "more than an exbibyte"),
         ("60%", "is unknown"),
+        ("16Gb", "'16Gb': a lower-case b is for bits; write 16GB"),
+        ("1.5 Gib", "write 1.5GiB"),
     ],
 )
 def test_what_is_no_budget(text, reason):
