@@ -6,7 +6,8 @@
 libc10_cuda.so of the wheel runs over a CUDA runtime that only hands out addresses and counts bytes
 (`fake_cuda.cpp`). It needs g++ and the headers of CUDA 13 (`--cuda`), but neither a driver nor a
 card. Random traces and those of plans are played through both; after each allocation and free,
-allocated and reserved bytes, the returns to a full device, and failures must be the same.
+allocated and reserved bytes, the returns to a full device, and failures must be the same. Plans
+whose budget is of reserved memory must run on a device that has no more.
 
 CUDA chooses the addresses of segments, the model has them upwards. With addresses downwards, a full
 device and expandable segments, traces may differ: the second range is then searched first.
@@ -27,7 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.allocator.traces import Trace, of_plans, outcomes, random_trace
+from benchmarks.allocator.traces import (
+    GPT2,
+    Trace,
+    of_plans,
+    of_steps,
+    outcomes,
+    random_trace,
+)
+from graphs.graph import Graph
+from solver import solve
 
 SOURCES = Path(__file__).parent
 SHAPES = ("mixed", "few")
@@ -36,6 +46,7 @@ N_RANDOM = 40
 """Traces of each kind."""
 N_OPS = 400
 CAPACITY_BYTES = 700 * 2**20
+BUDGETS, OF = (5_200_000_000, 4_000_000_000, 3_200_000_000), ("allocated", "reserved")
 N_RECORDED, N_RECORDED_OPS = 1, 150
 """Shorter ones of each kind, for the tests."""
 
@@ -74,8 +85,9 @@ def main() -> None:
             _row(Kind("plans", 1, expandable, None, downwards=False), of_plans(), player)
             for expandable in (False, True)
         ]
+        fits = [_fits(*each, player) for each in itertools.product((False, True), BUDGETS, OF)]
         report = {"circumstances": harness.circumstances(), "wheel": options.wheel.name}
-        harness.write(options.out, report | {"kinds": rows})
+        harness.write(options.out, report | {"kinds": rows, "fits": fits})
         if options.record:
             recorded = [
                 {**vars(kind), "trace": trace, "outcomes": player(trace, kind)}
@@ -84,7 +96,8 @@ def main() -> None:
                 for trace in kind.traces(N_RECORDED, N_RECORDED_OPS)
             ]
             options.record.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
-    sys.exit(any(row["n_different"] for row in rows if not row["downwards"]))
+    different = any(row["n_different"] for row in rows if not row["downwards"])
+    sys.exit(different or any(row["n_failed"] for row in fits if row["budget_of"] == "reserved"))
 
 
 def _row(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
@@ -94,6 +107,28 @@ def _row(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
         for trace in traces
     ]
     row = {**vars(kind), "n_traces": len(found), "n_different": found.count(False)}
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+def _fits(expandable: bool, budget_bytes: int, budget_of: str, player: Player) -> harness.Row:
+    """Six steps of a plan for GPT-2 on a device that has the budget and no more."""
+    graph = Graph.load(GPT2)
+    os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable}"
+    found = solve(graph, budget=budget_bytes, budget_of=budget_of)
+    assert found.schedule is not None
+    trace = of_steps(graph, found.schedule, n_steps=6)
+    kind = Kind("plan", 1, expandable, budget_bytes, downwards=False)
+    played = player(trace, kind)
+    row = {
+        "expandable": expandable,
+        "budget_bytes": budget_bytes,
+        "budget_of": budget_of,
+        "overhead": found.overhead,
+        "n_failed": sum(failed for *_, failed in played),
+        "n_returns": played[-1][2],
+        "reserved_bytes": max(each[1] for each in played),
+    }
     print(row, file=sys.stderr, flush=True)
     return row
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from graphs.graph import Graph
 from solver.methods import METHODS
-from solver.schedule import baseline, simulate
+from solver.schedule import Schedule, baseline, simulate
 from solver.schedule.caching_allocator import (
     MIB,
     Block,
@@ -17,7 +17,7 @@ from solver.schedule.caching_allocator import (
     DeviceFullError,
     ExpandableAllocator,
 )
-from solver.schedule.reserved_memory import Steps
+from solver.schedule.reserved_memory import ROUNDING, Steps
 
 Trace = list[list[int]]
 """Allocations: an index, bytes and a stream. Frees: the index. Streams are multiples of 32."""
@@ -50,14 +50,19 @@ def of_plans() -> Iterator[Trace]:
     for share in SHARES:
         budget_bytes = int(share * peak_bytes)
         found = METHODS["auto"](graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
-        recorder = _Recorder()
-        for tensor in graph.resident:
-            if tensor.alias_of is None and tensor.size_bytes:
-                recorder.allocate(tensor.size_bytes)
-        steps = Steps(graph, found.schedule or plain)
-        for _ in range(2):
-            steps.play(recorder)
-        yield recorder.trace
+        yield of_steps(graph, found.schedule or plain, n_steps=2)
+
+
+def of_steps(graph: Graph, schedule: Schedule, *, n_steps: int) -> Trace:
+    """What is resident, and so many steps of a plan."""
+    recorder = _Recorder()
+    for tensor in graph.resident:
+        if tensor.alias_of is None and tensor.size_bytes and tensor.name != ROUNDING:
+            recorder.allocate(tensor.size_bytes)
+    steps = Steps(graph, schedule)
+    for _ in range(n_steps):
+        steps.play(recorder)
+    return recorder.trace
 
 
 class _Recorder(CachingAllocator):

@@ -9,16 +9,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from benchmarks.published import lit_gpt
+from benchmarks.published import lit_gpt, torchtitan
 from benchmarks.published.errors import NotPredictedError
 from benchmarks.published.llama import Llama
+from benchmarks.published.rows import number
 from benchmarks.published.shares import ratio_range
 from graphs.capture import can_trace_absent
 from graphs.costs import Roofline
 from graphs.hardware import Hardware, named
 from graphs.trace import trace
 from solver.plan_analysis import split_s
-from solver.schedule import simulate_unplanned
+from solver.schedule import reserved, simulate, simulate_unplanned
 
 _REASONS = {
     r"fp8|float8|nvfp4|bnb|\bnf4": "8-bit and 4-bit products run in kernels that are not traced",
@@ -27,25 +28,38 @@ _REASONS = {
     r"compil|chunked ce|optimizer in backward": "torch.compile: Inductor's buffers are its own",
     r"unpacked": "lengths of the batches are those of the data set and not given",
     r"model in the pr": "the model is not described",
-    r"fsdp": "torchtitan's selective checkpointing under FSDP2 is not described here",
 }
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.2-1b": {"n_layers": 16, "h": 2048, "a": 32, "n_kv": 8, "i": 8192, "tied": True},
     "llama-3.2-3b": {"n_layers": 28, "h": 3072, "a": 24, "n_kv": 8, "i": 8192, "tied": True},
     "llama-3.1-8b": {"n_layers": 32, "h": 4096, "a": 32, "n_kv": 8, "i": 14336, "tied": False},
+    "llama-3-8b": {"n_layers": 32, "h": 4096, "a": 32, "n_kv": 8, "i": 14336, "tied": False},
 }
 """Meta's configurations; all have 128 256 tokens."""
+_N_TOKENS = 128256
 ModelStep: TypeAlias = tuple[float, float, float | None, tuple[float, float] | None]
 _UNITS = {"GiB": 2**30, "GB": 10**9}
+_KNOWN = {
+    "dtype": (None, "bf16"),
+    "opt": (None, "AdamW", "AdamW fp32 master, bf16 mp"),
+    "technique": (None, "", "packed", "+packed", "FSDP2 eager"),
+    "accumulation": (None, 1),
+}
+"""Settings that are described, with what they may say."""
+_FIELDS = {
+    *("level", "source", "model", "gpu", "batch_per_gpu", "seq", "ckpt", *_KNOWN),
+    *("tps", "tps_per_gpu", "min_per_1k_iterations", "step_s", "time", "note"),
+}
 
 
 def model_step(row: Mapping[str, Any]) -> ModelStep:
     """Predicted and measured peak, in the row's unit, the share of the card's peak rates that the
     measured speed is, and the range of `ratio_range` (None: not measured).
 
-    Predicted are steps on one card, eager, without checkpointing and with AdamW: full fine-tunings
-    of Llama 3 in bfloat16 with packed sequences, as torchtune's recipe for a single device runs
-    them, and litgpt's with low-rank adapters, at the length of the longest sample.
+    Predicted are eager steps with AdamW: on one card, without checkpointing, full fine-tunings of
+    Llama 3 in bfloat16 with packed sequences, as torchtune's recipe for a single device runs them,
+    and litgpt's with low-rank adapters, at the length of the longest sample; and torchtitan's of
+    Llama 3 under FSDP2, whose peak is what the allocator reserves.
 
     Raises NotPredictedError.
     """
@@ -55,8 +69,35 @@ def model_step(row: Mapping[str, Any]) -> ModelStep:
             raise NotPredictedError(reason)
     if "seq" not in row or "batch_per_gpu" not in row:
         raise NotPredictedError("batch size and length are not given")
-    field = next(name for name in row if name.startswith("peak"))
+    for name in ("seq", "batch_per_gpu"):
+        if not isinstance(row[name], int) or isinstance(row[name], bool) or row[name] < 1:
+            raise NotPredictedError(f"{name} is {row[name]!r}; a whole number above 0")
+    for name, known in _KNOWN.items():
+        if row.get(name) not in known:
+            raise NotPredictedError(f"{name} {row[name]!r} is not described here")
+    peaks = [name for name in row if str(name).startswith("peak")]
+    if others := [name for name in row if name not in _FIELDS and name not in peaks]:
+        raise NotPredictedError(f"its setting {others[0]!r} is not described here")
+    if len(peaks) > 1:
+        raise NotPredictedError(f"{' and '.join(peaks)}: one measured peak is needed")
+    field = peaks[0] if peaks else "peak_GiB"
+    measured, unit = number(row, field), _UNITS.get(field.rpartition("_")[2])
+    if unit is None:
+        raise NotPredictedError(f"{field}: its unit is none of {', '.join(_UNITS)}")
+    if torchtitan.is_described(row):
+        return _of_ranks(row, measured, unit)
+    if "fsdp" in text:
+        raise NotPredictedError("its checkpointing and recipe are not described here")
+    return _of_one_card(row, measured, unit)
+
+
+def _of_one_card(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
+    if not re.match(r"1x[^x]", str(row.get("gpu"))):
+        raise NotPredictedError(f"gpu is {row.get('gpu')!r}; one card, such as '1xA100-80GB'")
+    if row.get("ckpt") not in (None, "none"):
+        raise NotPredictedError(f"checkpointing {row['ckpt']!r} on one card is not described here")
     tokens = torch.empty(row["batch_per_gpu"], row["seq"], dtype=torch.int64, device="meta")
+    step_s = tokens.numel() / number(row, "tps") if "tps" in row else None
     graph = trace(
         _model(row),
         (tokens, tokens),
@@ -64,32 +105,51 @@ def model_step(row: Mapping[str, Any]) -> ModelStep:
         device=torch.device("cuda" if can_trace_absent() else "cpu"),
         costs=Roofline(_card(row["gpu"])),
     )
-    unit = _UNITS[field.rpartition("_")[2]]
-    step_s = tokens.numel() / row["tps"] if "tps" in row else None
     peak = simulate_unplanned(graph).peak_bytes / unit
     if step_s is None:
-        return peak, row[field], None, None
+        return peak, measured, None, None
     ratio = ratio_range(*split_s(graph.nodes), step_s)
-    return peak, row[field], graph.baseline_time_s / step_s, ratio
+    return peak, measured, graph.baseline_time_s / step_s, ratio
+
+
+def _of_ranks(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
+    """Of one rank, which logs what its allocator has reserved."""
+    name = str(row.get("model", "")).lower()
+    if name not in _SHAPES:
+        raise NotPredictedError(f"the shape of {row.get('model')} is not described here")
+    shape = {**_SHAPES[name], "n_tokens": _N_TOKENS}
+    n_tokens = row["seq"] * row["batch_per_gpu"]
+    step_s = n_tokens / number(row, "tps_per_gpu") if "tps_per_gpu" in row else None
+    graph, schedule = torchtitan.step(row, shape, _card(_model_of_card(str(row.get("gpu")))))
+    peak = reserved(graph, schedule, expandable=False).reserved_bytes / unit
+    if step_s is None:
+        return peak, measured, None, None
+    return peak, measured, simulate(graph, schedule).time_s / step_s, None
 
 
 def _model(row: Mapping[str, Any]) -> nn.Module:
     """It returns the loss first, and takes tokens and targets."""
     name, recipe = str(row.get("model", "")).lower(), str(row.get("source", "")).lower()
-    if "full finetune" in name:
-        for model, sizes in _SHAPES.items():
-            if model in name:
-                return Llama(**sizes, n_tokens=128256, length=row["seq"])
-    if "lora r=8" in recipe and "litgpt" in recipe:
+    technique = str(row.get("technique", ""))
+    if "torchtune" in recipe and "packed" in technique:
+        sizes = _SHAPES.get(name.removesuffix(" full finetune"))
+        if sizes is not None and name.endswith(" full finetune"):
+            return Llama(**sizes, n_tokens=_N_TOKENS, length=row["seq"])
+    if "lora r=8" in recipe and "litgpt" in recipe and "bf16-true" in recipe and not technique:
         for model, shape in lit_gpt.SHAPES.items():
-            if model in name:
+            if name.startswith(f"{model} ") and name.endswith(" lora"):
                 return lit_gpt.GPT(shape, row["seq"])
     raise NotPredictedError("this set-up is not described here")
 
 
-def _card(gpu: str) -> Hardware:
+def _model_of_card(gpu: str) -> str:
+    """ "H100" of "8xH100 96GB HBM2e 500W, FSDP8"."""
+    return re.split(r"[ ,]", gpu.partition("x")[2])[0]
+
+
+def _card(gpu: object) -> Hardware:
     """Of a name such as "1xA100-80GB"."""
-    name = gpu.lower().removeprefix("1x")
+    name = str(gpu).lower().removeprefix("1x")
     try:
         return named(f"rtx{name}" if name.isdigit() else name)
     except ValueError:

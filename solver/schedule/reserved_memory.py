@@ -28,6 +28,15 @@ N_STEPS = 6
 QUIET_STEPS = 2
 NEAR = 1e-3
 """The least capacity is found to within this share of what is allocated."""
+_STREAMS = {
+    "fsdp.all_gather": 1,
+    "fsdp.reduce_scatter": 2,
+    "fsdp.all_reduce": 2,
+    "fsdp.cast_gradients": 2,
+}
+"""Operators that run, and allocate, on another stream than the step: those of FSDP2
+(`torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`) that gather and that reduce. What is
+copied out of a gathered buffer, and into one that is reduced, is on the stream of the step."""
 ROUNDING = "allocator_rounding"
 """The resident tensor of a graph that stands for the rounding, which is played here."""
 
@@ -134,10 +143,23 @@ class Steps:
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.size_bytes = {tensor.name: tensor.size_bytes for tensor in graph.tensors}
         self.n_ops = len(schedule.ops)
-        self.workspace_bytes = [
-            graph.node_by_name[op.node].workspace_bytes if isinstance(op, Compute) else 0
-            for op in schedule.ops
-        ]
+        nodes = [graph.node_by_name[op.node] for op in schedule.ops if isinstance(op, Compute)]
+        self.stream = {
+            name: _STREAMS[node.op]
+            for node in nodes
+            if node.op in _STREAMS
+            for name in node.outputs
+        }
+        workspace = {
+            node.name: (node.workspace_bytes, _STREAMS.get(node.op, 0))
+            for node in nodes
+            if node.workspace_bytes
+        }
+        self.workspace = {
+            position: workspace[op.node]
+            for position, op in enumerate(schedule.ops)
+            if isinstance(op, Compute) and op.node in workspace
+        }
         order = {tensor.name: index for index, tensor in enumerate(graph.tensors)}
         starts: dict[int, set[str]] = defaultdict(set)
         stops: dict[int, set[str]] = defaultdict(set)
@@ -155,6 +177,8 @@ class Steps:
             for name in self.given.get(position, ()):
                 allocator.free(held[name].pop(0))
             for name in self.taken.get(position, ()):
-                held[name].append(allocator.allocate(self.size_bytes[name]))
-            if position < self.n_ops and self.workspace_bytes[position]:
-                allocator.free(allocator.allocate(self.workspace_bytes[position]))
+                stream = self.stream.get(name, 0)
+                held[name].append(allocator.allocate(self.size_bytes[name], stream=stream))
+            if position in self.workspace:
+                size_bytes, stream = self.workspace[position]
+                allocator.free(allocator.allocate(size_bytes, stream=stream))

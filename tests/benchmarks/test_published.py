@@ -13,7 +13,7 @@ import pytest
 from benchmarks.published.__main__ import DATA, compared, rows_in
 from benchmarks.published.scripts import SCRIPTS
 from benchmarks.published.shares import FITTED, expected_share, ratio_range
-from benchmarks.published.tables import is_met, markdown
+from benchmarks.published.tables import is_met, markdown, off_by_the_others
 from solver.plan_analysis import LARGEST_RATIO, LEAST_RATIO
 
 ROWS: list[dict[str, Any]] = json.loads((DATA / "modules.json").read_text())["rows"]
@@ -240,6 +240,101 @@ def test_times_are_predicted_and_the_fitted_share_is_their_median():
     assert statistics.median(shares) == pytest.approx(FITTED["rtx4090"], abs=0.005)
 
 
+SHARDED = {
+    "level": "model",
+    "source": "torchtitan",
+    "model": "Llama-3.1-8B",
+    "gpu": "8xH100 96GB, FSDP8",
+    "batch_per_gpu": 1,
+    "seq": 128,
+    "ckpt": "per-op SAC",
+    "technique": "FSDP2 eager",
+    "peak_GiB": 20.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"ckpt": "every other block"}, "ckpt is 'every other block'"),
+        ({"ckpt": None}, "ckpt is None"),
+        ({"gpu": "8xH100 96GB, FSDP4"}, "N cards that share parameters"),
+        ({"gpu": "8xCard9, FSDP8"}, "no figures of card9"),
+        ({"gpu": None}, "no figures of"),
+        ({"model": "Llama-9"}, "shape of Llama-9"),
+        ({"technique": "FSDP2"}, "not described here"),
+        ({"seq": "8192"}, "seq is '8192'"),
+        ({"batch_per_gpu": 0}, "batch_per_gpu is 0"),
+        ({"peak_GiB": None}, "peak_GiB is None"),
+    ],
+)
+def test_a_sharded_model_that_is_not_described_says_why(changed, reason):
+    (result,) = compared([{**SHARDED, **changed}])
+    assert "predicted" not in result
+    assert reason.lower() in result["reason"].lower()
+
+
+TUNED = {
+    "level": "model",
+    "source": "meta-pytorch/torchtune README.md",
+    "model": "Llama-3.2-1B full finetune",
+    "gpu": "1xA100-80GB",
+    "batch_per_gpu": 1,
+    "seq": 128,
+    "dtype": "bf16",
+    "opt": "AdamW",
+    "technique": "+packed",
+    "peak_active_GiB": 10.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"dtype": "fp32"}, "dtype 'fp32'"),
+        ({"opt": "Adafactor"}, "opt 'Adafactor'"),
+        ({"technique": "+packed, AC"}, "technique '+packed, AC'"),
+        ({"technique": ""}, "this set-up is not described"),
+        ({"accumulation": 4}, "accumulation 4"),
+        ({"ckpt": "full AC"}, "checkpointing 'full AC'"),
+        ({"gpu": "8xA100-80GB"}, "one card"),
+        ({"gpu": "1xCard 9"}, "no figures of 1xCard 9"),
+        ({"model": "Llama-3.2-90B full finetune"}, "this set-up is not described"),
+        ({"model": "Llama-3.2-1B DoRA full finetune"}, "this set-up is not described"),
+        ({"source": "a blog"}, "this set-up is not described"),
+        ({"liger": True}, "its setting 'liger'"),
+        ({"peak_GB": 1.0}, "peak_active_GiB and peak_GB"),
+        ({"peak_active_GiB": "10"}, "peak_active_GiB is '10'"),
+        ({"tps": 0}, "tps is 0"),
+        ({"seq": None}, "seq is None"),
+    ],
+)
+def test_a_tuning_that_is_not_described_says_why(changed, reason):
+    (result,) = compared([{**TUNED, **changed}])
+    assert "predicted" not in result
+    assert reason in result["reason"]
+    assert reason in shown(result)
+
+
+@pytest.mark.slow
+def test_a_row_without_its_speed_or_in_another_unit_is_predicted_too():
+    in_gb = {name: value for name, value in TUNED.items() if name != "peak_active_GiB"}
+    one, other = compared([TUNED, {**in_gb, "peak_GB": 10.0}])
+    assert one["predicted"] * 2**30 == pytest.approx(other["predicted"] * 10**9)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_holds_what_is_counted_by_hand():
+    """Parameters, gradients and AdamW's two states in float32 are a share each; a rank of twice as
+    many holds half of it, with the same activations."""
+    shares = []
+    for n_ranks in (8, 16):
+        (result,) = compared([{**SHARDED, "gpu": f"{n_ranks}xH100 96GB, FSDP{n_ranks}"}])
+        shares.append(result["predicted"])
+    n_parameters = 8_030_261_248
+    assert shares[0] - shares[1] == pytest.approx(16 * n_parameters / 16 / 2**30, rel=0.05)
+
+
 @pytest.mark.slow
 def test_the_peak_of_a_whole_model_is_predicted():
     rows = json.loads((DATA / "models.json").read_text())["rows"]
@@ -253,6 +348,11 @@ def test_a_card_without_a_row_is_expected_between_the_others():
     assert expected_share("rtx4090") == FITTED["rtx4090"]
     assert expected_share("a100-40gb") == FITTED["a100"]
     assert min(FITTED.values()) < expected_share("l40s") < max(FITTED.values())
+
+
+def test_a_share_is_tried_on_a_row_that_it_was_not_fitted_on():
+    assert off_by_the_others([0.5, 1.0]) == [0.5, 1.0]
+    assert off_by_the_others([0.8, 1.0, 0.8]) == pytest.approx([1 / 9, 0.25, 1 / 9])
 
 
 def test_the_ratio_of_two_shares_gives_the_measured_time():

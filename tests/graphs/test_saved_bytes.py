@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from benchmarks.published.llama import LlamaLayer, linear
 from graphs.graph import Graph
 from graphs.model_calls import Call
 from graphs.trace import trace_module
+from tests.support.paths import ROOT
 
 BF16 = torch.bfloat16
 
@@ -76,6 +78,22 @@ def test_an_unfused_layer_saves_what_korthikanti_et_al_count():
     graph = graph_of(UnfusedLayer(h, a), x)
     expected = s * b * h * 34 + 5 * a * s * s * b
     assert saved_bytes(graph, without="native_layer_norm") == expected
+
+
+def test_the_page_has_what_a_layer_of_llama_3_8b_saves():
+    """The table's sum at the sizes that the page names, each row of it, and the figure in words."""
+    b, s, h, a, n_kv, i = 1, 2048, 4096, 32, 8, 14336
+    x = torch.empty(b, s, h, dtype=BF16, device="meta", requires_grad=True)
+    angles = [torch.empty(1, s, h // a, dtype=BF16, device="meta") for _ in range(2)]
+    found = saved_bytes(graph_of(LlamaLayer(h, a, n_kv, i), x, *angles))
+    expected = found - sum(each.nbytes for each in angles)
+    page = (ROOT / "docs" / "bytes.md").read_text()
+    assert f"{expected:,}".replace(",", " ") + " bytes a layer" in page
+    table = page.partition("| kept | bytes / (b·s) |")[2].partition("| **sum**")[0]
+    rows = [line.split("|")[2] for line in table.splitlines()[2:] if line]
+    sizes = {"h": h, "i": i, "a": a, "": 1}
+    terms = re.findall(r"([0-9]+)([hia]?)", " ".join(rows))
+    assert b * s * sum(int(n) * sizes[letter] for n, letter in terms) == expected
 
 
 def test_a_llama_layer_saves_what_the_documentation_counts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,22 @@ def test_with_expandable_segments_what_is_allocated_is_the_simulated_peak_with_r
         default = reserved(graph, schedule, expandable=False)
         assert default.allocated_bytes >= found.allocated_bytes
         assert default.reserved_bytes >= default.allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_buffers"),
+    [("op", 1), ("fsdp.copy_in", 1), ("fsdp.all_gather", 2), ("fsdp.reduce_scatter", 2)],
+)
+@pytest.mark.parametrize("expandable", [False, True])
+def test_buffers_of_fsdp2s_streams_are_not_for_the_step(kind: str, n_buffers: int, expandable):
+    """A buffer is free when the next tensor of its size is made: another stream cannot have it."""
+    gather = replace(op("gather", "p", "flat"), op=kind)
+    nodes = [gather, op("copy_out", "flat", "small"), op("f", "small", "big")]
+    sizes = {"p": 512, "flat": 40 * MIB, "small": 512, "big": 40 * MIB}
+    graph = make(nodes, sizes, outputs="big")
+    found = reserved(graph, baseline(graph), expandable=expandable)
+    assert found.allocated_bytes < 41 * MIB
+    assert found.reserved_bytes == n_buffers * 40 * MIB + 2 * MIB
 
 
 def test_gpt2():
