@@ -1,7 +1,7 @@
 """Any model, bitwise identical: models x budgets x steps, each trained with and without its plan.
 
     python -m benchmarks.matrix --out benchmarks/results/matrix.json
-        [--models "GPT-2;VGG"] [--shares 0.7] [--styles plain] [--time-limit S]
+        [--models "GPT-2;VGG"] [--shares 0.7] [--styles plain] [--time-limit S] [--host RATE]
 
 Plans are of the step with the rewrites that keep all bits, so that these run as often as they can
 (`solve` plans the step without them too by default; here only where no rewrite finds anything). A
@@ -11,6 +11,8 @@ and buffer, what hooks were handed, and the random state after each step, all bi
 the last step is measured: its peak must be within the budget and agree with the predicted one. The
 random states that are kept for recomputing count. Figures are written after each model, so that a
 run that was stopped can be continued model by model.
+
+With --host plans may also copy to a host as large as needed, at so many bytes per second each way.
 """
 
 from __future__ import annotations
@@ -35,12 +37,23 @@ from graphs.graph import Graph
 from graphs.rewrites import Variants
 from graphs.trace import TraceError, trace_variants
 from solver.methods import find_obstacle
-from solver.schedule import Obstacle, Request, Solution, baseline, simulate
+from solver.schedule import (
+    Link,
+    Obstacle,
+    Place,
+    Places,
+    Request,
+    Solution,
+    baseline,
+    simulate,
+)
+from solver.sizes_deadlines_progress import parse_rate
 from solver.solving import attempt
 
 SHARES = (1.0, 0.7, 0.4, 0.0)
 STYLE_SHARES = (0.4,)
 """Of the styles other than the plain loop."""
+HOST_BYTES = 10**13
 CLOSE_SHARE, CLOSE_BYTES = 0.02, 1 << 20
 """A measured peak agrees with the predicted one within the larger of the two."""
 
@@ -134,12 +147,20 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name in names if not equal(before.get(name), after.get(name))]
 
 
-def run_budget(subject: Subject, share: float, *, time_limit_s: float) -> Row:
+def run_budget(
+    subject: Subject, share: float, *, time_limit_s: float, places: Places | None = None
+) -> Row:
     """Plan for one budget, train with the plan, compare and measure."""
     budget_bytes = subject.budget_bytes(share)
     began_s = time.perf_counter()
     least = [] if subject.least.schedule is None else [subject.least.schedule]
-    request = Request(budget_bytes, time_limit_s=time_limit_s, rewrites="bitwise")
+    request = Request(
+        budget_bytes,
+        time_limit_s=time_limit_s,
+        rewrites="bitwise",
+        places=places,
+        optimizer_state="device",  # the trainings that are compared make their own optimizers
+    )
     solution = attempt(subject.steps, request, starts=least)
     row = {"share": share, "solve_s": time.perf_counter() - began_s}
     return row | run_solution(subject, solution)
@@ -155,6 +176,7 @@ def run_solution(subject: Subject, solution: Solution) -> Row:
     return row | {
         "rewrites": list(solution.graph.meta.rewrites),
         "n_recomputed": solution.simulation.n_recomputed,
+        "host_peak_bytes": solution.simulation.host_peak_bytes,
         "n_compared": found.n_compared,
         "differences": list(found.differences[:5]),
         "predicted_peak_bytes": solution.simulation.peak_bytes,
@@ -188,6 +210,8 @@ def peak_faults(row: Row) -> list[str]:
 
 def run_model(name: str, arguments: Any, costs: CostModel | None) -> Iterator[Row]:
     """The rows of one model, as they come."""
+    host = arguments.host and Place(HOST_BYTES, Link(arguments.host, arguments.host))
+    places = Places(host=host) if host else None
     for style in arguments.styles:
         began_s = time.perf_counter()
         try:
@@ -207,7 +231,9 @@ def run_model(name: str, arguments: Any, costs: CostModel | None) -> Iterator[Ro
         }
         for share in arguments.shares if style == "plain" else arguments.style_shares:
             try:
-                yield about | run_budget(subject, share, time_limit_s=arguments.time_limit)
+                yield about | run_budget(
+                    subject, share, time_limit_s=arguments.time_limit, places=places
+                )
             except (RuntimeError, ValueError, AssertionError) as error:
                 yield about | {"share": share, "failed": f"{type(error).__name__}: {error}"}
 
@@ -220,6 +246,11 @@ def main() -> None:
     parser.add_argument("--shares", type=harness.shares, default=SHARES, help="of the plain loop")
     parser.add_argument(
         "--style-shares", type=harness.shares, default=STYLE_SHARES, help="of the others"
+    )
+    parser.add_argument(
+        "--host",
+        type=functools.partial(parse_rate, what="--host"),
+        help="of copies, such as 10GB/s",
     )
     arguments = parser.parse_args()
     costs = Measured(torch.device("cpu"))
@@ -246,17 +277,18 @@ def line(row: Row) -> str:
 
 _SUMMARY = (
     "{n_cells} cells, {n_compared} tensors compared bitwise, {n_wrong} cells with a fault, "
-    "{n_refused} refused by name; {n_rewritten} of the plans have rewrites. A cell: three "
-    "optimizer steps with the plan and without; losses, gradients, parameters, buffers, what hooks "
-    "saw and the random state are bitwise identical, the measured peak is within the budget and "
-    "within 2 % or 1 MiB of the predicted one. The budget's share is its place between the least "
-    "budget found (0 %) and the plain step's peak without checkpointing (100 %)."
+    "{n_refused} refused by name; {n_rewritten} of the plans have rewrites, {n_copied} copy to the "
+    "host. A cell: three optimizer steps with the plan and without; losses, gradients, parameters, "
+    "buffers, what hooks saw and the random state are bitwise identical, the measured peak is "
+    "within the budget and within 2 % or 1 MiB of the predicted one. The budget's share is its "
+    "place between the least budget found (0 %) and the plain step's peak without checkpointing "
+    "(100 %)."
 )
 
 
 _COLUMNS = (
     *("model", "step", "ops", "budget", "MB", "rewrites", "recomputed"),
-    *("predicted MB", "measured MB", ""),
+    *("host MB", "predicted MB", "measured MB", ""),
 )
 
 
@@ -272,6 +304,7 @@ def markdown(report: Row) -> str:
             n_wrong=sum(bool(faults(row)) for row in run),
             n_refused=len(rows) - len(run),
             n_rewritten=sum(bool(row.get("rewrites")) for row in run),
+            n_copied=sum(bool(row.get("host_peak_bytes")) for row in run),
         ),
         harness.table(_COLUMNS, map(_cells, rows)),
     ]
@@ -280,13 +313,18 @@ def markdown(report: Row) -> str:
 
 def _cells(row: Row) -> list[object]:
     if "refused" in row:
-        return [row["model"], row["style"], *[""] * 7, f"refused: {row['refused']}"]
+        return [row["model"], row["style"], *[""] * 8, f"refused: {row['refused']}"]
     result = "; ".join(faults(row)) or "bitwise identical"
     if row.get("own_memory"):
         result += " (the step takes memory of its own)"
     mb = [
         f"{row[key] / 1e6:.2f}" if key in row else ""
-        for key in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes")
+        for key in (
+            "budget_bytes",
+            "host_peak_bytes",
+            "predicted_peak_bytes",
+            "measured_peak_bytes",
+        )
     ]
     about = [row["model"], row["style"], row["n_nodes"], f"{row['share']:.0%}"]
     changes = [", ".join(row.get("rewrites", [])), row.get("n_recomputed", "")]

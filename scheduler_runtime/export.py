@@ -27,6 +27,7 @@ from graphs.graph import Graph, is_under
 from graphs.host_state import with_state_on_device
 from scheduler_runtime.execute import (
     CheckpointedForward,
+    ExportedForward,
     names_inside,
     remove_torch_checkpoint,
 )
@@ -155,7 +156,7 @@ def to_torch_checkpoint(
             f"the solution has no schedule to export: its status is {solution.status}"
             f"{solution.obstacle_text}"
         )
-    _check_model(model, solution.graph)
+    check_model(model, solution.graph)
     own, budget_bytes = solution.simulation, solution.request.available_bytes
     plan_compared = "the plan itself"
     if solution.graph.host_state_bytes:  # no part of what is exported
@@ -222,13 +223,14 @@ def _nothing_fits(model: nn.Module, solution: Solution, error: NoModulesFitError
     )
 
 
-def _check_model(model: nn.Module, graph: Graph) -> None:
+def check_model(model: nn.Module, graph: Graph) -> None:
+    """Raise ExportError for a model with a plan, and for one that is not the graph's."""
     modules = dict(model.named_modules())
     for path, module in modules.items():
         forward = module.__dict__.get("forward")
         if isinstance(forward, PlannedForward):
             raise ExportError("a plan is applied to this model already; remove(model) it first")
-        if isinstance(forward, CheckpointedForward):
+        if isinstance(forward, ExportedForward):
             raise ExportError(
                 f"a plan is exported to this model already (module {path!r}); remove() it first"
             )

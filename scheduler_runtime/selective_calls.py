@@ -54,7 +54,7 @@ def may_save(graph: Graph) -> MaySave:
         is_buffer = node.outputs and any(
             not reader.outputs for reader in graph.consumers[node.outputs[0]]
         )
-        return bool(_eager_calls(node.op)) and not is_buffer
+        return bool(eager_calls(node.op)) and not is_buffer
 
     def of(region: CheckpointRegion) -> tuple[Recomputation, frozenset[str]]:
         """What its recomputation runs, and which of its results can be kept."""
@@ -62,7 +62,7 @@ def may_save(graph: Graph) -> MaySave:
             whole = replace(region, saved=frozenset())
             recomputation = Recomputation.of(RegionLayout(graph, (whole,)), whole)
             nodes = [graph.node_by_name[name] for name in region.nodes]
-            is_known = not is_distributed and all(_operator(n.op) is not None for n in nodes)
+            is_known = not is_distributed and all(operator_named(n.op) is not None for n in nodes)
             possible = filter(is_possible, region.nodes if is_known else ())
             known[region.nodes] = recomputation, frozenset(possible)
         return known[region.nodes]
@@ -83,7 +83,7 @@ def may_save(graph: Graph) -> MaySave:
     return possible
 
 
-def _eager_calls(op: str) -> tuple[str, ...]:
+def eager_calls(op: str) -> tuple[str, ...]:
     """What eager mode calls in the place of a node with this operator: functional forms. (): it is
     none of PyTorch's operators."""
     calls = _EAGER_CALLS.get(op, (op,) if op.startswith("aten.") else ())
@@ -95,7 +95,7 @@ def extra_bytes(graph: Graph) -> Callable[[CheckpointRegion], int]:
     operators, one for each that draws."""
 
     def of_region(region: CheckpointRegion) -> int:
-        operators = (_operator(graph.node_by_name[name].op) for name in region.nodes)
+        operators = (operator_named(graph.node_by_name[name].op) for name in region.nodes)
         n_states = sum(map(is_random, operators)) if region.saved else 0
         return CPU_RANDOM_STATE_BYTES * (1 + n_states)
 
@@ -103,7 +103,7 @@ def extra_bytes(graph: Graph) -> Callable[[CheckpointRegion], int]:
 
 
 @functools.cache
-def _operator(op: str) -> torch._ops.OpOverload | None:
+def operator_named(op: str) -> torch._ops.OpOverload | None:
     """The operator of this name; None: it is none, but a part that could not be traced."""
     operator: Any = torch.ops
     for part in op.split("."):
@@ -123,7 +123,7 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
     for name in region.nodes:
         node = layout.graph.node_by_name[name]
         is_skipped = node.recomputable and name not in recomputed
-        *before, last = _eager_calls(node.op) or (node.op,)
+        *before, last = eager_calls(node.op) or (node.op,)
         for operator in before:
             if is_skipped:
                 skipped[operator].add(seen[operator])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from graphs.costs.operators import OpCall, aten
+from graphs.costs.workspace import masked_rows_bytes
 
 _INDEX_BYTES = 8
 _FLOAT_BYTES = 4
@@ -90,6 +91,7 @@ def _up(size: int, step: int) -> int:
 
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.embedding_dense_backward: _embedding_backward,
+    aten._safe_softmax: masked_rows_bytes,
     aten.native_group_norm: _group_norm,
     aten.native_group_norm_backward: _group_norm_backward,
     **{

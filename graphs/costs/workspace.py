@@ -203,6 +203,15 @@ def _log_sum_exp(call: OpCall) -> int:
 _INDEX_BYTES = 8
 
 
+def masked_rows_bytes(call: OpCall) -> int:
+    """Which numbers are -inf, which rows are so throughout, and a zero for those
+    (ATen/native/transformers/attention.cpp, _safe_softmax, on every device): of attention with
+    dropout or a mask, where it is not one kernel."""
+    x, dim = call.args[0], call.args[1]
+    n_rows = x.numel() // max(1, x.shape[dim])
+    return int(x.numel() + n_rows + call.outputs()[0].element_size())
+
+
 def _sort(call: OpCall) -> int:
     """Per thread, the positions of one row (ATen/native/cpu/SortingKernel.cpp)."""
     x = next(each for each in call.args if isinstance(each, torch.Tensor))
@@ -266,6 +275,7 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.binary_cross_entropy_with_logits: _loss_with_logits,
     aten.soft_margin_loss_backward: _soft_margin_backward,
     aten.logsumexp: _log_sum_exp,
+    aten._safe_softmax: masked_rows_bytes,
     aten.sort: _sort,
     aten.kthvalue: _kth_value,
     aten.median: _median,

@@ -23,6 +23,7 @@ from scheduler_runtime.execute.restart_step import (
     drop_frames,
     kept_bytes,
 )
+from scheduler_runtime.execute.saved_on_host import CallsOnHost, ForwardWithHooks
 from scheduler_runtime.execute.sequential_segments import SegmentedForward, runs_in_a_loop
 from scheduler_runtime.execute.step_program import StepProgram
 from scheduler_runtime.execute.torch_checkpoint import (

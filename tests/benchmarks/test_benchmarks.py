@@ -129,8 +129,15 @@ def test_offload_measures_and_names_its_misses() -> None:
     assert 0.0 <= row["both_450"]["bound"] <= row["both_450"]["overhead"] + 1e-9
     assert row["both_450"]["overhead"] <= row["recompute"]["overhead"] + 1e-3
     report = {"circumstances": harness.circumstances(60.0), "graphs": {"net": found}}
-    row["both_50"]["gap"], row["both_450"]["gap"] = 0.002, 0.0
+    row["both_25"]["gap"], row["both_50"]["gap"], row["both_450"]["gap"] = 0.001, 0.002, 0.0
     assert [text for text in offload.misses(report) if "gap" in text] == [
-        "net at 0.5, 50 GB/s: gap 0.20"
+        "net at 0.5, 50 GB/s: gap 0.20, target 0.10"
     ]
+    assert [offload.target("unet", share) for share in (0.2, 0.1)] == [0.005, 0.03]
+    row["recompute"]["overhead"], row["both_25"]["overhead"] = 0.04, 0.03
+    row["both_50"]["overhead"] = row["both_450"]["overhead"] = 0.25
+    found |= {"resident_bytes": 100, "baseline_peak_bytes": 400}
+    row["budget_bytes"] = 200
+    last = offload.gains(report).splitlines()[-1].split(" | ")
+    assert (last[1], last[4], last[5], last[6]) == ("25 %", "3.0 times", "3.0 times", "")
     assert "Misses: " in offload.markdown(report)

@@ -12,7 +12,8 @@
 4. **Step by step** (`copies_local_optimum`): from the best of these, a recomputation is taken out
    or put in the place of a copy, while that makes the step faster.
 5. **Recomputation alone** (`stages`): its schedule is a candidate like the others. It
-   is not searched for where its own bound is no better than what has been found.
+   is not searched for where its own bound is no better than what has been found. Where it is the
+   best, single steps put copies in the place of its recomputations.
 
 The bound is that of the cuts with copies, so it holds for every schedule, whatever it copies. A
 best schedule without copies that meets it proves that the host does not help.
@@ -110,6 +111,7 @@ class CopySearch(BestSoFar):
         self.free = StorageGraph.of(graph, may_leave=True)
         self.binding = CopyBinding(0.0, ())
         self.lost_share = 0.0
+        self.climbed: Schedule | None = None  # where single steps have ended
 
     def offer(self, schedule: Schedule) -> Simulation | None:
         """Simulate it, keep it if it is the best; None: it is illegal."""
@@ -338,12 +340,13 @@ def _copy_what_overflows(search: CopySearch) -> None:
 
 
 def _step_by_step(search: CopySearch) -> None:
-    """From the best schedule, where the gap is worth it."""
-    if search.best is None or search.gap <= OPTIMAL_GAP:
+    """From the best schedule, where the gap is worth it and that was not done."""
+    if search.best is None or search.gap <= OPTIMAL_GAP or search.best[0] is search.climbed:
         return
     start = _attempt(search, search.best[0].order)
     if start is not None:
         climb(search.folded, partial(_attempt, search), start, max_work=MAX_STEPS_WORK)
+        search.climbed = search.best[0]
 
 
 def _attempt(search: CopySearch, order: Sequence[str]) -> Attempt | None:
@@ -379,5 +382,5 @@ COPYING: tuple[Stage, ...] = (
     _copy_what_overflows,
     _step_by_step,
 )
-STAGES = (*COPYING, _without_copies)  # the last may take all the time
+STAGES = (*COPYING, _without_copies, _step_by_step)
 SLOW_STAGES = (_copy_what_overflows, _step_by_step)

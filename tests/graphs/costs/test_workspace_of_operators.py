@@ -94,6 +94,11 @@ CASES: dict[str, Case] = {
         aten.convolution_backward.default,
         *(image, channels_last, kernel, [0], *both_ways, [True, True, False]),
     ),
+    "softmax of attention": _case(aten._safe_softmax.default, x, -1),
+    "softmax of attention in bfloat16": _case(aten._safe_softmax.default, x.bfloat16(), -1),
+    "softmax of attention, masked": _case(
+        aten._safe_softmax.default, x.masked_fill(mask, -torch.inf), 0
+    ),
     "glu": _case(aten.glu_backward.default, x[:, :100].contiguous(), x, 1),
 }
 

@@ -283,3 +283,22 @@ def test_gradients_that_the_caller_computes_stay() -> None:
     assert "early" not in {folded.unit_names[gap.unit] for gap in gaps}
     proposal = auto(graph, budget_bytes=70, time_limit_s=600, seed=0, places=host(1e9))
     assert proposal.schedule is None
+
+
+def test_copies_take_the_place_of_recomputation_where_that_alone_was_best() -> None:
+    """A graph on which no other stage finds a plan with copies that is faster."""
+    graph = random_dag(seed=6, n_forward=12, n_later=8)
+    least_bytes, peak_bytes = (
+        find_obstacle(graph).reached_bytes,
+        simulate(graph, baseline(graph)).peak_bytes,
+    )
+    budget_bytes = least_bytes + int(0.1 * (peak_bytes - least_bytes))
+    total_bytes = sum(StorageGraph.of(graph).unit_bytes)
+    places = host(0.3 * total_bytes / graph.baseline_time_s)
+    times_s = []
+    for beside in (None, places):
+        proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0, places=beside)
+        assert proposal.schedule is not None
+        times_s.append(simulate(graph, proposal.schedule, places=beside).time_s)
+    assert times_s[1] <= 1.1905 * graph.baseline_time_s < times_s[0]
+    assert proposal.schedule.has_copies

@@ -1,0 +1,123 @@
+"""Saved tensors on the host, in eager mode: PyTorch's hooks of saved tensors, for some storages.
+
+A dispatch mode sees which operator calls of the forward pass make those storages. What autograd
+saves of them is copied to the host when it is saved, and back when a backward function reads it,
+unless another one still has what it brought back. Each copy holds the computation up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scheduler_runtime.execute.copies import Form
+from scheduler_runtime.execute.copy_streams import storage_bytes
+from scheduler_runtime.execute.torch_checkpoint import (
+    CountMismatchError,
+    ExportedForward,
+    functional_name,
+)
+
+
+@dataclass(frozen=True)
+class CallsOnHost:
+    """Which results of operator calls wait on the host.
+
+    results: operator -> index of the call, counted from 0 in each forward -> indices of results.
+    n_calls: operator -> calls in all.
+    """
+
+    results: Mapping[str, Mapping[int, frozenset[int]]]
+    n_calls: Mapping[str, int]
+
+
+@dataclass(eq=False)
+class _Away:
+    """A storage on the host, and its copy on the device while somebody reads it."""
+
+    host: torch.Tensor
+    here: StorageWeakRef | None = None
+
+    def back_on(self, device: torch.device) -> torch.UntypedStorage:
+        if self.here is not None:
+            found = torch.UntypedStorage._new_with_weak_ptr(self.here.cdata)
+            if found is not None:
+                return found
+        storage = self.host.to(device, copy=True).untyped_storage()
+        self.here = StorageWeakRef(storage)
+        return storage
+
+
+class _Marking(TorchDispatchMode):
+    """Knows the storages that the planned calls of one forward pass have made."""
+
+    def __init__(self, planned: CallsOnHost) -> None:
+        super().__init__()
+        self._planned = planned
+        self.seen: Counter[str] = Counter()
+        self._marked: dict[int, StorageWeakRef] = {}  # alive, so that no address is used again
+        self._away: dict[tuple[int, int], _Away] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = functional_name(str(func))
+        if name in self._planned.n_calls:
+            wanted = self._planned.results.get(name, {}).get(self.seen[name], ())
+            self.seen[name] += 1
+            results = [found] if isinstance(found, torch.Tensor) else list(found)
+            for index in wanted:
+                reference = StorageWeakRef(results[index].untyped_storage())
+                self._marked[reference.cdata] = reference
+        return found
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Form, _Away]:
+        address = StorageWeakRef(tensor.untyped_storage()).cdata
+        if address not in self._marked:
+            return tensor
+        key = address, tensor._version  # what is written in place is another value
+        if key not in self._away:
+            source = storage_bytes(tensor.detach())
+            self._away[key] = _Away(host_memory(source).copy_(source))
+        return Form.of(tensor), self._away[key]
+
+
+def host_memory(source: torch.Tensor) -> torch.Tensor:
+    """For a copy of these bytes."""
+    return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+
+
+def _unpack(saved: torch.Tensor | tuple[Form, _Away]) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    form, away = saved
+    return form.on(away.back_on(form.device))
+
+
+class ForwardWithHooks(ExportedForward):
+    """The module's own forward, under hooks of saved tensors."""
+
+    def __init__(self, module: nn.Module, planned: CallsOnHost) -> None:
+        super().__init__(module)
+        self.planned = planned
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.own_forward(*args, **kwargs)
+        marking = _Marking(self.planned)
+        with marking, torch.autograd.graph.saved_tensors_hooks(marking.pack, _unpack):
+            found = self.own_forward(*args, **kwargs)
+        for name, n_planned in self.planned.n_calls.items():
+            if marking.seen[name] != n_planned:
+                raise CountMismatchError(
+                    f"{type(self._model).__name__} called {name} {marking.seen[name]} times, but "
+                    f"the plan expects {n_planned}: this call runs a different program; remove() "
+                    "the export and solve again with this batch"
+                )
+        return found

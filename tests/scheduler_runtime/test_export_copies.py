@@ -1,0 +1,145 @@
+"""A plan's copies as hooks of saved tensors: bits, bytes, what is lost, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from checkpoint_solver import remove, solve, trace
+from checkpoint_solver.export import ExportError, to_saved_tensors_hooks, to_torch_checkpoint
+from scheduler_runtime.execute import saved_on_host
+from scheduler_runtime.execute.torch_checkpoint import CountMismatchError
+from scheduler_runtime.measuring import measure
+from solver.schedule import Solution, Store, baseline, simulate
+from tests.support.judges import agree
+
+HOST: dict[str, Any] = {"host_budget": "1GB", "host_link": "10GB/s"}
+SLOW = {**HOST, "host_link": "0.5GB/s"}
+
+
+class Net(nn.Module):
+    """Views, an operator in place, dropout, batch norm, and two readers of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(64, 128)
+        self.norm = nn.BatchNorm1d(128)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.relu(self.norm(self.up(x)), inplace=True)
+        for layer in self.layers:
+            y = layer(x)
+            x = x + self.drop(torch.tanh(y) * torch.sigmoid(y)).view(-1, 2, 64).flatten(1)
+        return x.square().mean()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+
+
+@functools.cache
+def planned(*, recompute: bool) -> Solution:
+    """At half of the activations, with copies alone or with both."""
+    model = Net()
+    graph = trace(model, batch())
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    budget = (graph.resident_bytes + peak_bytes) // 2
+    if recompute:
+        return solve(model, batch(), budget=budget, rewrites="none", **SLOW)
+    nodes = tuple(replace(node, recomputable=False) for node in graph.nodes)
+    return solve(replace(graph, nodes=nodes), budget=budget, **HOST)
+
+
+@pytest.fixture
+def host_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU the host's memory is the device's: copies that PyTorch does not count."""
+    monkeypatch.setattr(
+        saved_on_host,
+        "host_memory",
+        lambda source: torch.from_numpy(np.empty(source.shape, np.uint8)),
+    )
+
+
+def step(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = model(batch())
+    loss.backward()
+    gradients = (p.grad.clone() for p in model.parameters() if p.grad is not None)
+    return [loss.detach(), *gradients, *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_same_bits_in_less_memory(recompute: bool, host_apart: None) -> None:
+    plain, model = Net(), Net()
+    exported = to_saved_tensors_hooks(model, planned(recompute=recompute), on_excess="least")
+    assert exported.storages
+    for _ in range(2):
+        assert all(map(torch.equal, step(model), step(plain)))
+    graph = planned(recompute=recompute).unplanned
+    assert agree(graph, exported.schedule, planned(recompute=recompute).request.places)
+    measured, without = (measure(each, batch()).peak_bytes for each in (model, plain))
+    assert measured < without - exported.host_bytes / 2
+    assert measured <= exported.peak_bytes + 100_000
+    exported.remove()
+    assert "forward" not in vars(model)
+
+
+def test_what_it_says() -> None:
+    solution = planned(recompute=False)
+    model = Net()
+    exported = to_saved_tensors_hooks(model, solution, on_excess="least")
+    copied = {
+        op.storage for op in (solution.schedule or exported.schedule).ops if type(op) is Store
+    }
+    assert set(exported.storages) <= copied
+    assert exported.overhead > solution.overhead  # type: ignore[operator]
+    assert "hold the computation up" in str(exported)
+    assert f"{len(exported.storages)} tensors" in str(exported)
+    with torch.no_grad():
+        model(batch())
+    copied_model = copy.deepcopy(model)
+    remove(model)
+    assert all(map(torch.equal, step(copied_model), step(model)))
+
+
+def test_what_was_recomputed_stays_saved() -> None:
+    tight = planned(recompute=True)
+    assert tight.simulation is not None
+    assert tight.simulation.n_recomputed
+    with pytest.raises(ExportError, match="hooks of saved tensors recompute nothing"):
+        to_saved_tensors_hooks(Net(), tight)
+    exported = to_saved_tensors_hooks(Net(), tight, on_excess="least")
+    assert not exported.fits
+    assert "not recomputed" in str(exported)
+    assert "ABOVE THE BUDGET" in str(exported)
+
+
+@pytest.mark.slow
+def test_what_is_refused() -> None:
+    solution, model = planned(recompute=True), Net()
+    with pytest.raises(ValueError, match="on_excess is 'most'"):
+        to_saved_tensors_hooks(model, solution, on_excess="most")  # type: ignore[arg-type]
+    alone = solve(model, batch(), budget="1GB", rewrites="none")
+    with pytest.raises(ExportError, match="copies nothing to the host"):
+        to_saved_tensors_hooks(model, alone)
+    nothing = solve(model, batch(), budget="1KB", rewrites="none", reserve=0)
+    with pytest.raises(ExportError, match="no schedule to export"):
+        to_saved_tensors_hooks(model, nothing)
+    to_saved_tensors_hooks(model, solution, on_excess="least")
+    with pytest.raises(ExportError, match="exported to this model already"):
+        to_torch_checkpoint(model, solution)
+    model.layers = model.layers[:2]
+    with pytest.raises(CountMismatchError, match="runs a different program"):
+        model(batch())
