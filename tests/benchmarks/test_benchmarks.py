@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import deep_chains, harness, offload, peers, plan_quality, plan_quality_tables
+from benchmarks import (
+    deep_chains,
+    harness,
+    offload,
+    peers,
+    plan_quality,
+    plan_quality_tables,
+    step_time,
+)
 from benchmarks.zoo.graphs import captured
 from graphs.synthetic.nets import residual
+from scheduler_runtime import apply
+from solver import solve
 
 
 class Tower(nn.Module):
@@ -141,3 +151,14 @@ def test_offload_measures_and_names_its_misses() -> None:
     last = offload.gains(report).splitlines()[-1].split(" | ")
     assert (last[1], last[4], last[5], last[6]) == ("25 %", "3.0 times", "3.0 times", "")
     assert "Misses: " in offload.markdown(report)
+
+
+def test_steps_take_turns_and_a_plan_is_forecast_with_other_times() -> None:
+    model, batch = Tower(), (torch.randn(128, 64),)
+    found = solve(model, batch, budget="350KB", rewrites="none")
+    assert found.simulation is not None
+    assert found.simulation.n_recomputed > 0
+    assert step_time._forecast(found, found) == pytest.approx(found.overhead)
+    sides = {"": Tower(), "plan": apply(model, found)}
+    used = step_time.measured(sides, batch, n_rounds=2)
+    assert [len(times_s) for times_s in used.values()] == [2, 2]

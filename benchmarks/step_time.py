@@ -1,0 +1,204 @@
+"""Real overhead of plans on this CPU beside the forecast, and where the difference goes.
+
+    python -m benchmarks.step_time --out benchmarks/results/step_time.json
+        [--models moe,convnext,unet] [--share 0.5] [--rounds N] [--keep-blocks]
+
+Steps (forward and backward pass) of copies of a model take turns in one process: without a plan,
+with a plan that recomputes nothing, with one that recomputes by the rates of a generic CPU, with
+one by measured operator times (all three without rewrites), and with the default, which has
+rewrites. Each figure is the median over the rounds of the ratio to the round's step without a plan,
+in processor time on one thread, so other load matters little. The budget's share is its place
+between what is resident (0) and the peak without a plan (1).
+
+--keep-blocks: glibc keeps freed blocks for the process, in place of giving large ones back to the
+system, which maps fresh pages at the next use.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import harness
+from benchmarks.harness import Row, percent
+from examples import unet
+from graphs.training_step import LossOnly
+from scheduler_runtime import apply
+from solver import solve
+from solver.schedule import Solution, baseline, simulate
+
+KEPT_BLOCKS = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
+N_WARM_UP = 3
+"""The first step of a plan finds its program."""
+NOTHING, BY_RATES, BY_TIMES = "recomputes nothing", "by rates", "by measured times"
+REWRITTEN = "by rates, with rewrites"
+
+
+def _moe() -> tuple[nn.Module, Any]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        use_cache=False,
+    )
+    tokens = torch.randint(0, 1000, (4, 128))
+    return LossOnly(MixtralForCausalLM(config)), {"input_ids": tokens, "labels": tokens}
+
+
+def _convnext() -> tuple[nn.Module, Any]:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(hidden_sizes=[32, 64, 96, 128], depths=[2, 2, 3, 2], num_labels=10)
+    batch = {"pixel_values": torch.randn(16, 3, 96, 96), "labels": torch.randint(0, 10, (16,))}
+    return LossOnly(ConvNextForImageClassification(config)), batch
+
+
+def _unet() -> tuple[nn.Module, Any]:
+    return unet.get_model(width=8, n_levels=3), unet.get_batch(batch_size=4, image_size=64)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "moe": _moe,
+    "convnext": _convnext,
+    "unet": _unet,
+}
+
+
+def main() -> None:
+    parser = harness.parser("step_time", __doc__, time_limit_s=20.0)
+    parser.add_argument("--models", type=harness.names(MODELS), default=list(MODELS))
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--keep-blocks", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.keep_blocks and not KEPT_BLOCKS.items() <= os.environ.items():
+        program = [sys.executable, "-m", "benchmarks.step_time", *sys.argv[1:]]
+        os.execve(sys.executable, program, {**os.environ, **KEPT_BLOCKS})
+    torch.set_num_threads(1)
+    harness.run_each(
+        arguments,
+        "models",
+        {name: functools.partial(_rows, name, arguments) for name in arguments.models},
+        line=_line,
+        faults=lambda _row: [],
+        markdown=_markdown,
+        versions=("transformers",),
+    )
+
+
+def _rows(name: str, arguments: Any) -> Iterator[Row]:
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    model.train()
+    free = solve(model, batch, budget="100GB", rewrites="none")
+    resident = free.graph.resident_bytes
+    budget = int(resident + arguments.share * (free.baseline.peak_bytes - resident))
+    of_plans = {"budget": budget, "rewrites": "none", "time_limit_s": arguments.time_limit}
+    solutions = {
+        NOTHING: free,
+        BY_RATES: solve(model, batch, **of_plans),
+        BY_TIMES: solve(model, batch, costs="measured", **of_plans),
+        REWRITTEN: solve(model, batch, **{**of_plans, "rewrites": "bitwise"}),
+    }
+    sides: dict[str, nn.Module] = {"": copy.deepcopy(model)}
+    for title, solution in solutions.items():
+        sides[title] = copy.deepcopy(model)
+        apply(sides[title], solution)
+    used = measured(sides, batch, arguments.rounds)
+    for title, solution in solutions.items():
+        ratios = [s / plain - 1 for s, plain in zip(used[title], used[""], strict=True)]
+        is_other = title == REWRITTEN  # another graph, of which no operator times were measured
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        yield {
+            "model": name,
+            "plan": title,
+            "n_nodes": len(solution.graph.nodes),
+            "n_recomputed": solution.simulation.n_recomputed if solution.simulation else None,
+            "plain_step_s": statistics.median(used[""]),
+            "forecast_by_rates": solution.overhead
+            if is_other
+            else _forecast(solutions[BY_RATES], solution),
+            "forecast_by_times": None if is_other else _forecast(solutions[BY_TIMES], solution),
+            "measured": middle,
+            "quartiles": [low, high],
+        }
+
+
+def _forecast(costed: Solution, planned: Solution) -> float:
+    """The overhead of a plan, with the operators' times in another solution's graph."""
+    assert planned.schedule is not None
+    plain_s = simulate(costed.graph, baseline(costed.graph)).time_s
+    return simulate(costed.graph, planned.schedule).time_s / plain_s - 1
+
+
+def measured(sides: dict[str, nn.Module], batch: Any, n_rounds: int) -> dict[str, list[float]]:
+    """Processor seconds of each side's step in each round."""
+    used: dict[str, list[float]] = {title: [] for title in sides}
+    gc.disable()
+    try:
+        for _ in range(N_WARM_UP + n_rounds):
+            for title, model in sides.items():
+                model.zero_grad()
+                started_s = time.process_time()
+                _step(model, batch)
+                used[title].append(time.process_time() - started_s)
+            gc.collect()
+    finally:
+        gc.enable()
+    return {title: times_s[N_WARM_UP:] for title, times_s in used.items()}
+
+
+def _step(model: nn.Module, batch: Any) -> None:
+    loss = model(**batch) if isinstance(batch, dict) else model(*batch)
+    loss.backward()
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row['model']} ({row['plan']}): forecast {percent(row['forecast_by_rates'])} by rates, "
+        f"{percent(row['forecast_by_times'])} by measured times, measured "
+        f"{percent(row['measured'])}"
+    )
+
+
+def _markdown(report: Row) -> str:
+    head = ["model", "step", "plan", "recomputed", "forecast by rates", "by measured times"]
+    cells = (
+        [
+            row["model"],
+            f"{1000 * row['plain_step_s']:.0f} ms",
+            row["plan"],
+            str(row["n_recomputed"]),
+            percent(row["forecast_by_rates"]),
+            percent(row["forecast_by_times"]),
+            percent(row["measured"]),
+            " to ".join(percent(each) for each in row["quartiles"]),
+        ]
+        for rows in report["models"].values()
+        for row in rows
+    )
+    return harness.table([*head, "measured", "middle half"], cells)
+
+
+if __name__ == "__main__":
+    main()
