@@ -72,9 +72,12 @@ def _summary_row(title: str, found: Row) -> list[object]:
     rows = {row["share"]: row for row in found["rows"]}
     ways = [way for way in WAYS if way in found["least"]]
     shown = [share for share in SHOWN_SHARES if share in rows]
-    plans = {s: " → ".join(_with_gap(rows[s][way]) for way in ways) for s in shown}
+    plans = {
+        s: " → ".join(_with_gap(rows[s][way]) for way in ways if way in rows[s]) for s in shown
+    }
     least = (found["least"][way]["reached_bytes"] for way in ways)
-    seconds = [rows[share][ways[-1]]["seconds"] for share in shown or rows]
+    last = {share: [row[way] for way in ways if way in row][-1] for share, row in rows.items()}
+    seconds = [last[share]["seconds"] for share in shown or rows]
     half = rows[0.5]["others"] if 0.5 in rows else {}  # a part of the shares was measured
     torch = [half[name] for name in half if name.startswith("torch") and half[name] is not None]
     others = [*(half.get(name) for name in ("every_block", "sqrt", "dp")), min(torch, default=None)]
@@ -184,10 +187,13 @@ def _details(name: str, found: Row) -> list[str]:
 def _detail(row: Row, ways: list[str], others: list[str]) -> list[object]:
     cells: list[object] = [row["share"], f"{row['budget_bytes'] / 1e9:.3f}"]
     for way in ways:
+        if way not in row:  # at this share it was not measured
+            cells += [""] * 4
+            continue
         cell = row[way]
         peak = "" if cell["peak_bytes"] is None else f"{cell['peak_bytes'] / 1e9:.3f}"
         figures = (percent(cell["bound"]), percent(cell["overhead"]), f"{cell['seconds']:.1f}")
         cells += [peak, *figures]
     if "bitwise" in ways:
-        cells.append(", ".join(row["bitwise"]["rewrites"]))
+        cells.append(", ".join(row["bitwise"]["rewrites"]) if "bitwise" in row else "")
     return [*cells, *(percent(row["others"].get(other)) for other in others)]

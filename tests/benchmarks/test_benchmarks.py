@@ -101,6 +101,10 @@ def test_plans_with_rewrites_stand_beside_those_without_and_earlier_ones() -> No
     assert "Worse with rewrites: 1 of 1: net at 0.3" in plan_quality_tables.markdown(report)
     report["graphs"] = {"gpt2": again}  # in the table, with a part of its shares
     assert f"| {chr(0x2013)} | {chr(0x2013)} |" in plan_quality_tables.markdown(report)
+    del again["rows"][0]["bitwise"]  # as at a share that was measured without rewrites only
+    text = plan_quality_tables.markdown(report)
+    assert "Worse with rewrites: 0 of 0: none." in text
+    assert " |  |  |  |  |  | " in text
 
 
 @pytest.mark.slow
