@@ -98,13 +98,14 @@ def graph_of(script: Script, hardware: Hardware) -> Graph:
 def time_ms(graph: Graph, script: Script, hardware: Hardware) -> float:
     """Of the operators by the card's peak rates, and of what the script runs besides: gradients are
     added to those of earlier calls, and the gradient of the output is drawn at random."""
-    x_gradient = graph.meta.parameter_layout.get("x", {}).get("gradient")
-    dropped = x_gradient if script.drops_x_gradient else None
+    inputs = ("x", "residual") if script.drops_x_gradient else ()
+    layout = graph.meta.parameter_layout
+    dropped = {layout[name]["gradient"] for name in inputs if name in layout}
     moved_bytes = 0
     before_s = 0.0
     for node in graph.nodes:
         sizes = [graph.tensor_by_name[name].size_bytes for name in (*node.inputs, *node.outputs)]
-        if node.name.startswith("accumulate_") and dropped not in node.inputs:
+        if node.name.startswith("accumulate_") and dropped.isdisjoint(node.inputs):
             moved_bytes += sum(sizes) + sizes[0]  # it writes the sum
         if node.phase == "outside":
             moved_bytes += sum(graph.tensor_by_name[name].size_bytes for name in node.outputs)

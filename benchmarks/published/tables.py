@@ -29,10 +29,12 @@ NOTES = """## Notes
   their dates tell.
 - *FSDP2 in torchtitan.* Its log has what the allocator reserved. Predicted with PyTorch's default
   settings: 68.2 GiB are allocated and 78.3 reserved, as buffers that are gathered and reduced lie
-  in pools of other streams (with expandable segments 75.8; which the run had is not stated). The
-  4.1 GiB that are missing are not explained: as much as the logits in bfloat16 once more, or one
-  more activation in each block. The card is an H100 with slower memory and at most 500 W, whose
-  rates are not published, so its share is of a usual H100's rates and not used elsewhere.
+  in pools of other streams (with expandable segments 75.8; which the run had is not stated). Of
+  the 4.1 GiB that are missing 0.4 are the last block's whole parameters, which torchtitan keeps
+  from the forward to the backward pass: a setting for each group is not modelled. The rest is not
+  explained; it is about as much as the logits in bfloat16 once more. The card is an H100 with
+  slower memory and at most 500 W, whose rates are not published, so its share is of a usual H100's
+  rates and not used elsewhere.
 - *Variables.* Where the forward pass has the peak (`fused_linear_jsd`, `distill_jsd_loss`), it
   includes tensors that only a variable of `forward` still holds. A planned step frees them."""
 
@@ -169,7 +171,7 @@ def _title(row: Row) -> str:
     words = ", ".join(
         f"{name} {str(value).removeprefix('torch.')}" for name, value in shown.items()
     )
-    return f"{row.get('op')} ({words})"
+    return f"{row.get('op')} ({words})".replace("|", "/")
 
 
 def _card(row: Row) -> str:

@@ -18,7 +18,7 @@ class Script:
     gradient: of the output: none for a scalar loss; "held" from the start; "made" after forward.
     retains_graph: backward(retain_graph=True): what forward saved is held to the end of the call.
     accumulates: gradients of the earlier calls are still there, and are added to.
-    drops_x_gradient: that of x is set to None before a call whose time is measured.
+    drops_x_gradient: that of x, and of a residual, is set to None before a call that is timed.
     made_before: packets of operators of forward that ran before the measured call.
     has_multiplied: a product ran before, so that the caller's thread has a workspace of cuBLAS.
     compiles: other calls in the process ran torch.compile, which keeps tensors of theirs; rows do
