@@ -41,7 +41,7 @@ class Levels:
     forward_s: tuple[float, ...]
     one_unit_s: float
     room_bytes: tuple[int, ...]
-    _stretches: tuple[Stretch, ...]
+    stretches: tuple[Stretch, ...]
     arrival: Arrival | None = None
     programs: Programs = field(default_factory=lambda: Programs())
 
@@ -51,11 +51,11 @@ class Levels:
 
     def saving_s(self, level: int, held_bytes: int) -> float:
         """s: the least time of the level's nodes to make its demand from so many bytes of it."""
-        return self.programs.saving_s(self._stretches[level - 1], held_bytes, alone=False)
+        return self.programs.saving_s(self.stretches[level - 1], held_bytes, alone=False)
 
     def alone_s(self, level: int, held_bytes: int) -> float:
         """s': the same where no node may read more of the level before than later nodes do."""
-        return self.programs.saving_s(self._stretches[level - 1], held_bytes, alone=True)
+        return self.programs.saving_s(self.stretches[level - 1], held_bytes, alone=True)
 
 
 @dataclass(frozen=True)

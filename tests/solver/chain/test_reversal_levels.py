@@ -1,0 +1,158 @@
+"""What counts as a level's: units, rooms, times, and when the state before it is due."""
+
+import math
+
+import pytest
+
+from solver.bound import StorageGraph
+from solver.chain.reversal_levels import Levels, Stretch, divide
+from tests.support.builders import make, op
+
+
+def one_state(width_bytes: int, *, far: str = "f") -> Levels:
+    """Three levels: a state that the next one reads, a small unit, one that is read `far` on, and
+    one that is made only once.
+    """
+    graph = make(
+        [
+            op("a", "", "a s f", time_s=1.0),
+            op("b", "a", "b", time_s=2.0),
+            op("c", f"b {far}", "c", time_s=4.0),
+            op("p", "c", "p", recomputable=False),
+            op("loss", "p", "d4", phase="backward"),
+            op("back_c", "d4 c b p", "d3", phase="backward"),
+            op("back_b", "d3 b a", "d2", phase="backward"),
+            op("back_a", "d2 a s f", "d1", phase="backward"),
+        ],
+        {"a": 4, "s": 1, "f": 4, "b": 4, "c": 4, "p": 4, "d4": 1, "d3": 1, "d2": 1, "d1": 1},
+        outputs="d1",
+    )
+    levels = divide(
+        StorageGraph.of(graph),
+        bounds=(0, 1, 2, 4),
+        checks=(7, 6, 5),
+        width_bytes=width_bytes,
+        budget_bytes=100,
+    )
+    assert levels is not None
+    return levels
+
+
+def names(levels: Levels) -> list[str]:
+    every = "a s f b c p d4 d3 d2 d1".split()
+    return ["".join(every[u] for u in each.unit_bytes) for each in levels.stretches]
+
+
+def test_small_units_those_read_far_on_and_those_made_once_are_free() -> None:
+    assert names(one_state(4)) == ["a", "b", "c"]
+    assert names(one_state(2)) == ["as", "b", "c"]
+    assert names(one_state(4, far="")) == ["af", "b", "c"]
+
+
+def test_the_room_at_a_check_leaves_out_units_of_lower_levels_only() -> None:
+    # d2 d1 a s f; d3 d2 b (a is of a lower level); d4 d3 p c (b is)
+    assert one_state(4).room_bytes == (100 - 11, 100 - 6, 100 - 10)
+
+
+def test_times_and_what_is_due() -> None:
+    levels = one_state(4)
+    assert levels.forward_s == (1.0, 2.0, 4.0)
+    assert levels.one_unit_s == 0.0
+    assert levels.arrival is not None
+    assert levels.arrival.always == (False, True, True)
+    assert levels.arrival.forward_s == levels.forward_s
+
+
+def two_states() -> Levels:
+    """Later nodes of the second level read one state of the first, its own nodes both."""
+    graph = make(
+        [
+            op("u1", "", "x1", time_s=1.0),
+            op("v1", "x1", "y1", time_s=2.0),
+            op("u2", "x1", "x2", time_s=4.0),
+            op("v2", "x2 y1", "y2", time_s=8.0),
+            op("loss", "x2 y2", "d3", phase="backward"),
+            op("back_2", "d3 x2 y2 y1", "d2", phase="backward"),
+            op("back_1", "d2 x1 y1", "d1", phase="backward"),
+        ],
+        {"x1": 4, "y1": 4, "x2": 4, "y2": 4, "d3": 1, "d2": 1, "d1": 1},
+        outputs="d1",
+    )
+    levels = divide(
+        StorageGraph.of(graph), bounds=(0, 2, 4), checks=(6, 5), width_bytes=8, budget_bytes=100
+    )
+    assert levels is not None
+    return levels
+
+
+def test_one_of_two_states_in_an_empty_range_does_not_do_for_both() -> None:
+    levels = two_states()
+    assert levels.forward_s == (1.0, 12.0)  # where y2 is there, x1 is enough
+    assert levels.one_unit_s == 8.0  # y2 there: v2 does not run
+    assert levels.arrival is not None
+    assert levels.arrival.always == (False, False)
+    assert levels.arrival.if_read == (False, True)
+    assert levels.arrival.forward_s == (1.0, 12.0)
+
+
+def test_a_level_alone_reads_only_what_later_nodes_read_of_the_one_before() -> None:
+    levels = two_states()
+    assert [levels.saving_s(2, held) for held in (0, 4, 8)] == [12.0, 4.0, 0.0]
+    assert [levels.alone_s(2, held) for held in (0, 4, 8)] == [math.inf, 8.0, 0.0]
+
+
+@pytest.mark.parametrize(("unit_bytes", "is_due"), [(8, True), (4, False)])
+def test_a_state_is_due_if_an_empty_range_cannot_have_it(unit_bytes: int, is_due: bool) -> None:
+    graph = make(
+        [
+            op("f1", "", "x1 g1"),
+            op("f2", "x1", "x2 g2"),
+            op("loss", "x2", "d3", phase="backward"),
+            op("back_2", "d3 g2", "d2", phase="backward"),
+            op("back_1", "d2 g1", "d1", phase="backward"),
+        ],
+        {"x1": unit_bytes, "g1": 8, "x2": unit_bytes, "g2": 8, "d3": 1, "d2": 1, "d1": 1},
+        outputs="d1",
+    )
+    levels = divide(
+        StorageGraph.of(graph), bounds=(0, 1, 2), checks=(4, 3), width_bytes=8, budget_bytes=100
+    )
+    assert levels is not None
+    assert levels.arrival is not None
+    assert levels.arrival.if_read == (False, is_due)
+
+
+def test_what_is_asked_for_can_be_less_than_the_demand() -> None:
+    """f' of the first level is that of the state alone, f that of what later nodes read."""
+    graph = make(
+        [
+            op("s1", "", "x1", time_s=1.0),
+            op("g1", "x1", "g1", time_s=2.0),
+            op("f2", "x1", "x2 g2"),
+            op("loss", "x2", "d3", phase="backward"),
+            op("back_2", "d3 g2", "d2", phase="backward"),
+            op("back_1", "d2 g1", "d1", phase="backward"),
+        ],
+        {"x1": 8, "g1": 8, "x2": 8, "g2": 8, "d3": 1, "d2": 1, "d1": 1},
+        outputs="d1",
+    )
+    levels = divide(
+        StorageGraph.of(graph), bounds=(0, 2, 3), checks=(5, 4), width_bytes=8, budget_bytes=100
+    )
+    assert levels is not None
+    assert levels.arrival is not None
+    assert levels.arrival.forward_s[0] == 1.0
+
+
+def test_levels_that_are_equal_have_one_linear_program() -> None:
+    one, other = (
+        Stretch(
+            nodes=((1.0, frozenset({u}), frozenset(), frozenset({u - 1})),),
+            unit_bytes={u: 8},
+            demand=frozenset({u}),
+        )
+        for u in (3, 7)
+    )
+    assert one.signature == other.signature
+    read = Stretch(one.nodes, one.unit_bytes, one.demand, later=frozenset({2}))
+    assert read.signature != one.signature
