@@ -39,7 +39,7 @@ def one_state(width_bytes: int, *, far: str = "f") -> Levels:
 
 
 def names(levels: Levels) -> list[str]:
-    every = "a s f b c p d4 d3 d2 d1".split()
+    every = ("a", "s", "f", "b", "c", "p", "d4", "d3", "d2", "d1")
     return ["".join(every[u] for u in each.unit_bytes) for each in levels.stretches]
 
 
@@ -122,26 +122,60 @@ def test_a_state_is_due_if_an_empty_range_cannot_have_it(unit_bytes: int, is_due
     assert levels.arrival.if_read == (False, is_due)
 
 
-def test_what_is_asked_for_can_be_less_than_the_demand() -> None:
-    """f' of the first level is that of the state alone, f that of what later nodes read."""
+def with_another_read(other_bytes: int) -> Levels:
+    """A node of the second level reads a unit of the first that nothing else reads."""
     graph = make(
         [
-            op("s1", "", "x1", time_s=1.0),
-            op("g1", "x1", "g1", time_s=2.0),
-            op("f2", "x1", "x2 g2"),
-            op("loss", "x2", "d3", phase="backward"),
+            op("g1", "", "g1", time_s=2.0),
+            op("z1", "", "z1", time_s=1.0),
+            op("f2", "g1", "g2"),
+            op("k2", "z1", "k2"),
+            op("loss", "g2", "d3", phase="backward"),
             op("back_2", "d3 g2", "d2", phase="backward"),
             op("back_1", "d2 g1", "d1", phase="backward"),
         ],
-        {"x1": 8, "g1": 8, "x2": 8, "g2": 8, "d3": 1, "d2": 1, "d1": 1},
+        {"g1": 8, "z1": other_bytes, "g2": 8, "k2": 8, "d3": 1, "d2": 1, "d1": 1},
         outputs="d1",
     )
     levels = divide(
-        StorageGraph.of(graph), bounds=(0, 2, 3), checks=(5, 4), width_bytes=8, budget_bytes=100
+        StorageGraph.of(graph), bounds=(0, 2, 4), checks=(6, 5), width_bytes=8, budget_bytes=100
     )
     assert levels is not None
+    return levels
+
+
+def test_what_is_due_can_take_less_than_the_demand() -> None:
+    levels = with_another_read(8)
+    assert levels.forward_s[0] == 2.0
     assert levels.arrival is not None
+    assert levels.arrival.if_read == (False, True)
     assert levels.arrival.forward_s[0] == 1.0
+
+
+def test_where_one_read_may_be_there_the_level_is_not_due() -> None:
+    arrival = with_another_read(4).arrival
+    assert arrival is None or arrival.if_read == (False, False)
+
+
+def test_a_window_begins_after_the_check_of_the_level_above() -> None:
+    graph = make(
+        [
+            op("f1", "", "x1 g1"),
+            op("f2", "x1", "g2"),
+            op("loss", "g2", "d3", phase="backward"),
+            op("back_2", "d3 g2 x1", "d2", phase="backward"),
+            op("back_1", "d2 g1", "d1", phase="backward"),
+        ],
+        {"x1": 8, "g1": 8, "g2": 8, "d3": 1, "d2": 1, "d1": 1},
+        outputs="d1",
+    )
+    levels = divide(
+        StorageGraph.of(graph), bounds=(0, 1, 2), checks=(4, 3), width_bytes=8, budget_bytes=100
+    )
+    assert levels is not None
+    x1, g1, g2 = 0, 1, 2
+    assert [each.demand for each in levels.stretches] == [{g1}, {g2}]
+    assert levels.stretches[1].later == {x1}
 
 
 def test_levels_that_are_equal_have_one_linear_program() -> None:

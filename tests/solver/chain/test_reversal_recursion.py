@@ -1,5 +1,7 @@
 """The bound of nested reversals: below the truth, whatever the levels, and close on deep chains."""
 
+import functools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +19,7 @@ from solver.chain import (
     reversal_recursion,
     split_into_blocks,
 )
-from solver.chain.reversal_levels import Arrival, Levels, Stretch, divide
+from solver.chain.reversal_levels import Arrival, Levels, Programs, Stretch, divide
 from solver.chain.reversal_recursion import equal_run, equal_s, least_recompute_s
 from solver.methods.revolve import reversal_to_schedule
 from solver.schedule import simulate
@@ -195,6 +197,87 @@ def test_where_only_states_fit_it_is_what_griewank_and_walther_say(
     expected = n_extra_steps(n_steps=n_levels, n_snapshots=n_slots + 1)
     assert least_recompute_s(levels) == pytest.approx(expected)
     assert equal_s(levels, (1, n_levels)) == pytest.approx(expected)
+
+
+class Known(Programs):
+    """s and s' that fall as more bytes are held, by level (a stretch without nodes)."""
+
+    def saving_s(self, stretch: Stretch, held_bytes: int, *, alone: bool) -> float:
+        (level,) = stretch.demand
+        missing = max(0, 6 - held_bytes)
+        if alone:
+            return math.inf if missing > 3 else (0.5 + 0.25 * level) * missing
+        return 0.25 * level * missing
+
+
+def any_levels(rng: random.Random) -> Levels:
+    n = rng.randint(2, 6)
+    arrival = Arrival(
+        forward_s=tuple(rng.choice([0.5, 1.0, 1.5]) for _ in range(n)),
+        one_unit_s=rng.choice([0.0, 0.25]),
+        always=tuple(rng.random() < 0.3 for _ in range(n)),
+        if_read=tuple(rng.random() < 0.7 for _ in range(n)),
+    )
+    return Levels(
+        width_bytes=2,
+        forward_s=tuple(rng.choice([1.0, 2.0, 3.0]) for _ in range(n)),
+        one_unit_s=rng.choice([0.0, 0.5]),
+        room_bytes=tuple(rng.choice([0, 1, 2, 4, 5, 7]) for _ in range(n)),
+        stretches=tuple(Stretch((), {}, frozenset({level})) for level in range(1, n + 1)),
+        arrival=arrival if rng.random() < 0.9 else None,
+        programs=Known(),
+    )
+
+
+def as_stated(levels: Levels) -> float:
+    """T(0, n, 0) word for word, without tables."""
+    n, w, room, arrival = levels.n_levels, levels.width_bytes, levels.room_bytes, levels.arrival
+
+    def total(i: int, j: int, due: bool) -> float:
+        of = arrival if due and arrival is not None else levels
+        return max(0.0, sum(of.forward_s[i:j]) - of.one_unit_s)
+
+    def fits(m: int, k: int, last: int) -> bool:
+        return all(m <= room[t - 1] for t in range(k + 1, last + 1))
+
+    @functools.cache
+    def least(kind: str, i: int, j: int, m: int) -> float:
+        """A, P, or T."""
+        if i == j:
+            return 0.0
+        due = kind == "P"
+
+        def first(k: int) -> float:
+            return 0.0 if kind == "T" else total(i, k, due)
+
+        found = [first(j) + least("A", i, j if due else j - 1, m)]
+        for k in range(i + 1, j + due):
+            if not fits(m + w, k, j + due):
+                continue
+            rest, held = first(k) + least(kind, k, j, m + w), room[k] - m
+            before = least("A", i, k - 1, m)
+            always = arrival is not None and arrival.always[k - 1]
+            if_read = arrival is not None and (always or arrival.if_read[k - 1])
+            arrived = least("P", i, k - 1, m) if if_read else before
+            alone_s = levels.alone_s(k, held) + (arrived if always else before)
+            found.append(rest + min(alone_s, levels.saving_s(k, held) + arrived))
+            if k > i + 1:
+                one = rest + levels.saving_s(k, held - w)
+                other = first(k - 1) + least(kind, k - 1, j, m + w)
+                found.append(before + max(one, other))
+        return max(min(found), least("A", i, j, m) if due else 0.0)
+
+    return least("T", 0, n, 0)
+
+
+def test_the_tables_are_the_recursion_as_it_is_stated() -> None:
+    found = [(least_recompute_s(levels), as_stated(levels)) for levels in random_levels(400)]
+    assert [table for table, _ in found] == pytest.approx([stated for _, stated in found])
+    assert len({round(table, 3) for table, _ in found}) > 40
+
+
+def random_levels(n: int) -> list[Levels]:
+    return [any_levels(random.Random(seed)) for seed in range(n)]
 
 
 def test_past_its_work_a_level_proves_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
