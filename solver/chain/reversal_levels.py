@@ -303,9 +303,7 @@ def _arrival(
     """f' and d'; None where the level before is needed nowhere, or one unit of it is enough."""
 
     def is_enough(units: Units, below: Stretch) -> bool:
-        return not units or any(
-            not units - {u} and below.unit_bytes[u] < width_bytes for u in units
-        )
+        return not units or (len(units) == 1 and below.unit_bytes[min(units)] < width_bytes)
 
     always, if_read = [False], [False]
     wanted: list[set[Units]] = []
@@ -349,8 +347,6 @@ def _level_times(
             time_s, before = stretch.needed(wanted, None)
             level_s.append(time_s)
             (none_below if wanted in none_held else one_below).add(before)
-            if wanted in none_held and wanted in one_held:
-                one_below.add(before)
         for wanted in none_held:
             for u, size_bytes in stretch.unit_bytes.items():
                 if size_bytes < width_bytes:
