@@ -172,7 +172,8 @@ class Arguments:
     )
     disk_rate: str | None = _option(
         "--disk-rate",
-        "bytes per second that the disk writes and reads, such as 5GB/s,6GB/s",
+        "bytes per second that the disk writes and reads, such as 5GB/s,6GB/s, or measured (the "
+        "default with --costs measured)",
         SEARCH,
         metavar="RATE[,RATE]",
     )

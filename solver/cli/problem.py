@@ -55,7 +55,7 @@ from solver.scheduler_runtime_bridge import (
     run_verifier,
 )
 from solver.sizes_deadlines_progress import Say, parse_budget
-from solver.solving import disk_behind
+from solver.solving import default_disk_rate, disk_behind
 
 if TYPE_CHECKING:
     from graphs.costs import CostModel
@@ -216,7 +216,7 @@ def _memory(
         "places": disk_behind(
             host_beside(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
             arguments.disk,
-            arguments.disk_rate,
+            arguments.disk_rate or default_disk_rate(arguments.disk, costs),
         ),
     }
 

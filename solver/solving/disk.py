@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -11,6 +13,7 @@ from typing import TypeAlias
 from solver.schedule import Link, Place, Places
 from solver.sizes_deadlines_progress import (
     BudgetError,
+    format_size,
     parse_rate,
     parse_size,
     reject_missing_unit,
@@ -19,6 +22,9 @@ from solver.sizes_deadlines_progress import (
 
 Rate: TypeAlias = str | int | float
 DiskRate: TypeAlias = Rate | Sequence[Rate]
+
+MEASURED = "measured"
+MEASURED_BYTES, BLOCK_BYTES = 2**28, 2**22
 
 
 def disk_behind(
@@ -32,7 +38,8 @@ def disk_behind(
 
     budget: bytes, and perhaps the directory that the plan is run with: "500GB:/scratch", "500GB",
         5e11.
-    rate: bytes per second that it writes, "5GB/s", or writes and reads: "5GB/s,6GB/s".
+    rate: bytes per second that it writes, "5GB/s", or writes and reads: "5GB/s,6GB/s"; "measured":
+        found out by a file in the directory.
     resident_bytes: of the step, to reject "500" where 500 GB was meant.
 
     Raises BudgetError for an invalid size, rate or directory, one without the other, and where
@@ -57,18 +64,60 @@ def disk_behind(
     reject_missing_unit(size, resident_bytes=resident_bytes, what="disk budget")
     if rate is None:
         raise BudgetError(
-            "the disk's rates are unknown; measure them, and give those of writing and reading"
-            " (--disk-rate 5GB/s,6GB/s, or in Python disk_rate='5GB/s,6GB/s')"
+            "the disk's rates are unknown; measure them (--disk-rate measured), or give those of "
+            "writing and reading (--disk-rate 5GB/s,6GB/s, or in Python disk_rate='5GB/s,6GB/s')"
         )
+    if isinstance(budget, str) and ":" in budget:
+        _check_writable(directory)
+    if rate == MEASURED and not directory:
+        raise BudgetError(
+            "the disk's rates are measured in its directory, and none is given; write "
+            "500GB:/scratch"
+        )
+    out, back = measured_rates(directory) if rate == MEASURED else _parsed(rate)
+    disk = Place(capacity_bytes, Link(out, back))
+    return dataclasses.replace(places, disk=disk, disk_directory=directory)
+
+
+def _parsed(rate: DiskRate) -> tuple[float, float]:
     words = rate.split(",") if isinstance(rate, str) else rate
     parts = words if isinstance(words, Sequence) else [words]
     if len(parts) not in (1, 2):
         raise BudgetError(f"invalid disk rate {rate!r}: write 5GB/s, or OUT,IN: 5GB/s,6GB/s")
     rates = [parse_rate(part, what="disk rate") for part in parts]
-    if isinstance(budget, str) and ":" in budget:
-        _check_writable(directory)
-    disk = Place(capacity_bytes, Link(rates[0], rates[-1]))
-    return dataclasses.replace(places, disk=disk, disk_directory=directory)
+    return rates[0], rates[-1]
+
+
+def measured_rates(directory: str) -> tuple[float, float]:
+    """Bytes per second that the disk writes, until they are on it, and reads, not from the cache.
+
+    Takes MEASURED_BYTES of it meanwhile. Raises BudgetError where it has no room for them.
+    """
+    block = os.urandom(BLOCK_BYTES)  # some disks compress
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            started_s = time.perf_counter()
+            for at in range(0, MEASURED_BYTES, BLOCK_BYTES):
+                os.pwrite(file.fileno(), block, at)
+            os.fsync(file.fileno())
+            written_s = time.perf_counter()
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begun_s = time.perf_counter()
+            for at in range(0, MEASURED_BYTES, BLOCK_BYTES):
+                os.pread(file.fileno(), BLOCK_BYTES, at)
+            read_s = time.perf_counter()
+    except OSError as error:
+        raise BudgetError(
+            f"disk {directory!r}: its rates cannot be measured ({error.strerror}); measuring takes "
+            f"{format_size(MEASURED_BYTES)} of it. Or give them (--disk-rate 5GB/s,6GB/s)"
+        ) from error
+    return MEASURED_BYTES / (written_s - started_s), MEASURED_BYTES / (read_s - begun_s)
+
+
+def default_disk_rate(budget: str | int | float | None, costs: object) -> str | None:
+    """What is done where no rate is given: it is measured, like the link, where the costs are."""
+    return MEASURED if disk_directory(budget) and hasattr(type(costs), "host_copies") else None
 
 
 def disk_directory(budget: str | int | float | None) -> str:

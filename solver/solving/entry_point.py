@@ -28,7 +28,7 @@ from solver.sizes_deadlines_progress import (
     tell,
     telling,
 )
-from solver.solving.disk import DiskRate, disk_behind
+from solver.solving.disk import DiskRate, default_disk_rate, disk_behind
 from solver.solving.problem import as_step, is_traced, name_of
 from solver.solving.solve_request import answer
 from solver.solving.state_choices import check_where
@@ -80,7 +80,8 @@ def solve(
         (50e9, 40e9) (default: those of the device that was named).
     disk_budget: bytes of a disk that the plan may copy to by way of the host, with or without the
         directory that `apply` uses there ("500GB:/scratch", "500GB"; default: none).
-    disk_rate: bytes per second that the disk writes and reads, "5GB/s,6GB/s".
+    disk_rate: bytes per second that the disk writes and reads, "5GB/s,6GB/s"; "measured" in the
+        directory (the default where the costs are measured).
 
     optimizer_state: where the optimizer's state is while it does not step: on the "device", in
         "host" memory, within `host_budget`, or where the plan is faster ("auto"; without a host on
@@ -223,6 +224,11 @@ def request_for(
         reserve_bytes=reserve_bytes,
         rewrites=(rewrites or "bitwise") if is_module else "none",
         budget_of=budget_of,
-        places=disk_behind(places, disk_budget, disk_rate, resident_bytes=resident_bytes),
+        places=disk_behind(
+            places,
+            disk_budget,
+            default_disk_rate(disk_budget, costs) if disk_rate is None else disk_rate,
+            resident_bytes=resident_bytes,
+        ),
         **options,
     )

@@ -11,7 +11,7 @@ from solver.plan_analysis import copies
 from solver.reporting.copy_rows import trip_table
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate
 from solver.sizes_deadlines_progress import BudgetError, format_size
-from solver.solving.disk import disk_behind
+from solver.solving.disk import default_disk_rate, disk_behind
 from tests.support.command import failed
 from tests.support.nets import residual
 
@@ -58,6 +58,35 @@ def test_sizes_and_rates_as_people_write_them(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(places, budget, rate, message) -> None:
     with pytest.raises(BudgetError, match=message):
         disk_behind(places, budget, rate, resident_bytes=10**9)
+
+
+def test_rates_are_measured_in_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("solver.solving.disk.MEASURED_BYTES", 2**23)
+    places = disk_behind(HOST, f"500GB:{tmp_path}", "measured")
+    assert places is not None
+    assert places.disk is not None
+    assert min(places.disk.link.out_bytes_per_s, places.disk.link.in_bytes_per_s) > 1e5
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(BudgetError, match="measured in its directory, and none is given"):
+        disk_behind(HOST, "500GB", "measured")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(BudgetError, match=r"cannot be measured .No space left on device."):
+        disk_behind(HOST, f"500GB:{tmp_path}", "measured")
+
+
+def test_measured_costs_measure_the_disk() -> None:
+    class MeasuredCosts:
+        host_copies = None
+
+    assert default_disk_rate("500GB:/tmp", MeasuredCosts()) == "measured"
+    assert default_disk_rate("500GB", MeasuredCosts()) is None
+    assert default_disk_rate("500GB:/tmp", None) is None
 
 
 def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
