@@ -139,6 +139,7 @@ UNSEEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "distill_cosine_loss": (DISTILLED, {"BT": "1024"}),
     "fused_linear_cpo_loss": (HEADS, {"B": "2"}),
     "fused_linear_simpo_loss": (HEADS, {"B": "2"}),
+    "dpo_loss": ({**HEADS, "bias": True, "beta": 0.1, "ignore_index": 42}, {"B": "2"}),
 }
 """Scripts of which no row is known, with settings as in their releases."""
 
@@ -152,7 +153,8 @@ def test_each_script_has_a_row_or_settings():
 @pytest.mark.parametrize("metric", ["max_memory_allocated MiB", "median ms fwd+bwd"])
 def test_scripts_without_a_known_row_are_predicted(op, metric):
     config, x = UNSEEN[op]
-    row = {**NORM, "op": op, "config": config, "x": x, "metric": metric}
+    date = "2025-03-03 15:39:46"
+    row = {**NORM, "op": op, "config": config, "x": x, "metric": metric, "date": date}
     twice = {**row, "x": {name: str(2 * int(value)) for name, value in x.items()}}
     one, two = compared([row, twice])
     assert "reason" not in one

@@ -40,6 +40,7 @@ SCRIPTS: Mapping[str, Callable[[Settings], Script]] = {
     "fused_linear_orpo_loss": losses.orpo,
     "fused_linear_cpo_loss": losses.cpo,
     "fused_linear_simpo_loss": losses.cpo,
+    "dpo_loss": losses.dpo,
 }
 REASONS: Mapping[str, str] = {
     "kto_loss": "which samples are preferred is drawn at random, and the sizes of tensors with it",

@@ -200,6 +200,53 @@ def cpo(settings: Settings) -> Script:
     )
 
 
+def dpo(settings: Settings) -> Script:
+    """Direct preferences (Rafailov et al. 2023), of a head and a frozen one without a bias.
+
+    The script makes both anew in each call; its inputs have no gradients. Before 2025 it had no
+    frozen head.
+    """
+    if settings.date < "2025":
+        raise NotPredictedError("what the script of dpo_loss built before 2025 is not described")
+    dtype, width, n_classes = settings.dtype(), settings.whole("H"), settings.whole("V")
+    shape = (settings.whole("B"), settings.whole("T"))
+    half = shape[0] // 2
+    if shape[0] % 2:
+        raise NotPredictedError(f"B is {shape[0]}; half of the batch is chosen")
+
+    def of_labels(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        counts = target != -100
+        labels = torch.where(target == -100, 0, target).unsqueeze(2)
+        each = torch.gather(logits.log_softmax(-1), dim=2, index=labels).squeeze(2)
+        return (each * counts).sum(-1) / counts.sum(-1)
+
+    def trained(m: Any, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = x @ m.head.weight.t()
+        if m.head.bias is not None:
+            outputs = outputs + m.head.bias
+        logits = outputs.float()
+        return of_labels(logits, target), logits
+
+    def frozen(m: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return of_labels(x @ m.frozen.weight.t(), target)
+
+    def loss_of(m: Any, x: torch.Tensor, frozen_x: torch.Tensor, target: torch.Tensor) -> Any:
+        found, logits = trained(m, x, target)
+        expected = frozen(m, frozen_x, target)
+        chosen, rejected = found[:half] - expected[:half], found[half:] - expected[half:]
+        loss = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+        return loss, logits[:half].detach().mean(), logits[half:].detach().mean()
+
+    module = Applied(
+        lambda m, *batch: loss_of(m, *batch)[0],
+        head=linear(width, n_classes, dtype, bias=settings.flag("bias")),
+        frozen=linear(width, n_classes, dtype),
+    )
+    inputs = tuple(tensor(*shape, width, dtype=dtype) for _ in range(2))
+    return Script(module, batch=(*inputs, indices(*shape)), accumulates=False, compiles=True)
+
+
 def _preference(
     settings: Settings,
     compared: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
