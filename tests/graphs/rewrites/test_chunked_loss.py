@@ -250,6 +250,14 @@ def test_it_is_offered_only_where_chunks_change_no_bit(monkeypatch, rewrite) -> 
     assert not keeps_bits(step.captured.graph, {})
 
 
+@pytest.mark.parametrize("loss", ["preferences", "a mask of classes", "several classes of a row"])
+def test_losses_by_hand_are_tried_and_offered(loss) -> None:
+    """Among what they read by row are classes, and masks of all classes."""
+    model, (x, y) = Head(LOSSES[loss]), batch()
+    rewrites = [tuple(graph.meta.rewrites) for graph in trace_variants(model, (x, y)).planned]
+    assert rewrites[-2:] == [("chunked_loss_backward", "in_place"), ("chunked_loss", "in_place")]
+
+
 def depends_on_the_chunk(chunks: RowChunks) -> RowChunks:
     def body(out: torch.Tensor, *others: torch.Tensor) -> None:
         chunks.body(out, *others)
