@@ -13,7 +13,9 @@ with `fsdp=` they are those of one rank; `checkpoint_solver.fsdp.shard` shards t
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,17 +23,18 @@ from typing import Literal
 
 from torch import nn
 
-from graphs.capture import caching_configs
+from graphs.capture import caching_configs, has_parallel_style
 from graphs.fsdp import called_children, is_container, listed_blocks, sharding_words
 from graphs.graph import Graph, is_under
 from graphs.host_state import with_state_on_device
 from scheduler_runtime.execute import (
     CheckpointedForward,
     ExportedForward,
+    checkpoints_of,
     names_inside,
     remove_torch_checkpoint,
 )
-from scheduler_runtime.planned import PlannedForward, check_order
+from scheduler_runtime.planned import PlannedForward, Ranks, RanksDisagreeError, check_order
 from scheduler_runtime.selective_calls import extra_bytes, may_save, saved_calls
 from solver.module_checkpointing import (
     CheckpointRegion,
@@ -141,11 +144,28 @@ def to_torch_checkpoint(
         the smallest peak found, and say so (`Export.fits`).
 
     Raises ExportError where the solution has no schedule or was loaded without the plain step, the
-    model is not the one that was planned, has a plan already, or nothing fits.
+    model is not the one that was planned, has a plan already, or nothing fits. Ranks of a
+    tensor-parallel model export together: RanksDisagreeError where another cannot, or exports
+    another plan.
     """
     if on_excess not in ("error", "least"):
         raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
     check_order(model, solution, call="to_torch_checkpoint")
+    ranks = Ranks.of(model)
+    if ranks is None:
+        return _put_into(model, solution, on_excess)
+    with ranks.told_of_errors():
+        export = _put_into(model, solution, on_excess)
+        words = json.dumps(checkpoints_of(model))
+        try:
+            ranks.agree({"the exported plan": hashlib.sha256(words.encode()).hexdigest()[:12]})
+        except RanksDisagreeError:
+            export.remove()
+            raise
+    return export
+
+
+def _put_into(model: nn.Module, solution: Solution, on_excess: str) -> Export:
     if not isinstance(solution, Solution):
         raise TypeError(
             f"to_torch_checkpoint() was given a {type(solution).__name__} as the plan; give the "
@@ -259,24 +279,27 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     """The modules that may be checkpointed, of those that the step calls.
 
     The blocks are the members of the outermost lists and sequences of modules; where a model has
-    none, its children.
+    none, its children. A module with a parallel style of its own is left to those around it: what
+    the style gathers and reduces is outside of its forward.
     """
+    styled = {path for path, module in model.named_modules() if has_parallel_style(module)}
     first: dict[str, int] = {}  # path -> position of the first operator in it
     for position, node in enumerate(graph.forward_nodes):
         for path in itertools.accumulate(node.module.split("."), "{}.{}".format):
             first.setdefault(path, position)
 
     def parts_of(path: str) -> tuple[str, ...]:
-        return tuple(part for part in called_children(model, path) if part in first)
+        return tuple(p for p in called_children(model, path) if p in first and p not in styled)
 
-    blocks = [path for path in listed_blocks(model) if path in first] or list(parts_of(""))
+    listed = [path for path in listed_blocks(model) if path in first and path not in styled]
+    blocks = listed or list(parts_of(""))
     blocks.sort(key=first.__getitem__)
     parts = {block: parts_of(block) for block in blocks}
     parts |= {part: parts_of(part) for inside in parts.values() for part in inside}
     around = [
         path
         for path, module in model.named_modules()
-        if path and path not in blocks and not is_container(module)
+        if path and path not in blocks and path not in styled and not is_container(module)
         if any(is_under(block, path) for block in blocks)
     ]
     # the nearest to the blocks: recomputing those further out would be almost the whole step

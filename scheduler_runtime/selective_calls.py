@@ -41,11 +41,9 @@ def may_save(graph: Graph) -> MaySave:
 
     Not those of our own operators, which eager mode does not call, nor what is overwritten in place
     later, nor buffers, nor what nobody reads; and none of a module with a part that could not be
-    traced, whose operators are not known, nor of DTensors: selective checkpointing does not see
-    what their dispatch calls.
+    traced, whose operators are not known.
     """
     eager = EagerStep.of(graph)
-    is_distributed = any(is_collective(node.op) for node in graph.nodes)
     position = {node.name: at for at, node in enumerate(graph.forward_nodes)}
     known: dict[tuple[str, ...], tuple[Recomputation, frozenset[str]]] = {}
 
@@ -62,7 +60,7 @@ def may_save(graph: Graph) -> MaySave:
             whole = replace(region, saved=frozenset())
             recomputation = Recomputation.of(RegionLayout(graph, (whole,)), whole)
             nodes = [graph.node_by_name[name] for name in region.nodes]
-            is_known = not is_distributed and all(operator_named(n.op) is not None for n in nodes)
+            is_known = all(operator_named(n.op) is not None for n in nodes)
             possible = filter(is_possible, region.nodes if is_known else ())
             known[region.nodes] = recomputation, frozenset(possible)
         return known[region.nodes]
@@ -86,7 +84,8 @@ def may_save(graph: Graph) -> MaySave:
 def eager_calls(op: str) -> tuple[str, ...]:
     """What eager mode calls in the place of a node with this operator: functional forms. (): it is
     none of PyTorch's operators."""
-    calls = _EAGER_CALLS.get(op, (op,) if op.startswith("aten.") else ())
+    is_torch = op.startswith("aten.") or is_collective(op)
+    calls = _EAGER_CALLS.get(op, (op,) if is_torch else ())
     return tuple(map(functional_name, calls))
 
 
@@ -141,4 +140,5 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
         {operator: frozenset(calls) for operator, calls in without_first.items()},
         {operator: frozenset(calls) for operator, calls in skipped.items()},
         {operator: seen[operator] for operator in (saved | skipped)},
+        of_parts=any(is_collective(node.op) for node in layout.graph.nodes),
     )

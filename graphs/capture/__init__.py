@@ -33,4 +33,4 @@ from graphs.capture.refuse import (
     sharing,
 )
 from graphs.capture.shell import leaves_of
-from graphs.capture.tensor_parallel import MeshError, has_distributed
+from graphs.capture.tensor_parallel import MeshError, has_distributed, has_parallel_style

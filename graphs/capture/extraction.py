@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from graphs.capture.as_eager import own_generator
 from graphs.capture.captured_step import Capture
 from graphs.capture.opaque import OpaqueForward
-from graphs.costs import is_collective
 from graphs.graph import Kind, Node, Phase, Tensor
 from graphs.model_calls import TraceError
 
@@ -250,8 +249,6 @@ class _Extraction:
 
     def _is_recomputable(self, node: torch.fx.Node, inputs: tuple[str, ...]) -> bool:
         target = node.target
-        if is_collective(target):
-            return False  # a collective must run equally often on every rank
         if isinstance(target, OpaqueForward) and not target.recomputable:
             return False
         if is_random(node):

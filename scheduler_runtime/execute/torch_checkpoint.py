@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 
 from graphs.model_calls import Call
 from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
-from scheduler_runtime.execute.unread_results import skipping_contexts
+from scheduler_runtime.execute.unread_results import Keep, skipping_contexts
 
 
 class CountMismatchError(RuntimeError):
@@ -45,6 +45,8 @@ class SavedCalls:
     skipped: the same for calls whose results nobody reads when the module is recomputed.
     n_calls: operator -> calls in all, so that a program other than the planned one is noticed. An
         in-place operator counts as its functional form, as in a traced graph.
+    of_parts: operators on a rank's parts of distributed tensors are counted, which PyTorch's
+        selective checkpointing does not see.
     """
 
     path: str
@@ -52,16 +54,26 @@ class SavedCalls:
     without_first: Mapping[str, frozenset[int]]
     skipped: Mapping[str, frozenset[int]]
     n_calls: Mapping[str, int]
+    of_parts: bool = False
 
     def contexts(self) -> tuple[Any, Any]:
         """For one call of `checkpoint`: contexts of the forward pass and of its recomputation."""
         seen: Counter[str] = Counter()
         again: Counter[str] = Counter()
-        forward, recomputation = _unchecked_contexts(self, seen)
+        forward, recomputation = (
+            (contextlib.nullcontext(), contextlib.nullcontext())
+            if self.of_parts
+            else _unchecked_contexts(self, seen)
+        )
 
-        def keep(operator: Any) -> bool:  # the policy has counted this call
+        def keep(operator: Any) -> Keep:
             name = functional_name(str(operator))
-            return self._kept_by_us(operator, name, seen[name] - 1)
+            seen[name] += self.of_parts  # else the policy has counted this call
+            index = seen[name] - 1
+            if self._kept_by_us(operator, name, index):
+                return "part"
+            is_saved = self.of_parts and index in self.saved.get(name, ())
+            return "all" if is_saved else ""
 
         def skip(operator: Any) -> bool:
             name = functional_name(str(operator))

@@ -15,11 +15,12 @@ same numbers whatever is left out before them.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch._C import DispatchKey
@@ -27,10 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from graphs.model_calls import is_distributed_class
 from scheduler_runtime.execute.random_state import get_state, set_state
 
 Asked = Callable[[Any], bool]
 """A question about the next call of an operator."""
+
+Keep: TypeAlias = Literal["", "all", "part"]
+"""Which results of a call to keep: none, all, or those that selective checkpointing cannot keep: of
+an operator in place what it has written, of others all but the first."""
 
 
 class UnreadResultError(RuntimeError):
@@ -119,11 +125,14 @@ class _Kept:
 class _Call:
     """results: of the operator, with a _Layout in the place of each tensor.
     state: of its generator, where it is random.
-    kept: in place: what it has written; else all of its results but the first. () for others."""
+    kept: in place: what it has written; else all of its results but the first. () for others.
+    whole: all results, with a _Kept in the place of each tensor, where all are kept, until they
+        have been handed out."""
 
     results: Any
     state: torch.Tensor | None
     kept: tuple[_Kept, ...] = ()
+    whole: Any = None
 
 
 _running = threading.local()  # call: the one whose results may be unread
@@ -136,38 +145,59 @@ class _Calls:
     noted: defaultdict[Any, list[_Call]] = field(default_factory=lambda: defaultdict(list))
 
 
-def skipping_contexts(*, keep: Asked, skip: Asked) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def skipping_contexts(
+    *, keep: Callable[[Any], Keep], skip: Asked
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """For one checkpointed call: modes of the forward pass and of its recomputation, to be entered
     after those of selective checkpointing.
 
-    keep: asked in the forward pass: of an operator in place, whether to keep what it has written;
-        of others, whether to keep all results but the first, which nobody reads. Selective
-        checkpointing can do neither.
+    keep: asked in the forward pass, of each call.
     skip: asked in the recomputation: whether nobody reads the results.
     """
     calls = _Calls()
     return _Noting(calls, keep), _Skipping(calls, skip)
 
 
+def _is_propagated() -> bool:
+    """Whether operators run on tensors without memory now: DTensor finds placements like that, once
+    for each kind of call."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None
+
+
+def _is_taken_apart(kind: type) -> bool:
+    """Whether tensors of this class call operators on this rank's parts, which is what is counted:
+    DTensors, and results of collectives that have not been waited for."""
+    module: Any = sys.modules.get("torch.distributed._functional_collectives")
+    is_waited_for = module is not None and issubclass(kind, module.AsyncCollectiveTensor)
+    return is_waited_for or is_distributed_class(kind)
+
+
 class _Noting(TorchDispatchMode):
-    def __init__(self, calls: _Calls, keep: Asked) -> None:
+    def __init__(self, calls: _Calls, keep: Callable[[Any], Keep]) -> None:
         super().__init__()
         self._calls = calls
         self._keep = keep
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(_is_taken_apart, types)):
+            return NotImplemented
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
+        if func in SAC_IGNORED_OPS or _is_propagated():
             return func(*args, **kwargs)
         state = get_state(_device_of((args, kwargs))) if is_random(func) else None
         results = func(*args, **kwargs)
         kept: tuple[_Kept, ...] = ()
-        if self._keep(func):
+        which = self._keep(func)
+        if which == "part":
             in_place = _is_in_place(func)
             tensors = (results,) if in_place else results[1:]
             kept = tuple(_Kept.of(tensor, in_place=in_place) for tensor in tensors)
         layouts = tree_map_only(torch.Tensor, _Layout.of, results)
-        self._calls.noted[func].append(_Call(layouts, state, kept))
+        whole = None
+        if which == "all":
+            whole = tree_map_only(torch.Tensor, lambda t: _Kept.of(t, in_place=False), results)
+        self._calls.noted[func].append(_Call(layouts, state, kept, whole))
         return results
 
 
@@ -179,15 +209,20 @@ class _Skipping(TorchDispatchMode):
         self._seen: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(_is_taken_apart, types)):
+            return NotImplemented
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
+        if func in SAC_IGNORED_OPS or _is_propagated():
             return func(*args, **kwargs)
         index = self._seen[func]
         self._seen[func] += 1
         call = self._calls.noted[func][index]
+        skip = self._skip(func) or bool(call.kept)  # asked of each call: it counts them
+        if call.whole is not None:
+            self._calls.noted[func][index] = replace(call, whole=None)
+            return tree_map_only(_Kept, _Kept.read, call.whole)
         given = args
         args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs))
-        skip = self._skip(func) or bool(call.kept)
         place = given[0] if _is_in_place(func) else None
         # in place it runs where its argument is there: what is read later is the argument
         if place is None and skip:

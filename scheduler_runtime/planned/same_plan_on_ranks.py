@@ -3,7 +3,7 @@
 Before a new program runs, each rank says in the group's store what it has planned, or why it could
 not, and reads what the others say. A rank that fails therefore fails on all, with its reason; and
 one that does not come is named when the time is up. Collectives then run in the same order
-everywhere: that of the traced step, each once.
+everywhere: that of the plan, which may run some again.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ _REMEDIES = {
         "Solve on one rank and give all of them its file (Solution.save), or use fit, which takes "
         "the plan of the first rank everywhere."
     ),
+    "the exported plan": "Give to_torch_checkpoint the same plan on all ranks: of one budget.",
 }
 
 

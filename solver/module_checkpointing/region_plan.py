@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from graphs.graph import Graph, Node, is_under
+from graphs.links import is_collective
 from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.recomputation import Recomputation
 from solver.module_checkpointing.regions import (
@@ -225,8 +226,18 @@ class _Step:
                 path = path.rpartition(".")[0]
             last_of[""] = position
         for _, node in run:
-            if layout.around(node.name):
+            if layout.around(node.name) and not self._is_passed_on(node):
                 self.held[last_of[self._scope(node)]] += node.outputs
+
+    def _is_passed_on(self, node: Node) -> bool:
+        """Whether it and its readers are one exchange of ranks, whose code keeps nothing: what is
+        laid out for a collective, and a collective's parts before they are joined."""
+        readers = [r for name in node.outputs for r in self._graph.consumers[name]]
+        readers = [reader for reader in readers if reader.phase == "forward"]
+        if not readers or any(reader.module != node.module for reader in readers):
+            return False
+        joins = all(reader.op == "aten.cat.default" for reader in readers)
+        return all(is_collective(r.op) for r in readers) or (is_collective(node.op) and joins)
 
     def _scope(self, node: Node) -> str:
         """The innermost module, within the region, that both makes and reads what the node makes"""

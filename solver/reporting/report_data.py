@@ -121,7 +121,8 @@ def step_notes(graph: Graph) -> Iterator[str]:
         time_s = math.fsum(node.time_s for node in collectives)
         yield (
             f"All figures are of one rank of tensor parallelism. It waits {format_time(time_s)} "
-            f"for {counted(len(collectives), 'collective')}, which no plan recomputes."
+            f"for {counted(len(collectives), 'collective')}, and for those again that a plan "
+            "recomputes, as all ranks do."
         )
     yield from graph.meta.notes
     if made_with := [name for name in graph.meta.rewrites if name in PROGRAM_REWRITES]:

@@ -40,7 +40,7 @@ class Case:
     shares: tuple[float, ...] = (1.0, 0.6)
 
 
-CASES = {"colwise": Case(colwise), "sequence": Case(sequence, shares=(1.0,))}
+CASES = {"colwise": Case(colwise), "sequence": Case(sequence)}
 
 
 def model_of(case: str, mesh: DeviceMesh) -> nn.Module:

@@ -21,9 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from checkpoint_solver.costs import Roofline
+from examples.integrations.tensor_parallel import FeedForward
 from examples.integrations.two_processes import run
 from graphs.hardware import named
 from scheduler_runtime import apply, fit
+from scheduler_runtime.execute import has_checkpoints
+from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.planned import same_plan_on_ranks
 from solver import Solution, solve
@@ -39,6 +42,19 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             x = self.down(F.gelu(F.silu(self.up(x)).sin()))
+        return x.square().mean()
+
+
+class Blocks(nn.Module):
+    """Modules that can be checkpointed: each is called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FeedForward(WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
         return x.square().mean()
 
 
@@ -77,6 +93,26 @@ def other_plans(rank: int, mesh: DeviceMesh) -> None:
     model(batch_of()).backward()
 
 
+def other_exports(rank: int, mesh: DeviceMesh) -> None:
+    """Both fit, and recompute other parts."""
+    styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    model = parallelize_module(Blocks(), mesh, styles)
+    refused = solve(model, batch_of(), budget=1)
+    plain_bytes, least_bytes = refused.baseline.peak_bytes, refused.minimum_budget_bytes
+    assert least_bytes is not None
+    budget = plain_bytes if rank else (plain_bytes + least_bytes) // 2
+    solution = solve(model, batch_of(), budget=budget)
+    try:
+        to_torch_checkpoint(model, solution, on_excess="least")
+    finally:
+        assert not has_checkpoints(model)
+
+
+def export_fails_on_one(rank: int, mesh: DeviceMesh) -> None:
+    model = model_on(mesh)
+    to_torch_checkpoint(model, solve(model, batch_of(), budget=1 if rank else "1GB"))
+
+
 def other_shapes(rank: int, mesh: DeviceMesh) -> None:
     model = apply(model_on(mesh), planned(mesh, 0.5), on_mismatch="error")
     model(batch_of(LENGTH // 2 if rank else LENGTH)).backward()
@@ -113,6 +149,8 @@ CASES: Mapping[str, Callable[[int, DeviceMesh], Any]] = {
     each.__name__: each
     for each in (
         other_plans,
+        other_exports,
+        export_fails_on_one,
         other_shapes,
         other_shapes_with_fit,
         nothing_fits_one,

@@ -39,14 +39,15 @@ N_HEADS, N_BLOCKS, ROWS = 4, 1, 4
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in "qkv")
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in "qkv")
+        self.out = nn.Linear(width, width)
+        self.head_width = width // n_heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            of(x).unflatten(-1, (-1, WIDTH // N_HEADS)).transpose(1, 2)
+            of(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for of in (self.q, self.k, self.v)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -54,10 +55,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
-        self.attention_norm, self.norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.feed_forward = Attention(width, n_heads), FeedForward(width)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,11 +69,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Returns the loss of the next tokens."""
 
-    def __init__(self, n_tokens: int, n_blocks: int = N_BLOCKS) -> None:
+    def __init__(
+        self, n_tokens: int, n_blocks: int = N_BLOCKS, width: int = WIDTH, n_heads: int = N_HEADS
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(n_tokens, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(n_blocks)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, n_tokens, bias=False)
+        self.embedding = nn.Embedding(n_tokens, width)
+        self.blocks = nn.Sequential(*(Block(width, n_heads) for _ in range(n_blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, n_tokens, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.norm(self.blocks(self.embedding(tokens))))

@@ -8,6 +8,7 @@ from graphs.capture.tensor_parallel.as_dtensors import (
 from graphs.capture.tensor_parallel.checks import (
     MeshError,
     has_distributed,
+    has_parallel_style,
     is_of_parallel_style,
     refuse_distributed,
 )

@@ -28,6 +28,12 @@ def is_of_parallel_style(hook: Callable[..., Any]) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_STYLES)
 
 
+def has_parallel_style(module: nn.Module) -> bool:
+    """Whether `parallelize_module` has put hooks on this very module."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(map(is_of_parallel_style, hooks))
+
+
 def has_distributed(model: nn.Module) -> bool:
     """Whether parameters or buffers of the model are DTensors."""
     return any(map(is_distributed, (*model.parameters(), *model.buffers())))
@@ -49,8 +55,7 @@ def refuse_distributed(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
             f"{name} is sharded by FSDP2, which gathers its parameters in hooks that a planned "
             "step does not run: plan before sharding, solve(..., fsdp=N)"
         )
-    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
-    if any(map(is_of_parallel_style, hooks)):
+    if has_parallel_style(model):
         raise TraceError(
             f"{name} itself has a parallel style, so that it is called with a DTensor or returns "
             "one; a plan is for a module that is called with this rank's tensors: wrap it in a "

@@ -8,13 +8,15 @@ from tests.scheduler_runtime.integrations.test_tensor_parallel import ranks_of
 
 
 @pytest.mark.distributed
-def test_each_rank_has_the_same_bits_and_holds_what_was_predicted() -> None:
-    found = ranks_of("grid_ranks", "colwise")
+@pytest.mark.parametrize("case", ["colwise", "sequence"])
+def test_each_rank_has_the_same_bits_and_holds_what_was_predicted(case: str) -> None:
+    found = ranks_of("grid_ranks", case)
     assert len(found) == 4 * 2  # four ranks, two budgets
     for each in found:
         assert each["same"], each
         assert 0.95 * each["predicted_bytes"] <= each["measured_bytes"] <= each["predicted_bytes"]
     planned = [each for each in found if each["modules"]]
     assert {each["rank"] for each in planned} == {0, 1, 2, 3}
+    assert all(each["modules"] == ["blocks.0", "blocks.1", "blocks.2"] for each in planned)
     plain_bytes = min(each["measured_bytes"] for each in found if not each["modules"])
     assert all(each["measured_bytes"] < 0.9 * plain_bytes for each in planned)

@@ -77,8 +77,14 @@ OTHER_SHAPES = (
     r"RanksDisagreeError: ranks 0 and 1 have different steps: the batch is "
     r"\['float32 \[2, 64, 32\]'\] on rank 0 and \['float32 \[2, 32, 32\]'\] on rank 1"
 )
+OTHER_EXPORTS = "RanksDisagreeError.*the exported plan is .* Give to_torch_checkpoint the same plan"
 WRONG = {
     "other_plans": (OTHER_PLANS, OTHER_PLANS),
+    "other_exports": (OTHER_EXPORTS, OTHER_EXPORTS),
+    "export_fails_on_one": (
+        "RanksDisagreeError: rank 1 cannot run the step: ExportError: the solution has no schedule",
+        "ExportError: the solution has no schedule to export",
+    ),
     "other_shapes": (
         "RanksDisagreeError: rank 1 cannot run the step: PlanMismatchError: .*shape",
         r"PlanMismatchError: .*argument x has shape \[2, 32, 32\]",
