@@ -1,6 +1,6 @@
 """Files of strangers: each is refused with a typed error, or can be written, shown and planned.
 
-Twenty thousand mutations of a graph file, and of a schedule file, seeded; a sample of what is read
+Fifty thousand mutations of a graph file, and of a schedule file, seeded; a sample of what is read
 goes through the command.
 """
 
@@ -45,7 +45,7 @@ def read_graph(path: Path) -> Graph | None:
 
 
 @pytest.mark.slow(sample=1)
-@pytest.mark.parametrize("seed", range(0, 20_000, CHUNK))
+@pytest.mark.parametrize("seed", range(0, 50_000, CHUNK))
 def test_graphs(
     seed: int,
     tmp_path: Path,
@@ -76,7 +76,7 @@ def test_graphs(
 
 
 @pytest.mark.slow(sample=1)
-@pytest.mark.parametrize("seed", range(0, 20_000, CHUNK))
+@pytest.mark.parametrize("seed", range(0, 50_000, CHUNK))
 def test_schedules(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = Graph.load(STEP)
     path = tmp_path / "schedule.json"
