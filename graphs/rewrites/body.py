@@ -141,14 +141,15 @@ class Body:
         self._graph.output(None)
         self._graph.eliminate_dead_code()  # casts that copying does
         calls = [node for node in self._graph.nodes if node.op == "call_function"]
-        inputs = list(self._inputs)
+        inputs, body = list(self._inputs), fx.GraphModule({}, self._graph)
         return RowChunks(
             rows_per_chunk=rows_per_chunk(*self._region.shape),
             row_inputs=tuple(at for at, has_rows in enumerate(self._inputs.values()) if has_rows),
             title=", ".join(node.target._schema.name.removeprefix("aten::") for node in calls),
             outs=tuple(Out(made.shape[1:], made.dtype) for made in self._made),
             overwritable=tuple(inputs.index(node) for node in self._overwritable),
-            body=fx.GraphModule({}, self._graph).forward,
+            source=body.code,
+            body=body.forward,
         )
 
     def _as_rows(self, node: fx.Node) -> fx.Node:

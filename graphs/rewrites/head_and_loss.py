@@ -214,6 +214,7 @@ def _scale(node: fx.Node, made: fx.Node, scale: fx.Node) -> None:
         title="mul",
         outs=(Out(tuple(row), dtype),),
         overwritable=(0,) if made.meta["val"].dtype == dtype else (),
+        source="mul",
         body=_scaled,
     )
     node.args, node.kwargs = (made, scale), {}

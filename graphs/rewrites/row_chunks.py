@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from graphs.costs import RowLoop
 
 ALIGNED_ROWS = 64
 """Chunks have a multiple of so many rows: alignment and vector tails are those of the whole."""
+
+LEAST_LAST_ROWS = 16
+"""Of the last chunk: kernels that reduce a few rows share each of them among threads (PyTorch on
+the CPU a single row, on CUDA fewer than 16), and add up in another order then."""
 
 LEAST_ELEMENTS = 2**20
 """Of a chunk of wide rows: a smaller one would take longer to launch than to compute."""
@@ -44,6 +49,12 @@ def rows_in(n_chunks: int, n_rows: int) -> int | None:
     return n if n >= LEAST_ROWS and -(-n_rows // n) == n_chunks else None
 
 
+def chunk_starts(n_rows: int, chunk_rows: int) -> list[int]:
+    """The first row of each chunk. A last one that would be too short begins earlier, aligned."""
+    latest = (n_rows - LEAST_LAST_ROWS) // LEAST_LAST_ROWS * LEAST_LAST_ROWS
+    return [min(start, max(0, latest)) for start in range(0, n_rows, chunk_rows)]
+
+
 @dataclass(frozen=True)
 class Out:
     """An output of the node: a row of this shape and dtype for each row."""
@@ -60,11 +71,14 @@ class RowChunks(RowLoop):
     outs: a single one is returned as a tensor, several as a tuple.
     overwritable: positions of inputs that a single output may be written into.
     body: (outputs of one chunk..., its inputs...) -> None; writes the outputs.
+    source: what the body computes, constants included: nodes that differ in a temperature or an
+        ignored target are different.
     """
 
     title: str
     outs: tuple[Out, ...]
     overwritable: tuple[int, ...]
+    source: str
     body: Callable[..., None] = field(compare=False)
 
     def __post_init__(self) -> None:
@@ -80,8 +94,8 @@ class RowChunks(RowLoop):
             if out is not None
             else [first.new_empty((n_rows, *each.shape), dtype=each.dtype) for each in self.outs]
         )
-        for start in range(0, n_rows, self.rows_per_chunk):
-            n = min(self.rows_per_chunk, n_rows - start)
+        for start, end in pairwise([*chunk_starts(n_rows, self.rows_per_chunk), n_rows]):
+            n = end - start
             rows = (
                 arg.narrow(0, start, n) if at in self.row_inputs else arg
                 for at, arg in enumerate(args)

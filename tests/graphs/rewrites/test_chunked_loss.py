@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -172,6 +173,67 @@ def test_odd_widths_and_several_threads_change_no_bit(n_classes, dtype, rewrite)
     try:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
+            expected = results(model, lambda: model(x, y))
+            got = results(model, lambda: program.run(model, call))
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+def ignoring(first: int, second: int) -> Callable[..., torch.Tensor]:
+    def loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        one = F.cross_entropy(*rows(logits, y.clamp(0)), ignore_index=first)
+        return one + F.cross_entropy(*rows(logits / 3, y.clamp(0)), ignore_index=second)
+
+    return loss
+
+
+def test_losses_that_differ_in_a_number_only_are_not_taken_for_one_another() -> None:
+    x, y = batch()
+    for loss in (ignoring(5, 5), ignoring(5, 7), ignoring(7, 5)):
+        model = Head(loss)
+        step, call = captured(model, x, y, ("chunked_loss", "in_place"))
+        program = BoundProgram(step, build_program(step, baseline(step.graph)))
+        expected = results(model, lambda: model(x, y))  # noqa: B023
+        got = results(model, lambda: program.run(model, call))  # noqa: B023
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_rows_each"),
+    [
+        (256, [64, 64, 64, 64]),
+        (257, [64, 64, 64, 48, 17]),
+        (271, [64, 64, 64, 48, 31]),
+        (272, [64, 64, 64, 64, 16]),
+        (300, [64, 64, 64, 64, 44]),
+    ],
+)
+def test_no_chunk_is_of_a_few_rows(n_rows, n_rows_each) -> None:
+    starts = row_chunks.chunk_starts(n_rows, 64)
+    assert [b - a for a, b in pairwise([*starts, n_rows])] == n_rows_each
+    assert all(start % row_chunks.LEAST_LAST_ROWS == 0 for start in starts)
+
+
+def test_a_row_that_is_left_over_is_added_up_as_among_others() -> None:
+    """PyTorch shares the sum of a single wide row among threads, which changes its last bits."""
+
+    def of_a_teacher(logits: torch.Tensor, y: torch.Tensor) -> Any:
+        by_row = -(y * F.log_softmax(logits, -1)).sum(-1)
+        return by_row.mean(), by_row
+
+    n_classes = 50_257
+    torch.manual_seed(0)
+    x, y = torch.randn(257, 8), torch.randn(257, n_classes).softmax(-1)
+    model = Head(of_a_teacher, n_classes)
+    step, call = captured(model, x, y, ("chunked_loss",))
+    assert any(n.op.startswith("row_chunks") for n in step.graph.nodes)
+    program = BoundProgram(step, build_program(step, baseline(step.graph)))
+    n_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        for _ in range(4):
+            x.mul_(1.3)
             expected = results(model, lambda: model(x, y))
             got = results(model, lambda: program.run(model, call))
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
