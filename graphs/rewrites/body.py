@@ -117,7 +117,10 @@ class Body:
     def write_for(self, node: fx.Node) -> None:
         """Make the value of an operator of the step the next output."""
         made = node.meta["val"]
-        self.write(self._values[node], made.view(self._rows_of(made)))
+        is_sum = node.target is aten.sum.dim_IntList
+        keeps_dimension = node.args[2:3] == (True,)
+        shape = self._region.shape[:1] if is_sum and not keeps_dimension else self._rows_of(made)
+        self.write(self._values[node], made.view(shape))
 
     def nodes_before(self, place: fx.Node, *, like: fx.Node) -> tuple[fx.Node, ...]:
         """The outputs of the finished node, which is put before `place` in the step's graph.

@@ -126,6 +126,8 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
     logits, before = region.before()
     if not logits.meta["val"].is_contiguous():
         return None
+    if not all(map(region.come_as_rows, (*before, softmax, *after, *backward))):
+        return None
     handed_out = (softmax, *row_results, backward[-1])
     if any(user.op == "output" for node in handed_out for user in node.users):
         return None  # the step knows it by its node
@@ -143,6 +145,14 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
 
 def _rows_and_classes(value: torch.Tensor) -> torch.Size:
     return torch.Size((value.shape[:-1].numel(), value.shape[-1]))
+
+
+def _has_view(value: torch.Tensor, *shape: int) -> bool:
+    try:
+        value.view(shape)
+    except (RuntimeError, ValueError):  # expanded or transposed
+        return False
+    return True
 
 
 class _Region:
@@ -252,11 +262,12 @@ class _Region:
             return True
         if value.shape not in (shape, (*shape[:-1], 1)):
             return False
-        try:
-            value.view(-1, value.shape[-1])
-        except RuntimeError:  # rows of an expanded tensor
-            return False
-        return True
+        return _has_view(value, -1, value.shape[-1])
+
+    def come_as_rows(self, node: fx.Node) -> bool:
+        """Whether the wide tensors that it reads are rows by classes also where they are made."""
+        made = [without_views(source).meta["val"] for source in node.all_input_nodes]
+        return all(v.numel() != self.shape.numel() or _has_view(v, *self.shape) for v in made)
 
     def is_row_result(self, node: fx.Node) -> bool:
         """Whether it sums a wide tensor over the classes, or gathers some of them."""

@@ -122,6 +122,9 @@ LOSSES: dict[str, Callable[..., Any]] = {
         )
     ),
     "teacher, by row": of_a_teacher,
+    "sequences of one token": lambda x, y: (
+        -(F.log_softmax(x.view(-1, 1, 131), -1) * probabilities(y).unsqueeze(1)).sum(-1).mean()
+    ),
     "a mask of classes": masked_by_hand,
     "entropy": with_entropy,
     "log-softmax is returned": lambda x, y: (
@@ -252,6 +255,13 @@ def test_a_row_that_is_left_over_is_added_up_as_among_others() -> None:
         lambda x, y: F.kl_div(F.log_softmax(rows(x, y)[0], -1), probabilities(y), reduction="sum"),
         lambda x, y: (F.log_softmax(x, -1) * torch.arange(131)).sum(),
         lambda x, y: (F.log_softmax(x, 1).gather(-1, y.clamp(0).unsqueeze(-1))).sum(),
+        lambda x, y: (F.log_softmax(x, -1) * probabilities(y).view_as(x)).sum(1).square().sum(),
+        lambda x, y: (F.log_softmax(x, -1) * probabilities(y).view_as(x)).sum((0, 2)).norm(),
+        lambda x, y: (
+            -(F.log_softmax(x, -1) * probabilities(y).view(100, 3, 131).transpose(0, 1))
+            .sum(-1)
+            .mean()
+        ),
         lambda x, y: F.ctc_loss(
             F.log_softmax(rows(x, y)[0], -1).view(100, 3, 131),
             torch.ones(3, 2, dtype=torch.long),
@@ -267,6 +277,9 @@ def test_a_row_that_is_left_over_is_added_up_as_among_others() -> None:
         "distillation",
         "weights by hand",
         "over the rows",
+        "sums over rows",
+        "sums over rows and classes",
+        "a transposed teacher",
         "alignments",
     ],
 )
