@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -23,6 +24,10 @@ SCRIPTS = (
     "pipeline",
     "plain_loop",
     "tensor_parallel",
+    pytest.param(
+        "zero",
+        marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing"),
+    ),
 )
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 LAUNCH = {
@@ -30,8 +35,9 @@ LAUNCH = {
     "grid": [*TWO_PROCESSES[:-1], "4"],
     "pipeline": TWO_PROCESSES,
     "tensor_parallel": TWO_PROCESSES,
+    "zero": TWO_PROCESSES,
 }
-OPTIONS = {"plain_loop": ["--fit"]}
+OPTIONS = {"plain_loop": ["--fit"], "zero": ["2"]}
 
 
 @pytest.mark.slow
