@@ -54,6 +54,7 @@ from scheduler_runtime.planned import (
     replan,
     told,
     warn_of_another,
+    warn_of_existing,
 )
 from solver.methods import KnownPlan
 from solver.schedule import Spill, simulate
@@ -165,6 +166,7 @@ class AppliedForward(PlannedForward):
         self._kept = [plan.kept for plan in plans if plan.kept is not None]
         self._n_plans = len(plans)
         self._said: set[str] = set()
+        self._told_of_gradients = False
         self.on_mismatch = on_mismatch
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
 
@@ -185,6 +187,9 @@ class AppliedForward(PlannedForward):
         super().restore()
 
     def begin(self) -> None:
+        self._told_of_gradients = self._told_of_gradients or warn_of_existing(
+            self._model, self.plans
+        )
         if self._optimizer is None and any(plan.state_buckets for plan in self.plans):
             raise RuntimeError(
                 "this model is a copy of one whose plan has the optimizer's state on the host, and "

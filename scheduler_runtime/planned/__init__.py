@@ -1,5 +1,6 @@
 """A module with a plan: its programs by kind of call, guards, mismatches, replanning."""
 
+from scheduler_runtime.planned.existing_gradients import warn_of_existing
 from scheduler_runtime.planned.forward import (
     PlannedForward,
     ProgramCache,

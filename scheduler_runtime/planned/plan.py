@@ -58,6 +58,7 @@ class Plan:
     loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
     known: its schedule and rewrites, for plans of other calls.
+    peak_bytes: of the whole step.
     kept: the traced program (None: from another process, or it has to be traced again).
     """
 
@@ -71,6 +72,7 @@ class Plan:
     loss: Graph | None
     graph: Graph | None
     known: KnownPlan
+    peak_bytes: int
     kept: KeptCapture | None = None
 
     @property
@@ -117,6 +119,8 @@ class Plan:
             raise ValueError(f"the solution has no schedule to apply: {why}")
         known = KnownPlan.of(plan)
         if isinstance(plan, Solution):
+            assert plan.simulation is not None  # it has a schedule
+            peak_bytes = plan.simulation.peak_bytes
             graph: Graph | None = plan.graph
             kept = None if plan.variants is None else plan.variants.kept
             environment = plan.environment
@@ -125,6 +129,7 @@ class Plan:
             forms = meta.parameter_forms, meta.buffer_forms, meta.input_forms
             loss: Graph | None = plan.graph.loss_part()
         else:
+            peak_bytes = plan.peak_bytes
             graph, kept, environment = None, None, plan.environment
             saved = environment.get("loss_graph")
             loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
@@ -173,6 +178,7 @@ class Plan:
             loss=loss,
             graph=graph,
             known=known,
+            peak_bytes=peak_bytes,
             kept=kept,
         )
 

@@ -1,0 +1,40 @@
+"""Gradients that exist before a step whose plan is for a step without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import nn
+
+from scheduler_runtime.planned.plan import Plan
+from solver.sizes_deadlines_progress import format_size_up
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_existing(model: nn.Module, plans: Sequence[Plan]) -> bool:
+    """Warn where gradients that no plan counts may take the step above its budget.
+
+    They stay for the whole step, so it takes at most their bytes more than was planned. A plan
+    counts the new gradients only, from the operators that make them. Whether it warned is returned.
+    """
+    if plans[0].environment.get("gradients", "fresh") != "fresh":
+        return False
+    trained = (p for p in model.parameters() if p.requires_grad and p.grad is not None)
+    existing_bytes = sum(p.nbytes for p in trained)
+    if not existing_bytes:
+        return False
+    above_bytes = existing_bytes + max(p.peak_bytes - p.request.available_bytes for p in plans)
+    if above_bytes <= 0:
+        return False
+    logger.warning(
+        "%s is called with gradients of %s, and its plan is for a step without: this step and "
+        "others like it may take up to %s more than the budget. For gradient accumulation plan "
+        'with solve(..., gradients="accumulate") or --accumulate, or use fit, which plans both '
+        "kinds of steps; else call zero_grad() with set_to_none=True before each step",
+        type(model).__name__,
+        format_size_up(existing_bytes),
+        format_size_up(above_bytes),
+    )
+    return True
