@@ -160,7 +160,7 @@ def _held(
         if offset is None or not saved[number].arguments:
             continue
         in_trace = number + offset
-        calls = forward.get(in_trace, [])
+        calls = [call for call in forward.get(in_trace, []) if _is_of(call, saved[number])]
         arguments = _saved_arguments(layout, calls[0], saved[number]) if len(calls) == 1 else ()
         function = layout.functions.get(in_trace, ())
         read = {name for member in function for name in node_by_name[member].inputs}
@@ -172,12 +172,12 @@ def _held(
 
 
 def _forward_calls(layout: Layout) -> dict[int, list[torch.fx.Node]]:
-    """Sequence number -> the operators of the forward pass with it, those in place left out."""
+    """Sequence number -> the operators of the forward pass with it: the differentiable one, and
+    others that ran between the one before it and itself."""
     found: dict[int, list[torch.fx.Node]] = {}
-    in_place = set(layout.in_place)
     for node in layout.nodes:
         call = layout.calls.get(node.name)
-        if node.phase == "backward" or call is None or node.name in in_place:
+        if node.phase == "backward" or call is None:
             continue
         if (number := call.meta.get("seq_nr")) is not None:
             found.setdefault(number, []).append(call)
@@ -219,14 +219,24 @@ def _without_scatters(members: Sequence[str], op: Mapping[str, str], n_calls: in
     return [name for name in members if op[name] not in SCATTERS]
 
 
-def _saved_arguments(layout: Layout, call: torch.fx.Node, saved: _Saved) -> tuple[str, ...]:
-    """The tensors that are saved of an operator's arguments, if the function is that operator's."""
+def _is_of(call: torch.fx.Node, saved: _Saved) -> bool:
+    """Whether it is the operator whose function has saved this."""
     operator = packet(str(call.target)).removeprefix("aten.").replace("_", "")
+    return saved.function.lower().startswith(operator + "backward")
+
+
+def _saved_arguments(layout: Layout, call: torch.fx.Node, saved: _Saved) -> tuple[str, ...]:
+    """The tensors that are saved of an operator's arguments.
+
+    What it overwrites is left out: autograd saves a copy of that, which the trace reads.
+    """
     schema = getattr(call.target, "_schema", None)
-    if schema is None or not saved.function.lower().startswith(operator + "backward"):
+    if schema is None:
         return ()
     given: dict[str, Any] = dict(call.kwargs)
     given |= {a.name: value for a, value in zip(schema.arguments, call.args, strict=False)}
+    if call.name in layout.in_place:
+        given.pop(schema.arguments[0].name, None)
     values = (given.get(name) for name in saved.arguments)
     held = (layout.storage.get(value) for value in values if isinstance(value, torch.fx.Node))
     return tuple(dict.fromkeys(name for name in held if name is not None))

@@ -201,6 +201,25 @@ def test_the_peak_without_a_plan_counts_noise_once_that_is_drawn_in_place() -> N
     assert abs(plain.baseline.peak_bytes - without) <= 0.005 * without
 
 
+def _gathered(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Rows added up along the edges of a ring, to themselves and to their neighbours."""
+    edges = torch.arange(4 * len(x)) % len(x)
+    index = edges[:, None].expand(-1, x.shape[1]) if name.startswith("scatter") else edges
+    added: torch.Tensor = getattr(torch.zeros_like(x), name)(0, index, x[edges])
+    return added
+
+
+@pytest.mark.parametrize("name", ["index_add_", "index_add", "scatter_add_"])
+def test_the_peak_without_a_plan_counts_what_operators_in_place_save(name: str) -> None:
+    """`index_add_` saves the rows that it adds, which its backward pass does not read."""
+    torch.manual_seed(0)
+    loss = LOSSES["square by hand"][0]
+    model, batch = Chain(loss, lambda x: _gathered(x, name)), (numbers(), numbers())
+    plain = solve(model, batch, budget="1GB", rewrites="none")
+    without = _measured(model, None, batch)
+    assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
+
+
 class Cells(nn.Module):
     """One cell, called for each row of a sequence."""
 
