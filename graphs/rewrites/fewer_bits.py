@@ -119,15 +119,23 @@ def _wait_packed(made: fx.Node, readers: list[fx.Node], code: Code) -> None:
         if node not in copies:  # a view
             args, kwargs = fx.map_arg((node.args, node.kwargs), unpacked)
             with graph.inserting_before(readers[0]):
-                copy = _call(readers[0], node.target, args, kwargs)
-                values = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
-                copy.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
-            copies[node] = copy
+                copies[node] = _call(readers[0], node.target, args, kwargs)
+            copies[node].meta["val"] = _value(copies[node])
         return copies[node]
 
     for reader in readers:
         reader.args = fx.map_arg(reader.args, unpacked)
         reader.kwargs = fx.map_arg(reader.kwargs, unpacked)
+    waiting = list(readers)
+    for node in waiting:  # it grows
+        if storage in _storages(node):  # a view that the backward pass makes
+            node.meta["val"] = _value(node)
+            waiting += node.users
+
+
+def _value(call: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((call.args, call.kwargs), lambda each: each.meta["val"])
+    return call.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:

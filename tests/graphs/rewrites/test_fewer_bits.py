@@ -61,6 +61,43 @@ class Masked(nn.Module):
         return x.square().mean()
 
 
+class Saturated(nn.Module):
+    """Operators that save their own results, which their gradients read as detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, function in zip(
+            self.layers, (torch.tanh, torch.sigmoid, torch.relu, torch.exp), strict=True
+        ):
+            x = x + function(layer(x))
+        return x.square().mean()
+
+
+class TransposedMask(torch.autograd.Function):
+    """Reads what it has saved by way of a view that the backward pass makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        ctx.save_for_backward(mask)
+        return torch.where(mask, x, x * 0.1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (mask,) = ctx.saved_tensors
+        return torch.where(mask.t(), gradient.t(), gradient.t() * 0.1).t()
+
+
+class WithTransposedMask(Saturated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = TransposedMask.apply(layer(x))
+        return x.square().mean()
+
+
 def batch() -> torch.Tensor:
     return torch.randn(N_ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
 
@@ -190,6 +227,21 @@ def test_gradients_are_those_of_hooks_that_round_what_is_saved(code: str, model:
         found = with_plan(model, graph, schedule)
         assert all(map(torch.equal, found, expected))
         assert torch.equal(found[0], plain[0])  # the loss is not rounded
+
+
+@pytest.mark.parametrize("code", ["bf16", "int8"])
+def test_results_that_operators_save_are_rounded_as_by_hooks(code: str) -> None:
+    torch.manual_seed(0)
+    test_gradients_are_those_of_hooks_that_round_what_is_saved(code, Saturated())
+
+
+def test_masks_may_be_read_by_views_of_the_backward_pass() -> None:
+    torch.manual_seed(0)
+    model = WithTransposedMask()
+    graph = trace(model, batch(), rewrites=("packed_masks",))
+    assert any(node.op == "pack(bits)" for node in graph.nodes)
+    for schedule in (baseline(graph), keep(graph, set())):
+        assert all(map(torch.equal, with_plan(model, graph, schedule), results(model)))
 
 
 def test_on_the_way_out_fewer_bytes_are_copied(model: nn.Module) -> None:
