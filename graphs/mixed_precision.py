@@ -20,7 +20,7 @@ from torch.fx.traceback import annotate
 
 from graphs.fsdp import MixedPrecision
 from graphs.graph import Graph, is_under
-from graphs.model_calls import bytes_by_dtype, is_distributed, local_part
+from graphs.model_calls import TraceError, bytes_by_dtype, is_distributed, local_part
 
 
 def in_precision_of(policy: MixedPrecision, model: nn.Module, groups: Iterable[str]) -> nn.Module:
@@ -30,15 +30,31 @@ def in_precision_of(policy: MixedPrecision, model: nn.Module, groups: Iterable[s
     made from those of the module, with the same names, which cast in `forward`.
 
     groups: paths of the modules that `fully_shard` is called on, before the model itself.
+
+    Raises TraceError for a module that cannot be copied or has a `forward` beside its class's.
     """
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     dtype = _dtype(policy.param_dtype)
     memo |= {id(parameter): _without_values(parameter, dtype) for parameter in model.parameters()}
-    made = copy.deepcopy(model, memo)
+    made = _copied(model, memo)
     for path in {"", *_with_own_parameters(model, ("", *groups))}:
         module = made.get_submodule(path)
         module.__class__ = _casting(type(module), policy, around=path.rpartition(".")[0])
     return made
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    remedy = "and is traced in other dtypes as a copy of itself: plan without mp_policy, or"
+    for path, module in model.named_modules():
+        if "forward" in vars(module):  # it may belong to the original
+            raise TraceError(
+                f"{path or 'the model'} has a forward of its own beside that of its class, "
+                f"{remedy} leave out what has replaced it"
+            )
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise TraceError(f"the model cannot be copied ({error}), {remedy} change that") from error
 
 
 def with_stored(graph: Graph, model: nn.Module) -> Graph:

@@ -194,9 +194,18 @@ def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> Tr
 def _sharding(arguments: Arguments) -> Sharding | None:
     if arguments.fsdp is None:
         return None
-    param_dtype, _, reduce_dtype = (arguments.fsdp_precision or "").partition(",")
+    if arguments.fsdp_precision is None:
+        return Sharding(arguments.fsdp)
+    param_dtype, _, reduce_dtype = (
+        each.strip() for each in arguments.fsdp_precision.partition(",")
+    )
     policy = MixedPrecision(param_dtype or None, reduce_dtype or None)
-    return Sharding(arguments.fsdp, mp_policy=None if policy == MixedPrecision() else policy)
+    if policy == MixedPrecision():
+        raise UsageError(
+            f"--fsdp-precision {arguments.fsdp_precision!r} names no dtype; 'bfloat16', or "
+            "'bfloat16,float32' for another one in which gradients are reduced"
+        )
+    return Sharding(arguments.fsdp, mp_policy=policy)
 
 
 def _called_with(error: Exception, batch: Any) -> str:

@@ -7,6 +7,7 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from graphs.fsdp.module_blocks import default_groups
 from graphs.fsdp.spec import MixedPrecision, Sharding, ShardingError, sharding_of
 from graphs.fsdp.transform import GLOO_SCALARS_BYTES, sharded
 from graphs.graph import Graph, Node, Tensor
+from graphs.model_calls import TraceError
 from graphs.trace import trace
 from graphs.training_step.around import with_optimizer
 from scheduler_runtime import apply
@@ -513,3 +515,45 @@ def test_what_each_rank_holds_is_what_was_predicted(n_ranks, cases):
         assert plain["n_modules"] == 0
         assert all(e["n_modules"] > 0 for e in planned)
         assert all(e["measured_bytes"] < plain["measured_bytes"] for e in planned)
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.lock = threading.Lock()
+
+    def forward(self, x):
+        return self.inner(x).square().mean()
+
+
+class Replaced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        own = self.inner.forward
+        self.inner.forward = lambda x: own(x)
+
+    def forward(self, x):
+        return self.inner(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(Locked, "cannot be copied .*lock"), (Replaced, "inner has a forward of its own")],
+)
+def test_a_model_that_mixed_precision_cannot_copy_is_named(model, words) -> None:
+    trace(model(), (torch.randn(4, 8),), fsdp=Sharding(2))
+    with pytest.raises(TraceError, match=words):
+        trace(
+            model(),
+            (torch.randn(4, 8),),
+            fsdp=Sharding(2, mp_policy=MixedPrecision("bfloat16")),
+        )
+
+
+@pytest.mark.parametrize("dtypes", [",", " "])
+def test_a_precision_without_a_dtype_is_refused(dtypes, capsys) -> None:
+    words = ["--budget", "1GB", "--fsdp", "2", "--fsdp-precision", dtypes]
+    assert main(["examples/gpt2.py", *words]) == 2
+    assert "names no dtype" in capsys.readouterr().err
