@@ -22,6 +22,7 @@ from graphs.capture.joint_graph import (
 from graphs.capture.kept_program import KeptCapture
 from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned, RandomSources
 from graphs.capture.own_checkpointing import at_each_checkpoint
+from graphs.capture.own_failure import FailsOnBatchError
 from graphs.capture.refuse import (
     HOOKS,
     TORCHS_OWN,

@@ -52,6 +52,7 @@ from graphs.capture.filled_once import filled_once, put_meanwhile
 from graphs.capture.forward_rehearsal import ForwardCalls, held_by_variables
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
+from graphs.capture.own_failure import failures_not_logged
 from graphs.capture.refuse import (
     HeldTensor,
     SideEffectError,
@@ -273,7 +274,7 @@ def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
 
     standing: for modules that are not traced.
     """
-    with eager_branches(), refuse_fast_path(), no_cache(model):
+    with failures_not_logged(), eager_branches(), refuse_fast_path(), no_cache(model):
         try:
             refuse_hooks(model, but=[each.module for each in standing])
             yield

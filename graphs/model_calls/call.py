@@ -23,7 +23,7 @@ class TraceError(ValueError):
     """
 
     def __init__(self, why: str, *, runs_in_eager: bool = False, short: str = "") -> None:
-        super().__init__(why + (_BY_SUBMODULES if runs_in_eager else ""))
+        super().__init__(why.removesuffix(".") + _BY_SUBMODULES if runs_in_eager else why)
         self.why = why
         self.runs_in_eager = runs_in_eager
         self.short = short or why

@@ -12,7 +12,6 @@ from solver.cli.problem import Problem
 from solver.cli.progress import Progress
 from solver.methods import METHODS, MissingSolverError, TooLargeError
 from solver.plan_analysis import (
-    FIRST,
     Candidate,
     SameStepError,
     SizeNotTraceableError,
@@ -38,7 +37,8 @@ def maximised(
     name, resize = arguments.largest, problem.resized
     assert name is not None
     assert resize is not None
-    first = getattr(arguments, name) or FIRST[name]
+    assert problem.size is not None
+    first = problem.size
     problems = {first: problem}
     request = problem.request(arguments, arguments.methods[0])
 

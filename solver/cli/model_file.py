@@ -211,6 +211,14 @@ class ModelFile:
         """The same file with another size."""
         return dataclasses.replace(self, sizes={**self.sizes, name: size})
 
+    def default_of(self, name: str) -> int | None:
+        """The size that get_batch has by default; None: none."""
+        try:
+            parameter = inspect.signature(self._function("get_batch")).parameters.get(name)
+        except (TypeError, ValueError):  # builtins have no signature
+            return None
+        return parameter.default if parameter and isinstance(parameter.default, int) else None
+
     def _function(self, name: str) -> Callable[..., Any]:
         function = getattr(self.module, name, None)
         if function is None:

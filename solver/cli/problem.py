@@ -20,6 +20,7 @@ from graphs.hardware import Hardware
 from graphs.rewrites import Variants
 from solver.cli import hf_config
 from solver.cli.arguments import Arguments, UsageError
+from solver.cli.first_size import second_size
 from solver.cli.model_file import (
     CONFIGURATION,
     SIZE_NAMES,
@@ -33,7 +34,7 @@ from solver.cli.model_file import (
 from solver.cli.pipeline_stages import reported_stage, split_stages, stage_notes
 from solver.cli.progress import Progress
 from solver.cli.real_run import estimated
-from solver.cli.traced_step import NotTracedError, traced_step
+from solver.cli.traced_step import ModelFailsError, NotTracedError, traced_step
 from solver.device_and_costs import (
     Target,
     check_budget_of,
@@ -74,7 +75,7 @@ class Problem:
     name, device, costs, notes: for the report.
     step: its variants to plan.
     verify: runs the model with and without the plan, and says what runs (None for a graph file).
-    resized: the problem at another value of the size that is maximized (None: nothing is).
+    size: that is maximized (None: nothing is). resized: the problem at another one.
     planned: the plan, where there is one already: by submodules of a model that cannot be traced,
         or of a stage of a pipeline.
     stages: the plans of all stages of a pipeline, of which `planned` is one (--stage: none).
@@ -92,6 +93,7 @@ class Problem:
     places: Places | None = None
     notes: tuple[str, ...] = ()
     verify: Callable[[Solution, Say], Verification] | None = None
+    size: int | None = None
     resized: Callable[[int], Problem] | None = None
     planned: Solution | None = None
     stages: tuple[Solution, ...] = ()
@@ -235,12 +237,15 @@ def _model_problem(
     if largest == "seq_length" and arguments.problem.startswith(CONFIGURATION):
         sizes.setdefault("batch_size", FIRST["batch_size"])
 
+    of_first: list[str] = []  # notes on the first size
+
     def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
         title = file.title or step.plain.meta.model or "model"
         return Problem(
             name=f"{arguments.problem} ({title}{size})",
             step=step,
             verify=partial(_verified, file, target, arguments.autocast),
+            size=None if largest is None else file.sizes[largest],
             **fields,
             **memory,
         )
@@ -257,12 +262,22 @@ def _model_problem(
             size,
             device=target.hardware.title,
             costs=describe_costs(step.plain.meta.cost_model),
-            notes=(*allocator, *notes),
+            notes=(*allocator, *of_first, *notes),
             rewrites=arguments.rewrites,
             resized=None
             if largest is None
             else lambda n: traced(file.resized(largest, n), optimizer),
         )
+
+    def first_traced(file: ModelFile) -> Problem:
+        try:
+            return traced(file)
+        except ModelFailsError as failed:
+            if (second := second_size(arguments, file, failed)) is None or largest is None:
+                raise
+            size, note = second
+            of_first.append(note)
+            return traced(file.resized(largest, size))
 
     def staged(file: ModelFile, say: Say | None = None) -> Problem:
         notes = list(file.notes)
@@ -311,7 +326,7 @@ def _model_problem(
             return
         try:
             with progress.says(f"tracing {arguments.problem}"):
-                problem = traced(file)
+                problem = first_traced(file)
         except NotTracedError as refused:
             with progress.says("not traceable: measuring real steps to plan by submodules"):
                 problem = measured(file, refused)

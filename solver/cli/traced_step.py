@@ -45,6 +45,10 @@ class NotTracedError(LoadError):
         self.sizes = sizes
 
 
+class ModelFailsError(LoadError):
+    """The forward pass of the model fails on the batch of its file."""
+
+
 def traced_step(
     file: ModelFile,
     target: Target,
@@ -58,7 +62,7 @@ def traced_step(
     optimizer_costs: as a graph of this model at another size has them (None: not known).
     tells: is told before something runs on this machine.
     """
-    from graphs.capture import MeshError
+    from graphs.capture import FailsOnBatchError, MeshError
     from graphs.trace import TraceError, trace_variants
     from graphs.training_step import with_optimizer
 
@@ -109,6 +113,8 @@ def traced_step(
         raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
     except MeshError as error:
         raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
+    except FailsOnBatchError as error:
+        raise ModelFailsError(f"{file.source}: {error}{_called_with(error, batch)}") from error
     except TraceError as error:
         called_with = _called_with(error, batch)
         raise NotTracedError(

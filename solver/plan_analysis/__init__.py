@@ -23,6 +23,7 @@ from solver.plan_analysis.explain import (
 )
 from solver.plan_analysis.largest_batch import (
     FIRST,
+    SECOND,
     Candidate,
     SameStepError,
     Size,

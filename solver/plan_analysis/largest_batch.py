@@ -23,6 +23,8 @@ Size = Literal["batch_size", "seq_length"]
 
 FIRST: Mapping[Size, int] = {"batch_size": 1, "seq_length": 128}
 """The first size to try by default."""
+SECOND: Mapping[Size, int] = {"batch_size": 2}
+"""The one to begin with where the model refuses the first."""
 RESOLUTION: Mapping[Size, int] = {"batch_size": 2**60, "seq_length": 64}
 """The answer is exact below this size and precise to 1/RESOLUTION of itself above."""
 GROWTH = 4

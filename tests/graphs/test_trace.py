@@ -302,7 +302,7 @@ def test_a_sparse_gradient_is_refused() -> None:
     ("model", "batch", "message"),
     [
         (_Wrong(), torch.zeros(2, 4), "the loss must be one floating-point number"),
-        (_Wrong(), torch.zeros(2, 5), "_Wrong cannot be traced"),
+        (_Wrong(), torch.zeros(2, 5), "_Wrong fails on this batch"),
         (_DataDependent(), torch.zeros(2, 4), "_DataDependent cannot be traced"),
         (_Opaque(), torch.zeros(2, 4), "hides its tensors"),
         (_Wrong(), {"y": torch.zeros(2, 4)}, "missing a required argument"),
@@ -385,7 +385,7 @@ def _raises(_output: Any, _batch: Any) -> Any:
         (lambda _, batch: batch, "one floating-point number"),
         (lambda _output, _batch: None, "returned an object of type NoneType"),
         (lambda output, _: output["loss"].item(), r"LossFunction cannot be traced \(.*line"),
-        (_raises, r"LossFunction cannot be traced \(.*line .*not today"),
+        (_raises, r"LossFunction fails on this batch: .*not today \(.*line"),
     ],
 )
 def test_a_loss_function_that_gives_no_loss_is_refused(loss: Any, reason: str) -> None:

@@ -19,6 +19,7 @@ from torch import fx, nn
 from graphs.capture.opaque.forms import OpaqueCall
 from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
 from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, observe
+from graphs.capture.own_failure import refuse_own_failure, refuse_same_failure
 from graphs.capture.refuse import HookError, has_refused_hook
 from graphs.model_calls import Call, TraceError
 
@@ -73,8 +74,9 @@ def with_opaque_parts(
 
     planned: `OpaquePart.described` of those of a plan, which are tried first.
 
-    Raises the TraceError of the model as it is where no such modules are found, or where model and
-    batch have no values on the device that is planned for.
+    Raises FailsOnBatchError where the model itself fails; else the TraceError of the model as it is
+    where no such modules are found, or where model and batch have no values on the device that is
+    planned for.
     """
     if planned and _is_here(model, call, device):
         where = _devices(model, call).pop()
@@ -84,6 +86,7 @@ def with_opaque_parts(
     try:
         return trace(()), ()
     except TraceError as error:
+        refuse_own_failure(model, call, error)
         if not _is_here(model, call, device):
             raise
         first = error
@@ -101,6 +104,7 @@ def with_opaque_parts(
             first.add_note(error.why)
             whys = _failing(model, error, whys)
         except Exception as error:  # the model's code may raise anything
+            refuse_same_failure(model, first, error)
             first.add_note(f"{type(error).__name__} when it was run: {error}")
             raise first from error
     raise first

@@ -281,6 +281,24 @@ def test_the_largest_batch_of_a_file_without_a_batch(model_file, capsys):
     assert "defines no get_batch(); a model file" in line
 
 
+def test_the_search_for_the_largest_batch_where_the_model_refuses_one_sample(model_file, capsys):
+    normed = (("self.layers =", "self.norm = nn.BatchNorm1d(32); self.layers ="),)
+    path = model_file(*normed, ("return x.square()", "return self.norm(x).square()"))
+    options = ["--budget", "200kB", "--device", "cpu", "--json", "--method", "every_block"]
+    assert main([*options, "--max-batch", path]) == 0
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    (note,) = [note for note in answer["notes"] if "The search began with batch size 64" in note]
+    assert "with batch size 1 the model itself fails" in note
+    assert "Expected more than 1 value per channel" in note
+    assert "submodules" not in printed.out + printed.err
+    assert "weights" not in printed.err
+    code, line = failed(capsys, *options, "--max-batch", "--batch-size", "1", path)
+    assert code == 4
+    assert "Net fails on this batch: ValueError: Expected more than 1 value" in line
+    assert "submodules" not in line
+
+
 def test_a_file_that_is_no_python(tmp_path, capsys):
     path = tmp_path / "model.py"
     path.write_bytes(bytes(range(256)))
