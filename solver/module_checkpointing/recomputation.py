@@ -16,7 +16,7 @@ class Recomputation:
     """Of one region, whatever it saves.
 
     nodes: those that can be recomputed, up to the last that is needed, in order.
-    packed: tensors of the region that its backward lacks, or that autograd saves beside them.
+    packed: tensors of the region that its backward lacks, read or only saved.
     """
 
     nodes: tuple[str, ...]
@@ -28,19 +28,12 @@ class Recomputation:
     def of(cls, layout: RegionLayout, region: CheckpointRegion) -> Recomputation:
         """Raises RegionError where a node is needed that may not run a second time."""
         graph = layout.graph
-        beside = {
-            name
-            for reader, names in graph.meta.saved_unread.items()
-            if region in layout.around(reader)
-            for name in names
-        }
         first = region.nodes[: layout.n_nodes_recomputed(region)]
         return cls(
             nodes=tuple(
                 name for name in first if name in region.saved or is_recomputed(graph, name, region)
             ),
-            packed=frozenset(layout.wanted(region))
-            | beside.intersection(layout.made_by(region.nodes)),
+            packed=frozenset(layout.wanted(region)),
             _graph=graph,
             _in_place=EagerStep.of(graph).in_place,
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from graphs.eager_memory import as_eager
 from graphs.graph import Graph, Node, is_under
 from graphs.links import is_collective
 from solver.module_checkpointing.eager_effects import EagerStep
@@ -18,7 +19,7 @@ from solver.module_checkpointing.regions import (
     RegionLayout,
     n_common,
 )
-from solver.schedule import Schedule, Simulation, free_after_last_use, simulate
+from solver.schedule import Schedule, Simulation, baseline, free_after_last_use, simulate
 
 ExtraBytes: TypeAlias = Callable[[CheckpointRegion], int]
 
@@ -30,7 +31,7 @@ class RegionPlan:
     regions: disjoint, in order.
     in_loop: a loop over the children of an nn.Sequential runs them.
     n_recomputations: path -> how often a step recomputes that region.
-    schedule, simulation: of the whole step.
+    schedule, simulation: of the whole step, where eager mode's operators in place allocate nothing.
     extra_bytes: what the framework holds for the checkpointed calls and the graph does not show.
     refused: path -> why that module cannot be checkpointed.
     """
@@ -70,19 +71,49 @@ def plan_regions(
     """
     if any(region.drops_output for region in regions):
         raise RegionError("stock checkpoints keep the output of a region; give it to `forecast`")
+    if not regions:
+        return _plain(graph, in_loop=in_loop)
     step = _Step(graph, RegionLayout(graph, regions), in_loop=in_loop)
     step.run()
-    schedule = free_after_last_use(graph, step.order, held=step.held)
+    eager = _with_backward_in_place(graph)
+    schedule = free_after_last_use(eager, step.order, held=step.held)
     extra = [extra_bytes(region) for top in regions for region in top.flat()]
     return RegionPlan(
         regions=tuple(regions),
         in_loop=in_loop,
         n_recomputations=step.n_recomputations,
-        schedule=schedule,
-        simulation=simulate(graph, schedule),
+        schedule=replace(schedule, graph_id=graph.graph_id),
+        simulation=simulate(eager, schedule),
         # and while a region is recomputed, that of what this interrupts
         extra_bytes=sum(extra) + max(extra, default=0),
     )
+
+
+def _plain(graph: Graph, *, in_loop: bool) -> RegionPlan:
+    """Nothing is checkpointed: PyTorch's own step."""
+    eager = as_eager(graph)
+    schedule = baseline(eager)
+    return RegionPlan(
+        regions=(),
+        in_loop=in_loop,
+        n_recomputations={},
+        schedule=replace(schedule, graph_id=graph.graph_id),
+        simulation=simulate(eager, schedule),
+    )
+
+
+def _with_backward_in_place(graph: Graph) -> Graph:
+    """What the backward pass writes over its own tensors, gradients' sums too, is on their storage.
+
+    Not what the forward pass overwrites: recomputing it makes each tensor anew.
+    """
+    eager = as_eager(graph)
+    later = {name for node in graph.later_nodes for name in node.outputs}
+    tensors = tuple(
+        written if own.name in later and written.alias_of in later else own
+        for own, written in zip(graph.tensors, eager.tensors, strict=True)
+    )
+    return replace(graph, tensors=tensors)
 
 
 class _Step:
@@ -108,16 +139,18 @@ class _Step:
         self._done: set[str] = set()  # paths of regions that have been recomputed
         # by region, the saved nodes whose results its recomputation has taken
         self._read_again: defaultdict[str, set[str]] = defaultdict(set)
-        self._readers_left = {
-            name: sum(reader.phase != "forward" for reader in graph.consumers[name])
-            for node in graph.forward_nodes
-            for name in node.outputs
-        }
+        self._readers_left = {name: 0 for node in graph.forward_nodes for name in node.outputs}
+        for node in graph.later_nodes:
+            for name in self._reads(node.name):
+                if name in self._readers_left:
+                    self._readers_left[name] += 1
 
     def run(self) -> None:
         graph, layout = self._graph, self._layout
         self.order += [node.name for node in graph.forward_nodes]
         self._hold_while_called(0)
+        for position, node in enumerate(graph.forward_nodes):
+            self.held[position] += layout.held_by_variables(node.name)
         for node in graph.forward_nodes:
             self._available.update(name for name in node.outputs if layout.stays(name))
         function_of = EagerStep.of(graph).function_of
@@ -132,7 +165,7 @@ class _Step:
                 self.held[len(self.order)] += self._made_and_read_by(function)
             self.order.append(node.name)
             self._available.update(node.outputs)
-            for name in dict.fromkeys(node.inputs):
+            for name in self._reads(node.name):
                 if name in self._readers_left:
                     self._readers_left[name] -= 1
         for region in (r for top in layout.regions for r in top.flat()):
@@ -142,9 +175,14 @@ class _Step:
                 for name, kept in self._recomputations[region.path].kept(region.saved).items():
                     held += () if name in self._read_again[region.path] else kept
 
+    def _reads(self, later: str) -> tuple[str, ...]:
+        """What a later node reads, and what is saved for it unread."""
+        node = self._graph.node_by_name[later]
+        return tuple(dict.fromkeys((*node.inputs, *self._layout.held_unread(later))))
+
     def _made_and_read_by(self, function: Iterable[str]) -> list[str]:
-        """Of what these nodes read, the tensors that the step makes."""
-        read = (name for each in function for name in self._graph.node_by_name[each].inputs)
+        """Of what these nodes read, or what is saved for them, the tensors that the step makes."""
+        read = (name for each in function for name in self._reads(each))
         return [name for name in dict.fromkeys(read) if name in self._graph.producer]
 
     def _unpack(self, function: Sequence[str]) -> None:
@@ -152,7 +190,7 @@ class _Step:
         graph = self._graph
         around = self._layout.around(function[0])
         if around and around[-1].path not in self._done:
-            read = {name for each in function for name in graph.node_by_name[each].inputs}
+            read = {name for each in function for name in self._reads(each)}
             if any(self._was_saved(name) for name in read):
                 self._recompute(around)
         for name in self._made_and_read_by(function):

@@ -15,10 +15,11 @@ A schedule recomputes single operators. Frameworks recompute what one checkpoint
    backward is over.
 4. A region inside a region drops its own part again when the outer one has been recomputed, and is
    recomputed once more when its own backward comes.
-5. A function of the backward pass unpacks everything that it has saved at once, and holds it until
-   it is done, however many operators it runs (`EagerStep`).
+5. A function of the backward pass unpacks everything that it has saved at once, read or not, and
+   holds it until it is done, however many operators it runs (`EagerStep`).
 6. While a region runs, Python's local variables hold results: each stays until the call of the
    innermost module that both makes and reads it has returned. So the peak errs on the large side.
+   What variables hold outside of regions is known (`GraphMeta.saved_unread`).
 
 A region must not overwrite what it reads, nor may anything after it: it would be recomputed from
 other values.
@@ -166,6 +167,10 @@ class RegionLayout:
         self._depth: dict[str, int] = {}
         self._homes: dict[str, frozenset[int]] = {}
         self._outputs = frozenset(graph.outputs)
+        self._unread: defaultdict[str, list[str]] = defaultdict(list)  # tensor -> it is held for
+        for node in graph.later_nodes:
+            for name in self.held_unread(node.name):
+                self._unread[name].append(node.name)
         for region in regions:
             self._enter(region, ())
         # which backward node belongs to which call is told by its module alone
@@ -174,7 +179,8 @@ class RegionLayout:
         for node in graph.later_nodes:
             self._around[node.name] = around = by_path[node.module]
             if around:
-                self._read_later[node.module, around[-1].path].update(node.inputs)
+                read = self._read_later[node.module, around[-1].path]
+                read.update(node.inputs, self.held_unread(node.name))
 
     def _enter(self, region: CheckpointRegion, outside: Nesting) -> None:
         around = (*outside, region)
@@ -196,6 +202,23 @@ class RegionLayout:
             around = (*around, inside)
             regions = inside.inner
 
+    def held_unread(self, node: str) -> list[str]:
+        """What eager mode holds until this node has run, though no later one reads it."""
+        held = self.graph.meta.saved_unread.get(node, ())
+        return [name for name in held if name in self.graph.producer]
+
+    def held_by_variables(self, node: str) -> list[str]:
+        """What variables of `forward` hold until this forward node has run.
+
+        In a step without regions autograd holds the tensors that it has saved as long, so nothing
+        is known of those; inside of a region rule 6 counts them.
+        """
+        return [
+            name
+            for name in self.held_unread(node)
+            if not (self._unread[name] and self.around(self.graph.producer[name].name))
+        ]
+
     def around(self, node: str) -> Nesting:
         """The regions that the node is in."""
         return self._around.get(node, ())
@@ -207,7 +230,8 @@ class RegionLayout:
         """How many regions deep the calls are that save a tensor of the forward pass.
 
         0: it is saved outside of all, so it stays. A tensor is saved where a backward node reads
-        it, in the innermost region that it was also made in; and as argument of a region, outside.
+        it, or holds it unread, in the innermost region that it was also made in; and as argument of
+        a region, outside.
         """
         if name not in self._homes:
             maker = self.graph.producer[name].name
@@ -220,6 +244,7 @@ class RegionLayout:
                 depth = n_common(made_in, read_in)
                 if reader.phase != "forward" or len(read_in) > depth:
                     found.add(depth)
+            found |= {n_common(made_in, self.around(later)) for later in self._unread[name]}
             self._homes[name] = frozenset(found)
         return self._homes[name]
 

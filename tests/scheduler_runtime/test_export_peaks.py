@@ -1,0 +1,150 @@
+"""Exported steps hold what eager mode holds unread: their peaks are never above the predicted."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.costs.models import Measured
+from graphs.graph import Graph
+from graphs.trace import trace
+from scheduler_runtime.export import ExportError, to_torch_checkpoint
+from scheduler_runtime.measuring import measure
+from solver import solve
+from tests.scheduler_runtime.test_applying import assert_same_bits
+from tests.scheduler_runtime.test_export import put, regions_by_chance
+
+N_ROWS, WIDTH, DEPTH = 512, 64, 4
+SCALARS_BYTES = 100
+"""What eager mode allocates for numbers, such as the gradient of the loss."""
+
+
+class Fourier(nn.Module):
+    """`rfft` and `irfft` save their inputs, for a number of columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(torch.tanh(self.inner(x)) * 2)
+        return x + torch.fft.irfft(spectrum, n=WIDTH)
+
+
+class Variables(nn.Module):
+    """Local variables hold tensors to the end of `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.inner(x)
+        b = a * 2
+        c = b * 3
+        e = c + 1
+        return self.outer(e)
+
+
+class Edges(nn.Module):
+    """`index_add_` saves the rows that it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        edges = torch.arange(4 * len(x)) % len(x)
+        return torch.zeros_like(x).index_add_(0, edges, self.inner(x)[edges]).relu()
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "fourier": Fourier,
+    "variables": Variables,
+    "edges": Edges,
+}
+
+
+class Layers(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Layers(LAYERS[name])
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(N_ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def measured_bytes(model: nn.Module) -> int:
+    return measure(copy.deepcopy(model), rows(), n_steps=1).peak_bytes
+
+
+@functools.cache
+def graph_of(name: str) -> Graph:
+    return trace(built(name), rows(), costs=Measured(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_where_nothing_is_checkpointed_the_peak_is_that_of_the_step_without_a_plan(
+    name: str,
+) -> None:
+    model = built(name)
+    without = measured_bytes(model)
+    solution = solve(model, rows(), budget="1GB", rewrites="none")
+    exported = to_torch_checkpoint(model, solution)
+    assert not exported.modules
+    assert exported.peak_bytes == solution.baseline.peak_bytes
+    assert without - SCALARS_BYTES <= exported.peak_bytes <= 1.001 * without
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("share", [0.95, 0.7])
+def test_a_choice_of_modules_keeps_to_the_budget_or_says_that_none_does(
+    name: str, share: float
+) -> None:
+    plain = built(name)
+    model = copy.deepcopy(plain)
+    step = solve(model, rows(), budget="1GB", rewrites="none")
+    resident_bytes = step.graph.resident_bytes
+    budget = resident_bytes + int(share * (step.baseline.peak_bytes - resident_bytes))
+    exported = to_torch_checkpoint(model, solve(model, rows(), budget=budget, rewrites="none"))
+    assert exported.modules
+    assert measured_bytes(model) <= exported.peak_bytes <= budget
+    assert_same_bits(plain, model, rows())
+
+
+def test_what_fits_only_with_early_frees_is_refused() -> None:
+    """The plan itself fits without recomputation, and no module is there to be checkpointed."""
+    model = Edges()
+    step = solve(model, rows(), budget="1GB", rewrites="none", loss=lambda out, _: out.mean())
+    budget = step.baseline.peak_bytes - 1
+    solution = solve(model, rows(), budget=budget, rewrites="none", loss=lambda out, _: out.mean())
+    with pytest.raises(ExportError, match="takes at least"):
+        to_torch_checkpoint(model, solution)
+
+
+@pytest.mark.slow(sample=3)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", LAYERS)
+def test_any_choice_of_regions_takes_at_most_the_simulated_peak(name: str, seed: int) -> None:
+    plain, graph = built(name), graph_of(name)
+    model = copy.deepcopy(plain)
+    simulated = put(model, graph, regions_by_chance(graph, model, random.Random(seed)))
+    assert measured_bytes(model) - SCALARS_BYTES <= simulated.peak_bytes
+    assert_same_bits(plain, model, rows())
