@@ -61,6 +61,8 @@ def write_json(path: str | Path, value: object) -> None:
 def write_whole(path: str | Path, content: bytes) -> None:
     """Write a temporary file and rename it over the target, keeping its permissions."""
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     handle, temporary = tempfile.mkstemp(dir=path.parent or ".", prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

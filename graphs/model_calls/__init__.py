@@ -14,7 +14,13 @@ from graphs.model_calls.call import (
     strided_like,
 )
 from graphs.model_calls.environment import environment_of
-from graphs.model_calls.forms import buffer_forms, bytes_by_dtype, input_forms, parameter_forms
+from graphs.model_calls.forms import (
+    FROZEN,
+    buffer_forms,
+    bytes_by_dtype,
+    input_forms,
+    parameter_forms,
+)
 from graphs.model_calls.local_parts import (
     distributed_as,
     is_distributed,

@@ -11,11 +11,14 @@ from torch import nn
 
 from graphs.model_calls.local_parts import is_distributed, local_part
 
+FROZEN = ", frozen"
+"""The end of the form of a parameter that requires no gradient."""
+
 
 def parameter_forms(model: nn.Module) -> dict[str, str]:
     """Dtype and shape of each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
     return {
-        name: _form(parameter) + ("" if parameter.requires_grad else ", frozen")
+        name: _form(parameter) + ("" if parameter.requires_grad else FROZEN)
         for name, parameter in model.named_parameters()
     }
 

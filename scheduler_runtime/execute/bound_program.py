@@ -70,6 +70,13 @@ class BoundProgram:
         outputs = enumerate(self.program.outputs)
         return tuple(at for at, item in outputs if isinstance(item, fx.Node) and item in planned)
 
+    @property
+    def read_from(self) -> tuple[str, ...]:
+        """The buffers and the call whose values decide whether it fits, for messages."""
+        leaves = {leaf for guard in self._guards for leaf in guard.recipe.leaves}
+        buffers = sorted(f"buffer {leaf.key!r}" for leaf in leaves if leaf.kind == "buffer")
+        return (*buffers, *(["the batch"] if any(leaf.kind == "input" for leaf in leaves) else []))
+
     def fits(self, model: nn.Module, call: Call) -> bool:
         """Whether the module would see in this call what it saw when it was traced."""
         if not all(held.holds(model) for held in self._held):

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from graphs.graph import Graph
 from graphs.model_calls import Call
 from graphs.trace import CapturedStep
-from scheduler_runtime.planned import Difference, Plan, difference
+from scheduler_runtime.planned import Difference, Plan, difference, values_difference
 from solver.schedule import Solution
 
 N_COMPARED = 4
@@ -32,9 +33,16 @@ def why_another(
     ]
     alike = [plan for plan in plans if plan.environment["shapes"] == here["shapes"]]
     found = [
-        difference(plan, call, model, step.with_rewrites(plan.rewrites).graph.module_part())
+        difference(plan, call, model, part) or _of_values(plan, part)
         for plan in alike[-N_COMPARED:]
+        for part in (step.with_rewrites(plan.rewrites).graph.module_part(),)
     ]
     if not alike:  # other shapes are told without the operators
         found = [difference(plan, call, model) for plan in plans[-1:]]
     return _OF_STATE if None in found else found[-1] if found else None
+
+
+def _of_values(plan: Plan, part: Graph) -> Difference | None:
+    """Another position in a buffer, say, gives the same graph."""
+    found = values_difference(plan, part, part.meta.environment["arguments"])
+    return None if found is None else Difference(found, of_values=True)

@@ -12,6 +12,7 @@ from scheduler_runtime.planned.mismatch import (
     check_arguments,
     difference,
     difference_of_bits,
+    values_difference,
 )
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.planned.planning import NewPlan, new_plan

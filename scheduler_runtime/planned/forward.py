@@ -69,6 +69,21 @@ class ProgramCache:
         self.programs.append((kind, program))
         del self.programs[: -self._n_kept]
 
+    def remedy(self) -> str:
+        """How to need fewer programs: of the last one."""
+        *others, (kind, program) = self.programs
+        read = program.read_from if isinstance(program, BoundProgram) else ()
+        if read and any(other == kind for other, _ in others):
+            return (
+                f"forward reads values of {', '.join(read)} (int(), .item(), `if`), and needs a "
+                "new plan where they change: compute with the tensor instead (index_copy_ at "
+                "torch.arange(n) + position, torch.where)"
+            )
+        return (
+            "shapes, arguments or attributes that change with every step need a new plan every "
+            "step: pad the shapes, or pass the value as a tensor"
+        )
+
     def drop(self, program: StepProgram) -> None:
         """The next call of its kind needs another."""
         self.programs = [each for each in self.programs if each[1] is not program]
@@ -146,11 +161,10 @@ class PlannedForward(ReplacedForward):
             self._programs.add(self.kind(call), program)  # tracing may have filled attributes
             if self._programs.n_added in N_WORTH_A_WARNING:
                 logger.warning(
-                    "%s has been planned for %d kinds of call; shapes, arguments or attributes "
-                    "that change with every step need a new plan every step: pad the shapes, or "
-                    "pass the value as a tensor",
+                    "%s has been planned for %d kinds of call; %s",
                     type(model).__name__,
                     self._programs.n_added,
+                    self._programs.remedy(),
                 )
         return program.run(model, call)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from graphs.graph import Graph
 from graphs.model_calls import (
+    FROZEN,
     Call,
     buffer_forms,
     device_of,
@@ -103,7 +104,7 @@ def difference(
     if found is not None:
         return Difference(found)
     if part is not None:
-        found = _values_difference(plan, part, here["arguments"]) or _opaque_difference(plan, part)
+        found = values_difference(plan, part, here["arguments"]) or _opaque_difference(plan, part)
         if found is not None:
             return Difference(found, of_values=True)
     if (found := _options_difference(plan.environment, here)) is not None:
@@ -136,7 +137,10 @@ def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str,
     if field == "arguments" or len(planned["shapes"]) != len(here["shapes"]):
         return _other_tensors(here["arguments"], planned.get("arguments"))
     if field not in ("shapes", "dtypes"):
-        return f"{field}: {here[field]}, planned for {planned[field]}"
+        if planned[field] is None:
+            return f"{field}: {here[field]}, planned without"
+        now = "none" if here[field] is None else here[field]
+        return f"{field}: {now}, planned for {planned[field]}"
     each = list(zip(here["arguments"], here[field], planned[field], strict=True))
     differing = [(name, new, old) for name, new, old in each if new != old]
     name, new, old = differing[0]
@@ -157,7 +161,7 @@ def _other_tensors(here: Sequence[str], planned: Sequence[str] | None) -> str:
     return f"{first}: this call passes {given}, planned for {', '.join(planned) or 'none'}"
 
 
-def _values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> str | None:
+def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> str | None:
     """The first value that forward read and that was another one, or unknown, when planning.
 
     names: of the call's tensors.
@@ -252,8 +256,10 @@ def _other_parameters(planned: Mapping[str, str], here: Mapping[str, str]) -> st
                 f"{names[0]!r}{others} {verb} (another depth or another model?)"
             )
     for name, form in here.items():
-        if form != planned[name]:
-            return f"parameter {name!r} is {form}, planned for {planned[name]}"
+        if (old := planned[name]) != form:
+            if form.removesuffix(FROZEN) == old.removesuffix(FROZEN):
+                form, old = (each if FROZEN in each else f"{each}, trained" for each in (form, old))
+            return f"parameter {name!r} is {form}, planned for {old}"
     return None
 
 

@@ -307,9 +307,9 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
 def _early_frees(solution: Solution) -> Iterator[Row]:
     """What a plan saves before it recomputes or rewrites anything."""
     freed_bytes, eager_bytes = freed_early_bytes(solution), solution.baseline.peak_bytes
-    if freed_bytes < eager_bytes:
-        saved = f"{format_size(freed_bytes)} instead of {format_size(eager_bytes)}"
-        text = f"{saved}, as tensors are freed after their last use"
+    freed, eager = format_size(freed_bytes), format_size(eager_bytes)
+    if freed_bytes < eager_bytes and freed != eager:
+        text = f"{freed} instead of {eager}, as tensors are freed after their last use"
         yield "early frees", f"{text}, without recomputation or rewrites"
 
 

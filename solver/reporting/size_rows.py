@@ -20,7 +20,7 @@ def size_table(search: SizeSearch) -> Table:
         solution, rate = candidate.solution, candidate.rate_per_s
         run = solution.simulation
         time = format_time(run.time_s) if run else ""
-        speed = "" if rate is None else f"{rate:.4g}"
+        speed = "" if rate is None else _rate(rate)
         rows.append(
             (str(candidate.size), solution.status, *peak_and_overhead(solution), time, speed)
         )
@@ -38,11 +38,17 @@ def size_rows(search: SizeSearch) -> Iterator[Row]:
     limit = "" if beyond is None else f"; for {beyond.size} {misfit_text(beyond)}"
     yield "largest", f"{largest.size}{limit}"
     if saturated is not None and saturated.rate_per_s and largest.rate_per_s:
-        rate = f"{saturated.rate_per_s:.4g} {RATE_UNITS[search.size]}"
+        rate = f"{_rate(saturated.rate_per_s)} {RATE_UNITS[search.size]}"
         text = f"{saturation_text(search)}, {rate}"
         if text and saturated.size != largest.size:
-            text += f"; {largest.rate_per_s:.4g} at {largest.size}"
+            text += f"; {_rate(largest.rate_per_s)} at {largest.size}"
         yield "throughput", text
+
+
+def _rate(per_s: float) -> str:
+    """Four figures: 0.1037, 21.15, 34,590."""
+    rounded = float(f"{per_s:.4g}")
+    return f"{rounded:.4g}" if rounded < 1000 else f"{rounded:,.0f}"
 
 
 def misfit_text(candidate: Candidate) -> str:

@@ -54,6 +54,13 @@ def as_step(
     if isinstance(problem, type):
         name = problem.__name__
         raise TypeError(f"{name} is a class; give a module: solve({name}(...), batch, budget=...)")
+    from torch import nn
+
+    if not isinstance(problem, nn.Module):
+        raise TypeError(
+            f"the problem is an object of type {type(problem).__name__}; give a torch.nn.Module "
+            "(whose forward calls it, if it is a function), a Graph or a graph file"
+        )
     if batch is None:
         raise TypeError(
             "a batch is missing: solve(model, batch, budget=...), with what the model is called "

@@ -314,9 +314,40 @@ def test_autocast_that_was_not_planned_is_refused() -> None:
     model, batch, _ = planned_language_model()
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(PlanMismatchError, match="autocast: bfloat16, planned for None"),
+        pytest.raises(PlanMismatchError, match="autocast: bfloat16, planned without"),
     ):
         model(batch)
+
+
+class MomentumEncoder(nn.Module):
+    """Its second tower is an average of the first, updated in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.average = copy.deepcopy(self.trained).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            pairs = zip(self.average.parameters(), self.trained.parameters(), strict=True)
+            for average, trained in pairs:
+                average.mul_(0.9).add_(trained, alpha=0.1)
+            target = self.average(x)
+        return (self.trained(x) - target).square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(4, 8)
+
+
+def test_frozen_parameters_that_forward_updates() -> None:
+    model, batch, graph = traced(MomentumEncoder)
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    for seed in range(3):
+        expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
+        assert all(a is b or torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        for a, b in zip(model.parameters(), planned.parameters(), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_replan_makes_a_plan_for_the_new_shape() -> None:

@@ -130,3 +130,8 @@ def test_costs_alone_are_for_the_device_of_the_model():
 def test_a_class_in_the_place_of_a_module_is_refused():
     with pytest.raises(TypeError, match=r"Linear is a class; give a module: solve\(Linear"):
         solve(torch.nn.Linear, torch.ones(1), budget="1GB")
+
+
+def test_a_function_in_the_place_of_a_module_is_refused():
+    with pytest.raises(TypeError, match=r"an object of type function; give a torch\.nn\.Module"):
+        solve(lambda x: x.sum(), torch.ones(1), budget="1GB")  # type: ignore[arg-type]

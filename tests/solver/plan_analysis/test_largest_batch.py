@@ -23,7 +23,7 @@ from solver.plan_analysis.largest_batch import (
 )
 from solver.reporting import plot
 from solver.reporting.report_data import Report, to_json
-from solver.reporting.size_rows import saturation_text, size_rows
+from solver.reporting.size_rows import _rate, saturation_text, size_rows
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
@@ -406,3 +406,11 @@ def test_what_is_refused(argv, changes, reason, tmp_path, capsys):
 def test_a_graph_file_has_one_size(capsys):
     code, line = failed(capsys, "--max-batch", "--budget", "4GB", str(GPT2))
     assert (code, "--max-batch: not possible with a graph file" in line) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("per_s", "text"),
+    [(0.10371, "0.1037"), (999.94, "999.9"), (999.96, "1,000"), (34594.2, "34,590")],
+)
+def test_rates_are_written_in_full(per_s: float, text: str) -> None:
+    assert _rate(per_s) == text

@@ -19,6 +19,7 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, measure
 from solver import IllegalScheduleError, Solution, draw, report, solve, sweep, verify
 from solver.cli.command import main
+from solver.reporting import rows
 from solver.sizes_deadlines_progress.sizes import BudgetError
 from tests.support.command import failed, write_model
 from tests.support.paths import ROOT
@@ -99,6 +100,17 @@ def test_what_cannot_be_drawn_is_refused(graph, solution, tmp_path):
         draw(solve(graph, budget=1000), tmp_path / "memory.png")
     with pytest.raises(TypeError, match="a Solution or a Curve, not Graph"):
         draw(graph, tmp_path / "memory.png")  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match=r"not/there/a\.png: there is no folder"):
+        draw(solution, tmp_path / "not" / "there" / "a.png")
+
+
+@pytest.mark.parametrize(("less_bytes", "is_told"), [(1, False), (200_000_000, True)])
+def test_early_frees_are_told_where_they_are_seen(less_bytes, is_told, solution, monkeypatch):
+    eager_bytes = 356_600_000
+    baseline = dataclasses.replace(solution.baseline, peak_bytes=eager_bytes)
+    solution = dataclasses.replace(solution, baseline=baseline)
+    monkeypatch.setattr(rows, "freed_early_bytes", lambda _: eager_bytes - less_bytes)
+    assert bool(list(rows._early_frees(solution))) == is_told
 
 
 def test_a_plan_is_verified(solution):

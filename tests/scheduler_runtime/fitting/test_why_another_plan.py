@@ -1,0 +1,52 @@
+"""The reason for one more plan names the buffer whose value forward reads."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from scheduler_runtime import fit
+from scheduler_runtime.planned.forward import N_WORTH_A_WARNING
+
+N_ROWS, N_PLACES = 2, 64
+
+
+class Queue(nn.Module):
+    """Writes each batch into the next rows of a buffer."""
+
+    queue: torch.Tensor
+    position: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("queue", torch.zeros(N_PLACES, 4))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        at = int(self.position)
+        loss = (y @ self.queue.clone().T).square().mean() + y.square().mean()
+        with torch.no_grad():
+            self.queue[at : at + N_ROWS] = y
+            self.position[0] = (at + N_ROWS) % N_PLACES
+        return loss
+
+
+def test_a_buffer_that_forward_reads_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = Queue()
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(N_WORTH_A_WARNING[0]):
+        model(torch.randn(N_ROWS, 4)).backward()
+        model.zero_grad()
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    plans = [text for text in told if "Plan " in text]
+    assert len(plans) == N_WORTH_A_WARNING[0] - 1
+    assert all("buffer 'position' has other values than when planned" in text for text in plans)
+    assert not any("attributes or settings" in text for text in told)
+    (many,) = [text for text in told if "kinds of call" in text]
+    assert "forward reads values of buffer 'position'" in many
+    assert "pass the value as a tensor" not in many
