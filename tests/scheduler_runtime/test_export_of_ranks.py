@@ -55,7 +55,7 @@ def exported_at(share: float, model: torch.nn.Module, graph: Graph) -> Export:
     return to_torch_checkpoint(model, attempt(graph, Request(budget_bytes, time_limit_s=60)))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.7, 0.4])
 @pytest.mark.parametrize("case", ["sequence", "colwise"])
 def test_collectives_run_as_often_as_the_plan_says(case: str, share: float) -> None:
