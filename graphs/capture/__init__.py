@@ -2,6 +2,7 @@
 
 from graphs.capture.absent_card import can_trace_absent, for_absent_card
 from graphs.capture.backward_rehearsal import Rehearsed
+from graphs.capture.buffer_writes import Write
 from graphs.capture.captured_step import Capture, Source
 from graphs.capture.extraction import (
     CPU_RANDOM_STATE_BYTES,
@@ -9,7 +10,6 @@ from graphs.capture.extraction import (
     NodeCost,
     Overwrite,
     extract,
-    is_random,
 )
 from graphs.capture.generation_cache import caching_configs
 from graphs.capture.joint_graph import (
@@ -23,6 +23,7 @@ from graphs.capture.kept_program import KeptCapture
 from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned, RandomSources
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.own_failure import FailsOnBatchError
+from graphs.capture.random_calls import is_random
 from graphs.capture.refuse import (
     HOOKS,
     TORCHS_OWN,

@@ -3,7 +3,8 @@
 Most fx nodes are views, `getitem` and `detach`: they allocate nothing, so they are folded into the
 storage that they point at. The operators that allocate remain: they are the nodes of the Graph. Its
 tensors are storages; there are no aliases left. A mutated buffer becomes a `copy_` node at the end
-of the forward pass, which runs once.
+of the forward pass, which runs once; where a part of it is written, the node may write that part
+alone (`graphs.capture.buffer_writes`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphs.capture.as_eager import own_generator
+from graphs.capture.buffer_writes import Write, part_writes
 from graphs.capture.captured_step import Capture
 from graphs.capture.opaque import OpaqueForward
+from graphs.capture.random_calls import is_random
 from graphs.graph import Kind, Node, Phase, Tensor
 from graphs.model_calls import TraceError
 
@@ -56,7 +59,7 @@ class Layout:
 
     calls: node name -> the fx node that it runs.
     storage: fx node -> its tensor (a multi-output call has none: its getitems have one each).
-    updates: name of a copy_ node -> (placeholder that is written, fx node of the new value).
+    updates: name of a copy_ node -> what it writes.
     dtypes: tensor -> dtype of the value that allocated it, such as "float32".
     gradients: placeholder of a leaf -> the tensor that holds its gradient; all different.
     copies: name of a clone node -> fx node of the gradient that it copies.
@@ -74,7 +77,7 @@ class Layout:
     calls: dict[str, torch.fx.Node] = field(default_factory=dict)
     storage: dict[torch.fx.Node, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
-    updates: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = field(default_factory=dict)
+    updates: dict[str, Write] = field(default_factory=dict)
     gradients: dict[torch.fx.Node, str] = field(default_factory=dict)
     copies: dict[str, torch.fx.Node] = field(default_factory=dict)
     in_place: list[str] = field(default_factory=list)
@@ -103,6 +106,7 @@ class _Extraction:
         self._alive: list[Any] = []  # keeps the storages, so that addresses stay unique
         self._constants: set[str] = set()
         self._n_random = 0
+        self._part_writes = part_writes(captured)
 
     def run(self) -> Layout:
         for node in self.captured.graph.nodes:
@@ -111,7 +115,11 @@ class _Extraction:
         calls = [node for node in self.captured.graph.nodes if node.op == "call_function"]
         n_forward = next((i for i, node in enumerate(calls) if _is_backward(node)), len(calls))
         for node in calls[:n_forward]:
-            self._call(node)
+            if (write := self._part_writes.writes.get(node)) is not None:
+                self._alias(node.meta["val"], self.layout.storage[write.buffer])
+                self._update(node.name, write)
+            elif node not in self._part_writes.within:
+                self._call(node)
         self._updates()
         for node in calls[n_forward:]:
             self._call(node)
@@ -141,8 +149,7 @@ class _Extraction:
         known = self._names.get(storage._cdata)
         if known is None:
             known = name
-            self._names[storage._cdata] = name
-            self._alive.append(storage)
+            self._alias(value, name)
             n_bytes = _dense_bytes(value) if kind == "tangent" else storage.nbytes()
             if not isinstance(n_bytes, int):
                 raise TraceError(
@@ -154,6 +161,12 @@ class _Extraction:
             self.layout.dtypes[name] = str(value.dtype).removeprefix("torch.")
         self.layout.storage[node] = known
         return known
+
+    def _alias(self, value: torch.Tensor, name: str) -> None:
+        """Views of the value are views of this tensor."""
+        storage = value.untyped_storage()
+        self._names[storage._cdata] = name
+        self._alive.append(storage)
 
     def _call(self, node: torch.fx.Node) -> None:
         value = node.meta.get("val")
@@ -222,8 +235,7 @@ class _Extraction:
             storage = item.untyped_storage()
             known = self._names.get(storage._cdata)
             if known is None and (known := self._viewed_constant(node)) is not None:
-                self._names[storage._cdata] = known
-                self._alive.append(storage)
+                self._alias(item, known)
             if known is None:
                 made.append(self._place(node, item, name, "activation"))
             elif single:
@@ -270,14 +282,18 @@ class _Extraction:
     def _updates(self) -> None:
         """Mutated buffers are written once, at the end of the forward pass."""
         for placeholder, new_value in self.captured.mutations.items():
-            name = f"copy_to_{placeholder.name}"
-            old, new = self.layout.storage[placeholder], self.layout.storage[new_value]
-            if old == new:
-                continue
-            self.layout.updates[name] = (placeholder, new_value)
-            self.layout.nodes.append(
-                Node(name, "aten.copy_.default", (new, old), (), 0.0, recomputable=False)
-            )
+            if placeholder not in self._part_writes.buffers:
+                self._update(f"copy_to_{placeholder.name}", Write(placeholder, (new_value,)))
+
+    def _update(self, name: str, write: Write) -> None:
+        old = self.layout.storage[write.buffer]
+        new = [self.layout.storage[value] for value in write.values]
+        if old in new:
+            return
+        self.layout.updates[name] = write
+        time_s = 0.0 if write.call is None else self.cost(write.call).time_s
+        op = str(write.operator)
+        self.layout.nodes.append(Node(name, op, (*new, old), (), time_s, recomputable=False))
 
     def _gradients(self) -> None:
         """Each leaf's gradient gets a storage of its own, as in autograd.
@@ -331,29 +347,6 @@ class _Extraction:
         if self._n_random and device == "cpu":
             self.sizes["random_state"] = CPU_RANDOM_STATE_BYTES * self._n_random
             self.kinds["random_state"] = "buffer"
-
-
-def is_random(node: torch.fx.Node) -> bool:
-    """Whether the call draws from a random generator."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    return not _is_attention_without_dropout(node)
-
-
-_CUDA_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-)
-
-
-def _is_attention_without_dropout(node: torch.fx.Node) -> bool:
-    """Fused attention on CUDA draws no numbers then, although the operator is tagged as random."""
-    if node.target not in _CUDA_ATTENTION:
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
 def _ignores_running_statistics(node: torch.fx.Node) -> bool:

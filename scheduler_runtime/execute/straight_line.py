@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture import OpaqueForward, Overwrite, is_random
+from graphs.capture import OpaqueForward, Overwrite, Write, is_random
 from graphs.costs import is_collective
 from graphs.parameter_loads import LOAD
 from graphs.trace import CapturedStep
@@ -87,10 +87,7 @@ class StraightLine:
             node = graph.node_by_name[op.node]
             replaced = {} if self.copying is None else self.copying.before(node)
             if op.node in layout.updates:
-                target, new_value = layout.updates[op.node]
-                self.graph.call_function(
-                    torch.ops.aten.copy_.default, (self.value(target), self.value(new_value))
-                )
+                self._write(layout.updates[op.node])
             elif op.node in layout.copies:
                 self._copies[op.node] = self.graph.call_function(
                     torch.ops.aten.clone.default,
@@ -116,6 +113,14 @@ class StraightLine:
             self.copying.free(tensor)
         for node in self._of_storage.pop(tensor, ()):
             self._current.pop(node, None)
+
+    def _write(self, write: Write) -> None:
+        """Change a buffer, or a part of it."""
+        part = self.value(write.buffer)
+        for view in write.part:
+            part = self.graph.call_function(view.operator, (part, *view.arguments))
+        arguments = fx.map_arg(write.arguments, self.value)
+        self.graph.call_function(write.operator, (part, *arguments))
 
     def _load(self, tensor: str) -> None:
         """The value of a parameter, from the host."""

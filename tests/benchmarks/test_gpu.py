@@ -16,8 +16,8 @@ from benchmarks.gpu.__main__ import _in_own_process, _is_chosen, _parser, main, 
 from benchmarks.gpu.parts import PARTS, Settings
 from benchmarks.gpu.picture import draw
 from benchmarks.zoo import SMALL
+from graphs.capture import is_random
 from graphs.capture.as_eager import kernels as eager_kernels
-from graphs.capture.extraction import is_random
 from graphs.costs import attention_seeds as seeds
 from scheduler_runtime import CudaGraphError, apply
 from scheduler_runtime.execute.cuda_graph import check_program
