@@ -342,6 +342,8 @@ def _obstacle_rows(solution: Solution, reader: Reader) -> Iterator[Row]:
     if proven_bytes := solution.proven_minimum_bytes:
         floor = format_both(proven_bytes)
         yield "proven", f"no schedule{scope} fits below {floor}"
+    if solution.fits_without_plan:
+        yield "however", solution.without_plan_text
     if (node := graph.node_by_name.get(obstacle.op)) is not None:
         yield "bottleneck op", describe_op(node)
         made = [(n, size) for n, size in obstacle.on_device if n in graph.producer]

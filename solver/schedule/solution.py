@@ -139,6 +139,13 @@ class Solution:
         )
 
     @property
+    def fits_without_plan(self) -> bool:
+        """Nothing was found, but the step as PyTorch runs it without a plan fits: it writes into
+        memory that the planned program copies."""
+        fits = self.baseline.peak_bytes <= self.request.available_bytes
+        return self.simulation is None and fits
+
+    @property
     def minimum_budget_bytes(self) -> int | None:
         """The smallest budget, reserve included, for which a schedule was found (None: unknown)."""
         if self.obstacle is None:
@@ -162,8 +169,16 @@ class Solution:
             text += f", proven: at least {format_size(proven_bytes)}"
         if self.request.reserve_bytes:
             text += ", reserve included"
+        if self.fits_without_plan:
+            text += f"; {self.without_plan_text}"
         node = self.graph.node_by_name.get(self.obstacle.op)
         return text if node is None else f"{text}; bottleneck op: {describe_op(node)}"
+
+    @property
+    def without_plan_text(self) -> str:
+        """What to do where `fits_without_plan`."""
+        taken = format_size_up(self.baseline.peak_bytes + self.request.reserve_bytes)
+        return f"without a plan the step takes {taken}, which fits: train without one"
 
     @property
     def overhead(self) -> float | None:

@@ -12,8 +12,9 @@ from torch import nn
 
 from graphs.graph import Graph
 from graphs.trace import trace
-from scheduler_runtime import apply, fit
+from scheduler_runtime import FitError, apply, fit
 from scheduler_runtime.measuring import measure
+from solver import report, solve
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
@@ -218,3 +219,30 @@ def test_a_plan_takes_no_more_than_the_step_without_one() -> None:
     planned = fit(plain, budget="100MB")
     planned(batch()).backward()
     assert measure(planned, batch()).peak_bytes <= plain_bytes
+
+
+class ReadAgain(nn.Module):
+    """The program of a plan has the queue twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(N, N)
+        self.register_buffer("queue", torch.zeros(N, 4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        with torch.no_grad():
+            self.queue[:, 8:16] = hidden.T
+        return hidden.square().mean() + self.queue[0, 9]
+
+
+def test_a_step_that_fits_only_without_a_plan_is_told_so(capsys) -> None:
+    model = ReadAgain()
+    plain_bytes = solve(model, batch(), budget="1GB").baseline.peak_bytes
+    solution = solve(model, batch(), budget=plain_bytes)
+    assert solution.schedule is None
+    report(solution)
+    assert "however" in capsys.readouterr().out
+    with pytest.raises(FitError, match="which fits: train without one"):
+        fit(model, budget=2 * 4 * N * 4096 - 1, loss_reserve=0)(batch())
+    assert not solve(ReadAgain(), batch(), budget=plain_bytes // 2).fits_without_plan
