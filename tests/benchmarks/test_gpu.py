@@ -227,6 +227,7 @@ def test_cases_are_chosen_by_their_words():
     assert not _is_chosen("gpt2-xl/ours/0.5", [["gpt2"]])
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_or_ends_its_process_is_a_row(monkeypatch, tmp_path):
     arguments = _parser().parse_args(["--out", str(tmp_path), "--device", "cpu"])
     program = "import sys, {0}; sys.stdin.read(); {1}"

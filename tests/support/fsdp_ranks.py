@@ -29,9 +29,7 @@ from graphs.trace import trace
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
 from solver import solve
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
-from solver.schedule.solution import Solution
+from solver.schedule.solution import Solution, simulate_unplanned
 
 SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
 
@@ -169,7 +167,7 @@ def plans(case: str, *, n_ranks: int) -> list[Solution]:
         fsdp=sharding,
         costs=costs,
     )
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = simulate_unplanned(graph).peak_bytes
     above_bytes = peak_bytes - graph.resident_bytes
     return [
         solve(graph, budget=int(graph.resident_bytes + share * above_bytes), time_limit_s=600)

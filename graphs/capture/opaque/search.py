@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from graphs.capture.opaque.forms import OpaqueCall
+from graphs.capture.opaque.forms import OpaqueCall, RandomSources
 from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
 from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, observe
 from graphs.capture.own_failure import refuse_own_failure, refuse_same_failure
 from graphs.capture.refuse import HookError, has_refused_hook
-from graphs.model_calls import Call, TraceError
+from graphs.model_calls import Call, TraceError, device_of
 
 MOST_TRACES = 12
 """Of one model; each adds a module, or replaces one by the module that contains it."""
@@ -86,7 +86,9 @@ def with_opaque_parts(
     try:
         return trace(()), ()
     except TraceError as error:
-        refuse_own_failure(model, call, error)
+        card = device_of(model) if torch.cuda.is_available() else torch.device("cpu")
+        with RandomSources.of(model, card).as_before():  # a forward pass may draw, or seed
+            refuse_own_failure(model, call, error)
         if not _is_here(model, call, device):
             raise
         first = error

@@ -449,6 +449,7 @@ def groups(graph: Graph) -> tuple[str, ...]:
     return sharding.groups or ()
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "model.py"
     file.write_text(

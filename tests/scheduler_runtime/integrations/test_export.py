@@ -83,6 +83,7 @@ def assert_same_bits_in_less_memory(plain: nn.Module, model: nn.Module) -> int:
     return peaks[1]
 
 
+@pytest.mark.slow
 def test_a_model_that_fills_a_cache_is_refused_until_the_cache_is_off() -> None:
     model = llama().train()
     solution = planned(trace(model, sentences()), 0.5)

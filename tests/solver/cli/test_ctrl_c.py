@@ -199,6 +199,7 @@ LONGER_S = 8
 """Than a command runs on after Ctrl-C."""
 
 
+@pytest.mark.slow
 def test_what_takes_long_to_draw_is_left_out_after_the_signal(graph: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     argv = (*FOREVER, "--report", str(page), graph, FOUND)
@@ -224,6 +225,7 @@ SLOWLY = """
 """
 
 
+@pytest.mark.slow
 def test_what_is_being_printed_is_printed_whole_and_once(graph: str, tmp_path: Path) -> None:
     argv = (*FOREVER, "--report", str(tmp_path / "page.html"), graph, FOUND)
     code, out, err = interrupted(HARD + DRAWING.format(seconds=0) + SLOWLY + RUN_IT, *argv)
@@ -298,7 +300,7 @@ def test_the_installed_command_starts_there() -> None:
     assert scripts == {"solve": "solver.cli:process"}
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["stuck", "stubborn"])
 def test_the_command_ends_while_a_model_is_built(tmp_path: Path, what: str) -> None:
     path = write_model(tmp_path, ("    return Net()", f"    {what}()\n    return Net()"), add=STUCK)

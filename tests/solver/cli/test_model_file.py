@@ -281,6 +281,7 @@ def test_the_largest_batch_of_a_file_without_a_batch(model_file, capsys):
     assert "defines no get_batch(); a model file" in line
 
 
+@pytest.mark.slow
 def test_the_search_for_the_largest_batch_where_the_model_refuses_one_sample(model_file, capsys):
     normed = (("self.layers =", "self.norm = nn.BatchNorm1d(32); self.layers ="),)
     path = model_file(*normed, ("return x.square()", "return self.norm(x).square()"))

@@ -337,6 +337,7 @@ def test_the_longest_sequence(tmp_path, capsys):
     assert run_json(capsys, *sizes, "--seq-length", longer, model)["exit_code"] == 3
 
 
+@pytest.mark.slow
 def test_the_budget_is_by_default_all_that_the_device_has(tmp_path, capsys):
     model = write_model(
         tmp_path, ("torch.randn(batch_size, 32)", "torch.randn(batch_size * 4 * 10**6, 32)")
