@@ -50,10 +50,14 @@ def shares(text: str) -> tuple[float, ...]:
 
 
 def command() -> str:
-    """The command line of this process."""
+    """The command line of this process; files outside of the folder that it runs in by their names.
+
+    What lies elsewhere lies elsewhere on another machine.
+    """
     program = Path(sys.argv[0])
     name = program.parent.name if program.stem == "__main__" else program.stem
-    return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *words])
 
 
 def circumstances(time_limit_s: float | None = None) -> Row:

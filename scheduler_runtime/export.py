@@ -71,27 +71,22 @@ class ExportedModule:
     inside: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Export:
-    """What was exported to the model, and what a step takes with it.
+@dataclass(frozen=True, kw_only=True)
+class ExportedStep:
+    """A step with what was exported to the model.
 
     schedule, peak_bytes, time_s: of the exported plan, by the simulator.
-    planned_peak_bytes, planned_time_s: of the solution's own schedule, which `apply` would run.
-    baseline_time_s: of the step without checkpointing.
+    planned_time_s: of the solution's own schedule. baseline_time_s: of the step without a plan.
     lost: sentences on what the exported plan cannot do.
-    sharded: "per rank of 8, FSDP2", or "" for a step that is not sharded.
     """
 
-    modules: tuple[ExportedModule, ...]
     schedule: Schedule = field(repr=False)
     peak_bytes: int
     time_s: float
-    planned_peak_bytes: int
     planned_time_s: float
     baseline_time_s: float
     budget_bytes: int
     lost: tuple[str, ...]
-    sharded: str
     _model: nn.Module = field(repr=False, compare=False)
 
     @property
@@ -101,12 +96,12 @@ class Export:
 
     @property
     def overhead(self) -> float:
-        """Extra time as a share of the step without checkpointing."""
+        """Extra time as a share of the step without a plan."""
         return (self.time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
 
     @property
     def planned_overhead(self) -> float:
-        """The same of the solution's own schedule."""
+        """The same of the solution's own schedule, which `apply` would run."""
         return (self.planned_time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
 
     def remove(self) -> None:
@@ -115,6 +110,19 @@ class Export:
         Safe to call twice, say in a `finally`.
         """
         remove_torch_checkpoint(self._model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(ExportedStep):
+    """What was exported to the model as checkpoints, and what a step takes with it.
+
+    planned_peak_bytes: of the solution's own schedule.
+    sharded: "per rank of 8, FSDP2", or "" for a step that is not sharded.
+    """
+
+    modules: tuple[ExportedModule, ...]
+    planned_peak_bytes: int
+    sharded: str
 
     def __str__(self) -> str:
         per_rank = f" ({self.sharded})" if self.sharded else ""

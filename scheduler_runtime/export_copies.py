@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
 from graphs.graph import Graph, Node
-from scheduler_runtime.execute import CallsOnHost, ForwardWithHooks, remove_torch_checkpoint
-from scheduler_runtime.export import ExportError, check_model
+from scheduler_runtime.execute import CallsOnHost, ForwardWithHooks
+from scheduler_runtime.export import ExportedStep, ExportError, check_model
 from scheduler_runtime.planned import check_order
 from scheduler_runtime.selective_calls import eager_calls, operator_named
 from solver.schedule import (
@@ -46,49 +46,23 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import counted, format_share, format_size
 
 
-@dataclass(frozen=True)
-class ExportedCopies:
-    """What was exported to the model, and what a step takes with it.
+@dataclass(frozen=True, kw_only=True)
+class ExportedCopies(ExportedStep):
+    """What was exported to the model as hooks, and what a step takes with it, where each tensor is
+    freed after its last use.
 
-    storages: on the host, by the names of the graph's tensors.
-    schedule, peak_bytes, time_s, host_bytes: of the exported step, by the simulator, where each
-        tensor is freed after its last use.
-    planned_time_s: of the solution's own schedule. baseline_time_s: of the step without a plan.
-    lost: sentences on what the exported step does not do.
+    storages: on the host, by the names of the graph's tensors; host_bytes there at most.
     """
 
     storages: tuple[str, ...]
-    schedule: Schedule = field(repr=False)
-    peak_bytes: int
-    time_s: float
     host_bytes: int
-    planned_time_s: float
-    baseline_time_s: float
-    budget_bytes: int
-    lost: tuple[str, ...]
-    _model: nn.Module = field(repr=False, compare=False)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the exported step keeps to the budget."""
-        return self.peak_bytes <= self.budget_bytes
-
-    @property
-    def overhead(self) -> float:
-        """Extra time as a share of the step without a plan."""
-        return (self.time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
-
-    def remove(self) -> None:
-        """Give the model its own forward back, as `checkpoint_solver.remove(model)` does."""
-        remove_torch_checkpoint(self._model)
 
     def __str__(self) -> str:
-        planned = (self.planned_time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
         head = (
             f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
             f"{counted(len(self.storages), 'tensor')} ({format_size(self.host_bytes)}) on the "
             f"host, overhead {format_share(self.overhead)} (the plan itself: "
-            f"{format_share(planned)})" + ("" if self.fits else ": ABOVE THE BUDGET")
+            f"{format_share(self.planned_overhead)})" + ("" if self.fits else ": ABOVE THE BUDGET")
         )
         return "\n".join([head, *self.lost])
 
@@ -111,6 +85,7 @@ def to_saved_tensors_hooks(
     if solution.schedule is None or solution.simulation is None:
         raise ExportError(
             f"the solution has no schedule to export: its status is {solution.status}"
+            f"{solution.obstacle_text}"
         )
     check_model(model, solution.graph)
     graph = solution.plain

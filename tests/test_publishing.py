@@ -84,7 +84,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def test_bash_completes_names_of_files(tmp_path, words):
     shtab = pytest.importorskip("shtab", reason="shtab is not installed")
     if (bash := shutil.which("bash")) is None:
-        pytest.skip("bash is not installed")  # only the shell itself shows what it completes
+        pytest.skip("bash is not installed, and only it can run what it completes by")
     (tmp_path / "plan.json").touch()
     script = shtab.complete(parser(), shell="bash")
     done = subprocess.run(
@@ -101,7 +101,7 @@ def test_bash_completes_names_of_files(tmp_path, words):
 def test_fish_completes_options_and_choices(tmp_path):
     shtab = pytest.importorskip("shtab", reason="shtab is not installed")
     if (fish := shutil.which("fish")) is None:
-        pytest.skip("fish is not installed")  # as for bash; it is on few machines
+        pytest.skip("fish is not installed, and only it can run what it completes by")
     path = tmp_path / "solve.fish"
     path.write_text(shtab.complete(parser(), shell="fish"))
 

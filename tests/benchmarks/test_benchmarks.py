@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -166,3 +168,15 @@ def test_steps_take_turns_and_a_plan_is_forecast_with_other_times() -> None:
     sides = {"": Tower(), "plan": apply(model, found)}
     used = step_time.measured(sides, batch, n_rounds=2)
     assert [len(times_s) for times_s in used.values()] == [2, 2]
+
+
+def test_a_command_names_files_of_one_machine_without_their_folders(monkeypatch):
+    words = [
+        "/somewhere/allocator/__main__.py",
+        "--wheel",
+        "/somewhere/torch.whl",
+        "--out",
+        "b/a.json",
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    assert harness.command() == "python -m benchmarks.allocator --wheel torch.whl --out b/a.json"
