@@ -177,7 +177,7 @@ print('ran')
 
 @pytest.mark.slow
 def test_what_the_gpu_machine_may_lack_is_not_needed():
-    missing = ("rich", "pulp", "highspy", "transformers", "hypothesis", "checkpoint_schedules")
+    missing = ("rich", "pulp", "highspy", "transformers", "hypothesis")
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(missing=missing)],
         cwd=ROOT,
