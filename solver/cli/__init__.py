@@ -42,9 +42,17 @@ def process() -> int:
         return INTERRUPTED
 
 
-def _say_version() -> int:
-    from solver.cli.installed_version import version
+def version() -> str:
+    """The installed version, or "0 (not installed)" in a source tree."""
+    from importlib import metadata
 
+    try:
+        return metadata.version("checkpoint-solver")
+    except metadata.PackageNotFoundError:
+        return "0 (not installed)"
+
+
+def _say_version() -> int:
     print(f"solve {version()}")
     return 0
 
@@ -91,10 +99,3 @@ def parser() -> ArgumentParser:
     (problem,) = command._get_positional_actions()
     problem.nargs = "*"
     return command
-
-
-def help_text() -> str:
-    """What `solve --help` prints, at 100 columns at most, without trailing blanks."""
-    from solver.cli import arguments
-
-    return arguments.help_text()

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from graphs.host_state import WHERE
 from graphs.rewrites import WORDS
-from solver.cli.installed_version import version
+from solver.cli import version
 from solver.methods import METHODS
 from solver.module_checkpointing.for_other_frameworks import SYSTEMS
 from solver.plan_analysis import Size

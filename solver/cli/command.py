@@ -31,7 +31,7 @@ from solver.cli.arguments import Arguments, UsageError
 from solver.cli.ctrl_c import Watch, leave
 from solver.cli.largest_batch import maximised, size_notes
 from solver.cli.model_file import CONFIGURATION, LoadError, SizeError
-from solver.cli.pipeline_stages import failing_stage, stage_file
+from solver.cli.pipeline_stages import failing_stage
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.cli.reading_arguments import parse
@@ -56,8 +56,6 @@ from solver.solving import attempt, explained
 
 EXPLAIN = "explain"
 """Never a problem to plan: files end in .py or .json, and modules have a dot or a colon."""
-
-
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
@@ -91,9 +89,7 @@ def process() -> int:
     _own_process()
     words = sys.argv[1:]
     watch = Watch()
-    watch.say = partial(
-        _failed, Exit.INTERRUPTED, "interrupted", as_json="--json" in words, out=sys.stdout
-    )
+    watch.say = partial(_interrupted, as_json="--json" in words, out=sys.stdout)
     watch.start()
     try:
         code = _run_words(words, watch)
@@ -107,6 +103,8 @@ def process() -> int:
 
 
 def _run_words(words: list[str], watch: Watch) -> int:
+    """Run the command, and turn user errors into exit codes."""
+    run: Callable[[], int]
     if words[:1] == [EXPLAIN]:
         run, as_json = partial(explain.main, words[1:]), "--json" in words
     else:
@@ -116,8 +114,16 @@ def _run_words(words: list[str], watch: Watch) -> int:
             return _failed(Exit.USAGE, str(error), as_json=False)
         run, as_json = partial(_run, arguments, watch), arguments.json
     # What is loaded in the main thread may print elsewhere meanwhile.
-    watch.say = partial(_failed, Exit.INTERRUPTED, "interrupted", as_json=as_json, out=sys.stdout)
-    return _ended(run, watch, as_json=as_json)
+    watch.say = partial(_interrupted, as_json=as_json, out=sys.stdout)
+    try:
+        with untold():  # `Progress` says what runs
+            return run()
+    except (UsageError, BudgetError, DeviceError, SizeError) as error:
+        return _failed(Exit.USAGE, str(error), as_json=as_json)
+    except (LoadError, FormatError, GraphError) as error:
+        return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
+    except KeyboardInterrupt:
+        return watch.last_word(partial(_interrupted, as_json=as_json))
 
 
 def _own_process() -> None:
@@ -137,20 +143,6 @@ def _own_process() -> None:
     atexit.register(gc.freeze)
 
 
-def _ended(run: Callable[[], int], watch: Watch, *, as_json: bool) -> int:
-    """Run, and turn user errors into exit codes."""
-    try:
-        with untold():  # `Progress` says what runs
-            return run()
-    except (UsageError, BudgetError, DeviceError, SizeError) as error:
-        return _failed(Exit.USAGE, str(error), as_json=as_json)
-    except (LoadError, FormatError, GraphError) as error:
-        return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
-    except KeyboardInterrupt:
-        failed = partial(_failed, Exit.INTERRUPTED, "interrupted", as_json=as_json)
-        return watch.last_word(failed)
-
-
 def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = None) -> int:
     """One line on stderr, and with --json an object on stdout (`out`) as well."""
     line = " ".join(message.split())
@@ -159,6 +151,9 @@ def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = Non
         answer = {"status": "error", "error": line, "exit_code": int(code)}
         print(json.dumps(answer), file=out, flush=True)
     return code
+
+
+_interrupted = partial(_failed, Exit.INTERRUPTED, "interrupted")
 
 
 def _check_fits_problem(arguments: Arguments, graph: Graph) -> None:
@@ -206,7 +201,9 @@ def _run(arguments: Arguments, watch: Watch) -> int:
             try:
                 if each.takes_minutes or report.interrupted:
                     _show(report, printed, watch)
-                report = each.after(arguments, problem, report, progress)
+                if report.interrupted and not each.is_short:
+                    raise KeyboardInterrupt
+                report = each.make(arguments, problem, report, progress)
                 if each.takes_minutes:
                     _show(report, printed, watch)
             except KeyboardInterrupt:
@@ -234,10 +231,8 @@ def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
         for line in report.verification.warnings:
             print(f"solve: warning: --verify: {line}", file=sys.stderr)
     if code is not Exit.SOLVED:
-        print(
-            f"solve: {_why(code, report, of_what=failing_stage(arguments, report.best))}",
-            file=sys.stderr,
-        )
+        why = _why(code, report, of_what=failing_stage(arguments, report.best))
+        print(f"solve: {why}", file=sys.stderr)
     return code
 
 
@@ -267,9 +262,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
     Ctrl-C gives the best so far; raises KeyboardInterrupt if nothing has been found by then.
     """
     if problem.planned is not None:
-        solution, unexplained = _explained(problem.planned, progress)
-        notes = ["Interrupted: minimum-budget search interrupted."] if unexplained else []
-        return _report(problem, [solution], notes=notes, interrupted=unexplained)
+        return _of_one(problem, problem.planned, progress)
     solutions: list[Solution] = []
     refused: list[tuple[str, str]] = []
     interrupted = False
@@ -297,12 +290,11 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         solutions = [solution.with_bound(bound_s) for solution in solutions]
         if not found:
             solutions[0], interrupted = _explained(solutions[0], progress)
+    notes = [f"Interrupted: {'the best plan' if found else 'what was'} found so far."]
     return _report(
         problem,
         solutions,
-        notes=[f"Interrupted: {'the best plan' if found else 'what was'} found so far."]
-        if interrupted
-        else [],
+        notes=notes if interrupted else [],
         refused=tuple(refused),
         interrupted=interrupted,
     )
@@ -328,16 +320,33 @@ def _of_largest(
 ) -> Report:
     """The report of the largest size that fits, or of the smallest if none does."""
     chosen = search.largest or search.candidates[0]
-    solution, unexplained = _explained(chosen.solution, progress)
-    notes = ["Interrupted: minimum-budget search interrupted."] if unexplained else []
-    notes += ["Interrupted: the largest size found to fit so far."] if search.interrupted else []
-    return _report(
+    notes = ["Interrupted: the largest size found to fit so far."] if search.interrupted else []
+    notes += size_notes(search, knows_longest=knows_longest)
+    return _of_one(
         problem,
-        [solution],
-        notes=[*notes, *size_notes(search, knows_longest=knows_longest)],
-        interrupted=search.interrupted or unexplained,
+        chosen.solution,
+        progress,
+        notes=notes,
+        interrupted=search.interrupted,
         sizes=search,
     )
+
+
+def _of_one(
+    problem: Problem,
+    solution: Solution,
+    progress: Progress,
+    *,
+    notes: Sequence[str] = (),
+    interrupted: bool = False,
+    **fields: Any,
+) -> Report:
+    """The report of a plan that is there already; without a schedule, with the obstacle."""
+    solution, unexplained = _explained(solution, progress)
+    if unexplained:
+        notes = ["Interrupted: minimum-budget search interrupted.", *notes]
+    interrupted = interrupted or unexplained
+    return _report(problem, [solution], notes=notes, interrupted=interrupted, **fields)
 
 
 def _saved(arguments: Arguments, report: Report, stages: Sequence[Solution]) -> Report:
@@ -370,7 +379,8 @@ def _by_stage(
         yield what, path, report.best
     for stage, solution in enumerate(stages):
         is_reported = solution.graph is report.best.graph
-        yield what if is_reported else f"{what} of stage {stage}", stage_file(path, stage), solution
+        of_stage = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
+        yield what if is_reported else f"{what} of stage {stage}", of_stage, solution
 
 
 def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:

@@ -5,6 +5,7 @@ Ctrl-C leaves out the rest of what is being made; the plan is there all the same
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from solver.cli.progress import Progress
 from solver.module_checkpointing.for_other_frameworks import nearest
 from solver.plan_analysis import N_BUDGETS, Curve, sweep
 from solver.python_api import draw
-from solver.reporting import Report, best, write_page
-from solver.schedule import Solution
+from solver.reporting import Report, write_page
 from solver.scheduler_runtime_bridge import VerifyError
 from solver.sizes_deadlines_progress import counted, ctrl_c_ends_searches
 
@@ -35,14 +35,6 @@ class Following:
     is_short: bool = False
     takes_minutes: bool = False
     part: str = ""
-
-    def after(
-        self, arguments: Arguments, problem: Problem, report: Report, progress: Progress
-    ) -> Report:
-        """The report with it. Raises KeyboardInterrupt."""
-        if report.interrupted and not self.is_short:
-            raise KeyboardInterrupt
-        return self.make(arguments, problem, report, progress)
 
     def without(self, report: Report, given: str) -> Report:
         """The report where Ctrl-C left it out. given: the options on the command line."""
@@ -78,50 +70,44 @@ def _verified(_: Arguments, problem: Problem, report: Report, progress: Progress
 
 
 def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
-    """Add the curve of overhead against budget; Ctrl-C skips the rest of it."""
-    notes = list(report.notes)
-    curve, interrupted = _sweep(arguments, problem, list(report.solutions), progress)
+    """Add the curve of overhead against budget; Ctrl-C skips the rest of it.
+
+    --pareto: every method and N_BUDGETS budgets; --report alone: the answer's method and fewer.
+    The searches of a method share the time limit, which quick ones do not reach.
+    """
+    quick, notes = arguments.pareto is None, list(report.notes)
+    methods = [solution.method for solution in ((report.best,) if quick else report.solutions)]
+    n_budgets = N_QUICK_BUDGETS if quick else N_BUDGETS
+    limit_s = arguments.time_limit / n_budgets
+    curve: Curve | None = None
+    interrupted = True
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        progress.says("sweeping budgets for the curve") as say,
+        ctrl_c_ends_searches() as interrupt,
+    ):
+        found = sweep(
+            problem.step,
+            n_budgets=n_budgets,
+            methods=methods,
+            reserve_bytes=problem.reserve_bytes,
+            time_limit_s=limit_s,
+            seed=arguments.seed,
+            quick=True,
+            rewrites=problem.rewrites,
+            places=problem.places,
+            optimizer_state=arguments.optimizer_state,
+            parameters=arguments.parameters,
+            known=[solution for solution in report.solutions if solution.method in methods],
+            on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
+        )
+        curve, interrupted = found if found.points else None, interrupt.is_set()
     if interrupted:
         part = "it is not drawn" if curve is None else "it has the points computed so far"
         notes.append(f"Interrupted while sweeping budgets for the curve: {part}.")
     if n_late := sum(point.timed_out for point in curve.points) if curve else 0:
         notes.append(f"The time limit ended {counted(n_late, 'search', 'searches')} of the curve.")
     return dataclasses.replace(report, curve=curve, notes=tuple(notes), interrupted=interrupted)
-
-
-def _sweep(
-    arguments: Arguments, problem: Problem, solutions: list[Solution], progress: Progress
-) -> tuple[Curve | None, bool]:
-    """The curve, None without any point, and whether Ctrl-C cut it short.
-
-    --pareto: every method and N_BUDGETS budgets; --report alone: the answer's method and fewer.
-    The searches of a method share the time limit, which quick ones do not reach.
-    """
-    quick = arguments.pareto is None
-    methods = [best(solutions).method] if quick else [solution.method for solution in solutions]
-    n_budgets = N_QUICK_BUDGETS if quick else N_BUDGETS
-    limit_s = arguments.time_limit / n_budgets
-    what = "sweeping budgets for the curve"
-    try:
-        with progress.says(what) as say, ctrl_c_ends_searches() as interrupt:
-            curve = sweep(
-                problem.step,
-                n_budgets=n_budgets,
-                methods=methods,
-                reserve_bytes=problem.reserve_bytes,
-                time_limit_s=limit_s,
-                seed=arguments.seed,
-                quick=True,
-                rewrites=problem.rewrites,
-                places=problem.places,
-                optimizer_state=arguments.optimizer_state,
-                parameters=arguments.parameters,
-                known=[solution for solution in solutions if solution.method in methods],
-                on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
-            )
-    except KeyboardInterrupt:
-        return None, True
-    return curve if curve.points else None, interrupt.is_set()
 
 
 def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress) -> Report:

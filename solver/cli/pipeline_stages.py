@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from graphs.pipeline import PipelineError, pipeline_of
@@ -88,11 +87,6 @@ def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
         return wanted
     times = [float("inf") if time_s is None else time_s for time_s in split.times_s]
     return times.index(max(times))
-
-
-def stage_file(path: Path, stage: int) -> Path:
-    """The file of one stage: plan.json -> plan.stage0.json."""
-    return path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
 
 
 def failing_stage(arguments: Arguments, solution: Solution) -> str:

@@ -20,7 +20,6 @@ from graphs.hardware import Hardware
 from graphs.rewrites import Variants
 from solver.cli import hf_config
 from solver.cli.arguments import Arguments, UsageError
-from solver.cli.first_size import second_size
 from solver.cli.model_file import (
     CONFIGURATION,
     SIZE_NAMES,
@@ -43,7 +42,7 @@ from solver.device_and_costs import (
     find_target,
     host_beside,
 )
-from solver.plan_analysis import FIRST
+from solver.plan_analysis import FIRST, SECOND
 from solver.reporting import describe_costs, step_notes
 from solver.schedule import Places, Request, Solution
 from solver.scheduler_runtime_bridge import (
@@ -241,29 +240,34 @@ def _model_problem(
 
     def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
         title = file.title or step.plain.meta.model or "model"
+        of_trace = {
+            "device": target.hardware.title,
+            "costs": describe_costs(step.plain.meta.cost_model),
+            "rewrites": arguments.rewrites,
+        }
         return Problem(
             name=f"{arguments.problem} ({title}{size})",
             step=step,
             verify=partial(_verified, file, target, arguments.autocast),
             size=None if largest is None else file.sizes[largest],
-            **fields,
+            **{**of_trace, **fields},
             **memory,
         )
+
+    def size_text(file: ModelFile) -> str:
+        return "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
 
     def traced(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
         step, notes = traced_step(file, target, arguments, optimizer, tells=progress.tells)
         optimizer = step.plain.meta.environment.get("optimizer")
-        size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
+        size = size_text(file)
         if largest == "seq_length" and "batch_size" in file.sizes:
             size += f", batch size {file.sizes['batch_size']}"
         return problem_of(
             file,
             step,
             size,
-            device=target.hardware.title,
-            costs=describe_costs(step.plain.meta.cost_model),
             notes=(*allocator, *of_first, *notes),
-            rewrites=arguments.rewrites,
             resized=None
             if largest is None
             else lambda n: traced(file.resized(largest, n), optimizer),
@@ -273,10 +277,17 @@ def _model_problem(
         try:
             return traced(file)
         except ModelFailsError as failed:
-            if (second := second_size(arguments, file, failed)) is None or largest is None:
+            if largest is None or getattr(arguments, largest):  # the user has given the size
                 raise
-            size, note = second
-            of_first.append(note)
+            usual = file.default_of(largest)
+            size = SECOND.get(largest) if usual is None else usual
+            if size is None or size == FIRST[largest]:
+                raise
+            what, whose = largest.replace("_", " "), "" if usual is None else ", that of get_batch"
+            of_first.append(
+                f"The search began with {what} {size}{whose}: with {what} {FIRST[largest]} the "
+                f"model itself fails ({failed})."
+            )
             return traced(file.resized(largest, size))
 
     def staged(file: ModelFile, say: Say | None = None) -> Problem:
@@ -286,15 +297,11 @@ def _model_problem(
         stage = reported_stage(split, arguments.stage)
         solution = split.solutions[stage]
         step = Variants.of(solution.variants or solution.graph)
-        size = "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
         return problem_of(
             file,
             step,
-            f"{size}, stage {stage} of {len(split.sizes)}",
-            device=target.hardware.title,
-            costs=describe_costs(step.plain.meta.cost_model),
+            f"{size_text(file)}, stage {stage} of {len(split.sizes)}",
             notes=(*stage_notes(split, stage), *allocator, *notes, *step_notes(step.plain)),
-            rewrites=arguments.rewrites,
             planned=solution,
             stages=split.solutions if arguments.stage is None else (),
             resized=None if largest is None else lambda n: staged(file.resized(largest, n)),
@@ -309,15 +316,18 @@ def _model_problem(
             if target.local_device == "cpu"
             else target.hardware.title,
             costs="measured on this machine, by submodule",
+            rewrites="none",
             notes=(*found.notes, *file.notes),
             planned=found.solution,
             not_traced=refused.why,
         )
 
-    with (
-        opened(source, sizes=sizes, varied=largest or "") as opened_file,
-        _distributed(opened_file, arguments) as file,
-    ):
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(opened(source, sizes=sizes, varied=largest or ""))
+        if arguments.tensor is not None:
+            from graphs.fake_mesh import fake_mesh  # here: it takes torch
+
+            file = file.on_mesh(stack.enter_context(fake_mesh(arguments.tensor)))
         if arguments.pipeline is not None:
             what = f"dividing {arguments.problem} into {arguments.pipeline} stages"
             with progress.says(what) as say:
@@ -331,18 +341,6 @@ def _model_problem(
             with progress.says("not traceable: measuring real steps to plan by submodules"):
                 problem = measured(file, refused)
         yield problem
-
-
-@contextlib.contextmanager
-def _distributed(file: ModelFile, arguments: Arguments) -> Iterator[ModelFile]:
-    """The file, inside the context over the ranks of --tensor."""
-    if arguments.tensor is None:
-        yield file
-        return
-    from graphs.fake_mesh import fake_mesh  # here: it takes torch
-
-    with fake_mesh(arguments.tensor) as mesh:
-        yield file.on_mesh(mesh)
 
 
 def _planned_by_submodules(
