@@ -26,9 +26,9 @@ from graphs.capture import at_each_checkpoint
 from graphs.costs import CostModel
 from graphs.model_calls import Call, TraceError, device_of
 from scheduler_runtime.measuring import bytes_of, resident_tensors
-from solver.device_and_costs import HostLink, find_hardware, host_beside
+from solver.device_and_costs import find_hardware, host_beside
 from solver.schedule import Places
-from solver.sizes_deadlines_progress import BudgetError, parse_budget, parse_size
+from solver.sizes_deadlines_progress import BudgetError, Rates, parse_budget, parse_size
 
 
 def budget_for(
@@ -48,7 +48,7 @@ def budget_for(
 def host_for(
     model: nn.Module,
     host_budget: int | float | str | None,
-    host_link: HostLink | None,
+    host_link: Rates | None,
     costs: CostModel | None,
 ) -> Places | None:
     """`solver.device_and_costs.host_beside` for a training step of this model where it is.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from graphs.hardware import DEVICES, Hardware, card_called, named
 from solver.schedule import Link, Place, Places
 from solver.sizes_deadlines_progress import (
     BudgetError,
+    Rates,
     format_both,
-    parse_rate,
+    parse_rates,
     parse_size,
     reject_missing_unit,
     reject_share,
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from graphs.costs import CostModel
-
-Rate: TypeAlias = str | int | float
-HostLink: TypeAlias = Rate | Sequence[Rate]
 
 WITH_OPAQUE_PARTS = (
     "a part of the model is planned as one piece, which cannot be copied to the host; leave out "
@@ -149,7 +147,7 @@ def find_target(
 
 def host_beside(
     budget: str | int | float | None,
-    link: HostLink | None = None,
+    link: Rates | None = None,
     *,
     hardware: Hardware | None,
     costs: CostModel | None = None,
@@ -189,15 +187,11 @@ def host_beside(
                 "the rate of the link to the host is unknown; give it (--host-link 50GB/s, or in "
                 "Python host_link='50GB/s') or name a device (--device h100, device='h100')"
             )
-        rates = [copies.out_bytes_per_s, copies.in_bytes_per_s]
+        rates = copies.out_bytes_per_s, copies.in_bytes_per_s
     else:
-        words = link.split(",") if isinstance(link, str) else link
-        parts = words if isinstance(words, Sequence) else [words]
-        if len(parts) not in (1, 2):
-            raise BudgetError(f"invalid host link {link!r}: write 50GB/s, or OUT,IN: 50GB/s,40GB/s")
-        rates = [parse_rate(part, what="host link") for part in parts]
+        rates = parse_rates(link, what="host link", example="50GB/s,40GB/s")
     latency_s = 0.0 if copies is None else copies.latency_s
-    return Places(host=Place(capacity_bytes, Link(rates[0], rates[-1], latency_s)))
+    return Places(host=Place(capacity_bytes, Link(*rates, latency_s)))
 
 
 def find_hardware(name: str, *, needs_rates: bool = True) -> Hardware:

@@ -157,10 +157,8 @@ class Verification:
     def warnings(self) -> tuple[str, ...]:
         """Sentences on measured peaks that are not the predicted ones."""
         return tuple(
-            f"{name} the measured peak is {format_size(measured)}, "
-            f"{format_percent(abs(measured / (predicted or 1) - 1))} "
-            f"{'above' if measured > predicted else 'below'} the predicted "
-            f"{format_size(predicted)}"
+            f"{name} the measured peak is {format_size(measured)}, {_off(measured, predicted)} the "
+            f"predicted {format_size(predicted)}"
             for name, measured, predicted in self._unpredicted
         )
 
@@ -193,44 +191,34 @@ class Verification:
             return statistics.median(self.overheads)
         return self.measured_time_s / (self.baseline_measured_time_s or 1.0) - 1.0
 
-    @property
-    def measured_overhead_text(self) -> str:
-        """With the range of the rounds: "+3.10 % (+2.00 % to +4.40 % in 3 rounds)"."""
-        text = format_share(self.overhead)
-        if len(self.overheads) < 2:
-            return text
-        least, most = map(format_share, (min(self.overheads), max(self.overheads)))
-        return f"{text} ({least} to {most} in {len(self.overheads)} rounds)"
-
-    @property
-    def predicted_overhead(self) -> float:
-        return self.predicted_time_s / (self.baseline_predicted_time_s or 1.0) - 1.0
-
     def overhead_text(self, reader: Reader) -> str:
-        """Measured beside predicted, and what to do where the two are not of the same times."""
-        predicted = f"{format_share(self.predicted_overhead)} predicted"
+        """Measured, with the range of the rounds, beside predicted: "+3.10 % (+2.00 % to +4.40 % in
+        3 rounds) measured, +3.00 % predicted"; and what to do where these are of other times."""
+        measured = format_share(self.overhead)
+        if len(self.overheads) > 1:
+            least, most = map(format_share, (min(self.overheads), max(self.overheads)))
+            measured += f" ({least} to {most} in {len(self.overheads)} rounds)"
+        planned = self.predicted_time_s / (self.baseline_predicted_time_s or 1.0) - 1.0
+        predicted = f"{format_share(planned)} predicted"
         if self.rates_of:
             predicted += (
                 f" by the rates of {self.rates_of}; to compare the two, plan for this machine with "
                 f"{reader.measured}"
             )
-        return f"{self.measured_overhead_text} measured, {predicted}"
+        return f"{measured} measured, {predicted}"
 
     @property
     def headline(self) -> str:
         """What a report has beside the title: whether it passed, and with peaks as predicted."""
         if not self.passed:
             return "FAILED"
-        return "; ".join(("passed, WARNING", *self._off)) if self._off else "passed"
-
-    @property
-    def _off(self) -> tuple[str, ...]:
-        """Peaks that are not the predicted ones: "peak without the plan 11.20 % above"."""
-        return tuple(
-            f"peak {name} {format_percent(abs(measured / (predicted or 1) - 1))} "
-            f"{'above' if measured > predicted else 'below'} the prediction"
+        if not self._unpredicted:
+            return "passed"
+        peaks = (
+            f"peak {name} {_off(measured, predicted)} the prediction"
             for name, measured, predicted in self._unpredicted
         )
+        return "; ".join(("passed, WARNING", *peaks))
 
     @property
     def verdict(self) -> str:
@@ -241,7 +229,7 @@ class Verification:
         if self.memory_failures:
             what = "above the budget" if not self.fits else "baseline above the budget"
             return f"FAILED: {what}, {results}"
-        return f"{self.headline}; {results}" if self._off else f"passed: {results}"
+        return f"{self.headline}; {results}" if self._unpredicted else f"passed: {results}"
 
     @property
     def line(self) -> str:
@@ -271,6 +259,12 @@ class Verification:
             *(f"  warning      {line}" for line in self.warnings),
         ]
         return "\n".join(lines)
+
+
+def _off(measured_bytes: int, predicted_bytes: int) -> str:
+    """ "11.20 % above"."""
+    share = format_percent(abs(measured_bytes / (predicted_bytes or 1) - 1))
+    return f"{share} {'above' if measured_bytes > predicted_bytes else 'below'}"
 
 
 class NoRowError(ValueError):

@@ -34,10 +34,9 @@ from scheduler_runtime.surroundings import (
     refuse_checkpointing,
     why_not_planned,
 )
-from solver.device_and_costs import HostLink
 from solver.methods import METHODS
-from solver.sizes_deadlines_progress import names_checked
-from solver.solving import DiskRate, check_where, disk_behind
+from solver.sizes_deadlines_progress import Rates, names_checked
+from solver.solving import check_where, disk_behind
 
 
 @names_checked
@@ -55,9 +54,9 @@ def fit(
     costs: CostModel | None = None,
     rewrites: str = "bitwise",
     host_budget: int | float | str | None = None,
-    host_link: HostLink | None = None,
+    host_link: Rates | None = None,
     disk_budget: int | float | str | None = None,
-    disk_rate: DiskRate | None = None,
+    disk_rate: Rates | None = None,
     optimizer_state: str = "auto",
     unplanned: str = "warn",
     on_pressure: str = "raise",

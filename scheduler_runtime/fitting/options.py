@@ -8,10 +8,8 @@ from typing import Any, TypeAlias
 
 from graphs.costs import CostModel
 from graphs.training_step import GivenOptimizer
-from solver.device_and_costs import HostLink
 from solver.schedule import Solution
-from solver.sizes_deadlines_progress import format_both
-from solver.solving import DiskRate
+from solver.sizes_deadlines_progress import Rates, format_both
 
 Optimizers: TypeAlias = GivenOptimizer | Sequence[GivenOptimizer] | None
 
@@ -60,8 +58,8 @@ class Options:
     costs: CostModel | None
     rewrites: str
     host_budget: int | float | str | None
-    host_link: HostLink | None
+    host_link: Rates | None
     disk_budget: int | float | str | None
-    disk_rate: DiskRate | None
+    disk_rate: Rates | None
     optimizer_state: str
     on_pressure: str = "raise"

@@ -71,34 +71,24 @@ def plan_regions(
     """
     if any(region.drops_output for region in regions):
         raise RegionError("stock checkpoints keep the output of a region; give it to `forecast`")
-    if not regions:
-        return _plain(graph, in_loop=in_loop)
-    step = _Step(graph, RegionLayout(graph, regions), in_loop=in_loop)
-    step.run()
-    eager = _with_backward_in_place(graph)
-    schedule = free_after_last_use(eager, step.order, held=step.held)
+    n_recomputations: Mapping[str, int] = {}
+    if regions:
+        step = _Step(graph, RegionLayout(graph, regions), in_loop=in_loop)
+        step.run()
+        eager, n_recomputations = _with_backward_in_place(graph), step.n_recomputations
+        schedule = free_after_last_use(eager, step.order, held=step.held)
+    else:  # PyTorch's own step
+        eager = as_eager(graph)
+        schedule = baseline(eager)
     extra = [extra_bytes(region) for top in regions for region in top.flat()]
     return RegionPlan(
         regions=tuple(regions),
         in_loop=in_loop,
-        n_recomputations=step.n_recomputations,
+        n_recomputations=n_recomputations,
         schedule=replace(schedule, graph_id=graph.graph_id),
         simulation=simulate(eager, schedule),
         # and while a region is recomputed, that of what this interrupts
         extra_bytes=sum(extra) + max(extra, default=0),
-    )
-
-
-def _plain(graph: Graph, *, in_loop: bool) -> RegionPlan:
-    """Nothing is checkpointed: PyTorch's own step."""
-    eager = as_eager(graph)
-    schedule = baseline(eager)
-    return RegionPlan(
-        regions=(),
-        in_loop=in_loop,
-        n_recomputations={},
-        schedule=replace(schedule, graph_id=graph.graph_id),
-        simulation=simulate(eager, schedule),
     )
 
 

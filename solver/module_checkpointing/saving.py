@@ -104,11 +104,8 @@ def prices_of(graph: Graph, region: CheckpointRegion, may_save: MaySave) -> dict
             spared_s = left_s - time_s(more)
             if name in more and spared_s > 0:
                 each = max(0, kept_bytes(more) - before_bytes) / spared_s
-                best = (
-                    (each, name, more)
-                    if best is None
-                    else min(best, (each, name, more), key=lambda one: one[:2])
-                )
+                if best is None or (each, name) < best[:2]:
+                    best = each, name, more
         if best is None:
             return prices
         price = max(price, best[0])  # it is of no use before those that it was chosen after

@@ -161,8 +161,7 @@ class _Choice:
 
     def whole(self, path: str) -> CheckpointRegion | None:
         """The module checkpointed whole; None where it cannot be, or has nothing to drop."""
-        region, dropped = self._region(path) or (None, ())
-        return region if dropped else None
+        return next((region for region, _ in self.parts(path, 0)), None)
 
     def _region(self, path: str) -> tuple[CheckpointRegion, tuple[str, ...]] | None:
         """The module as a region, with what it drops; None where it cannot be one."""
@@ -187,17 +186,13 @@ class _Choice:
 
     def as_kept(self, path: str, kept: frozenset[str], depth: int) -> Iterator[CheckpointRegion]:
         """What to checkpoint of a block, so many levels down, so that these storages are kept."""
-        if depth:
-            for part in self._tree.parts.get(path, ()):
-                yield from self.as_kept(part, kept, depth - 1)
-            return
-        region, dropped = self._region(path) or (None, ())
-        maker_of = {name: self._graph.producer[name].name for name in dropped}
-        missing = {maker_of[name] for name in dropped if self._graph.root(name) not in kept}
-        if region is not None and missing:
-            saved = frozenset(maker_of.values()) - missing
-            saved = self._may_save(dataclasses.replace(region, saved=saved))
-            yield dataclasses.replace(region, saved=saved)
+        for region, dropped in self.parts(path, depth):
+            maker_of = {name: self._graph.producer[name].name for name in dropped}
+            missing = {maker_of[name] for name in dropped if self._graph.root(name) not in kept}
+            if missing:
+                saved = frozenset(maker_of.values()) - missing
+                saved = self._may_save(dataclasses.replace(region, saved=saved))
+                yield dataclasses.replace(region, saved=saved)
 
     def nested(self) -> Iterator[tuple[CheckpointRegion, ...]]:
         """Blocks with parts inside; modules around blocks: whole, with blocks inside, with both.

@@ -211,7 +211,7 @@ def _precision(solution: Solution, *, reader: Reader) -> Iterator[str]:
     autocast = graph.meta.environment.get("autocast", "unknown")
     if autocast is not None or main_dtype not in WIDE_DTYPES:
         return
-    share = _activation_share(solution)
+    share = solution.peaks[0].share("activations")
     if share < ACTIVATION_SHARE:
         return
     yield (
@@ -231,7 +231,7 @@ def _theory(solution: Solution) -> Iterator[str]:
     forward_s = math.fsum(node.time_s for node in graph.forward_nodes)
     n_segments = max(2, round(math.sqrt(blocks.n_blocks)))
     segments = split_into_blocks(solution.plain, max_blocks=n_segments)
-    share = _activation_share(solution)
+    share = solution.peaks[0].share("activations")
     method = METHODS.get(solution.method)
     where = "here on the step without rewrites" if graph.meta.rewrites else "here"
     plan = "this plan, op by op," if method and method.op_by_op else "this plan"
@@ -250,11 +250,6 @@ def _theory(solution: Solution) -> Iterator[str]:
         f"√L, {counted(n_segments, 'segment')}, {_costs(solution, segments)}; "
         f"{plan} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
     )
-
-
-def _activation_share(solution: Solution) -> float:
-    """Of the baseline peak."""
-    return solution.peaks[0].share("activations")
 
 
 def _costs(solution: Solution, blocks: Blocks) -> str:

@@ -113,25 +113,14 @@ class Copies:
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
         """Those that run anything."""
-        found = defaultdict(list)
-        for event in self.events:
-            found[event.stream].append(event)
-        return tuple(
-            self._stream(name, found[name])  # type: ignore[index]
-            for name in TITLE_OF_STREAM
-            if name in found
-        )
-
-    def _stream(self, name: str, events: Sequence[Event]) -> Stream:
-        busy_s = math.fsum(event.end_s - event.start_s for event in events)
-        copied = (op for e in events if isinstance(op := self.ops[e.position], Copy))
-        return Stream(
-            name=name,
-            n_ops=len(events),
-            size_bytes=sum(map(self._size_bytes, copied)),
-            busy_s=busy_s,
-            share=busy_s / (self.end_s or 1.0),
-        )
+        found = []
+        for name in TITLE_OF_STREAM:
+            if events := [event for event in self.events if event.stream == name]:
+                busy_s = math.fsum(event.end_s - event.start_s for event in events)
+                copied = (op for e in events if isinstance(op := self.ops[e.position], Copy))
+                size_bytes, share = sum(map(self._size_bytes, copied)), busy_s / (self.end_s or 1.0)
+                found.append(Stream(name, len(events), size_bytes, busy_s, share))
+        return tuple(found)
 
     @cached_property
     def stalls(self) -> tuple[Stall, ...]:

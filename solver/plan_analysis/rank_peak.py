@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from graphs.graph import Graph
 from graphs.pipeline import PipelineError, pipeline_of
 from solver.schedule import Solution
 
@@ -28,22 +27,17 @@ def rank_peak_bytes(solutions: Sequence[Solution]) -> int:
     for solution in solutions:
         graph, found = solution.graph, solution.simulation
         assert found is not None
-        resident |= Counter(_resident(graph))
+        here: Counter[str] = Counter()  # by the name of what stands beside the step, and by kind
+        for tensor in graph.resident:
+            if tensor.alias_of is None:
+                is_beside = tensor.name.startswith("pipeline.")
+                here[tensor.name if is_beside else tensor.kind] += tensor.size_bytes
+        resident |= here
         others_bytes = (graph.n_in_flight - 1) * found.saved_bytes
         most_saved_bytes = max(most_saved_bytes, others_bytes)
         step_bytes = found.peak_bytes - graph.resident_bytes - others_bytes
         most_step_bytes = max(most_step_bytes, step_bytes)
     return sum(resident.values()) + most_saved_bytes + most_step_bytes
-
-
-def _resident(graph: Graph) -> Mapping[str, int]:
-    """Bytes by the name of what stands beside the step, and by kind."""
-    found: Counter[str] = Counter()
-    for tensor in graph.resident:
-        if tensor.alias_of is None:
-            is_beside = tensor.name.startswith("pipeline.")
-            found[tensor.name if is_beside else tensor.kind] += tensor.size_bytes
-    return found
 
 
 def _check(solutions: Sequence[Solution]) -> None:

@@ -17,13 +17,11 @@ from graphs.rewrites import PROGRAM_REWRITES, results_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import Advice, Curve, SizeSearch, overhead_range
 from solver.schedule import (
+    PeakMemory,
     Schedule,
     Simulation,
     Solution,
-    activation_bytes_by_dtype,
     baseline,
-    memory_at,
-    node_at,
     reserved_by_setting,
     simulate,
 )
@@ -276,11 +274,12 @@ def _answer(solution: Solution) -> dict[str, Any]:
 
 
 def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
+    at_peak = PeakMemory("", graph, schedule, simulation)
     return {
         "peak_bytes": simulation.peak_bytes,
-        "peak_op": _op(node_at(graph, schedule, simulation)),
-        "memory_bytes": memory_at(graph, schedule, simulation.peak_op),
-        "activation_bytes_by_dtype": activation_bytes_by_dtype(graph, schedule, simulation.peak_op),
+        "peak_op": _op(at_peak.node),
+        "memory_bytes": at_peak.bytes_of,
+        "activation_bytes_by_dtype": at_peak.activations_of,
         "time_s": simulation.time_s,
         "n_recomputed": simulation.n_recomputed,
         **(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from graphs.graph import Graph, Node
 from solver.schedule.memory import activation_bytes_by_dtype, memory_at, node_at
@@ -19,34 +20,27 @@ STATE = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """One run of the step at its peak.
-
-    name: "baseline" or "plan".
-    node: the peak op (None: before the first op).
-    bytes_of: by category; they add up to the peak of the run.
-    activations_of: the bytes of activations by dtype; empty where the graph does not record dtypes.
-    """
+    """One run of the step at its peak. name: "baseline" or "plan"."""
 
     name: str
     graph: Graph = field(repr=False)
     schedule: Schedule
     simulation: Simulation
-    node: Node | None
-    bytes_of: Mapping[str, int]
-    activations_of: Mapping[str, int]
 
-    @classmethod
-    def of(cls, name: str, graph: Graph, schedule: Schedule, simulation: Simulation) -> PeakMemory:
-        position = simulation.peak_op
-        return cls(
-            name=name,
-            graph=graph,
-            schedule=schedule,
-            simulation=simulation,
-            node=node_at(graph, schedule, simulation),
-            bytes_of=memory_at(graph, schedule, position),
-            activations_of=activation_bytes_by_dtype(graph, schedule, position),
-        )
+    @cached_property
+    def node(self) -> Node | None:
+        """The peak op (None: before the first op)."""
+        return node_at(self.graph, self.schedule, self.simulation)
+
+    @cached_property
+    def bytes_of(self) -> Mapping[str, int]:
+        """By category; they add up to the peak of the run."""
+        return memory_at(self.graph, self.schedule, self.simulation.peak_op)
+
+    @cached_property
+    def activations_of(self) -> Mapping[str, int]:
+        """The bytes of activations by dtype; empty where the graph does not record dtypes."""
+        return activation_bytes_by_dtype(self.graph, self.schedule, self.simulation.peak_op)
 
     @property
     def total_bytes(self) -> int:

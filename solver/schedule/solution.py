@@ -88,11 +88,11 @@ class Solution:
         """What is there at the peaks of the baseline, and of a plan that differs from it."""
         plain, found = self.baseline, self.simulation
         unplanned = baseline_schedule(self.unplanned)
-        before = PeakMemory.of("baseline", self.unplanned, unplanned, plain)
+        before = PeakMemory("baseline", self.unplanned, unplanned, plain)
         if self.schedule is None or found is None:
             return (before,)
         if found.n_recomputed or self.schedule.has_copies or found.peak_bytes != plain.peak_bytes:
-            return before, PeakMemory.of("plan", self.graph, self.schedule, found)
+            return before, PeakMemory("plan", self.graph, self.schedule, found)
         return (before,)
 
     @property

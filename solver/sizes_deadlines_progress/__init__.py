@@ -30,11 +30,13 @@ from solver.sizes_deadlines_progress.progress_in_python import (
 from solver.sizes_deadlines_progress.sizes import (
     CUDA_RESERVE_BYTES,
     BudgetError,
+    Rates,
     format_both,
     format_size,
     format_size_up,
     parse_budget,
     parse_rate,
+    parse_rates,
     parse_size,
     reject_missing_unit,
     reject_share,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Integral, Real
+from typing import TypeAlias
 
 from solver.sizes_deadlines_progress.format import counted
 
@@ -134,6 +136,9 @@ def _amount(text: object) -> tuple[Fraction, str]:
     return amount, unit
 
 
+Rates: TypeAlias = str | int | float | Sequence[str | int | float]
+"""Of the two directions of a link: "50GB/s", 50e9, "50GB/s,40GB/s", ("50GB/s", "40GB/s")."""
+
 SLOWEST_LINK_BYTES_PER_S = 10**6
 """A rate below this was meant in another unit: 50 for 50GB/s."""
 
@@ -164,6 +169,20 @@ def parse_rate(text: str | int | float, *, what: str) -> float:
             f"{format_size(SLOWEST_LINK_BYTES_PER_S)}/s; write 50GB/s for gigabytes per second"
         )
     return rate
+
+
+def parse_rates(given: Rates, *, what: str, example: str) -> tuple[float, float]:
+    """Bytes per second away from the device and back to it: of one rate for both, or of two.
+
+    example: of two rates of that kind, for messages. Raises BudgetError.
+    """
+    words = given.split(",") if isinstance(given, str) else given
+    parts = words if isinstance(words, Sequence) else [words]
+    if len(parts) not in (1, 2):
+        one = example.partition(",")[0]
+        raise BudgetError(f"invalid {what} {given!r}: write {one}, or OUT,IN: {example}")
+    rates = [parse_rate(part, what=what) for part in parts]
+    return rates[0], rates[-1]
 
 
 SMALLEST_BARE_BYTES = 10**6

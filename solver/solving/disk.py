@@ -6,22 +6,18 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 from solver.schedule import Link, Place, Places
 from solver.sizes_deadlines_progress import (
     BudgetError,
+    Rates,
     format_size,
-    parse_rate,
+    parse_rates,
     parse_size,
     reject_missing_unit,
     reject_share,
 )
-
-Rate: TypeAlias = str | int | float
-DiskRate: TypeAlias = Rate | Sequence[Rate]
 
 MEASURED = "measured"
 MEASURED_BYTES, BLOCK_BYTES = 2**28, 2**22
@@ -30,7 +26,7 @@ MEASURED_BYTES, BLOCK_BYTES = 2**28, 2**22
 def disk_behind(
     places: Places | None,
     budget: str | int | float | None,
-    rate: DiskRate | None = None,
+    rate: Rates | None = None,
     *,
     resident_bytes: int = 0,
 ) -> Places | None:
@@ -74,18 +70,12 @@ def disk_behind(
             "the disk's rates are measured in its directory, and none is given; write "
             "500GB:/scratch"
         )
-    out, back = measured_rates(directory) if rate == MEASURED else _parsed(rate)
-    disk = Place(capacity_bytes, Link(out, back))
+    if rate == MEASURED:
+        rates = measured_rates(directory)
+    else:
+        rates = parse_rates(rate, what="disk rate", example="5GB/s,6GB/s")
+    disk = Place(capacity_bytes, Link(*rates))
     return dataclasses.replace(places, disk=disk, disk_directory=directory)
-
-
-def _parsed(rate: DiskRate) -> tuple[float, float]:
-    words = rate.split(",") if isinstance(rate, str) else rate
-    parts = words if isinstance(words, Sequence) else [words]
-    if len(parts) not in (1, 2):
-        raise BudgetError(f"invalid disk rate {rate!r}: write 5GB/s, or OUT,IN: 5GB/s,6GB/s")
-    rates = [parse_rate(part, what="disk rate") for part in parts]
-    return rates[0], rates[-1]
 
 
 def measured_rates(directory: str) -> tuple[float, float]:

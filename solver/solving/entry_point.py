@@ -11,7 +11,6 @@ from graphs.graph import Graph
 from graphs.rewrites import check_word
 from solver.device_and_costs import (
     WITH_OPAQUE_PARTS,
-    HostLink,
     check_budget_of,
     check_in_flight,
     find_hardware,
@@ -20,6 +19,7 @@ from solver.device_and_costs import (
 from solver.methods import METHODS
 from solver.schedule import Request, Solution, plan_line
 from solver.sizes_deadlines_progress import (
+    Rates,
     check_time_limit,
     counted,
     now_s,
@@ -28,7 +28,7 @@ from solver.sizes_deadlines_progress import (
     tell,
     telling,
 )
-from solver.solving.disk import DiskRate, default_disk_rate, disk_behind
+from solver.solving.disk import default_disk_rate, disk_behind
 from solver.solving.problem import as_step, is_traced, name_of
 from solver.solving.solve_request import answer
 from solver.solving.state_choices import check_where
@@ -52,9 +52,9 @@ def solve(
     capacity_bytes: int | None = None,
     rewrites: str | None = None,
     host_budget: int | float | str | None = None,
-    host_link: HostLink | None = None,
+    host_link: Rates | None = None,
     disk_budget: int | float | str | None = None,
-    disk_rate: DiskRate | None = None,
+    disk_rate: Rates | None = None,
     optimizer_state: str = "auto",
     parameters: str = "device",
     budget_of: str = "allocated",
@@ -179,9 +179,9 @@ def request_for(
     capacity_bytes: int | None,
     rewrites: str | None,
     host_budget: int | float | str | None = None,
-    host_link: HostLink | None = None,
+    host_link: Rates | None = None,
     disk_budget: int | float | str | None = None,
-    disk_rate: DiskRate | None = None,
+    disk_rate: Rates | None = None,
     budget_of: str = "allocated",
     **options: Any,
 ) -> Request:

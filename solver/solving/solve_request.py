@@ -246,7 +246,10 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
     except IllegalScheduleError as error:
         reason = str(error)
     else:
-        reason = request.excess(simulation) or _layout_excess(graph, request, schedule)
+        reason = request.excess(simulation)
+        if not reason and schedule.has_copies:  # side by side copies may take more
+            places = request.places and request.places.beside(graph.host_state_bytes)
+            reason = copy_layout(graph, schedule, places).excess(places)
         if not reason:
             return simulation
     warnings.warn(
@@ -255,13 +258,6 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
         stacklevel=3,
     )
     return None
-
-
-def _layout_excess(graph: Graph, request: Request, schedule: Schedule) -> str:
-    if not schedule.has_copies:
-        return ""
-    places = None if request.places is None else request.places.beside(graph.host_state_bytes)
-    return copy_layout(graph, schedule, places).excess(places)
 
 
 def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:

@@ -48,7 +48,13 @@ def planned_within_reserved(
     for n_left in reversed(range(MAX_ROUNDS)):
         if tried.schedule is None or tried.simulation is None:
             break
-        if _fits(tried, request.available_bytes):
+        # by the simulator, and by the allocator
+        if (
+            tried.simulation.peak_bytes <= request.available_bytes
+            and reserved(
+                tried.graph, tried.schedule, capacity_bytes=request.available_bytes
+            ).settled
+        ):
             answer = dataclasses.replace(tried, request=request, lower_bound_s=first.lower_bound_s)
             return answer.with_bound(0.0)
         over_bytes = least_capacity_bytes(tried.graph, tried.schedule) - request.available_bytes
@@ -70,12 +76,3 @@ def with_reserved(obstacle: Obstacle, graph: Graph) -> Obstacle:
         return obstacle
     needed_bytes = least_capacity_bytes(graph, obstacle.schedule)
     return dataclasses.replace(obstacle, reached_bytes=max(needed_bytes, obstacle.reached_bytes))
-
-
-def _fits(solution: Solution, capacity_bytes: int) -> bool:
-    """By the simulator and by the allocator."""
-    assert solution.schedule is not None
-    assert solution.simulation is not None
-    if solution.simulation.peak_bytes > capacity_bytes:
-        return False
-    return reserved(solution.graph, solution.schedule, capacity_bytes=capacity_bytes).settled
