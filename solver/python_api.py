@@ -5,6 +5,7 @@ torch and Matplotlib are imported only when `verify` and `draw` are called.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.plan_analysis import Curve, SizeSearch, advise, pareto
 from solver.reporting import Report, describe_costs, step_notes
-from solver.schedule import Solution
+from solver.schedule import Request, Solution
 from solver.scheduler_runtime_bridge import Verification, run_verifier
 from solver.sizes_deadlines_progress import (
     IN_PYTHON,
@@ -122,19 +123,14 @@ def sweep(
     sizes = (
         None if budgets is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in budgets]
     )
+    like = solution.request if solution else Request(budget_bytes=0)
     name, started_s = Variants.of(step).plain.meta.model or "graph", now_s()
     with telling(f"sweeping budgets of {name}...") as say:
         curve = pareto.sweep(
             step,
             budgets=sizes,
             methods=methods,
-            reserve_bytes=solution.request.reserve_bytes if solution else 0,
-            time_limit_s=time_limit_s,
-            seed=seed,
-            rewrites=solution.request.rewrites if solution else "none",
-            places=solution.request.places if solution else None,
-            optimizer_state=solution.request.optimizer_state if solution else "auto",
-            parameters=solution.request.parameters if solution else "device",
+            like=dataclasses.replace(like, time_limit_s=time_limit_s, seed=seed),
             known=[solution] if solution and solution.method in methods else [],
             on_point=lambda n_done, n_all: say(
                 f"sweeping budgets of {name}: {n_done} of {counted(n_all, 'plan')}"

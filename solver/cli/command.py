@@ -267,7 +267,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
     refused: list[tuple[str, str]] = []
     interrupted = False
     for method in arguments.methods:
-        request = problem.request(arguments, method)
+        request = dataclasses.replace(problem.request, method=method)
         what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
         try:
             with progress.says(what), ctrl_c_ends_searches() as interrupt:

@@ -4,6 +4,7 @@ the largest that fits thoroughly.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from solver.cli.arguments import Arguments, UsageError
@@ -40,7 +41,7 @@ def maximised(
     assert problem.size is not None
     first = problem.size
     problems = {first: problem}
-    request = problem.request(arguments, arguments.methods[0])
+    request = dataclasses.replace(problem.request, method=arguments.methods[0])
 
     def plan(size: int) -> Solution:
         if size not in problems:

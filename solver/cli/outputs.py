@@ -78,7 +78,6 @@ def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Pro
     quick, notes = arguments.pareto is None, list(report.notes)
     methods = [solution.method for solution in ((report.best,) if quick else report.solutions)]
     n_budgets = N_QUICK_BUDGETS if quick else N_BUDGETS
-    limit_s = arguments.time_limit / n_budgets
     curve: Curve | None = None
     interrupted = True
     with (
@@ -90,14 +89,10 @@ def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Pro
             problem.step,
             n_budgets=n_budgets,
             methods=methods,
-            reserve_bytes=problem.reserve_bytes,
-            time_limit_s=limit_s,
-            seed=arguments.seed,
+            like=dataclasses.replace(
+                problem.request, time_limit_s=arguments.time_limit / n_budgets
+            ),
             quick=True,
-            rewrites=problem.rewrites,
-            places=problem.places,
-            optimizer_state=arguments.optimizer_state,
-            parameters=arguments.parameters,
             known=[solution for solution in report.solutions if solution.method in methods],
             on_point=lambda n_done, n_all: say(f"{n_done} of {counted(n_all, 'plan')}"),
         )

@@ -11,7 +11,7 @@ from solver.cli.model_file import LoadError, ModelFile
 from solver.cli.traced_step import in_autocast, on_meta, quiet_logs, with_values
 from solver.device_and_costs import Target
 from solver.plan_analysis import PipelineSplit, split_pipeline
-from solver.schedule import Solution
+from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import counted, format_size, format_time
 
 
@@ -19,9 +19,8 @@ def split_stages(
     file: ModelFile,
     target: Target,
     arguments: Arguments,
+    request: Request,
     *,
-    budget_bytes: int,
-    reserve_bytes: int,
     notes: list[str],
     on_stage: Callable[[str], None] | None = None,
 ) -> PipelineSplit:
@@ -62,8 +61,8 @@ def split_stages(
                 loss=file.loss,
                 n_stages=arguments.pipeline,
                 n_microbatches=arguments.microbatches,
-                budget=budget_bytes,
-                reserve=reserve_bytes,
+                budget=request.budget_bytes,
+                reserve=request.reserve_bytes,
                 method=arguments.methods[0],
                 time_limit_s=arguments.time_limit,
                 seed=arguments.seed,

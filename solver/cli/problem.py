@@ -7,6 +7,7 @@ are allocated, and one training step of it is traced.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from solver.device_and_costs import (
 )
 from solver.plan_analysis import FIRST, SECOND
 from solver.reporting import describe_costs, step_notes
-from solver.schedule import Places, Request, Solution
+from solver.schedule import Request, Solution
 from solver.scheduler_runtime_bridge import (
     N_REAL_STEPS,
     NoRowError,
@@ -75,21 +76,19 @@ class Problem:
     step: its variants to plan.
     verify: runs the model with and without the plan, and says what runs (None for a graph file).
     size: that is maximized (None: nothing is). resized: the problem at another one.
+    request: what is asked of every method.
     planned: the plan, where there is one already: by submodules of a model that cannot be traced,
         or of a stage of a pipeline.
     stages: the plans of all stages of a pipeline, of which `planned` is one (--stage: none).
     not_traced: why it cannot be, and what to do.
-    rewrites: the word that the variants stand for ("none" for a graph file).
     """
 
     name: str
     step: Variants
     device: str
     costs: str
-    budget_bytes: int
-    reserve_bytes: int
+    request: Request
     reserve_reason: str = ""
-    places: Places | None = None
     notes: tuple[str, ...] = ()
     verify: Callable[[Solution, Say], Verification] | None = None
     size: int | None = None
@@ -97,26 +96,11 @@ class Problem:
     planned: Solution | None = None
     stages: tuple[Solution, ...] = ()
     not_traced: str = ""
-    rewrites: str = "none"
 
     @property
     def graph(self) -> Graph:
         """The plain step: what is said of the problem itself."""
         return self.step.plain
-
-    def request(self, arguments: Arguments, method: str) -> Request:
-        return Request(
-            budget_bytes=self.budget_bytes,
-            reserve_bytes=self.reserve_bytes,
-            method=method,
-            time_limit_s=arguments.time_limit,
-            seed=arguments.seed,
-            rewrites=self.rewrites,
-            places=self.places,
-            budget_of=arguments.budget_of,
-            optimizer_state=arguments.optimizer_state,
-            parameters=arguments.parameters,
-        )
 
 
 @contextlib.contextmanager
@@ -157,7 +141,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
             "model; give the model file instead"
         )
     hardware = None if arguments.device is None else find_hardware(arguments.device)
-    memory = _memory(arguments, hardware)
+    asked = _asked(arguments, hardware)
     try:
         graph = Graph.load(arguments.problem)
     except OSError as error:
@@ -186,14 +170,15 @@ def _graph_problem(arguments: Arguments) -> Problem:
         device=device if hardware is None else hardware.title,
         costs=describe_costs(graph.meta.cost_model),
         notes=tuple(step_notes(graph)),
-        **memory,
+        **asked,
     )
 
 
-def _memory(
+def _asked(
     arguments: Arguments, hardware: Hardware | None, costs: CostModel | None = None
 ) -> dict[str, Any]:
-    """The fields of a Problem for budget, reserve, the reason of a default reserve, and host."""
+    """The fields of a Problem for the request, of a step without rewrites, and the reason of a
+    default reserve."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
     if arguments.budget is None and capacity_bytes is None:
         raise UsageError(
@@ -210,16 +195,21 @@ def _memory(
     )
     is_default = on_cuda and arguments.reserve is None
     reason = "CUDA context and fragmentation; set with --reserve" if is_default else ""
-    return {
-        "budget_bytes": budget_bytes,
-        "reserve_bytes": reserve_bytes,
-        "reserve_reason": reason,
-        "places": disk_behind(
+    request = Request(
+        budget_bytes=budget_bytes,
+        reserve_bytes=reserve_bytes,
+        time_limit_s=arguments.time_limit,
+        seed=arguments.seed,
+        places=disk_behind(
             host_beside(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
             arguments.disk,
             arguments.disk_rate or default_disk_rate(arguments.disk, costs),
         ),
-    }
+        budget_of=arguments.budget_of,
+        optimizer_state=arguments.optimizer_state,
+        parameters=arguments.parameters,
+    )
+    return {"request": request, "reserve_reason": reason}
 
 
 @contextlib.contextmanager
@@ -228,7 +218,8 @@ def _model_problem(
 ) -> Iterator[Problem]:
     with progress.says("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs, runs_here=arguments.verify)
-    memory, largest = _memory(arguments, target.hardware, target.costs), arguments.largest
+    asked, largest = _asked(arguments, target.hardware, target.costs), arguments.largest
+    plain: Request = asked["request"]
     allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
     if largest is not None:
@@ -243,15 +234,14 @@ def _model_problem(
         of_trace = {
             "device": target.hardware.title,
             "costs": describe_costs(step.plain.meta.cost_model),
-            "rewrites": arguments.rewrites,
+            "request": dataclasses.replace(plain, rewrites=arguments.rewrites),
         }
         return Problem(
             name=f"{arguments.problem} ({title}{size})",
             step=step,
             verify=partial(_verified, file, target, arguments.autocast),
             size=None if largest is None else file.sizes[largest],
-            **{**of_trace, **fields},
-            **memory,
+            **{**asked, **of_trace, **fields},
         )
 
     def size_text(file: ModelFile) -> str:
@@ -292,8 +282,7 @@ def _model_problem(
 
     def staged(file: ModelFile, say: Say | None = None) -> Problem:
         notes = list(file.notes)
-        budget = {name: memory[name] for name in ("budget_bytes", "reserve_bytes")}
-        split = split_stages(file, target, arguments, **budget, notes=notes, on_stage=say)
+        split = split_stages(file, target, arguments, plain, notes=notes, on_stage=say)
         stage = reported_stage(split, arguments.stage)
         solution = split.solutions[stage]
         step = Variants.of(solution.variants or solution.graph)
@@ -308,7 +297,7 @@ def _model_problem(
         )
 
     def measured(file: ModelFile, refused: NotTracedError) -> Problem:
-        found = _planned_by_submodules(file, target, arguments, memory, refused, progress)
+        found = _planned_by_submodules(file, target, arguments, plain, refused, progress)
         return problem_of(
             file,
             Variants.of(found.solution.graph),
@@ -316,7 +305,7 @@ def _model_problem(
             if target.local_device == "cpu"
             else target.hardware.title,
             costs="measured on this machine, by submodule",
-            rewrites="none",
+            request=plain,
             notes=(*found.notes, *file.notes),
             planned=found.solution,
             not_traced=refused.why,
@@ -347,7 +336,7 @@ def _planned_by_submodules(
     file: ModelFile,
     target: Target,
     arguments: Arguments,
-    memory: Mapping[str, Any],
+    request: Request,
     refused: NotTracedError,
     progress: Progress,
 ) -> Planned:
@@ -373,9 +362,9 @@ def _planned_by_submodules(
         return run_submodule_planner(
             **file.functions,
             device=target.local_device,
-            budget_bytes=memory["budget_bytes"],
-            reserve_bytes=memory["reserve_bytes"],
-            time_limit_s=arguments.time_limit,
+            budget_bytes=request.budget_bytes,
+            reserve_bytes=request.reserve_bytes,
+            time_limit_s=request.time_limit_s,
         )
     except NoRowError as error:
         raise LoadError(f"{refused}; tried, and failed: {error}") from error

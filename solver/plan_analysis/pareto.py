@@ -22,6 +22,7 @@ from solver.sizes_deadlines_progress import Deadline, check_time_limit, interrup
 from solver.solving import attempt, with_state_choices
 
 N_BUDGETS = 20
+LIKE = Request(budget_bytes=0, time_limit_s=10.0)
 
 
 @dataclass(frozen=True)
@@ -60,37 +61,31 @@ def sweep(
     budgets: Iterable[int] | None = None,
     n_budgets: int = N_BUDGETS,
     methods: Sequence[str] = ("auto",),
-    reserve_bytes: int = 0,
-    time_limit_s: float = 10.0,
-    seed: int = 0,
+    like: Request = LIKE,
     quick: bool = False,
     known: Sequence[Solution] = (),
-    rewrites: str = "none",
-    places: Places | None = None,
-    optimizer_state: str = "auto",
-    parameters: str = "device",
     on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
     """Plan for every budget with every method.
 
     budgets: bytes for the whole step, reserve included (None: `n_budgets` of them, as
         `default_budgets` gives them).
-    time_limit_s: of each search, that for the least budget included, so the sweep takes at most
-    budgets times methods times this, and once more without `budgets`.
+    like: what is asked for each point, but for budget and method; the same as in the requests of
+        `known`. Its time limit is that of each search, that for the least budget included, so the
+        sweep takes at most budgets times methods times this, and once more without `budgets`.
     quick: each search with a fraction of the work, where its method can.
     known: answers for this graph that are there already; their budgets become points as well, but
         for those of reserved memory: a curve is of what is allocated.
-    rewrites: the word that the variants of the step stand for.
-    places, optimizer_state, parameters: as in `Request`; the same as in the requests of `known`.
     on_point: called after each search with how many plans there are by now, and of how many.
 
     Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep with the points until then.
     Raises ValueError for a budget that the reserve takes all of, or when there is none.
     """
     obstacles: tuple[Obstacle, ...] = ()
-    step = with_state_choices(step, places, where=optimizer_state, parameters=parameters)
+    reserve_bytes, places = like.reserve_bytes, like.places
+    step = with_state_choices(step, places, where=like.optimizer_state, parameters=like.parameters)
     if budgets is None:
-        obstacles = _obstacles(step, METHODS[methods[0]], places, time_limit_s=time_limit_s)
+        obstacles = _obstacles(step, METHODS[methods[0]], places, time_limit_s=like.time_limit_s)
         budgets = _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
     reached = [obstacle.schedule for obstacle in obstacles if obstacle.schedule is not None]
     known = [solution for solution in known if solution.request.budget_of == "allocated"]
@@ -102,17 +97,7 @@ def sweep(
         )
     answers = {(s.method, s.request.budget_bytes): s for s in known}
     requests = [
-        Request(
-            budget_bytes=budget_bytes,
-            reserve_bytes=reserve_bytes,
-            method=method,
-            time_limit_s=time_limit_s,
-            seed=seed,
-            rewrites=rewrites,
-            places=places,
-            optimizer_state=optimizer_state,
-            parameters=parameters,
-        )
+        dataclasses.replace(like, budget_bytes=budget_bytes, method=method, budget_of="allocated")
         for method in methods
         for budget_bytes in sorted(asked)
     ]

@@ -217,7 +217,9 @@ def test_a_curve_reaches_below_the_state() -> None:
     graph = big_step()
     budgets = [graph.resident_bytes - 100 * MB, graph.resident_bytes + 500 * MB]
     found = {
-        where: sweep(graph, budgets=budgets, places=places(50e9), optimizer_state=where).points
+        where: sweep(
+            graph, budgets=budgets, like=Request(0, places=places(50e9), optimizer_state=where)
+        ).points
         for where in ("auto", "device", "host")
     }
     sizes = {

@@ -15,7 +15,7 @@ from solver.methods.registry import METHODS
 from solver.plan_analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
 from solver.reporting import plot
 from solver.reporting.rows import curve_text
-from solver.schedule import Link, Place, Places
+from solver.schedule import Link, Place, Places, Request
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import format_size, format_size_up
@@ -25,11 +25,12 @@ from tests.support.builders import make, op
 
 GRAPH = residual(n_blocks=5)
 PEAK_BYTES = simulate(GRAPH, baseline(GRAPH)).peak_bytes
+LONG = Request(budget_bytes=0, time_limit_s=600.0)
 
 
 @pytest.fixture(scope="module")
 def curve() -> Curve:
-    return sweep(GRAPH, methods=("sqrt", "every_block", "none"), time_limit_s=600)
+    return sweep(GRAPH, methods=("sqrt", "every_block", "none"), like=LONG)
 
 
 def test_overhead_never_rises_with_the_budget(curve):
@@ -80,7 +81,7 @@ def test_a_cheaper_schedule_is_carried_up(monkeypatch):
 
     monkeypatch.setitem(METHODS, "sqrt_then_worse", Method(odd))
     first, second = sweep(
-        GRAPH, budgets=[int(small), int(large)], methods=["sqrt_then_worse"], time_limit_s=600
+        GRAPH, budgets=[int(small), int(large)], methods=["sqrt_then_worse"], like=LONG
     ).points
     assert first.schedule is not None
     assert second.simulation is not None
@@ -96,7 +97,7 @@ def test_a_schedule_is_carried_to_budgets_where_nothing_was_found(monkeypatch):
 
     monkeypatch.setitem(METHODS, "moody", Method(moody))
     budgets = [int(0.9 * PEAK_BYTES), PEAK_BYTES]
-    first, second = sweep(GRAPH, budgets=budgets, methods=["moody"], time_limit_s=600).points
+    first, second = sweep(GRAPH, budgets=budgets, methods=["moody"], like=LONG).points
     assert first.schedule is not None
     assert second.schedule == first.schedule
     assert second.status in ("feasible", "optimal")
@@ -111,14 +112,14 @@ def test_known_answers_are_points_and_not_sought_again(monkeypatch):
         return attempt(graph, request, **options)
 
     monkeypatch.setattr("solver.plan_analysis.pareto.attempt", watched)
-    curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], known=[known], time_limit_s=600)
+    curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], known=[known], like=LONG)
     assert [p.request.budget_bytes for p in curve.points] == [int(0.83 * PEAK_BYTES), PEAK_BYTES]
     assert seen == [PEAK_BYTES]
 
 
 def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
     budgets = [int(share * PEAK_BYTES) for share in (0.7, 0.8, 0.9, 1.0)]
-    whole = sweep(GRAPH, budgets=budgets, methods=["sqrt", "none"], time_limit_s=600)
+    whole = sweep(GRAPH, budgets=budgets, methods=["sqrt", "none"], like=LONG)
     counts: list[tuple[int, int]] = []
 
     def ctrl_c_in_the_sixth(graph, request, **options):
@@ -132,7 +133,7 @@ def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
             GRAPH,
             budgets=budgets,
             methods=["sqrt", "none"],
-            time_limit_s=600,
+            like=LONG,
             on_point=lambda n_done, n_all: counts.append((n_done, n_all)),
         )
     assert interrupt.is_set()
@@ -144,7 +145,7 @@ def test_ctrl_c_keeps_the_points_that_are_there(monkeypatch):
 def test_ctrl_c_before_any_point_leaves_an_empty_curve():
     with ctrl_c_ends_searches():
         signal.raise_signal(signal.SIGINT)
-        curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=600)
+        curve = sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], like=LONG)
     assert curve.points == ()
 
 
@@ -154,7 +155,7 @@ def test_without_a_front_door_ctrl_c_ends_the_sweep(monkeypatch):
 
     monkeypatch.setattr("solver.plan_analysis.pareto.attempt", ctrl_c)
     with pytest.raises(KeyboardInterrupt):
-        sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], time_limit_s=600)
+        sweep(GRAPH, budgets=[PEAK_BYTES], methods=["sqrt"], like=LONG)
 
 
 def test_the_reserve_is_on_top_of_the_default_budgets():
@@ -168,7 +169,7 @@ def test_the_reserve_is_on_top_of_the_default_budgets():
 def test_a_quick_curve_goes_down_to_the_least_feasible_budget():
     graph = residual(n_blocks=4)
     obstacle = find_obstacle(graph)
-    curve = sweep(graph, n_budgets=4, time_limit_s=600, quick=True)
+    curve = sweep(graph, n_budgets=4, like=LONG, quick=True)
     assert len(curve.points) == 4
     assert curve.points[0].request.budget_bytes == obstacle.reached_bytes
     assert all(point.schedule is not None for point in curve.points)
@@ -188,7 +189,7 @@ def test_where_searches_find_nothing_the_plan_of_the_least_budget_is_a_point(mon
 
     able = dataclasses.replace(METHODS["auto"], propose=blind, takes_places=False)
     monkeypatch.setitem(METHODS, "blind", able)
-    curve = sweep(GRAPH, n_budgets=3, methods=["blind"], time_limit_s=600, quick=True)
+    curve = sweep(GRAPH, n_budgets=3, methods=["blind"], like=LONG, quick=True)
     assert all(point.schedule is not None for point in curve.points)
 
 
@@ -205,8 +206,8 @@ def test_with_a_host_budgets_below_the_least_of_recomputation_are_tried():
         outputs="z",
     )
     places = Places(host=Place(100, Link(1000.0, 1000.0)))
-    alone = sweep(graph, n_budgets=6, time_limit_s=600)
-    beside = sweep(graph, n_budgets=6, time_limit_s=600, places=places)
+    alone = sweep(graph, n_budgets=6, like=LONG)
+    beside = sweep(graph, n_budgets=6, like=dataclasses.replace(LONG, places=places))
     assert alone.least_planned_bytes == find_obstacle(graph).reached_bytes == 13
     assert beside.least_planned_bytes < 13
     assert beside.proven_bytes == 10
@@ -225,7 +226,7 @@ def test_the_first_default_budget_is_feasible():
 
 def test_a_budget_below_the_reserve_is_refused():
     with pytest.raises(ValueError, match="above the reserve of 100 bytes"):
-        sweep(GRAPH, budgets=[50, 200], reserve_bytes=100)
+        sweep(GRAPH, budgets=[50, 200], like=Request(budget_bytes=0, reserve_bytes=100))
     with pytest.raises(ValueError, match="must be above the reserve"):
         sweep(GRAPH, budgets=[])
 

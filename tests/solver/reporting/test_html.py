@@ -22,6 +22,7 @@ from solver.plan_analysis.pareto import Curve, sweep
 from solver.reporting.html import bound_text, page
 from solver.reporting.report_data import Report
 from solver.reporting.rows import headline
+from solver.schedule import Request
 from solver.schedule.solution import Solution
 from solver.sizes_deadlines_progress.format import format_share, format_time
 from solver.sizes_deadlines_progress.sizes import format_size
@@ -75,7 +76,11 @@ def planned() -> Solution:
 def curve(planned) -> Curve:
     budgets = [3 * 10**9, 35 * 10**8, 5 * 10**9]
     return sweep(
-        planned.graph, budgets=budgets, methods=["sqrt"], time_limit_s=600, known=[planned]
+        planned.graph,
+        budgets=budgets,
+        methods=["sqrt"],
+        like=Request(0, time_limit_s=600),
+        known=[planned],
     )
 
 

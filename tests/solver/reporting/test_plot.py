@@ -21,6 +21,7 @@ from solver.reporting import plot
 from solver.reporting.plot import of_memory as plot_memory
 from solver.reporting.plot import of_schedule as plot_schedule
 from solver.reporting.plot import style as plot_style
+from solver.schedule import Request
 from solver.schedule.memory import LAYERS, node_at, occupancy
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -39,7 +40,9 @@ def planned() -> Solution:
 @pytest.fixture(scope="module")
 def curve() -> Curve:
     budgets = [int(share * PEAK_BYTES) for share in (0.1, 0.6, 0.7, 0.8, 0.9, 1.0)]
-    return sweep(GRAPH, budgets=budgets, methods=("sqrt", "none"), time_limit_s=600)
+    return sweep(
+        GRAPH, budgets=budgets, methods=("sqrt", "none"), like=Request(0, time_limit_s=600)
+    )
 
 
 def labels(axes) -> list[str]:
