@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from graphs import hardware
 from graphs.capture import (
     Capture,
     KeptCapture,
-    Layout,
     Planned,
     at_each_checkpoint,
     capture,
@@ -32,7 +31,7 @@ from graphs.capture import (
     refuse_replaced_forwards,
     rehearse,
 )
-from graphs.captured_graph import as_rehearsed, captured_graph
+from graphs.captured_graph import captured_graph
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.fsdp import Sharding, groups_of, sharded
 from graphs.graph import Graph
@@ -53,10 +52,10 @@ from graphs.rewrites import (
     Variants,
     offered,
     program_with,
-    rewrites_program,
     rewritten,
     variants_of,
 )
+from graphs.step_variants import CapturedStep
 from graphs.traced_device import refuse_other, traced_device
 from graphs.training_step import (
     ACCUMULATE,
@@ -71,47 +70,9 @@ from graphs.training_step import (
     with_optimizer,
 )
 
-__all__ = ["CapturedStep", "TraceError", "trace", "trace_module", "trace_variants"]
+__all__ = ["CapturedStep", "TraceError", "rehearsed", "trace", "trace_module", "trace_variants"]
 
 GRADIENTS = (FRESH, ACCUMULATE)
-
-
-@dataclass(frozen=True)
-class CapturedStep:
-    """The captured program and its graph: what `apply` needs to run a schedule."""
-
-    captured: Capture
-    layout: Layout
-    graph: Graph
-    _original: Capture = field(repr=False)
-    _costs: CostModel | None = field(repr=False)
-    _extracted: Callable[[Capture, Variant, CostModel | None], CapturedStep] = field(repr=False)
-
-    @property
-    def original(self) -> Capture:
-        """The program as it was traced."""
-        return self._original
-
-    def with_rewrites(self, rewrites: Iterable[str]) -> CapturedStep:
-        """Another variant of the same step, without tracing again."""
-        wanted = tuple(rewrites)
-        if wanted == tuple(self.graph.meta.rewrites):
-            return self
-        return self._extracted(program_with(self._original, wanted), wanted, self._costs)
-
-    def with_costs(self, costs: CostModel | None) -> CapturedStep:
-        """The same step with other seconds and workspace, without tracing again."""
-        return self._extracted(self.captured, tuple(self.graph.meta.rewrites), costs)
-
-    def variants(self, wanted: Iterable[Variant]) -> list[CapturedStep]:
-        """The plain step, and those variants of it whose rewrites of the program find something."""
-        steps = [self.with_rewrites(())]
-        for variant in dict.fromkeys(wanted):
-            program = program_with(self._original, variant)
-            finds = program is not self._original or not rewrites_program(variant)
-            if variant and finds:
-                steps.append(self._extracted(program, variant, self._costs))
-        return steps
 
 
 @one_at_a_time
@@ -305,14 +266,14 @@ def _traced_on(
     if step.captured.opaque and fsdp is not None:
         part = step.captured.opaque[0]
         raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
-    rehearsed = rehearse(model, call, step.captured, step.layout, device=target)
+    step = rehearsed(model, call, step, device=target)
     loss_layout = outside.extracted(cost=NodeCosts(costs)) if outside else None
     n_ranks = 1 if sharding is None else sharding.n_ranks
     where: dict[str, Any] = {"device": target, "costs": costs, "n_ranks": n_ranks}
     optimizer_cost = None if optimizer is None else optimizer_costs(optimizer, given, **where)
 
     def whole(step: CapturedStep) -> Graph:
-        graph = as_rehearsed(step.graph, rehearsed)
+        graph = step.graph
         if outside is not None and loss_layout is not None:
             graph = outside.insert(graph, step.captured, step.layout, loss_layout)
         if sharding is not None and groups is not None:
@@ -379,6 +340,17 @@ def trace_module(
 
     variant = tuple(rewrites)
     return extracted(program_with(original, variant), variant, costs)
+
+
+@one_at_a_time
+def rehearsed(
+    model: nn.Module, call: Call, step: CapturedStep, *, device: torch.device | None
+) -> CapturedStep:
+    """The step of this call with what a baseline has to know of eager mode: it is run once more, on
+    fake tensors (`graphs.capture.rehearse`). model, call, device: as it was traced with.
+    """
+    plain = step.with_rewrites(())
+    return step.as_rehearsed(rehearse(model, call, plain.captured, plain.layout, device=device))
 
 
 def loss_index(output: Any) -> tuple[int, ...]:

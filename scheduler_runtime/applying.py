@@ -270,7 +270,8 @@ class AppliedForward(PlannedForward):
             if not self._replans(reason):
                 raise self._mismatch(reason)
             costs = from_description(plan.environment.get("costs", {}), device=device_of(model))
-            step, new = replan(step.with_costs(costs), plan, str(reason), known=self._known)
+            step = self.rehearsed(step.with_costs(costs), call)
+            step, new = replan(step, plan, str(reason), known=self._known)
             finish_measuring(costs)  # after replan, which may measure operators of other variants
             assert new.solution.schedule is not None
             if not new.reused:

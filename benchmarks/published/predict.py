@@ -15,13 +15,12 @@ from benchmarks.published.models import model_step
 from benchmarks.published.rows import TIME, level_of, module_row
 from benchmarks.published.scripts import Script
 from benchmarks.published.shares import expected_share, ratio_range
-from graphs.capture import can_trace_absent, for_absent_card, rehearse
-from graphs.captured_graph import as_rehearsed
+from graphs.capture import can_trace_absent, for_absent_card
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import Hardware, card_called
 from graphs.model_calls import Call
-from graphs.trace import loss_index, trace_module
+from graphs.trace import loss_index, rehearsed, trace_module
 from graphs.training_step import cublas_workspace_bytes, with_resident, with_unknown_loss
 from solver.plan_analysis import split_s
 from solver.schedule import simulate_unplanned
@@ -81,8 +80,7 @@ def graph_of(script: Script, hardware: Hardware) -> Graph:
             gradients="accumulate" if script.accumulates else "fresh",
             costs=Roofline(hardware),
         )
-        rehearsed = rehearse(script.module, call, step.captured, step.layout, device=device)
-    graph = as_rehearsed(step.graph, rehearsed)
+        graph = rehearsed(script.module, call, step, device=device).graph
     if script.gradient == "made":
         graph = with_unknown_loss(graph, reserved_bytes=0)
         # backward(gradient) holds the gradients of the outputs while it runs

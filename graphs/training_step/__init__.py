@@ -7,6 +7,8 @@ from graphs.training_step.around import (
     OF_MICRO_BATCHES,
     accumulation,
     with_accumulation,
+    with_dropped_outputs,
+    with_loss_bytes,
     with_optimizer,
     with_resident,
     with_unknown_loss,

@@ -7,7 +7,7 @@ schedule file says about them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,7 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
 
 
 LOSS = "loss.of_the_caller"
+_HELD = "loss.held"
 _VALUE, _VALUE_BYTES = "loss.value", 16
 """The loss and the gradient that `backward` starts from, in float64 at most."""
 
@@ -143,7 +144,34 @@ def with_unknown_loss(graph: Graph, *, reserved_bytes: int, held_bytes: int = 0)
         outputs=(*graph.outputs, _VALUE),
         meta=graph.meta.with_environment(loss="outside"),
     )
-    return with_resident(graph, "loss.held", held_bytes)
+    return with_resident(graph, _HELD, held_bytes)
+
+
+def with_loss_bytes(graph: Graph, *, reserved_bytes: int, held_bytes: int) -> Graph:
+    """The same step, whose unknown loss takes these bytes, as of `with_unknown_loss`."""
+    nodes = tuple(
+        dataclasses.replace(node, workspace_bytes=reserved_bytes - held_bytes)
+        if node.name == LOSS
+        else node
+        for node in graph.nodes
+    )
+    tensors = tuple(tensor for tensor in graph.tensors if tensor.name != _HELD)
+    return with_resident(
+        dataclasses.replace(graph, nodes=nodes, tensors=tensors), _HELD, held_bytes
+    )
+
+
+def with_dropped_outputs(graph: Graph, names: Sequence[str]) -> Graph:
+    """The step of a caller that lets go of these outputs of the model before its backward pass."""
+    dropped = Node("outputs.dropped", "outputs, dropped by the caller", tuple(names), (), 0.0)
+    dropped = dataclasses.replace(dropped, phase="outside", recomputable=False)
+    before = [node for node in graph.later_nodes if node.phase == "outside"]
+    after = [node for node in graph.later_nodes if node.phase != "outside"]
+    return dataclasses.replace(
+        graph,
+        nodes=(*graph.forward_nodes, *before, dropped, *after),
+        outputs=tuple(name for name in graph.outputs if name not in names),
+    )
 
 
 def with_resident(graph: Graph, name: str, size_bytes: int) -> Graph:

@@ -1,8 +1,10 @@
-"""A plan of `fit` in its first step, which shows what a loss outside of the model takes."""
+"""A plan of `fit` in its first step, which shows what a loss outside of the model takes, and which
+outputs the training holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,18 +13,20 @@ from torch import nn
 from graphs.costs import CostModel
 from graphs.model_calls import Call, nested
 from scheduler_runtime.execute import BoundProgram, maker_of
+from scheduler_runtime.fitting.as_seen import with_dropped, with_loss
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
 from scheduler_runtime.fitting.options import Fitted
 from scheduler_runtime.planned import told
 from solver.sizes_deadlines_progress import format_both
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Made:
     """A plan, and what it was made for.
 
+    fitted: with what its first step has shown.
     loss: None where it is in the model. outputs: those that get a gradient.
-    costs: that it was planned with.
+    costs: that it was planned with. names: index of a flat output -> its tensor in the graph.
     """
 
     kind: Any
@@ -31,6 +35,7 @@ class Made:
     loss: LossBytes | None
     outputs: tuple[torch.Tensor, ...]
     costs: CostModel
+    names: Mapping[int, str]
 
     def line_for(self, new: Fitted, loss: LossBytes | None) -> str:
         """What is told of the plan that takes this one's place."""
@@ -41,6 +46,29 @@ class Made:
             f"{line}: anew, since the loss takes {format_both(loss.reserved)} and "
             f"{format_both(self.loss.reserved)} were reserved"
         )
+
+    def with_loss(self, loss: LossBytes) -> Fitted:
+        """The plan, for a loss that takes this."""
+        solution = with_loss(self.fitted.solution, loss)
+        old = None if self.loss is None else self.loss.note
+        notes = tuple(loss.note if each == old else each for each in self.fitted.notes)
+        return replace(self.fitted, solution=solution, notes=notes)
+
+    def without(self, gone: Sequence[int]) -> Fitted | None:
+        """The plan, where the training drops these flat outputs before its backward pass; None: it
+        is the same."""
+        solution = self.fitted.solution
+        dropped = {self.names[index] for index in gone if index in self.names}
+        names = [name for name in solution.graph.returned if name in dropped]
+        found = with_dropped(solution, names)
+        less_bytes = solution.baseline.peak_bytes - found.baseline.peak_bytes
+        if not less_bytes:
+            return None
+        note = (
+            "the training drops outputs of the model before its backward pass; the plan has room "
+            f"for them all the same ({format_both(less_bytes)}), in case a step holds them"
+        )
+        return replace(self.fitted, solution=found, notes=(*self.fitted.notes, note))
 
     def exceeds(self, seen: LossSeen) -> str | None:
         """That the step in which this was seen takes more than the budget; None: it does not."""

@@ -28,6 +28,7 @@ from scheduler_runtime.execute import (
 from scheduler_runtime.fitting.called_part import CalledPart
 from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
+from scheduler_runtime.fitting.held_outputs import names_of_outputs, watch_outputs
 from scheduler_runtime.fitting.known_program import known_program
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen
 from scheduler_runtime.fitting.loss_reserve import LossReserve
@@ -61,10 +62,19 @@ from scheduler_runtime.surroundings import (
 from solver.device_and_costs import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
 from solver.schedule import Request, Solution
-from solver.sizes_deadlines_progress import counted, now_s, tell, telling_in_lines
+from solver.sizes_deadlines_progress import (
+    counted,
+    format_both,
+    now_s,
+    tell,
+    telling_in_lines,
+)
 from solver.solving import disk_directory
 
 logger = logging.getLogger(__name__)
+
+SHARE_TOLD = 0.01
+"""A peak without a plan that turns out to be another by more than this share is told anew."""
 
 _NOT_ALONE = (
     "fit: on_pressure='replan' runs a step again on the rank that is short of memory, and its "
@@ -98,6 +108,7 @@ class FittedForward(CalledPart):
         self._pressure = Pressure() if options.on_pressure == "replan" else None
         self._loss = LossReserve(options.loss_reserve)
         self._ahead, self._unseen, self._outdated = MadePlans(), MadePlans(), MadePlans()
+        self._first = MadePlans()
         self.attempt: Attempted | None = None
 
     @property
@@ -116,6 +127,7 @@ class FittedForward(CalledPart):
             "_loss": LossReserve(self.options.loss_reserve),
             "_ahead": MadePlans(),
             "_unseen": MadePlans(),
+            "_first": MadePlans(),
             "_outdated": MadePlans(),
         }
 
@@ -133,6 +145,8 @@ class FittedForward(CalledPart):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._loss.take_off()
         output = super().__call__(*args, **kwargs)
+        if (made := self._first.of_output(output)) is not None:
+            watch_outputs(output, functools.partial(self._outputs_seen, made))
         if (made := self._unseen.of_output(output)) is not None:
             self._loss.watch(
                 output,
@@ -187,10 +201,29 @@ class FittedForward(CalledPart):
                 return outdated.program
         if isinstance(found, Ladder):
             return found
-        if found.loss is not None:
-            self._unseen.append(found)
-            del self._unseen[: -self.n_kept]
+        waiting_for = [self._first, *([] if found.loss is None else [self._unseen])]
+        for plans in waiting_for:
+            plans.append(found)
+            del plans[: -self.n_kept]
         return found.program
+
+    def _outputs_seen(self, made: Made, gone: Sequence[int]) -> None:
+        """The backward pass of a plan's first step begins; these flat outputs are not held."""
+        if made in self._first:
+            self._first.remove(made)
+        if (fitted := made.without(gone)) is not None:
+            self._show(made, fitted, "the training drops outputs before its backward pass")
+
+    def _show(self, made: Made, fitted: Fitted, why: str) -> None:
+        """The figures of a plan, as its first step has shown them."""
+        at = next((n for n, each in enumerate(self._own_plans) if each is made.fitted), None)
+        if at is None:  # another was made in its place
+            return
+        before, now = (each.solution.baseline.peak_bytes for each in (made.fitted, fitted))
+        self._own_plans[at] = made.fitted = fitted
+        if abs(now - before) > SHARE_TOLD * before:
+            name = type(self._model).__name__
+            tell(f"{name}: {why}, so the peak without a plan is {format_both(now)}")
 
     def _loss_seen(self, made: Made, seen: LossSeen | None, reached: Sequence[bool]) -> None:
         """What the loss took in the first step of a plan is known; its backward pass begins."""
@@ -206,6 +239,11 @@ class FittedForward(CalledPart):
         if made.is_outdated(seen):
             self._programs.drop(made.program)
             self._outdated.append(made)
+        else:
+            taken, reserved = seen.for_outputs(made.outputs), made.loss
+            assert reserved is not None
+            sizes = f"{format_both(taken.reserved)}, {format_both(reserved.reserved)} were reserved"
+            self._show(made, made.with_loss(taken), f"the loss takes {sizes}")
 
     def _for_gradients(
         self, call: Call, reached: Arrived, held_bytes: int, *, returned_bytes: int
@@ -284,7 +322,8 @@ class FittedForward(CalledPart):
         else:
             tell(instead_of.line_for(fitted, loss))
         program = self._program(to_plan.step, solution)
-        return Made(self.kind(call), program, fitted, loss, to_plan.outputs, costs)
+        names = names_of_outputs(to_plan.step)
+        return Made(self.kind(call), program, fitted, loss, to_plan.outputs, costs, names)
 
     def _rung(self, costs: CostModel, to_plan: StepToPlan, started_s: float) -> Solution:
         """The answer for a rung. Plans since the first one may have filled the host or moved the
@@ -335,6 +374,7 @@ class FittedForward(CalledPart):
                 arriving={} if self._reached is None else dict(self._reached.strides),
                 known=known_program(self._programs, self.kind(call), self._model, call),
             )
+            step = self.rehearsed(step, call)
         if request.places is not None and step.graph.meta.opaque_parts:
             raise FitError(WITH_OPAQUE_PARTS)
         return step
@@ -389,9 +429,7 @@ class FittedForward(CalledPart):
         losses: tuple[LossBytes, ...] = ()  # the model returns it
         if not returns_loss or self.options.loss_outputs is not None:
             losses = self._loss.choices(outputs, device, is_watched=not always)
-        beside = Beside.of(
-            self._model, whole, self._optimizers, costs, buckets=buckets, kept_bytes=held_bytes
-        )
+        beside = Beside.of(self._model, whole, self._optimizers, costs, buckets=buckets)
         return StepToPlan(
             step,
             beside,
@@ -399,6 +437,7 @@ class FittedForward(CalledPart):
             outputs,
             request,
             notes=notes_on(step, buckets, self._optimizers, is_first=not self._own_plans),
+            kept_bytes=held_bytes,
             keeps_gradients=always,
         )
 

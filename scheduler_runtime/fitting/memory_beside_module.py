@@ -23,13 +23,11 @@ class Beside:
 
     rest_bytes: parameters and buffers of the whole module outside of the planned part.
     bucket_bytes: gradient buckets that are no gradients themselves.
-    kept_bytes: what the step that runs again is given.
     """
 
     optimizers: tuple[Mapping[str, Any], ...]
     rest_bytes: int
     bucket_bytes: int
-    kept_bytes: int
 
     @classmethod
     def of(
@@ -40,7 +38,6 @@ class Beside:
         costs: CostModel,
         *,
         buckets: Buckets | None,
-        kept_bytes: int,
     ) -> Beside:
         """part: the module that is planned. whole: the one of which it is a part, or itself."""
         device = device_of(part)
@@ -50,16 +47,13 @@ class Beside:
             ),
             rest_bytes=bytes_outside_of(part, whole, device),
             bucket_bytes=0 if buckets is None else buckets.separate_bytes,
-            kept_bytes=kept_bytes,
         )
 
     def around(self, graph: Graph) -> Graph:
         """The module's graph with all of it."""
         graph = with_resident(graph, "rest_of_the_module", self.rest_bytes)
         graph = with_optimizer(graph, together(self.optimizers))
-        if self.bucket_bytes:
-            graph = with_resident(graph, "gradient_buckets", self.bucket_bytes)
-        return with_resident(graph, "kept_to_run_again", self.kept_bytes)
+        return with_resident(graph, "gradient_buckets", self.bucket_bytes)
 
 
 def bytes_outside_of(part: nn.Module, whole: nn.Module, device: torch.device) -> int:

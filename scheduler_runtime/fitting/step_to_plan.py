@@ -11,6 +11,7 @@ import torch
 from graphs.graph import Graph
 from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
+from graphs.training_step import with_resident
 from scheduler_runtime.fitting.loss_outside import LossBytes
 from scheduler_runtime.fitting.memory_beside_module import Beside
 from scheduler_runtime.planned import NewPlan, new_plan
@@ -31,6 +32,7 @@ class StepToPlan:
     outputs: those that get a gradient.
     request: budget and options.
     notes: sentences on what is counted and what is not.
+    kept_bytes: what a plan keeps for a step that runs again.
     keeps_gradients: whether the gradients of the outputs are held to the end of the step, which may
         have to run its backward pass again.
     """
@@ -41,6 +43,7 @@ class StepToPlan:
     outputs: tuple[torch.Tensor, ...]
     request: Request
     notes: tuple[str, ...]
+    kept_bytes: int
     keeps_gradients: bool
 
     def within(self, available_bytes: int) -> StepToPlan:
@@ -79,12 +82,17 @@ class StepToPlan:
         if loss is not None and loss.is_cautious:
             request = replace(request, time_limit_s=_SHARE_OF_FIRST * request.time_limit_s)
 
+        def unplanned(graph: Graph) -> Graph:
+            return self.beside.around(graph if loss is None else loss.around(graph))
+
         def whole(graph: Graph) -> Graph:
-            graph = self.beside.around(graph if loss is None else loss.around(graph))
+            graph = with_resident(unplanned(graph), "kept_to_run_again", self.kept_bytes)
             return _keeping_gradients(graph) if self.keeps_gradients else graph
 
         planned = variants_of(self.request.rewrites)
-        return new_plan(self.step, whole, request, planned=planned, known=known)
+        return new_plan(
+            self.step, whole, request, planned=planned, known=known, unplanned=unplanned
+        )
 
 
 def _keeping_gradients(graph: Graph) -> Graph:

@@ -21,7 +21,7 @@ from graphs.capture import Capture, KeptCapture, Planned, refuse_plans
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.model_calls import Call, TraceError, argument_order, device_of, input_forms
-from graphs.trace import CapturedStep, trace_module
+from graphs.trace import CapturedStep, rehearsed, trace_module
 from scheduler_runtime.execute import (
     BoundProgram,
     Pools,
@@ -214,16 +214,9 @@ class PlannedForward(ReplacedForward):
         kept: traced programs; one that is this call's is taken, and nothing is traced.
         known: the traced program of this call.
         arriving: as in `trace_module`.
-
-        Another library may have wrapped the replaced forward since (accelerate's autocast). That
-        wrapper is active already and may not be entered twice, so it is set aside meanwhile.
         """
         model = self._model
-        refuse_plans(model, also_its_own=False)
-        around = model.__dict__.get("forward")
-        # not this object: what is traced is searched for tensors, and here are those of all plans
-        model.forward = self.own_forward
-        try:
+        with self._set_aside():
             found = (each.captured_for(model, call) for each in kept)
             known = known or next((each for each in found if each is not None), None)
             with (
@@ -243,6 +236,29 @@ class PlannedForward(ReplacedForward):
                     known=known,
                     arriving=arriving,
                 )
+        for held in step.captured.filled:
+            held.put(model)
+        return step
+
+    def rehearsed(self, step: CapturedStep, call: Call) -> CapturedStep:
+        """What was traced for this call, with what a baseline has to know of eager mode."""
+        with self._set_aside():
+            return rehearsed(self._model, call, step, device=device_of(self._model))
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """The module has its own forward, to be traced. Errors tell the way to plan it otherwise.
+
+        Another library may have wrapped the replaced forward since (accelerate's autocast). That
+        wrapper is active already and may not be entered twice, so it is set aside meanwhile.
+        """
+        model = self._model
+        refuse_plans(model, also_its_own=False)
+        around = model.__dict__.get("forward")
+        # not this object: what is traced is searched for tensors, and here are those of all plans
+        model.forward = self.own_forward
+        try:
+            yield
         except TraceError as error:
             if error.runs_in_eager:
                 error.add_note(PLAN_BY_SUBMODULES)
@@ -251,9 +267,6 @@ class PlannedForward(ReplacedForward):
             del model.forward
             if around is not None:
                 model.forward = around
-        for held in step.captured.filled:
-            held.put(model)
-        return step
 
 
 def _is_transformed() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphs.graph import Graph
 from graphs.rewrites import Variant, Variants, offered
@@ -32,19 +32,22 @@ def new_plan(
     *,
     planned: Sequence[Variant],
     known: Sequence[KnownPlan],
+    unplanned: Callable[[Graph], Graph] | None = None,
 ) -> NewPlan:
     """The answer to the request for this step.
 
     whole: puts loss and optimizer around a variant of the module's graph.
+    unplanned: the same for the step without a plan (None: as `whole`).
     planned: the variants to plan. known: plans of the same module for other calls.
     """
     # copies are not carried over, and the quick bound knows none; nor does it the allocator
     if request.places is not None or request.budget_of == "reserved":
         known = ()
-    if known and (found := _reused(step, whole, request, planned=planned, known=known)):
+    plain = (unplanned or whole)(step.with_rewrites(()).graph)
+    if known and (found := _reused(step, whole, request, plain, planned=planned, known=known)):
         return NewPlan(found, reused=True)
     graphs = [(whole(each.graph), each.captured) for each in step.variants(planned)]
-    variants = offered(graphs, planned, runs_here=True)
+    variants = replace(offered(graphs, planned, runs_here=True), plain=plain)
     starts = [
         transferred(graph, each.schedule) for graph in variants.planned for each in known[-N_TRIED:]
     ]
@@ -55,6 +58,7 @@ def _reused(
     step: CapturedStep,
     whole: Callable[[Graph], Graph],
     request: Request,
+    plain: Graph,
     *,
     planned: Sequence[Variant],
     known: Sequence[KnownPlan],
@@ -64,7 +68,7 @@ def _reused(
     @functools.cache
     def alone(variant: Variant) -> Variants:
         both = [(whole(each.graph), each.captured) for each in step.variants([variant])]
-        return offered(both, [variant], runs_here=True)
+        return replace(offered(both, [variant], runs_here=True), plain=plain)
 
     found: list[Solution] = []
     for each in (AS_IT_IS, *known[-N_TRIED:]):

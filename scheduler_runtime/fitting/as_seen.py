@@ -1,0 +1,43 @@
+"""What a plan's first step has shown, in the figures of the plan; its schedule stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphs.graph import Graph
+from graphs.training_step import with_dropped_outputs, with_loss_bytes
+from scheduler_runtime.fitting.loss_outside import LossBytes
+from solver.schedule import Schedule, Solution, simulate, simulate_unplanned
+
+
+def with_loss(solution: Solution, loss: LossBytes) -> Solution:
+    """The loss of the caller takes this, and not what was reserved for it."""
+
+    def of(graph: Graph) -> Graph:
+        return with_loss_bytes(graph, reserved_bytes=loss.reserved, held_bytes=loss.held)
+
+    assert solution.schedule is not None
+    assert solution.variants is not None
+    graph = of(solution.graph)
+    schedule = Schedule(solution.schedule.ops, graph.graph_id)
+    plain = of(solution.variants.plain)
+    return replace(
+        solution,
+        graph=graph,
+        schedule=schedule,
+        simulation=simulate(graph, schedule, places=solution.request.places),
+        baseline=simulate_unplanned(plain),
+        variants=replace(
+            solution.variants, plain=plain, planned=tuple(map(of, solution.variants.planned))
+        ),
+    )
+
+
+def with_dropped(solution: Solution, names: Sequence[str]) -> Solution:
+    """The training drops these outputs before its backward pass. Its peak without a plan is lower;
+    a plan still has room for them, since a later step may hold them."""
+    assert solution.variants is not None
+    plain = with_dropped_outputs(solution.variants.plain, names)
+    variants = replace(solution.variants, plain=plain)
+    return replace(solution, baseline=simulate_unplanned(plain), variants=variants)
