@@ -129,11 +129,15 @@ def _strides_of_gradients(captured: Capture) -> dict[str, Any]:
 
 
 def _values_read(captured: Capture) -> list[dict[str, Any]]:
-    """What the module read of the batch and its buffers, each once."""
+    """What the module read of the batch and its buffers, each once; of random numbers in order."""
     found: list[dict[str, Any]] = []
     for guard in captured.guards:
-        if (described := guard.described()) not in found:
+        if not guard.recipe.is_chance and (described := guard.described()) not in found:
             found.append(described)
+    by_chance = [guard.described() for guard in captured.guards if guard.recipe.is_chance]
+    if by_chance:
+        seen = " ".join(each["seen"] for each in by_chance)
+        found.append({"of": by_chance[0]["of"], "seen": seen})
     return found
 
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture.arriving_gradients import take_places
 from graphs.capture.as_eager import Guard
+from graphs.capture.filled_once import Filled
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
 from graphs.capture.shell import Shell
@@ -58,7 +59,7 @@ class Capture:
     mutations: placeholder -> fx node of its new value.
     guards: values that the module read; a call with other values needs another program.
     held: tensors in plain attributes of the module, which are constants of the program.
-    filled: those that the module's first call puts there.
+    filled: attributes that each of the module's calls sets to the same value.
     opaque: modules that cannot be traced; each call is one forward and one backward node.
     gradient_specs: placeholder of a distributed parameter -> how DTensor places its gradient.
     """
@@ -75,7 +76,7 @@ class Capture:
     mutations: Mapping[torch.fx.Node, torch.fx.Node]
     guards: tuple[Guard, ...]
     held: tuple[HeldTensor, ...]
-    filled: tuple[HeldTensor, ...] = ()
+    filled: tuple[Filled, ...] = ()
     opaque: tuple[OpaquePart, ...] = ()
     gradient_specs: Mapping[torch.fx.Node, Any] = field(default_factory=dict)
 

@@ -48,13 +48,12 @@ from graphs.capture.backward_rehearsal import (
 )
 from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.extraction import Layout
-from graphs.capture.filled_once import filled_once, put_meanwhile
+from graphs.capture.filled_once import Filled, filled_once, put_meanwhile
 from graphs.capture.forward_rehearsal import ForwardCalls, held_by_variables
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
 from graphs.capture.own_failure import failures_not_logged
 from graphs.capture.refuse import (
-    HeldTensor,
     SideEffectError,
     attributes_unchanged,
     refuse_hooks,
@@ -233,14 +232,14 @@ def _with_filled(
     device: torch.device | None,
     run: Callable[[], _R],
     standing: Sequence[StandIn],
-) -> tuple[_R, tuple[HeldTensor, ...]]:
+) -> tuple[_R, tuple[Filled, ...]]:
     """What `run` returns; where it fails, once more with the attributes that a call fills."""
     try:
         return run(), ()
     except TraceError:
         shell = _shell(model, call, device, standing)
         first = Recorded(shell)
-        filled: tuple[HeldTensor, ...] = ()
+        filled: tuple[Filled, ...] = ()
         with contextlib.suppress(TraceError), _tracing(model, standing):
             filled = filled_once(model, shell.mode, first.run)
         if not filled:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphs.capture.arriving_gradients import with_strides
-from graphs.capture.as_eager import KnowingMode, Leaf, casts_once
+from graphs.capture.as_eager import KnowingMode, Leaf, casts_once, generator_states
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
     buffers_of,
@@ -32,6 +32,7 @@ from graphs.model_calls import (
     HOLE,
     Call,
     TraceError,
+    device_of,
     is_distributed,
     local_part,
     nested,
@@ -155,6 +156,7 @@ class Shell(_WithoutHooks):
         self, tensors: Sequence[torch.Tensor], own: Mapping[torch.Tensor, torch.Tensor]
     ) -> Any:
         model, call, _ = self._outside
+        self.mode.begin()
         for each in self._standing:
             each.begin()
         # Each attribute of each module once. `tie_weights=True` lists an attribute once per name of
@@ -216,9 +218,11 @@ def _hidden(item: object) -> str:
 
 
 def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
-    """The tensors of a call whose values a module may read: its buffers and the batch."""
-    leaves: dict[Leaf, torch.Tensor]
-    leaves = {Leaf("buffer", name): buffer for name, buffer in model.named_buffers()}
+    """What a module may read in a call: its buffers, the batch, and the state of generators."""
+    with _disable_current_modes():
+        states = generator_states(device_of(model))
+    leaves = {Leaf("random", device): state for device, state in states.items()}
+    leaves |= {Leaf("buffer", name): buffer for name, buffer in model.named_buffers()}
     return leaves | {Leaf("input", i): tensor for i, tensor in enumerate(call.tensors)}
 
 

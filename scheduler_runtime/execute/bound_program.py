@@ -46,6 +46,7 @@ class BoundProgram:
         )
         self._guards = step.captured.guards
         self._held = step.captured.held
+        self._filled = step.captured.filled
         self._output_spec = step.captured.output_spec
         self._places: dict[fx.Node, Place] = {}
         for node, source in step.captured.sources.items():
@@ -77,6 +78,16 @@ class BoundProgram:
         buffers = sorted(f"buffer {leaf.key!r}" for leaf in leaves if leaf.kind == "buffer")
         return (*buffers, *(["the batch"] if any(leaf.kind == "input" for leaf in leaves) else []))
 
+    @property
+    def is_chance(self) -> bool:
+        """Whether random numbers decide whether it fits."""
+        return any(guard.recipe.is_chance for guard in self._guards)
+
+    @property
+    def sets_plain_attributes(self) -> bool:
+        """Whether it sets numbers or strings in the module, whatever they were, and no tensors."""
+        return bool(self._filled) and all(each.is_plain for each in self._filled)
+
     def fits(self, model: nn.Module, call: Call) -> bool:
         """Whether the module would see in this call what it saw when it was traced."""
         if not all(held.holds(model) for held in self._held):
@@ -92,6 +103,8 @@ class BoundProgram:
             node: call.tensors[place] if isinstance(place, int) else _tensor_at(model, place)
             for node, place in self._places.items()
         }
+        for filled in self._filled:
+            filled.put(model)
         others, again = self._others, None
         try:
             if others is not None:

@@ -63,10 +63,13 @@ class ProgramCache:
                 return program
         return None
 
-    def add(self, kind: Any, program: StepProgram) -> None:
-        """Keep a program; the one that was not used for longest goes."""
+    def add(self, kind: Any, program: StepProgram, *, also: Any = None) -> None:
+        """Keep a program; the one that was not used for longest goes.
+
+        also: another kind of call that it is for.
+        """
         self.n_added += 1
-        self.programs.append((kind, program))
+        self.programs += [(each, program) for each in (also, kind) if each is not None]
         del self.programs[: -self._n_kept]
 
     def remedy(self) -> str:
@@ -78,6 +81,11 @@ class ProgramCache:
                 f"forward reads values of {', '.join(read)} (int(), .item(), `if`), and needs a "
                 "new plan where they change: compute with the tensor instead (index_copy_ at "
                 "torch.arange(n) + position, torch.where)"
+            )
+        if isinstance(program, BoundProgram) and program.is_chance:
+            return (
+                "forward skips layers at random (LayerDrop), and each choice of layers is another "
+                "program: layerdrop=0, or multiply by a random mask"
             )
         return (
             "shapes, arguments or attributes that change with every step need a new plan every "
@@ -158,7 +166,9 @@ class PlannedForward(ReplacedForward):
         if program is None:
             with self.values_there():
                 program = self._agreed(call)
-            self._programs.add(self.kind(call), program)  # tracing may have filled attributes
+            after = self.kind(call)  # tracing may have filled attributes
+            sets = isinstance(program, BoundProgram) and program.sets_plain_attributes
+            self._programs.add(after, program, also=kind if sets and kind != after else None)
             if self._programs.n_added in N_WORTH_A_WARNING:
                 logger.warning(
                     "%s has been planned for %d kinds of call; %s",

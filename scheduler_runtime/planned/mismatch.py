@@ -172,7 +172,11 @@ def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> str | No
         return None
 
     def holders(read: Mapping[str, Any]) -> str:
-        titles = {"input": lambda k: f"argument {names[k]}", "buffer": lambda k: f"buffer {k!r}"}
+        titles = {
+            "input": lambda k: f"argument {names[k]}",
+            "buffer": lambda k: f"buffer {k!r}",
+            "random": lambda k: f"the random generator of the {k}",
+        }
         of = [titles[kind](key) for kind, key in read["of"]]
         return ", ".join(of) or "a tensor that the module holds"
 

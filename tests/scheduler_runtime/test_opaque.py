@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ def train(
     """Losses, gradients and buffers of a few steps."""
     torch.manual_seed(1)
     random.seed(1)
+    numpy.random.seed(1)
     optimizer = ADAMW(model.parameters(), lr=1e-2)
     found: list[Tensor | None] = []
     for _ in range(n_steps):

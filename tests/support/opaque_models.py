@@ -151,6 +151,18 @@ class Hooked(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+class Sampling(nn.Module):
+    """Draws rows with NumPy, as BigBird's sparse attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.from_numpy(np.random.permutation(len(x)))
+        return torch.tanh(self.linear(x))[rows]
+
+
 class Network(nn.Module):
     """Blocks of traced layers around a part; `part` makes one."""
 
@@ -190,6 +202,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "LayerDrop": Dropping,
     "several uses": SeveralUses,
     "hooks": Hooked,
+    "numpy.random": Sampling,
 }
 
 

@@ -4,7 +4,8 @@ A module may read values: is the attention mask all ones, how long is the longes
 labels count. Fake tensors have none, but these values do not depend on parameters, so they can be
 computed from the real batch. The traced branch is then the one that eager mode takes, and what was
 read is kept as a `Guard`: a call with other values needs another program. Values that depend on
-parameters are unknown: `if hidden.sum() > 0` is refused.
+parameters are unknown: `if hidden.sum() > 0` is refused. Of random numbers only a condition on them
+is known (`drawn_values`).
 
 Nothing is computed until a module reads a value: each fake tensor carries the recipe of its value.
 """
@@ -24,6 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphs.capture.as_eager.drawn_values import Drawn, Draws
 from graphs.capture.as_eager.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
 from graphs.costs import OpCall
@@ -32,7 +34,8 @@ from graphs.model_calls import is_distributed_class, strided_like
 
 @dataclass(frozen=True)
 class Leaf:
-    """An input of the call ("input", its index) or a buffer of the module ("buffer", its name)."""
+    """An input of the call ("input", its index), a buffer of the module ("buffer", its name) or the
+    state of a random generator before the call ("random", the type of its device)."""
 
     kind: str
     key: int | str
@@ -55,6 +58,11 @@ class Recipe:
     inputs: tuple[Value, ...]
     leaves: frozenset[Leaf]
     reads_constants: bool = False
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether it depends on random numbers."""
+        return any(leaf.kind == "random" for leaf in self.leaves)
 
 
 Value: TypeAlias = Leaf | Recipe
@@ -90,6 +98,12 @@ class KnowingMode(FakeTensorMode):
         self.guards: list[Guard] = []
         self.read = ReadTensors()
         self._written: set[int] = set()  # addresses of live storages written in place
+        self._draws: dict[str, Draws] = {}  # by type of device
+
+    def begin(self) -> None:
+        """The module is called from the start; a trace does so more than once."""
+        self.guards.clear()
+        self._draws.clear()
 
     def dispatch(
         self,
@@ -107,7 +121,9 @@ class KnowingMode(FakeTensorMode):
         recipe = self._recipe(func, args, kwargs or {})
         if recipe is not None:
             is_value = torch.Tag.data_dependent_output in func.tags
-            if is_value or torch.Tag.dynamic_output_shape in func.tags:
+            if (is_value or torch.Tag.dynamic_output_shape in func.tags) and (
+                not recipe.is_chance or _is_condition(func, args)
+            ):
                 result = evaluate(recipe, self.leaves)
                 if recipe.leaves or recipe.reads_constants:
                     self.guards.append(Guard(recipe, _seen(result)))
@@ -124,6 +140,8 @@ class KnowingMode(FakeTensorMode):
             self._note_written(func, args, kwargs or {})
         elif recipe is not None:
             _with_recipe(result, recipe)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._note_drawn(func, args, kwargs or {}, result)
         return result
 
     def set_leaf(self, tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
@@ -173,6 +191,26 @@ class KnowingMode(FakeTensorMode):
             any(isinstance(value, Recipe) and value.reads_constants for value in inputs),
         )
 
+    def _note_drawn(
+        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object], result: object
+    ) -> None:
+        """A random call was made; the recipe of its result, if its generator's state is known."""
+        made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        if not made or any(isinstance(item, torch.Generator) for item in kwargs.values()):
+            return
+        device = made[0].device
+        leaf = Leaf("random", device.type)
+        if leaf not in self.leaves:
+            return
+        draws = self._draws.setdefault(device.type, Draws(device))
+        position = draws.note(func, args, kwargs)
+        if position is None or func._schema.is_mutable or not isinstance(result, FakeTensor):
+            return
+        arguments, spec = pytree.tree_flatten(((leaf,), {}))
+        drawn = Drawn(draws, position)
+        recipe = Recipe(drawn, tuple(arguments), spec, None, (leaf,), frozenset((leaf,)))
+        _with_recipe(result, recipe)
+
     def _note_written(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
@@ -204,7 +242,14 @@ def is_unknown(tensor: object) -> bool:
     if not isinstance(tensor, FakeTensor):
         return False
     mode = tensor.fake_mode
-    return not isinstance(mode, KnowingMode) or mode.value_of(tensor) is None
+    value = mode.value_of(tensor) if isinstance(mode, KnowingMode) else None
+    return value is None or (isinstance(value, Recipe) and value.is_chance)
+
+
+def _is_condition(func: Any, args: Sequence[object]) -> bool:
+    """Whether an `if` looks at the tensor: it reads one of two values, not another in each step."""
+    is_one = torch.Tag.data_dependent_output in func.tags
+    return is_one and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bool
 
 
 def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:

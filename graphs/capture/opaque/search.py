@@ -20,7 +20,7 @@ from graphs.capture.opaque.forms import OpaqueCall, RandomSources
 from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
 from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, observe
 from graphs.capture.own_failure import refuse_own_failure, refuse_same_failure
-from graphs.capture.refuse import HookError, has_refused_hook
+from graphs.capture.refuse import DrawError, HookError, has_refused_hook
 from graphs.model_calls import Call, TraceError, device_of
 
 MOST_TRACES = 12
@@ -214,6 +214,8 @@ def _outermost(whys: Mapping[str, str]) -> dict[str, str]:
 def _place(model: nn.Module, error: BaseException) -> str | None:
     """The path of the innermost module whose call the error comes from."""
     paths = {module: path for path, module in model.named_modules() if path}
+    if isinstance(error.__cause__, DrawError):  # found when forward had ended
+        return paths.get(error.__cause__.module)
     found = None
     chain: BaseException | None = error
     while chain is not None:

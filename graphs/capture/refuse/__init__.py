@@ -9,6 +9,7 @@ from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replace
 from graphs.capture.refuse.side_effects import (
     HOOKS,
     TORCHS_OWN,
+    DrawError,
     HookError,
     SideEffectError,
     attributes_unchanged,

@@ -40,10 +40,6 @@ class HeldTensor:
         tensors = list(_tensors(value))
         return self.index < len(tensors) and tensors[self.index] is self.tensor
 
-    def put(self, model: nn.Module) -> None:
-        """Set the attribute to the tensor."""
-        setattr(model.get_submodule(self.module), self.attribute, self.tensor)
-
 
 class ReadTensors:
     """The real tensors that were read in one trace."""

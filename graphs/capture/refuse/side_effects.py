@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,17 @@ class SideEffectError(ValueError):
 
 class HookError(SideEffectError):
     """A submodule has a hook."""
+
+
+class DrawError(SideEffectError):
+    """Random numbers that are not torch's are drawn. module: the innermost one that does."""
+
+    def __init__(self, generator: str, module: nn.Module) -> None:
+        super().__init__(
+            f"forward draws numbers with {generator}; a planned step would use those of the first "
+            "call in every step. Draw them with torch, or pass them in with the batch"
+        )
+        self.module = module
 
 
 def global_hooks() -> tuple[Any, ...]:
@@ -219,23 +231,76 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
 @contextlib.contextmanager
 def random_states_untouched(model: nn.Module) -> Iterator[None]:
     """Refuse calls that set torch's random state, and random numbers that are not torch's."""
-    generators = generators_of(model)
-    before = {name: state_of(each) for name, each in generators.items()}
+    drawn = _Draws(model)
     places = [(m, name) for m in (torch, torch.random) for name in _SEEDING if hasattr(m, name)]
     try:
         with contextlib.ExitStack() as stack:
             for module, name in places:
                 stack.enter_context(mock.patch.object(module, name, _refuse_seeding))
+            stack.enter_context(drawn.watched())
             yield
     finally:
-        drawn = [name for name, each in generators.items() if state_of(each) != before[name]]
-        for name in drawn:
-            put_back(generators[name], before[name])
-    if drawn:
-        raise SideEffectError(
-            f"forward draws numbers with {drawn[0]}; a planned step would use those of the first "
-            "call in every step. Draw them with torch, or pass them in with the batch"
+        drawn.put_back()
+    drawn.refuse()
+
+
+class _Draws:
+    """Which generators of Python and NumPy are drawn from, and in which module's call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._generators = generators_of(model)
+        self._before = self._states()
+        self._now = self._before
+        self._running = [model]
+        self._found: list[DrawError] = []
+
+    def _states(self) -> dict[str, Any]:
+        return {name: state_of(each) for name, each in self._generators.items()}
+
+    def _note(self) -> None:
+        """What has been drawn since the last time is of the module that runs."""
+        states = self._states()
+        drawn = [name for name in states if states[name] != self._now[name]]
+        self._found += [DrawError(name, self._running[-1]) for name in drawn]
+        self._now = states
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        here = threading.get_ident()
+
+        def begin(module: nn.Module, _args: Any) -> None:
+            if threading.get_ident() == here:
+                self._note()
+                self._running.append(module)
+
+        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+            if threading.get_ident() == here and len(self._running) > 1:
+                self._note()
+                self._running.pop()
+
+        hooks: tuple[Any, ...] = (begin, end)
+        for hook in hooks:
+            hook.is_of_trace = True
+        handles = (
+            nn.modules.module.register_module_forward_pre_hook(begin),
+            nn.modules.module.register_module_forward_hook(end, always_call=True),
         )
+        try:
+            yield
+            self._note()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def put_back(self) -> None:
+        for name, each in self._generators.items():
+            if state_of(each) != self._before[name]:
+                put_back(each, self._before[name])
+
+    def refuse(self) -> None:
+        """Raise the first DrawError."""
+        if self._found:
+            raise self._found[0]
 
 
 _SEEDING = ("manual_seed", "seed", "set_rng_state")  # fork_rng ends with the last

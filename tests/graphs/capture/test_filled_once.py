@@ -126,3 +126,45 @@ def test_a_first_call_that_computes_something_else_is_refused(first: Any) -> Non
     called(torch.ones(2, 4))
     trace(called, torch.ones(2, 4))
     trace(Branching(times_kept, times_kept), torch.ones(2, 4))
+
+
+class Numbering(nn.Module):
+    """Sets a number in each call, which a method of a part then changes, as Funnel does."""
+
+    def __init__(self, following: Callable[[int], int]) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4)
+        self.part.pooled = 1
+        self.following = following
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part.pooled = self.following(self.part.pooled)
+        return (self.part(x) / self.part.pooled).sum()
+
+
+def test_a_number_that_each_call_leaves_is_left_by_planned_steps() -> None:
+    def steps(model: Numbering, x: torch.Tensor) -> list[torch.Tensor]:
+        seen = []
+        for pooled in (1, None, 1, None):
+            if pooled is not None:
+                model.part.pooled = pooled
+            model.zero_grad()
+            model(x).backward()
+            assert model.part.pooled == 2
+            seen.append(model.part.weight.grad.clone())
+        return seen
+
+    torch.manual_seed(0)
+    plain, x = Numbering(lambda _: 2), torch.randn(3, 4)
+    fitted = fit(copy.deepcopy(plain), budget="5MB", optimizer=[])
+    expected = steps(plain, x)
+    assert plain.part.pooled == 2
+    assert all(map(torch.equal, expected, steps(fitted, x)))
+    assert len(plans_of(fitted)) == 1
+
+
+def test_a_number_that_changes_in_each_call_is_refused() -> None:
+    model = Numbering(lambda n: n + 1)
+    with pytest.raises(TraceError, match="changes the attribute 'pooled' of 'part'"):
+        trace(model, torch.ones(2, 4))
+    assert model.part.pooled == 1

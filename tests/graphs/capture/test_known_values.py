@@ -171,7 +171,7 @@ def test_what_nobody_knew_when_planning_is_planned_when_it_comes() -> None:
     [
         lambda module, hidden, _: hidden if hidden.sum() > 0 else -hidden,
         lambda module, hidden, _: hidden if module.second.weight.sum() > 0 else -hidden,
-        lambda module, hidden, _: hidden if torch.rand(()) > 0.5 else -hidden,
+        lambda module, hidden, _: hidden if torch.rand(()).item() > 0.5 else -hidden,
         lambda module, hidden, _: hidden if torch.empty(()) > 0.5 else -hidden,
         lambda module, hidden, _: hidden[hidden > 0],
     ],

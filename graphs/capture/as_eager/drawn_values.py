@@ -1,0 +1,149 @@
+"""Random numbers that a forward pass branches on, as values of the generator's state.
+
+LayerDrop draws a number for each layer, and skips the layer `if` it is small. That number follows
+from the state that the generator is in before the call, and from the random operators that run
+before it: what they take from the generator depends on the form of their arguments alone. So the
+branch is known before a step without the step: these operators run, on arguments of the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphs.model_calls import strided_like
+
+FEW = 4096
+"""Numbers; larger results are masks of dropout, which nothing branches on."""
+
+_OWN = ("dropout_noise", "bernoulli_fill", "normal_fill", "random_fill")
+_OF_FORM_ALONE = {f"checkpoint_solver::{name}" for name in _OWN} | {
+    f"aten::{name}"
+    for name in (
+        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+        *("bernoulli", "bernoulli_", "native_dropout", "uniform", "uniform_", "random", "random_"),
+        *("normal", "normal_", "normal_functional", "exponential", "exponential_"),
+    )
+}
+"""Operators that draw as many numbers whatever the values of their arguments are."""
+
+
+_OF_VALUES = (
+    torch.ops.aten.bernoulli.default,
+    torch.ops.aten.native_dropout.default,
+    torch.ops.aten.normal.Tensor_float,
+    torch.ops.aten.normal.float_Tensor,
+    torch.ops.aten.normal.Tensor_Tensor,
+)
+"""Among these, what they return depends on those values as well."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Stands for a tensor argument: a tensor of the meta device."""
+
+    tensor: torch.Tensor
+    device: torch.device
+
+    def made(self) -> torch.Tensor:
+        return strided_like(self.tensor, self.device).zero_()
+
+
+class Draws:
+    """The random calls of one trace on one device, in order.
+
+    known: whether nothing else has drawn from the generator so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.known = True
+        self._calls: list[tuple[Any, list[Any], pytree.TreeSpec]] = []
+        self._state: torch.Tensor | None = None  # that the results are for
+        self._state_after: torch.Tensor | None = None
+        self._results: dict[int, torch.Tensor] = {}
+        self._n_run = 0
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+        """A call is made; its position, or None where what it returns cannot be known."""
+        if _drops_nothing(func, args, kwargs):
+            return None
+        self.known &= func._schema.name in _OF_FORM_ALONE
+        if not self.known:
+            return None
+        flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        formed = [
+            _Form(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), t.device)
+            if isinstance(t, torch.Tensor)
+            else t
+            for t in flat
+        ]
+        self._calls.append((func, formed, spec))
+        return None if func in _OF_VALUES else len(self._calls) - 1
+
+    def result(self, position: int, state: torch.Tensor) -> torch.Tensor:
+        """What the call at this position returns where the generator starts in this state."""
+        is_same = self._state is not None and torch.equal(self._state, state)
+        if not is_same or (position < self._n_run and position not in self._results):
+            self._state, self._state_after, self._n_run = state.clone(), state, 0
+            self._results.clear()
+        if position >= self._n_run:
+            self._run(position + 1)
+        return self._results[position]
+
+    def _run(self, end: int) -> None:
+        generator = _generator(self.device)
+        now = generator.get_state()
+        try:
+            assert self._state_after is not None
+            generator.set_state(self._state_after)
+            for position in range(self._n_run, end):
+                func, formed, spec = self._calls[position]
+                flat = [each.made() if isinstance(each, _Form) else each for each in formed]
+                args, kwargs = pytree.tree_unflatten(flat, spec)
+                result = func(*args, **kwargs)
+                is_wanted = position == end - 1
+                if isinstance(result, torch.Tensor) and (is_wanted or result.numel() <= FEW):
+                    self._results[position] = result
+            self._state_after, self._n_run = generator.get_state(), end
+        finally:
+            generator.set_state(now)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a random call returns, as a function of the state of its generator before the step."""
+
+    draws: Draws
+    position: int
+
+    def __call__(self, state: torch.Tensor) -> torch.Tensor:
+        return self.draws.result(self.position, state)
+
+
+def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call is fused attention without dropout, which draws no numbers."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", given) == 0.0)
+    return False
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Of a device: torch's functions that set its state are refused while forward is traced."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """By the type of the device: of the CPU's generator, and of this device's."""
+    found = {"cpu": torch.default_generator.get_state()}
+    if device.type == "cuda" and torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found

@@ -1,0 +1,129 @@
+"""LayerDrop: each choice of layers is a program, which the generator's state decides before it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply, fit, plans_of
+from solver.schedule import Solution
+from solver.solving import solve
+
+WIDTH = 16
+
+
+class Dropping(nn.Module):
+    """Skips layers at random, between dropouts. how: as libraries write it."""
+
+    def __init__(self, how: str, *, n_layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(n_layers)
+        )
+        self.drop = nn.Dropout(0.1)
+        self.how = how
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embed(tokens))
+        kept = torch.rand(len(self.layers)) > 0.4
+        for index, layer in enumerate(self.layers):
+            if self.how == "scalar" and torch.rand([]) < 0.4:
+                continue
+            if self.how == "vector" and not kept[index]:
+                continue
+            if self.how == "item" and not torch.empty(()).bernoulli(0.6).bool().item():
+                continue
+            x = x + self.drop(layer(x))
+        return x.square().mean()
+
+
+def made(how: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Dropping(how), torch.randint(0, 40, (64,))
+
+
+def train(model: nn.Module, batch: Tensor, *, n_steps: int = 6) -> list[Any]:
+    """Losses, gradients (None of a skipped layer) and random states."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        seen += [loss.detach(), torch.get_rng_state()]
+        seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    return seen
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        a is b if a is None or b is None else torch.equal(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("how", ["scalar", "vector", "item"])
+def test_each_choice_has_a_plan_and_the_bits_of_plain_training(how: str) -> None:
+    plain, batch = made(how)
+    fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
+    expected = train(plain, batch)
+    assert same(expected, train(fitted, batch))
+    n_plans = len(plans_of(fitted))
+    assert 1 < n_plans < 5  # several choices came, and one that came again was not planned again
+    assert same(train(plain, batch), train(fitted, batch))
+    assert len(plans_of(fitted)) == n_plans
+
+
+@pytest.mark.slow
+def test_a_plan_of_one_choice_is_followed_by_plans_of_the_others() -> None:
+    plain, batch = made("scalar")
+    torch.manual_seed(5)
+    solution: Solution = solve(plain, batch, budget="1MB")
+    planned = apply(copy.deepcopy(plain), solution)
+    assert same(train(plain, batch), train(planned, batch))
+
+
+def test_planning_draws_nothing() -> None:
+    model, batch = made("scalar")
+    before = torch.get_rng_state()
+    trace(model, batch)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Reading(nn.Module):
+    """Branches on what `decide` returns for its activations."""
+
+    def __init__(self, decide: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.decide = decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.linear(x).sum() if self.decide(x.detach()) else x.sum()
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda x: (torch.poisson(x.abs() * 20), torch.rand([]))[1] < 0.5,  # how many it draws
+        lambda x: torch.bernoulli(x.sigmoid().mean()) == 1.0,
+        lambda x: nn.functional.dropout(x).sum() > 0,
+        lambda _: torch.rand([]).item() < 0.5,  # another number in each step
+        lambda _: len(torch.rand(9).lt(0.5).nonzero()) > 4,
+    ],
+)
+def test_what_cannot_be_known_before_the_step_is_refused(decide: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(TraceError, match="reads values that the step computes"):
+        trace(Reading(decide), torch.randn(3, 4))
