@@ -20,7 +20,13 @@ from graphs.capture.joint_graph import (
     rehearse,
 )
 from graphs.capture.kept_program import KeptCapture
-from graphs.capture.opaque import OpaqueForward, OpaquePart, Planned, RandomSources
+from graphs.capture.opaque import (
+    OpaqueBackward,
+    OpaqueForward,
+    OpaquePart,
+    Planned,
+    RandomSources,
+)
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.own_failure import FailsOnBatchError
 from graphs.capture.random_calls import is_random

@@ -113,7 +113,7 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
         if user.target is aten._log_softmax_backward_data.default
         and without_views(user.args[1]) is softmax  # type: ignore[arg-type]
     ]
-    if len(losses) > 1 or len(backwards) != 1 or any(loss.args[2] is not None for loss in losses):
+    if len(losses) > 1 or len(backwards) != 1 or not all(map(_is_of_classes, losses)):
         return None
     region = _Region(softmax)
     backward = region.backward_of(backwards[0])
@@ -141,6 +141,13 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
         backward=backward,
         others_read=not {*losses, *after, *backward}.issuperset(users),
     )
+
+
+def _is_of_classes(loss: fx.Node) -> bool:
+    """Whether an nll_loss has no class weights, and targets by which elements can be gathered (not
+    in bytes)."""
+    _, target, weight, *_ = loss.args
+    return weight is None and target.meta["val"].dtype == torch.int64  # type: ignore[union-attr]
 
 
 def _rows_and_classes(value: torch.Tensor) -> torch.Size:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphs.capture import Layout, Overwrite
+from graphs.capture import Layout, OpaqueBackward, OpaqueForward, Overwrite
 from graphs.rewrites.row_chunks import RowChunks
 
 aten = torch.ops.aten
@@ -54,10 +54,11 @@ def rewrite(layout: Layout) -> Layout:
     """Let nodes overwrite an input where that is safe."""
     made = {name: node for node in layout.nodes for name in node.outputs}
     last = {name: node.name for node in layout.nodes for name in node.inputs}
+    seen = {*layout.outputs, *_seen_by_modules(layout)}
     free = {  # may take part: nobody outside of the step sees them
         tensor.name
         for tensor in layout.tensors
-        if tensor.kind == "activation" and tensor.name in made and tensor.name not in layout.outputs
+        if tensor.kind == "activation" and tensor.name in made and tensor.name not in seen
     }
     size_bytes = {tensor.name: tensor.size_bytes for tensor in layout.tensors}
     root: dict[str, str] = {}
@@ -88,6 +89,18 @@ def rewrite(layout: Layout) -> Layout:
         tensors=[replace(t, alias_of=root.get(t.name)) for t in layout.tensors],
         overwriting=overwriting,
     )
+
+
+def _seen_by_modules(layout: Layout) -> set[str]:
+    """What a module that runs as one piece reads or makes: it may hold it beyond the step, in an
+    attribute or a hook."""
+    pieces = {
+        name
+        for name, call in layout.calls.items()
+        if isinstance(call.target, OpaqueForward | OpaqueBackward)
+    }
+    nodes = (node for node in layout.nodes if node.name in pieces)
+    return {name for node in nodes for name in (*node.inputs, *node.outputs)}
 
 
 def _pinned(layout: Layout, free: set[str], last: dict[str, str]) -> set[str]:

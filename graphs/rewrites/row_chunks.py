@@ -33,8 +33,8 @@ longer than the product."""
 
 
 def is_worthwhile(n_rows: int, width: int) -> bool:
-    """Whether there would be LEAST_CHUNKS; fewer save little."""
-    return n_rows >= LEAST_CHUNKS * rows_per_chunk(n_rows, width)
+    """Whether there would be LEAST_CHUNKS; fewer save little. Rows of one number are no rows."""
+    return width > 1 and n_rows >= LEAST_CHUNKS * rows_per_chunk(n_rows, width)
 
 
 def rows_per_chunk(n_rows: int, width: int) -> int:

@@ -11,6 +11,7 @@ dimension with strides in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,15 @@ def _ctc_loss(log_probs: torch.Tensor, _: torch.Tensor, given: Mapping[str, Any]
     n_steps, n_rows, _n_labels = log_probs.shape
     longest = int(given["target_lengths"].max())
     return log_probs.new_empty(n_rows), log_probs.new_empty(n_rows, n_steps, 2 * longest + 1)
+
+
+def _with_targets_in_bytes(
+    operator: Any, _one: torch.Tensor, _other: torch.Tensor, given: Mapping[str, Any]
+) -> Any:
+    """A loss of classes (`nll_loss`), or its backward: the kernels take bytes too."""
+    if given["target"].dtype != torch.uint8:
+        return NotImplemented
+    return operator(**{**given, "target": given["target"].long()})
 
 
 def laid_out_as_by_cpu_kernel(
@@ -144,10 +154,12 @@ _REDUCED_LOSSES = (
     aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default,
 )
+_LOSSES_OF_CLASSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 _RULES: dict[Any, _Rule] = {
     aten._grouped_mm.default: _grouped_product,
     aten._ctc_loss.Tensor: _ctc_loss,
     **dict.fromkeys(_REDUCED_LOSSES, _reduced_loss),
+    **{each: partial(_with_targets_in_bytes, each) for each in _LOSSES_OF_CLASSES},
 }
 _LAID_OUT = """
     _native_batch_norm_legit_functional native_batch_norm_backward native_layer_norm_backward

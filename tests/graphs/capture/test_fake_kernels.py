@@ -208,3 +208,24 @@ def test_the_longest_target_decides_how_much_ctc_keeps() -> None:
             apply(model, keeping_nothing(trace(model, batch)), on_mismatch="replan")
         for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
             assert torch.equal(expected, got)
+
+
+def test_targets_in_bytes() -> None:
+    """PyTorch's meta functions take no bytes, its kernels do; 156 is -100 in a byte."""
+
+    class Bytes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 200)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x), y)
+
+    plain, x = Bytes(), torch.randn(5, 8)
+    y = torch.tensor([156, 0, 199, 3, 156], dtype=torch.uint8)
+    model = copy.deepcopy(plain)
+    apply(model, keeping_nothing(trace(model, (x, y))))
+    for each in (plain, model):
+        each(x, y).backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)

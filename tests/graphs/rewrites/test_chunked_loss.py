@@ -289,6 +289,25 @@ def test_other_losses_are_left_alone(loss, rewrite) -> None:
     assert rewritten.graph_id == plain.graph_id
 
 
+@pytest.mark.parametrize(
+    ("loss", "n_classes"),
+    [
+        (
+            lambda x, y: F.cross_entropy(*rows(x, y.clamp(0).to(torch.uint8)), ignore_index=-100),
+            200,
+        ),
+        (lambda x, y: F.cross_entropy(*rows(x, y * 0)), 1),
+        (lambda x, y: F.cross_entropy(*rows(x, y * 0), label_smoothing=0.1), 1),
+    ],
+    ids=["targets in bytes", "one class", "one class, smoothed"],
+)
+def test_targets_in_bytes_and_a_single_class_are_left_alone(loss, n_classes) -> None:
+    """As bytes, -100 is 156."""
+    model, (x, y) = Head(loss, n_classes), batch(n_classes)
+    planned = trace_variants(model, (x, y)).planned
+    assert [graph.meta.rewrites for graph in planned] == [[], ["in_place"]]
+
+
 def test_the_plain_step_and_what_is_captured_do_not_change() -> None:
     model, (x, y) = Head(LOSSES["mean"]), batch()
     step, _ = captured(model, x, y, ())

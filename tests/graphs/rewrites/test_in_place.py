@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.same_bits import solution_of
 from graphs.costs import cpu_peak_bytes
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from graphs.rewrites.in_place import _overload
 from graphs.trace import trace
+from scheduler_runtime import apply
 from solver.schedule import Compute, baseline, simulate
 from tests.support.models import NormAndDropout, SharedGradients, TiedLanguageModel
 
@@ -163,6 +166,49 @@ def test_complex_gradients_are_not_overwritten() -> None:
     graph = trace(Complex(), torch.randn(63, 2), rewrites=IN_PLACE)
     assert any(node.op == "aten.div.Tensor" for node in graph.later_nodes)
     assert "aten.div.Tensor" not in {graph.node_by_name[name].op for name in overwrites(graph)}
+
+
+class _GivesATable(torch.autograd.Function):
+    """Its gradient is a tensor that it was given, not a new one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        ctx.table = table
+        return x * table
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.table, None
+
+
+class _Piece(nn.Module):
+    """Branches on a number, so that it runs as one piece, with its own Python code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.randn(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean().item() > 1e9:
+            x = 2 * x
+        return _GivesATable.apply(x, self.table)  # type: ignore[no-any-return]
+
+
+def test_what_a_part_that_is_not_traced_may_hold_is_not_overwritten() -> None:
+    """Its gradient may be an attribute of a module, or what a hook has been given to keep."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Sigmoid(), _Piece(), nn.Linear(32, 1))
+    x, table = torch.randn(64, 16), model[3].table.clone()
+    plain = copy.deepcopy(model)
+    graph = trace(model, x, loss=lambda made, _: made.square().mean(), rewrites=IN_PLACE)
+    apply(model, solution_of(graph, baseline(graph)))
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert torch.equal(model[3].table, table)
 
 
 def test_a_chain_of_elementwise_gradients_takes_one_tensor() -> None:
