@@ -56,6 +56,10 @@ class _Layout:
         offset = tensor.storage_offset()
         return cls(tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.device)
 
+    def made(self) -> torch.Tensor:
+        """An empty tensor of a storage of its own."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
 
 class Unread(torch.Tensor):
     """A tensor without memory. value: what an operator in place has put into it, if one has."""
@@ -97,6 +101,8 @@ class Unread(torch.Tensor):
             )
         if written is not None:
             return written
+        if func is torch.ops.aten.empty_like.default and not _running.is_skipped:
+            return call.results.made()  # it reads no numbers, and what is put into it may be read
         return tree_map_only(_Layout, cls, call.results)
 
 
@@ -135,7 +141,8 @@ class _Call:
     whole: Any = None
 
 
-_running = threading.local()  # call: the one whose results may be unread
+_running = threading.local()
+"""call: the one whose results may be unread. is_skipped: whether nobody reads them."""
 
 
 @dataclass
@@ -229,7 +236,7 @@ class _Skipping(TorchDispatchMode):
             args = tree_map_only(torch.Tensor, lambda tensor: Unread(_Layout.of(tensor)), args)
         elif call.state is not None:
             set_state(call.state, _device_of((args, kwargs)))
-        _running.call = call
+        _running.call, _running.is_skipped = call, skip
         try:
             results = func(*args, **kwargs)
         finally:

@@ -90,6 +90,11 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return read
 
 
+def _number_of_stages(text: str) -> int | str:
+    return AUTO if text == AUTO else _at_least(2)(text)
+
+
+AUTO = "auto"
 SEARCH, STEP, OUTPUT = "search", "training step (recorded in a graph file)", "output"
 
 
@@ -246,12 +251,14 @@ class Arguments:
         STEP,
         least=2,
     )
-    pipeline: int | None = _number(
+    pipeline: int | str | None = _option(
         "--pipeline",
         "divide the layers of a torch.nn.Sequential into N stages of a pipeline (1F1B), so that "
-        "the slowest one is fastest; budget and batch are those of a rank and of a micro-batch",
+        "the slowest one is fastest; budget and batch are those of a rank and of a micro-batch. "
+        "auto: into as few as fit",
         STEP,
-        least=2,
+        type=_number_of_stages,
+        metavar="N",
     )
     microbatches: int | None = _number(
         "--microbatches", "micro-batches of a step of the pipeline", STEP, least=1

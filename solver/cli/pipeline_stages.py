@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from graphs.pipeline import PipelineError, pipeline_of
@@ -59,7 +60,7 @@ def split_stages(
                 batch if file.inputs is None else file.inputs(batch),
                 target=batch,
                 loss=file.loss,
-                n_stages=arguments.pipeline,
+                n_stages=_numbers(arguments.pipeline, len(model)),
                 n_microbatches=arguments.microbatches,
                 budget=request.budget_bytes,
                 reserve=request.reserve_bytes,
@@ -78,6 +79,11 @@ def split_stages(
         raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
     except TraceError as error:
         raise LoadError(f"{file.source}: {error}") from error
+
+
+def _numbers(asked: int | str, n_layers: int) -> Sequence[int]:
+    """The numbers of stages to try."""
+    return [asked] if isinstance(asked, int) else range(1, n_layers + 1)
 
 
 def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
@@ -102,6 +108,13 @@ def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
     """Sentences for the report on all stages and on what is proven."""
     sizes, n_layers = "+".join(map(str, split.sizes)), sum(split.sizes)
     this = f"This is stage {stage}; --stage reports another"
+    if split.before:
+        proven = all(math.isinf(each.lower_bound_s) for each in split.before)
+        numbers = ", ".join(str(len(each.sizes)) for each in split.before)
+        yield (
+            f"None of the divisions into fewer stages ({numbers}) was found to fit"
+            f"{' (proven)' if proven else ''}."
+        )
     if split.slowest_s is None:
         yield (
             f"Of {counted(split.n_divisions, 'division')} of {n_layers} layers into "

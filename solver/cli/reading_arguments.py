@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from solver.cli.arguments import Arguments, UsageError, parser
+from solver.cli.arguments import AUTO, Arguments, UsageError, parser
 from solver.methods import METHODS
 from solver.sizes_deadlines_progress import BudgetError, parse_rate, parse_size, reject_share
 
@@ -73,12 +73,16 @@ def _check_pipeline(arguments: Arguments) -> None:
         raise UsageError(
             f"--pipeline {n_stages}: give the number of micro-batches of a step, --microbatches 8"
         )
-    if stage is not None and stage >= n_stages:
+    if stage is not None and n_stages == AUTO:
+        raise UsageError(f"--stage {stage}: of a number of stages; give it, --pipeline 4")
+    if stage is not None and isinstance(n_stages, int) and stage >= n_stages:
         raise UsageError(f"--stage {stage}: of {n_stages} stages; from 0 to {n_stages - 1}")
     others = "compare verify fsdp accumulate host disk budget_of pareto emit"
-    others += " max_batch max_seq" if stage is not None else ""
+    of_one = stage is not None or n_stages == AUTO
+    others += " max_batch max_seq" if of_one else ""
     if given := arguments.given(*others.split()):
-        what = "--pipeline" if stage is None else "--pipeline with --stage"
+        what = f"--pipeline {AUTO}" if n_stages == AUTO else "--pipeline"
+        what += "" if stage is None else " with --stage"
         raise UsageError(f"{given} cannot be combined with {what}")
 
 

@@ -32,6 +32,7 @@ from solver.plan_analysis.largest_batch import (
     largest,
 )
 from solver.plan_analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
+from solver.plan_analysis.planned_stages import micro_batch_s
 from solver.plan_analysis.rank_peak import rank_peak_bytes
 from solver.plan_analysis.rate_shares import (
     LARGEST_RATIO,
@@ -39,4 +40,4 @@ from solver.plan_analysis.rate_shares import (
     overhead_range,
     split_s,
 )
-from solver.plan_analysis.stage_split import PipelineSplit, micro_batch_s, split_pipeline
+from solver.plan_analysis.stage_split import PipelineSplit, split_pipeline

@@ -14,16 +14,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from graphs.graph import Graph
-from graphs.pipeline import Pipeline, PipelineError, at_place
-from graphs.rewrites import Variants, check_word
-from solver.methods import METHODS
-from solver.plan_analysis.divisions import Part, StageTime, best_division, equal_parts
+from graphs.pipeline import Pipeline, PipelineError
+from graphs.rewrites import check_word
+from solver.plan_analysis.divisions import best_division, equal_parts
+from solver.plan_analysis.planned_stages import PlannedStages, micro_batch_s
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import (
     check_names,
@@ -34,21 +33,14 @@ from solver.sizes_deadlines_progress import (
     telling,
 )
 from solver.solving import (
-    as_step,
-    attempt,
     check_options,
-    explained,
-    request_for,
-    traced_for_device,
 )
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from graphs.costs import CostModel
-    from graphs.hardware import Hardware
-    from graphs.layers import Layer, StageOf
+    from graphs.layers import StageOf
 
 
 _OF_ONE_STAGE = {"inputs", "pipeline", "fsdp"}
@@ -66,6 +58,7 @@ class PipelineSplit:
     n_divisions: those that were compared.
     n_plans: stages that were planned, those of the equal division among them; the others are
         slower even without recomputation, or equal to one that was planned.
+    before: of the numbers of stages that were tried before, none of which fits.
 
     Seconds are those of the forward and backward pass of one micro-batch.
     """
@@ -76,6 +69,7 @@ class PipelineSplit:
     equal: tuple[Solution, ...]
     n_divisions: int
     n_plans: int
+    before: tuple[PipelineSplit, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -128,18 +122,11 @@ class PipelineSplit:
         )
 
 
-def micro_batch_s(solution: Solution) -> float | None:
-    """Seconds of the forward and backward pass of a stage's plan; None without one."""
-    if solution.simulation is None:
-        return None
-    return solution.simulation.time_s - _optimizer_s(solution.graph)
-
-
 def split_pipeline(
     layers: Iterable[nn.Module],
     micro_batch: Any,
     *,
-    n_stages: int,
+    n_stages: int | Sequence[int],
     n_microbatches: int,
     budget: int | float | str,
     schedule: str = "1f1b",
@@ -160,7 +147,8 @@ def split_pipeline(
     layers: in their order; what one returns is what the next is called with. A stage is a run of
         them with at least one parameter. Layers that share a parameter are put into one stage.
     micro_batch: what the first layer is called with, as for `solve`; meta tensors will do.
-    n_stages, n_microbatches, schedule: as for `Pipeline`; "1f1b" or "gpipe".
+    n_stages, n_microbatches, schedule: as for `Pipeline`; "1f1b" or "gpipe". Several numbers of
+        stages, range(2, 9), are tried in turn, up to the first that fits.
     budget: bytes of each rank.
     target, loss: the loss is loss(output of the last layer, target), as the schedules of
         `torch.distributed.pipelining` call it. loss None: the last layer returns the loss.
@@ -190,13 +178,10 @@ def split_pipeline(
             "schedule='interleaved' puts several stages on one rank, whose plans share a budget: "
             "divide the layers yourself and solve for each stage, or use '1f1b' or 'gpipe'"
         )
-    places = [Pipeline(stage, n_stages, n_microbatches, schedule) for stage in range(n_stages)]
     layers = list(layers)
-    if len(layers) < n_stages:
-        raise PipelineError(
-            f"{counted(len(layers), 'layer')} cannot be divided into {n_stages} stages; give the "
-            "model's layers one by one"
-        )
+    asked = [n_stages] if isinstance(n_stages, int) else list(n_stages)
+    places = [Pipeline(0, n, n_microbatches, schedule) for n in asked]
+    numbers = _possible([place.n_stages for place in places], len(layers))
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
     request = {
@@ -209,173 +194,64 @@ def split_pipeline(
         "seed": seed,
     }
     with telling(f"tracing {counted(len(layers), 'layer')}...") as say:
-        stages = _Stages(
-            layers, micro_batch, places, stage_of, target, loss, trace_options, request
+        stages = PlannedStages(
+            layers, micro_batch, places[0], stage_of, target, loss, trace_options, request
         )
-        found = best_division(
-            len(layers),
-            n_stages,
-            bound_s=stages.bound_s,
-            plan=lambda part: stages.time(part, on_stage or say),
+        return _fewest(stages, numbers, on_stage or say)
+
+
+def _possible(numbers: Sequence[int], n_layers: int) -> list[int]:
+    """Those of these numbers of stages that so many layers may be divided into."""
+    found = [n for n in numbers if n <= n_layers]
+    if not found:
+        least = min(numbers, default=1)
+        raise PipelineError(
+            f"{counted(n_layers, 'layer')} cannot be divided into {least} stages; give the "
+            "model's layers one by one"
         )
-        equal = tuple(map(stages.solution, equal_parts(len(layers), n_stages)))
-    solutions = equal if found.parts is None else tuple(map(stages.solution, found.parts))
-    parts = found.parts or equal_parts(len(layers), n_stages)
+    return found
+
+
+def _fewest(
+    stages: PlannedStages, numbers: Sequence[int], say: Callable[[str], None]
+) -> PipelineSplit:
+    """The best division into the first of these numbers of stages that any fits; else the last."""
+    tried: list[PipelineSplit] = []
+    impossible: PipelineError | None = None
+    for n_stages in numbers:
+        try:
+            stages.divide_into(n_stages)
+        except PipelineError as error:
+            impossible = error
+            continue
+        split = _best(stages, n_stages, say)
+        if split.fits:
+            return dataclasses.replace(split, before=tuple(tried))
+        tried.append(split)
+    if not tried:
+        assert impossible is not None
+        raise impossible
+    return dataclasses.replace(tried[-1], before=tuple(tried[:-1]))
+
+
+def _best(stages: PlannedStages, n_stages: int, say: Callable[[str], None]) -> PipelineSplit:
+    n_layers, n_before = stages.n_layers, stages.n_plans
+    found = best_division(
+        n_layers, n_stages, bound_s=stages.bound_s, plan=lambda part: stages.time(part, say)
+    )
+    equal = tuple(map(stages.solution, equal_parts(n_layers, n_stages)))
+    parts = found.parts or equal_parts(n_layers, n_stages)
     return PipelineSplit(
         sizes=tuple(part.end - part.first for part in parts),
-        solutions=solutions,
+        solutions=tuple(map(stages.solution, parts)),
         lower_bound_s=found.lower_bound_s,
         equal=equal,
-        n_divisions=math.comb(len(layers) - 1, n_stages - 1),
-        n_plans=stages.n_plans,
+        n_divisions=math.comb(n_layers - 1, n_stages - 1),
+        n_plans=stages.n_plans - n_before,
     )
-
-
-_TracedStage: TypeAlias = "tuple[Variants, Hardware | None, CostModel | None]"
-
-
-class _Stages:
-    """The stages that layers can be divided into, each planned when it is asked for."""
-
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        micro_batch: Any,
-        places: Sequence[Pipeline],
-        stage_of: StageOf | None,
-        target: Any,
-        loss: Callable[[Any, Any], torch.Tensor] | None,
-        trace_options: dict[str, Any],
-        request: dict[str, Any],
-    ) -> None:
-        from torch import nn
-
-        from graphs.layers import read_layers
-
-        self._modules, self._places = layers, places
-        self._stage_of = stage_of or (lambda layers: nn.Sequential(*layers))
-        self._target, self._loss = target, loss
-        self._trace_options, self._request = trace_options, request
-        self._plans: dict[Hashable, Solution] = {}
-        self._steps: dict[Hashable, _TracedStage] = {}
-        of_device = {k: v for k, v in trace_options.items() if k in ("device", "costs")}
-        self._layers: tuple[Layer, ...]
-        self._layers, _, _ = traced_for_device(
-            nn.ModuleList(layers),
-            of_device,
-            lambda **options: read_layers(layers, micro_batch, stage_of=self._stage_of, **options),
-        )
-        self._check()
-
-    @property
-    def n_plans(self) -> int:
-        return len(self._plans)
-
-    def bound_s(self, part: Part) -> float:
-        """Seconds that the layers' own operators take; inf: these layers cannot be a stage."""
-        if not self._can_be_stage(part.first, part.end, is_first=part.stage == 0):
-            return math.inf
-        return math.fsum(layer.least_s for layer in self._layers[part.first : part.end])
-
-    def time(self, part: Part, say: Callable[[str], None]) -> StageTime:
-        say(
-            f"planning stage {part.stage} of {len(self._places)} with "
-            f"{counted(part.end - part.first, 'layer')}..."
-        )
-        solution = self.solution(part)
-        steps_s = _optimizer_s(solution.graph)
-        found_s = micro_batch_s(solution)
-        return StageTime(
-            plan_s=math.inf if found_s is None else found_s,
-            lower_bound_s=math.inf
-            if solution.proven_infeasible
-            else solution.lower_bound_s - steps_s,
-        )
-
-    def solution(self, part: Part) -> Solution:
-        """The plan of a stage; that of an equal one, if there is one already."""
-        place = self._places[part.stage]
-        key = place.is_first, place.is_last, place.n_in_flight, self._forms_of(part)
-        if key not in self._plans:
-            self._plans[key] = self._planned(part)
-        return _at(place, self._plans[key])
-
-    def _planned(self, part: Part) -> Solution:
-        place = self._places[part.stage]
-        traced, hardware, costs = self._traced(part)
-        step = Variants(
-            at_place(traced.plain, place), tuple(at_place(each, place) for each in traced.planned)
-        )
-        request = request_for(step.plain, hardware, costs, is_module=True, **self._request)
-        found = attempt(step, request)
-        if found.proven_infeasible or not METHODS[found.method].reaches_least_budget:
-            return found
-        return explained(found)
-
-    def _traced(self, part: Part) -> _TracedStage:
-        """The step of these layers; at which place but the first or last they stand is the same."""
-        place, options = self._places[part.stage], dict(self._trace_options)
-        key = place.is_first, place.is_last, self._forms_of(part)
-        if key in self._steps:
-            return self._steps[key]
-        module = self._stage_of(self._modules[part.first : part.end])
-        batch = self._layers[part.first].inputs
-        if place.is_last and self._loss is not None:
-            loss, batch = self._loss, (batch, self._target)
-            options["inputs"] = lambda pair: pair[0]
-            options["loss"] = lambda output, pair: loss(output, pair[1])
-        self._steps[key] = as_step(module, batch, {**options, "pipeline": place}, others=())
-        return self._steps[key]
-
-    def _forms_of(self, part: Part) -> tuple[Hashable, ...]:
-        return tuple(layer.form for layer in self._layers[part.first : part.end])
-
-    def _check(self) -> None:
-        """Raise PipelineError where no division has stages that can be some."""
-        n_layers, n_stages = len(self._layers), len(self._places)
-        ends = {0}  # where a stage can end, after as many stages
-        for stage in range(n_stages):
-            ends = {
-                end
-                for first in ends
-                for end in range(first + 1, n_layers + 1)
-                if self._can_be_stage(first, end, is_first=stage == 0)
-            }
-        if n_layers not in ends:
-            n_with = sum(bool(layer.parameters) for layer in self._layers)
-            raise PipelineError(
-                f"{n_layers} layers cannot be divided into {n_stages} stages: each stage needs "
-                f"parameters, which {n_with} of the layers have, the first one trained ones, and "
-                "layers that share a parameter stay together"
-            )
-
-    def _can_be_stage(self, first: int, end: int, *, is_first: bool) -> bool:
-        inside = self._layers[first:end]
-        outside = (*self._layers[:first], *self._layers[end:])
-        own = frozenset[int]().union(*(layer.parameters for layer in inside))
-        if not own or any(own & layer.parameters for layer in outside):
-            return False
-        return not is_first or inside[-1].gives_gradient
-
-
-def _optimizer_s(graph: Graph) -> float:
-    return math.fsum(node.time_s for node in graph.nodes if node.phase == "optimizer")
 
 
 def _slowest_s(solutions: Sequence[Solution]) -> float | None:
     times = [micro_batch_s(solution) for solution in solutions]
     found = [time_s for time_s in times if time_s is not None]
     return max(found) if len(found) == len(times) else None
-
-
-def _at(place: Pipeline, solution: Solution) -> Solution:
-    """The plan of an equal stage at another place of the pipeline."""
-
-    def moved(graph: Graph) -> Graph:
-        meta = graph.meta.with_environment(pipeline=dataclasses.asdict(place))
-        return dataclasses.replace(graph, meta=meta)
-
-    steps = Variants.of(solution.variants or solution.graph)
-    # Without the traced program, which is that of the module that was planned.
-    variants = Variants(moved(steps.plain), tuple(map(moved, steps.planned)))
-    return dataclasses.replace(solution, graph=moved(solution.graph), variants=variants)

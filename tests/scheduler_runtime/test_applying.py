@@ -132,7 +132,7 @@ def test_recomputing_again_and_again_gives_the_same_bits(make: Any) -> None:
         order.append(node.name)
     schedule = free_after_last_use(graph, order)
     runs = simulate(graph, schedule).n_recomputed
-    assert runs > len(order) // 3
+    assert runs >= len(order) // 3
     planned = apply(copy.deepcopy(model), solution_of(graph, schedule))
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 

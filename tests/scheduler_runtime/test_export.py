@@ -157,6 +157,24 @@ def test_half_of_the_activations_costs_little_more_than_the_plan_itself(dropout:
     assert measure(model, batch, n_steps=1).peak_bytes <= plan.peak_bytes
 
 
+def test_dropout_draws_again_without_what_it_is_applied_to() -> None:
+    """So the last product of a block neither runs again nor stays, and nor does its noise."""
+    plain, batch = small_gpt2(), tokens()
+    model = copy.deepcopy(plain)
+    graph = trace(model, batch)
+    region = CheckpointRegion(nodes_of(graph, "blocks.1"), modules=("blocks.1",))
+    wanted = {n for n in region.nodes if graph.node_by_name[n].module.endswith((".up", ".qkv"))}
+    saved = may_save(graph)(dataclasses.replace(region, saved=frozenset(wanted)))
+    plan = put(model, graph, [dataclasses.replace(region, saved=saved)])
+    n_runs = Counter(plan.schedule.order)
+    down = [n for n in region.nodes if graph.node_by_name[n].module.endswith(".down")]
+    noise = [n for n in region.nodes if "dropout_noise" in graph.node_by_name[n].op]
+    assert [n_runs[n] for n in down] == [1]
+    assert [n_runs[n] for n in noise] == [2, 2]
+    assert_same_bits(plain, model, batch)
+    assert measure(model, batch, n_steps=1).peak_bytes <= plan.peak_bytes
+
+
 def test_fused_attention_of_the_cpu_draws_nothing_so_it_is_saved_before_dropout() -> None:
     graph = graph_of("gpt2")
     region = CheckpointRegion(nodes_of(graph, "blocks.0"), modules=("blocks.0",))

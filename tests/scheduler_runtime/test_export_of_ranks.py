@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.export_loss import MODELS, sharded
 from graphs.costs import Roofline
 from graphs.fake_mesh import fake_mesh
 from graphs.graph import Graph
@@ -94,3 +95,15 @@ def test_at_half_of_the_activations_little_is_lost(
     assert len(export.modules) == 8
     assert export.overhead > 0
     assert export.overhead - export.planned_overhead <= 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "most"), [("vit-base", 0.01), ("resnet50", 0.02)])
+def test_a_rank_of_fsdp_loses_little_at_half_of_the_activations(name: str, most: float) -> None:
+    """Of eight H100s. Measured: 0.82 and 1.22 points."""
+    with torch.device("meta"):
+        model, sample = MODELS[name]()
+        export = exported_at(0.5, model, sharded(model, sample, 8))
+    assert export.fits
+    assert export.overhead > 0
+    assert export.overhead - export.planned_overhead <= most

@@ -21,7 +21,7 @@ from graphs.trace import trace_module
 from graphs.training_step import FRESH, indices_with_gradient
 from scheduler_runtime import apply
 from solver import PipelineSplit, Solution, solve, split_pipeline
-from solver.plan_analysis import micro_batch_s, stage_split
+from solver.plan_analysis import micro_batch_s, planned_stages
 from solver.solving import as_step
 
 WIDTH, ROWS = 8, 64
@@ -48,7 +48,9 @@ MICRO_BATCH = torch.empty(ROWS, WIDTH, device="meta")
 OPTIONS: dict[str, Any] = {"optimizer": "AdamW"}
 
 
-def split(model: Sequence[nn.Module], n_stages: int, **options: Any) -> PipelineSplit:
+def split(
+    model: Sequence[nn.Module], n_stages: int | Sequence[int], **options: Any
+) -> PipelineSplit:
     return split_pipeline(
         model,
         MICRO_BATCH,
@@ -148,7 +150,7 @@ def test_layers_are_traced_once_for_all_places(monkeypatch) -> None:
         traced.append(options["pipeline"])
         return as_step(module, batch, options, **others)
 
-    monkeypatch.setattr(stage_split, "as_step", counted)
+    monkeypatch.setattr(planned_stages, "as_step", counted)
     wide = 4 * WIDTH
     blocks = [nn.Sequential(nn.Linear(wide, wide), nn.GELU()) for _ in range(3)]
     model = [nn.Linear(WIDTH, wide), *blocks, nn.Linear(wide, WIDTH)]
@@ -176,6 +178,35 @@ def test_where_nothing_fits_the_equal_division_says_why() -> None:
     assert found.lower_bound_s == math.inf
     assert "nothing fits (proven)" in repr(found)
     assert found.sizes == (3, 2)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_of_several_numbers_of_stages_the_fewest_that_fit(n_stages: int) -> None:
+    """Four layers of mostly parameters: 67 kB each with gradients and what AdamW keeps."""
+    model = [nn.Linear(64, 64) for _ in range(4)]
+    options: dict[str, Any] = {"budget": {1: 500_000, 2: 230_000, 4: 130_000}[n_stages], **OPTIONS}
+    x = torch.empty(2, 64, device="meta")
+
+    def divided(numbers: int | Sequence[int]) -> PipelineSplit:
+        return split_pipeline(
+            model, x, target=x, loss=loss_of, n_stages=numbers, n_microbatches=4, **options
+        )
+
+    found = divided(range(1, 6))
+    assert found.fits
+    assert len(found.sizes) == n_stages
+    assert [len(each.sizes) for each in found.before] == list(range(1, n_stages))
+    assert not any(each.fits for each in found.before)
+    assert found.sizes == divided(n_stages).sizes
+
+
+def test_where_no_number_of_stages_fits_the_last_says_why() -> None:
+    none = split(layers(), [3, 2], budget="20kB")
+    assert not none.fits
+    assert len(none.sizes) == 2
+    assert [len(each.sizes) for each in none.before] == [3]
+    with pytest.raises(PipelineError, match="5 layers cannot be divided into 6 stages; give"):
+        split(layers(), [7, 6], budget="1MB")
 
 
 def test_layers_that_share_a_parameter_stay_together() -> None:

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.as_eager import rnn
 from graphs.capture.as_eager.gradients import gradients_of_eager
@@ -49,34 +50,46 @@ _SHRINKS = ("softshrink", "hardshrink")
 _library = torch.library.Library("checkpoint_solver", "DEF")
 
 
-def _define(schema: str, *, cpu: Callable[..., torch.Tensor], meta: Callable[..., object]) -> None:
+def _define(schema: str, **kernels: Callable[..., object]) -> None:
     """Define a random operator, which is recomputed with the same numbers as PyTorch's own are."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
-    _library.impl(name, cpu, "CPU")
-    _library.impl(name, meta, "Meta")
+    for key, kernel in kernels.items():
+        _library.impl(name, kernel, key)
+
+
+def _dropout_noise(
+    size: Sequence[int],
+    stride: Sequence[int],
+    p: float,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """What eager dropout multiplies by, filled in the order of the strides."""
+    noise = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return noise if noise.is_meta else noise.bernoulli_(1 - p).div_(1 - p)
 
 
 _define(
-    "dropout_noise(Tensor like, float p) -> Tensor",
-    # what eager dropout multiplies by, filled in the order of the input's strides
-    cpu=lambda like, p: torch.empty_like(like).bernoulli_(1 - p).div_(1 - p),
-    meta=lambda like, _p: torch.empty_like(like),
+    # no tensor goes in: it can be drawn again when what it is multiplied with is gone
+    "dropout_noise(int[] size, int[] stride, float p, *, ScalarType dtype, Device device) -> Tensor",
+    CompositeExplicitAutograd=_dropout_noise,
 )
 _define(
     "bernoulli_fill(Tensor like, float p) -> Tensor",
-    cpu=lambda like, p: strided_like(like).bernoulli_(p),
-    meta=lambda like, *_: strided_like(like),
+    CPU=lambda like, p: strided_like(like).bernoulli_(p),
+    Meta=lambda like, *_: strided_like(like),
 )
 _define(
     "normal_fill(Tensor like, float mean, float std) -> Tensor",
-    cpu=lambda like, mean, std: strided_like(like).normal_(mean, std),
-    meta=lambda like, *_: strided_like(like),
+    CPU=lambda like, mean, std: strided_like(like).normal_(mean, std),
+    Meta=lambda like, *_: strided_like(like),
 )
 _define(
     "random_fill(Tensor like, int low, int? high) -> Tensor",
-    cpu=lambda like, low, high: strided_like(like).random_(low, high),
-    meta=lambda like, *_: strided_like(like),
+    CPU=lambda like, low, high: strided_like(like).random_(low, high),
+    Meta=lambda like, *_: strided_like(like),
 )
 
 
@@ -90,8 +103,17 @@ def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return tensor
     if p == 1:
         return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-    noise: torch.Tensor = torch.ops.checkpoint_solver.dropout_noise(tensor.detach(), p)
+    noise: torch.Tensor = torch.ops.checkpoint_solver.dropout_noise(
+        tensor.shape, _strides_like(tensor), p, dtype=tensor.dtype, device=tensor.device
+    )
     return tensor * noise
+
+
+def _strides_like(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those of `torch.empty_like(tensor)`, without a call that is traced."""
+    with _disable_current_modes():
+        form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        return torch.empty_like(form).stride()
 
 
 _AUTOGRAD = DispatchKey.AutogradCPU

@@ -29,6 +29,7 @@ def get_inputs(batch):
 def get_loss(output, batch):
     return nn.functional.mse_loss(output, batch[1])
 """
+AUTO = ["--pipeline", "auto", "--microbatches", "4", "--device", "cpu"]
 PIPELINE = ["--pipeline", "2", "--microbatches", "4", "--device", "cpu"]
 
 
@@ -52,6 +53,15 @@ def test_the_slowest_stage_is_reported_and_another_is_written(file, tmp_path, ca
     assert report["problem"] == f"{file} (Sequential, stage 1 of 2)"
     saved = Solution.load(schedule, graph=graph)
     assert saved.environment["pipeline"]["stage"] == 1
+
+
+@pytest.mark.parametrize(("budget", "n_stages"), [("20kB", 1), ("12kB", 2)])
+def test_as_few_stages_as_fit(budget: str, n_stages: int, file: str, capsys) -> None:
+    assert main(["--budget", budget, *AUTO, "--batch-size", "1", "--json", file]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert f"stage 0 of {n_stages})" in report["problem"]
+    said = "None of the divisions into fewer stages (1) was found to fit (proven)."
+    assert (said in report["notes"]) == (n_stages > 1)
 
 
 def test_each_stage_has_its_file(file, tmp_path, capsys) -> None:
@@ -118,6 +128,9 @@ def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
         (["--stage", "1"], "--stage: of a pipeline; give its number of stages, --pipeline 4"),
         (["--pipeline", "4"], "give the number of micro-batches of a step, --microbatches 8"),
         ([*PIPELINE, "--stage", "2"], "--stage 2: of 2 stages; from 0 to 1"),
+        (["--pipeline", "1"], "invalid value '1': at least 2 expected"),
+        ([*AUTO, "--stage", "1"], "--stage 1: of a number of stages; give it, --pipeline 4"),
+        ([*AUTO, "--max-batch"], "--max-batch cannot be combined with --pipeline auto"),
         ([*PIPELINE, "--fsdp", "2"], "--fsdp cannot be combined with --pipeline"),
         ([*PIPELINE, "--stage", "1", "--max-batch"], "with --pipeline with --stage"),
     ],

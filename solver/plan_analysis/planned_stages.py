@@ -1,0 +1,194 @@
+"""The stages that a model's layers can be divided into: each traced and planned when asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from graphs.graph import Graph
+from graphs.pipeline import Pipeline, PipelineError, at_place
+from graphs.rewrites import Variants
+from solver.methods import METHODS
+from solver.plan_analysis.divisions import Part, StageTime
+from solver.schedule import Solution
+from solver.sizes_deadlines_progress import counted
+from solver.solving import as_step, attempt, explained, request_for, traced_for_device
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from graphs.costs import CostModel
+    from graphs.hardware import Hardware
+    from graphs.layers import Layer, StageOf
+
+
+def micro_batch_s(solution: Solution) -> float | None:
+    """Seconds of the forward and backward pass of a stage's plan; None without one."""
+    if solution.simulation is None:
+        return None
+    return solution.simulation.time_s - _optimizer_s(solution.graph)
+
+
+_TracedStage: TypeAlias = "tuple[Variants, Hardware | None, CostModel | None]"
+
+
+class PlannedStages:
+    """Of one run of layers, for the pipeline that they are divided into at a time.
+
+    Equal layers are traced once, and planned once for each place, in whichever number of stages.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        micro_batch: Any,
+        place: Pipeline,
+        stage_of: StageOf | None,
+        target: Any,
+        loss: Callable[[Any, Any], torch.Tensor] | None,
+        trace_options: dict[str, Any],
+        request: dict[str, Any],
+    ) -> None:
+        from torch import nn
+
+        from graphs.layers import read_layers
+
+        self._modules = layers
+        self._places: tuple[Pipeline, ...] = (place,)
+        self._stage_of = stage_of or (lambda layers: nn.Sequential(*layers))
+        self._target, self._loss = target, loss
+        self._trace_options, self._request = trace_options, request
+        self._plans: dict[Hashable, Solution] = {}
+        self._steps: dict[Hashable, _TracedStage] = {}
+        of_device = {k: v for k, v in trace_options.items() if k in ("device", "costs")}
+        self._layers: tuple[Layer, ...]
+        self._layers, _, _ = traced_for_device(
+            nn.ModuleList(layers),
+            of_device,
+            lambda **options: read_layers(layers, micro_batch, stage_of=self._stage_of, **options),
+        )
+
+    def divide_into(self, n_stages: int) -> None:
+        """Plan stages at their places of a pipeline of so many.
+
+        Raises PipelineError where no division has stages that can be some.
+        """
+        first = self._places[0]
+        self._places = tuple(
+            dataclasses.replace(first, stage=stage, n_stages=n_stages) for stage in range(n_stages)
+        )
+        self._check()
+
+    @property
+    def n_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def n_plans(self) -> int:
+        return len(self._plans)
+
+    def bound_s(self, part: Part) -> float:
+        """Seconds that the layers' own operators take; inf: these layers cannot be a stage."""
+        if not self._can_be_stage(part.first, part.end, is_first=part.stage == 0):
+            return math.inf
+        return math.fsum(layer.least_s for layer in self._layers[part.first : part.end])
+
+    def time(self, part: Part, say: Callable[[str], None]) -> StageTime:
+        say(
+            f"planning stage {part.stage} of {len(self._places)} with "
+            f"{counted(part.end - part.first, 'layer')}..."
+        )
+        solution = self.solution(part)
+        steps_s = _optimizer_s(solution.graph)
+        found_s = micro_batch_s(solution)
+        return StageTime(
+            plan_s=math.inf if found_s is None else found_s,
+            lower_bound_s=math.inf
+            if solution.proven_infeasible
+            else solution.lower_bound_s - steps_s,
+        )
+
+    def solution(self, part: Part) -> Solution:
+        """The plan of a stage; that of an equal one, if there is one already."""
+        place = self._places[part.stage]
+        key = place.is_first, place.is_last, place.n_in_flight, self._forms_of(part)
+        if key not in self._plans:
+            self._plans[key] = self._planned(part)
+        return _at(place, self._plans[key])
+
+    def _planned(self, part: Part) -> Solution:
+        place = self._places[part.stage]
+        traced, hardware, costs = self._traced(part)
+        step = Variants(
+            at_place(traced.plain, place), tuple(at_place(each, place) for each in traced.planned)
+        )
+        request = request_for(step.plain, hardware, costs, is_module=True, **self._request)
+        found = attempt(step, request)
+        if found.proven_infeasible or not METHODS[found.method].reaches_least_budget:
+            return found
+        return explained(found)
+
+    def _traced(self, part: Part) -> _TracedStage:
+        """The step of these layers; at which place but the first or last they stand is the same."""
+        place, options = self._places[part.stage], dict(self._trace_options)
+        key = place.is_first, place.is_last, self._forms_of(part)
+        if key in self._steps:
+            return self._steps[key]
+        module = self._stage_of(self._modules[part.first : part.end])
+        batch = self._layers[part.first].inputs
+        if place.is_last and self._loss is not None:
+            loss, batch = self._loss, (batch, self._target)
+            options["inputs"] = lambda pair: pair[0]
+            options["loss"] = lambda output, pair: loss(output, pair[1])
+        self._steps[key] = as_step(module, batch, {**options, "pipeline": place}, others=())
+        return self._steps[key]
+
+    def _forms_of(self, part: Part) -> tuple[Hashable, ...]:
+        return tuple(layer.form for layer in self._layers[part.first : part.end])
+
+    def _check(self) -> None:
+        """Raise PipelineError where no division has stages that can be some."""
+        n_layers, n_stages = len(self._layers), len(self._places)
+        ends = {0}  # where a stage can end, after as many stages
+        for stage in range(n_stages):
+            ends = {
+                end
+                for first in ends
+                for end in range(first + 1, n_layers + 1)
+                if self._can_be_stage(first, end, is_first=stage == 0)
+            }
+        if n_layers not in ends:
+            n_with = sum(bool(layer.parameters) for layer in self._layers)
+            raise PipelineError(
+                f"{n_layers} layers cannot be divided into {n_stages} stages: each stage needs "
+                f"parameters, which {n_with} of the layers have, the first one trained ones, and "
+                "layers that share a parameter stay together"
+            )
+
+    def _can_be_stage(self, first: int, end: int, *, is_first: bool) -> bool:
+        inside = self._layers[first:end]
+        outside = (*self._layers[:first], *self._layers[end:])
+        own = frozenset[int]().union(*(layer.parameters for layer in inside))
+        if not own or any(own & layer.parameters for layer in outside):
+            return False
+        return not is_first or inside[-1].gives_gradient
+
+
+def _optimizer_s(graph: Graph) -> float:
+    return math.fsum(node.time_s for node in graph.nodes if node.phase == "optimizer")
+
+
+def _at(place: Pipeline, solution: Solution) -> Solution:
+    """The plan of an equal stage at another place of the pipeline."""
+
+    def moved(graph: Graph) -> Graph:
+        meta = graph.meta.with_environment(pipeline=dataclasses.asdict(place))
+        return dataclasses.replace(graph, meta=meta)
+
+    steps = Variants.of(solution.variants or solution.graph)
+    # Without the traced program, which is that of the module that was planned.
+    variants = Variants(moved(steps.plain), tuple(map(moved, steps.planned)))
+    return dataclasses.replace(solution, graph=moved(solution.graph), variants=variants)
