@@ -73,7 +73,8 @@ def _dropout_noise(
 
 _define(
     # no tensor goes in: it can be drawn again when what it is multiplied with is gone
-    "dropout_noise(int[] size, int[] stride, float p, *, ScalarType dtype, Device device) -> Tensor",
+    "dropout_noise(int[] size, int[] stride, float p, *, ScalarType dtype, Device device)"
+    " -> Tensor",
     CompositeExplicitAutograd=_dropout_noise,
 )
 _define(
