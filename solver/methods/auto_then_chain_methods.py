@@ -7,11 +7,10 @@ is closed. The bound is that of `auto`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from graphs.graph import Graph
+from solver.methods.auto import auto
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.methods.storage_levels import METHODS_ON_LEVELS
@@ -23,38 +22,38 @@ AUTO_SHARE = 0.85
 """Of the time limit, at most, where the others may be tried after it."""
 
 
-def with_chains(auto: Callable[..., Proposal]) -> Callable[..., Proposal]:
-    """auto: as in `solver.methods.auto`. Takes the same options."""
-
-    @functools.wraps(auto)
-    def proposed(
-        graph: Graph,
-        *,
-        budget_bytes: int,
-        time_limit_s: float,
-        places: Places | None = None,
-        **options: Any,
-    ) -> Proposal:
-        deadline = Deadline.after(time_limit_s)
-        common = {"budget_bytes": budget_bytes, "places": places}
-        may_copy = places is not None and places.host is not None and not options.get("quick")
-        auto_s = AUTO_SHARE * time_limit_s if may_copy else time_limit_s
-        proposal = auto(graph, time_limit_s=auto_s, **common, **options)
-        if not may_copy:
-            return proposal
-        search = BestSoFar(graph, time_limit_s=deadline.left_s, **common)  # type: ignore[arg-type]
-        if proposal.schedule is not None:
-            search.fits(proposal.schedule)
-        for name in TRIED:
-            least_s = proposal.lower_bound_s + OPTIMAL_GAP * graph.baseline_time_s
-            if search.best is not None and search.best[1].time_s <= least_s:
-                break
-            left_s = deadline.left_s
-            found = METHODS_ON_LEVELS[name](graph, time_limit_s=left_s, seed=0, **common)
-            if found.schedule is not None:
-                search.fits(found.schedule)
-        return Proposal(
-            search.best[0] if search.best else None, proposal.lower_bound_s, proposal.timed_out
+def auto_then_chain_methods(
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    places: Places | None = None,
+    **options: Any,
+) -> Proposal:
+    """The best of both. Options as for `solver.methods.auto.auto`."""
+    deadline = Deadline.after(time_limit_s)
+    may_copy = places is not None and places.host is not None and not options.get("quick")
+    auto_s = AUTO_SHARE * time_limit_s if may_copy else time_limit_s
+    proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=auto_s, places=places, **options)
+    if not may_copy:
+        return proposal
+    search = BestSoFar(
+        graph, budget_bytes=budget_bytes, time_limit_s=deadline.left_s, places=places
+    )
+    if proposal.schedule is not None:
+        search.fits(proposal.schedule)
+    for name in TRIED:
+        least_s = proposal.lower_bound_s + OPTIMAL_GAP * graph.baseline_time_s
+        if search.best is not None and search.best[1].time_s <= least_s:
+            break
+        found = METHODS_ON_LEVELS[name](
+            graph,
+            budget_bytes=budget_bytes,
+            time_limit_s=deadline.left_s,
+            seed=0,
+            places=places,
         )
-
-    return proposed
+        if found.schedule is not None:
+            search.fits(found.schedule)
+    best = search.proposal().schedule
+    return Proposal(best, proposal.lower_bound_s, proposal.timed_out)

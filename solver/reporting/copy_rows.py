@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from graphs.host_state import host_parameter_bytes, state_copies_s
-from solver.plan_analysis import Copies, Stall, Trip
+from solver.plan_analysis import Copies, Trip
 from solver.reporting.rows import Row, Table
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import (
@@ -57,7 +57,9 @@ def stall_rows(found: Copies) -> Iterator[Row]:
     total_s = math.fsum(stall.time_s for stall in found.stalls)
     yield "waiting", f"{format_time(total_s)} in {counted(len(found.stalls), 'stall')}"
     for stall in sorted(found.stalls, key=lambda stall: -stall.time_s)[:N_STALLS]:
-        yield "", _stall_text(stall)
+        when = f"{format_time(stall.time_s)} at {format_time(stall.start_s)}"
+        waits = "the end of the step" if stall.node is None else describe_op(stall.node)
+        yield "", f"{when}: {waits} waits for the copy of {stall.storage or 'a storage'}"
     yield from _state_rows(found)
 
 
@@ -72,32 +74,25 @@ def _state_rows(found: Copies) -> Iterator[Row]:
         yield "", f"besides these, {what} {slower} longer"
 
 
-def _stall_text(stall: Stall) -> str:
-    when = f"{format_time(stall.time_s)} at {format_time(stall.start_s)}"
-    waits = "the end of the step" if stall.node is None else describe_op(stall.node)
-    return f"{when}: {waits} waits for the copy of {stall.storage or 'a storage'}"
-
-
 def trip_table(found: Copies) -> Table:
     """What is on the host when, the largest first."""
-    rows = [_trip_row(trip) for trip in found.trips[:N_TRIPS]]
+    rows = [
+        (
+            trip.storage,
+            trip.maker.module,
+            "" if trip.reader is None else trip.reader.name,
+            format_size(trip.size_bytes),
+            _span(trip.out_s) or "from the disk",
+            _span(trip.back_s) or ("to the disk" if trip.to_disk_s else ""),
+        )
+        for trip in found.trips[:N_TRIPS]
+    ]
     rest = found.trips[N_TRIPS:]
     if rest:
         size = format_size(sum(trip.size_bytes for trip in rest))
         rows.append((f"{len(rest)} more", "", "", size, "", ""))
     heads = ("copied", "module", "back for", "bytes", "out", "back")
     return Table(heads, tuple(rows), n_text=3)
-
-
-def _trip_row(trip: Trip) -> tuple[str, ...]:
-    return (
-        trip.storage,
-        trip.maker.module,
-        "" if trip.reader is None else trip.reader.name,
-        format_size(trip.size_bytes),
-        _span(trip.out_s) or "from the disk",
-        _span(trip.back_s) or ("to the disk" if trip.to_disk_s else ""),
-    )
 
 
 def _span(span_s: tuple[float, float] | None) -> str:

@@ -63,7 +63,13 @@ def _sections(report: Report, command: str) -> Iterator[str]:
         return before_and_after(answer, width_in=width_in)[0]
 
     yield _section("Memory over the step", _figure(memory, "memory", "Memory over the step"))
-    yield from _copies(answer)
+    if (found_copies := copies(answer)) is not None:
+        yield _section(
+            copy_rows.copies_title(answer),
+            _table(copy_rows.stream_table(found_copies)),
+            _list(copy_rows.stall_rows(found_copies)),
+            _table(copy_rows.trip_table(found_copies)),
+        )
     by_dtype = rows.dtype_table(answer)
     yield _section(
         "Memory at the peak",
@@ -114,17 +120,6 @@ def _sections(report: Report, command: str) -> Iterator[str]:
     if notes:
         yield _section("Notes", _paragraphs(*notes))
     yield _section("Command", f'<div class="box"><pre>{_text(command)}</pre></div>')
-
-
-def _copies(solution: Solution) -> Iterator[str]:
-    """The streams and what is on the host, of a plan with copies."""
-    if (found := copies(solution)) is not None:
-        yield _section(
-            copy_rows.copies_title(solution),
-            _table(copy_rows.stream_table(found)),
-            _list(copy_rows.stall_rows(found)),
-            _table(copy_rows.trip_table(found)),
-        )
 
 
 BLOCK_TEXT = (

@@ -13,7 +13,7 @@ from graphs.pipeline import pipeline_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import TITLE_OF_STREAM, Curve, overhead_range
 from solver.reporting.report_data import RESULTS, Report, Rewritten, freed_early_bytes, rewritten
-from solver.schedule import Link, PeakMemory, Places, Simulation, Solution, reserved_by_setting
+from solver.schedule import PeakMemory, Places, Simulation, Solution, reserved_by_setting
 from solver.sizes_deadlines_progress import (
     Reader,
     counted,
@@ -98,7 +98,10 @@ def request_rows(report: Report) -> Iterator[Row]:
     yield "device", report.device
     yield "costs", report.costs or "not recorded in the graph file"
     if graph.n_in_flight > 1 or "pipeline" in graph.meta.environment:
-        yield "pipeline", _pipeline_text(graph)
+        pipeline = pipeline_of(graph.meta.environment)
+        words = "" if pipeline is None else f"{pipeline.words}; "
+        in_flight = counted(graph.n_in_flight, "micro-batch", "micro-batches")
+        yield "pipeline", f"{words}{in_flight} in flight"
     of_reserved = ", of reserved memory" if request.budget_of == "reserved" else ""
     yield "budget", format_both(request.budget_bytes) + of_reserved
     if request.reserve_bytes:
@@ -120,21 +123,14 @@ def describe_host(places: Places) -> str:
     """Host and disk with their links, in short; "" without."""
     kinds = (("host memory", places.host), ("a disk", places.disk))
     return " and ".join(
-        f"{format_size(place.capacity_bytes)} of {kind} at {_rates(place.link)}"
+        f"{format_size(place.capacity_bytes)} of {kind} at "
+        + " and ".join(
+            f"{format_size(rate)}/s"
+            for rate in dict.fromkeys((place.link.out_bytes_per_s, place.link.in_bytes_per_s))
+        )
         for kind, place in kinds
         if place is not None
     )
-
-
-def _rates(link: Link) -> str:
-    rates = dict.fromkeys((link.out_bytes_per_s, link.in_bytes_per_s))
-    return " and ".join(f"{format_size(rate)}/s" for rate in rates)
-
-
-def _pipeline_text(graph: Graph) -> str:
-    pipeline = pipeline_of(graph.meta.environment)
-    words = "" if pipeline is None else f"{pipeline.words}; "
-    return words + counted(graph.n_in_flight, "micro-batch", "micro-batches") + " in flight"
 
 
 def memory_table(solution: Solution) -> Table:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.files import write_whole
-from graphs.graph import Graph, Tensor
+from graphs.graph import Graph
 from solver.schedule import (
     OTHERS,
     Compute,
@@ -105,7 +105,11 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
     paths |= {tensor: path for path, tensor in graph.meta.buffers.items()}
     for tensor in graph.resident:
         if tensor.alias_of is None:
-            yield Allocation(tensor.size_bytes, -1, None, _resident_frames(tensor, paths))
+            resident = (
+                (tensor.kind, 0, paths.get(tensor.name, tensor.name)),
+                ("before the step", 0, "resident"),
+            )
+            yield Allocation(tensor.size_bytes, -1, None, resident)
     for stay in _whole_stays(graph, schedule):
         stop = stay.stop if stay.stop < len(schedule.ops) else None
         frames = _frames(graph, schedule, stay.start, stay.storage)
@@ -136,13 +140,6 @@ def _whole_stays(graph: Graph, schedule: Schedule) -> list[Stay]:
             last[stay.storage] = len(found)
             found.append(stay)
     return found
-
-
-def _resident_frames(tensor: Tensor, paths: dict[str, str]) -> tuple[tuple[str, int, str], ...]:
-    return (
-        (tensor.kind, 0, paths.get(tensor.name, tensor.name)),
-        ("before the step", 0, "resident"),
-    )
 
 
 def _frames(
@@ -176,7 +173,14 @@ def _segment(total_bytes: int, live: dict[int, Allocation]) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     at = FIRST_ADDRESS
     for address, allocation in sorted(live.items()):
-        blocks += [*_free_block(at, address), _block(address, allocation)]
+        block = {
+            "size": allocation.size_bytes,
+            "requested_size": allocation.size_bytes,
+            "address": address,
+            "state": "active_allocated",
+            "frames": _framed(allocation),
+        }
+        blocks += [*_free_block(at, address), block]
         at = address + allocation.size_bytes
     blocks += _free_block(at, FIRST_ADDRESS + total_bytes)
     live_bytes = sum(allocation.size_bytes for allocation in live.values())
@@ -190,16 +194,6 @@ def _segment(total_bytes: int, live: dict[int, Allocation]) -> dict[str, Any]:
         "allocated_size": live_bytes,
         "active_size": live_bytes,
         "blocks": blocks,
-    }
-
-
-def _block(address: int, allocation: Allocation) -> dict[str, Any]:
-    return {
-        "size": allocation.size_bytes,
-        "requested_size": allocation.size_bytes,
-        "address": address,
-        "state": "active_allocated",
-        "frames": _framed(allocation),
     }
 
 

@@ -16,7 +16,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -74,7 +74,7 @@ def interruptible(call: Callable[[], _R]) -> _R:
     future: Future[_R] = Future()
     try:
         worker.calls.put((future, call))
-        while not _is_done(future):
+        while not wait((future,), timeout=POLL_S).done:
             if interrupted():
                 raise OutOfTimeError
     except BaseException:
@@ -85,15 +85,6 @@ def interruptible(call: Callable[[], _R]) -> _R:
         raise
     _idle = worker
     return future.result()
-
-
-def _is_done(future: Future[Any]) -> bool:
-    """Waits a moment."""
-    try:
-        future.exception(timeout=POLL_S)
-    except TimeoutError:
-        return False
-    return True
 
 
 def end_idle_calls() -> None:

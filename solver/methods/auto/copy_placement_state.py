@@ -19,6 +19,7 @@ from solver.schedule import Delete, Drop, Fetch, Load, Op, Places, Spill, Store
 class Beside:
     """ops: where the copies are written to.
 
+    fetches_end_s, loads_end_s: when these streams end, as far as is known by now.
     waiting: units to be stored, in their order. stored_s: by unit on the host or the disk, the end
     of the copy that took it off the device. busy_s: the same, until whoever frees it takes it out.
     """
@@ -41,7 +42,7 @@ class Beside:
         most_bytes = self.host.capacity_bytes
         self._most_kept_bytes = most_bytes - largest * (2 if 4 * largest <= most_bytes else 1)
         self._kept_bytes = self._host_bytes = 0
-        self._out_s = self._in_s = self._write_s = self._read_s = 0.0
+        self._stores_end_s = self.fetches_end_s = self._spills_end_s = self.loads_end_s = 0.0
         self._host_free_s = self._disk_free_s = 0.0
         self._on_host: dict[int, tuple[float, float]] = {}  # when it is whole, and untouched
         self._on_disk: dict[int, tuple[float, float]] = {}
@@ -52,15 +53,7 @@ class Beside:
 
     @property
     def end_s(self) -> float:
-        return max(self._out_s, self._in_s, self._write_s, self._read_s)
-
-    @property
-    def fetches_end_s(self) -> float:
-        return self._in_s
-
-    @property
-    def loads_end_s(self) -> float:
-        return self._read_s
+        return max(self._stores_end_s, self.fetches_end_s, self._spills_end_s, self.loads_end_s)
 
     def is_on_host(self, u: int) -> bool:
         return u in self._on_host
@@ -103,8 +96,8 @@ class Beside:
         if self._host_bytes + size_bytes > self.host.capacity_bytes:
             return False
         whole_s, busy_s = self._on_disk[u]
-        start_s = max(self._read_s, now_s, whole_s, self._host_free_s)
-        self._read_s = end_s = start_s + self.disk.link.in_s(size_bytes)
+        start_s = max(self.loads_end_s, now_s, whole_s, self._host_free_s)
+        self.loads_end_s = end_s = start_s + self.disk.link.in_s(size_bytes)
         self._on_disk[u] = whole_s, max(busy_s, end_s)
         self._on_host[u] = end_s, end_s
         self._host_bytes += size_bytes
@@ -117,11 +110,13 @@ class Beside:
         if u not in self._on_host:
             self.load(u, now_s, at_once=True)
         whole_s, busy_s = self._on_host[u]
-        self._in_s = max(self._in_s, now_s, whole_s) + self.host.link.in_s(self.unit_bytes[u])
-        self._on_host[u] = whole_s, max(busy_s, self._in_s)
+        self.fetches_end_s = max(self.fetches_end_s, now_s, whole_s) + self.host.link.in_s(
+            self.unit_bytes[u]
+        )
+        self._on_host[u] = whole_s, max(busy_s, self.fetches_end_s)
         self._wanted.discard(u)
         self.ops.append(Fetch(self.names[u]))
-        return self._in_s
+        return self.fetches_end_s
 
     def forget(self, u: int) -> None:
         """It need not come back any more."""
@@ -144,8 +139,8 @@ class Beside:
     def _store(self, u: int, now_s: float) -> None:
         size_bytes = self.unit_bytes[u]
         self.waiting.remove(u)
-        start_s = max(self._out_s, now_s, self._host_free_s)
-        end_s = self._out_s = start_s + self.host.link.out_s(size_bytes)
+        start_s = max(self._stores_end_s, now_s, self._host_free_s)
+        end_s = self._stores_end_s = start_s + self.host.link.out_s(size_bytes)
         self.stored_s[u] = self.busy_s[u] = end_s
         self._host_bytes += size_bytes
         self._on_host[u] = end_s, end_s
@@ -154,10 +149,10 @@ class Beside:
             self._kept_bytes += size_bytes
             return
         assert self.disk is not None
-        start_s = max(self._write_s, now_s, end_s, self._disk_free_s)
-        self._write_s = start_s + self.disk.link.out_s(size_bytes)
-        self._on_disk[u] = self._write_s, self._write_s
-        self._on_host[u] = end_s, self._write_s
+        start_s = max(self._spills_end_s, now_s, end_s, self._disk_free_s)
+        self._spills_end_s = start_s + self.disk.link.out_s(size_bytes)
+        self._on_disk[u] = self._spills_end_s, self._spills_end_s
+        self._on_host[u] = end_s, self._spills_end_s
         self.ops.append(Spill(self.names[u]))
 
     def _passing(self) -> list[int]:

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from graphs.graph import Graph
 from solver.bound import StorageGraph
-from solver.methods.auto.copy_placement import Gap, find_gaps, live_bytes_by_run, place_copies
-from solver.schedule import Place, Places, Schedule, baseline
-
-
-def offload_only(graph: Graph, *, budget_bytes: int, host: Place) -> Schedule:
-    """The plain step with what overflows on the host; perhaps above the budget all the same."""
-    folded, order = StorageGraph.of(graph), baseline(graph).order
-    gaps = overflowing(folded, order, budget_bytes)
-    places = Places(host=host)
-    return place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=places).schedule
+from solver.methods.auto.copy_placement import Gap, find_gaps, live_bytes_by_run
 
 
 def overflowing(
