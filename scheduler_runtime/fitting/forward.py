@@ -62,13 +62,7 @@ from scheduler_runtime.surroundings import (
 from solver.device_and_costs import WITH_OPAQUE_PARTS
 from solver.methods import KnownPlan
 from solver.schedule import Request, Solution
-from solver.sizes_deadlines_progress import (
-    counted,
-    format_both,
-    now_s,
-    tell,
-    telling_in_lines,
-)
+from solver.sizes_deadlines_progress import counted, format_both, now_s, tell, telling
 from solver.solving import disk_directory
 
 logger = logging.getLogger(__name__)
@@ -289,7 +283,7 @@ class FittedForward(CalledPart):
             optimizer_state=where_state_may_be(self.options, self._own_plans),
         )
         name = type(self._model).__name__
-        with telling_in_lines(f"tracing {name}...") as say:
+        with telling(f"tracing {name}...", in_lines=True) as say:
             to_plan = self._to_plan(call, request, buckets, costs, held_bytes)
             before = () if is_ahead else [each.solution for each in self._own_plans]
             reason = why_another(before, self._model, call, to_plan.step)

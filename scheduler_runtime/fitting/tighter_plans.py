@@ -29,7 +29,7 @@ from solver.sizes_deadlines_progress import (
     format_size,
     format_size_up,
     now_s,
-    telling_in_lines,
+    telling,
 )
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ def ladder_of(
     def plan(ladder: Ladder, available_bytes: int) -> Rung | Solution:
         of_it = to_plan.within(available_bytes)
         within = f"planning {title} within {format_size(available_bytes)}..."
-        with nullcontext() if ladder.is_empty else telling_in_lines(within):
+        with nullcontext() if ladder.is_empty else telling(within, in_lines=True):
             solution = solved(of_it, started_s if ladder.is_empty else now_s())
         if solution.schedule is None:
             return solution

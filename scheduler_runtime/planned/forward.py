@@ -34,7 +34,7 @@ from scheduler_runtime.planned.guards import kind_of
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
 from solver.schedule import Compute, Schedule, name_in
 from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
-from solver.sizes_deadlines_progress import telling_in_lines
+from solver.sizes_deadlines_progress import telling
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class PlannedForward(ReplacedForward):
             found = (each.captured_for(model, call) for each in kept)
             known = known or next((each for each in found if each is not None), None)
             with (
-                telling_in_lines(f"tracing {type(model).__name__}...")
+                telling(f"tracing {type(model).__name__}...", in_lines=True)
                 if known is None
                 else contextlib.nullcontext()
             ):

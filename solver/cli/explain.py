@@ -21,7 +21,6 @@ from solver.cli.progress import Progress
 from solver.plan_analysis import (
     Copies,
     Peak,
-    Trip,
     WhyRecomputed,
     copied,
     copies,
@@ -283,20 +282,19 @@ def to_json(found: Explanation) -> dict[str, Any]:
             {"node": node.name, "n_recomputed": n, "time_s": n * node.time_s}
             for node, n in found.recomputed
         ],
-        "copies": [_trip_json(trip) for trip in found_copies.trips] if found_copies else [],
+        "copies": [
+            {
+                "storage": trip.storage,
+                "size_bytes": trip.size_bytes,
+                "out_s": trip.out_s,
+                "back_s": trip.back_s,
+                "reader": None if trip.reader is None else trip.reader.name,
+            }
+            for trip in (found_copies.trips if found_copies else ())
+        ],
         "op": None if found.op is None else _op_json(found.op),
         "step_bytes": found.step_bytes,
         "budgets": [_budget_json(s) for s in (found.less, solution, found.more) if s is not None],
-    }
-
-
-def _trip_json(trip: Trip) -> dict[str, Any]:
-    return {
-        "storage": trip.storage,
-        "size_bytes": trip.size_bytes,
-        "out_s": trip.out_s,
-        "back_s": trip.back_s,
-        "reader": None if trip.reader is None else trip.reader.name,
     }
 
 

@@ -363,20 +363,15 @@ def _is_user_code(filename: str, source: ModelSource) -> bool:
     if filename.startswith("<"):  # generated code, or Python's own
         return False
     file = Path(filename).resolve()
-    if any(file.is_relative_to(directory) for directory in _library_directories()):
+    libraries = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    libraries += [root for module in ("solver", "graphs") for root in sys.modules[module].__path__]
+    if any(file.is_relative_to(Path(directory).resolve()) for directory in libraries):
         return False
     if isinstance(source.place, Path):
         return file.is_relative_to(source.place.resolve().parent)
     module = sys.modules.get(source.place.partition(".")[0])
     roots = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
     return any(root is not None and file.is_relative_to(Path(root).resolve()) for root in roots)
-
-
-def _library_directories() -> Iterator[Path]:
-    for kind in ("stdlib", "purelib", "platlib"):
-        yield Path(sysconfig.get_path(kind)).resolve()
-    for module in ("solver", "graphs"):
-        yield from (Path(root).resolve() for root in sys.modules[module].__path__)
 
 
 def _defined(module: ModuleType) -> str:

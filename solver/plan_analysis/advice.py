@@ -8,9 +8,8 @@ graph file does not record is not guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from graphs.fsdp import sharding_of
@@ -78,17 +77,17 @@ def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, .
     """
     if solution.baseline.peak_bytes <= solution.request.available_bytes:
         return ()
-    finders: dict[Kind, Callable[[Solution], Iterator[str]]] = {
-        "state": partial(_state, reader=reader),
-        "logits": partial(_logits, reader=reader),
-        "one_op": _one_op,
-        "precision": partial(_precision, reader=reader),
-        "theory": _theory,
+    found: dict[Kind, Iterator[str]] = {
+        "state": _state(solution, reader),
+        "logits": _logits(solution, reader),
+        "one_op": _one_op(solution),
+        "precision": _precision(solution, reader),
+        "theory": _theory(solution),
     }
-    return tuple(Advice(kind, text) for kind, find in finders.items() for text in find(solution))
+    return tuple(Advice(kind, text) for kind, texts in found.items() for text in texts)
 
 
-def _state(solution: Solution, *, reader: Reader) -> Iterator[str]:
+def _state(solution: Solution, reader: Reader) -> Iterator[str]:
     """Parameters, their gradients and the optimizer's state fill the budget."""
     graph, available_bytes = solution.graph, solution.request.available_bytes
     run = solution.peaks[-1]
@@ -170,7 +169,7 @@ def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
     )
 
 
-def _logits(solution: Solution, *, reader: Reader) -> Iterator[str]:
+def _logits(solution: Solution, reader: Reader) -> Iterator[str]:
     node, size = _widest(solution)
     if node is not None and _is_of_the_loss(solution.graph, node):
         in_chunks = _in_chunks(solution, reader)
@@ -203,7 +202,7 @@ def _one_op(solution: Solution) -> Iterator[str]:
         )
 
 
-def _precision(solution: Solution, *, reader: Reader) -> Iterator[str]:
+def _precision(solution: Solution, reader: Reader) -> Iterator[str]:
     """Activations matter, and they are in a wide dtype."""
     graph = solution.graph
     bytes_of = graph.meta.parameter_bytes

@@ -161,25 +161,25 @@ def bound_text(solution: Solution) -> tuple[str, ...]:
 
 
 def _block_table(solution: Solution) -> rows.Table:
-    heads = "block", "module", "ops", "saved", "dropped"
-    times = "recomputed ops", "recompute time", "forward time"
-    found = []
+    heads = (
+        *("block", "module", "ops", "saved", "dropped"),
+        *("recomputed ops", "recompute time", "forward time"),
+    )
     blocks = block_rows(solution)
     # operators of the model's own code, such as its loss, are in no submodule
     whole = solution.graph.meta.model if any(row.module for row in blocks) else ""
-    for row in blocks:
-        sizes = map(format_size, (row.kept_bytes, row.dropped_bytes))
-        seconds = map(format_time, (row.recompute_s, row.forward_s))
-        cells = (
+    cells = (
+        (
             str(row.block),
             row.module or whole or "",
             str(row.n_ops),
-            *sizes,
+            *map(format_size, (row.kept_bytes, row.dropped_bytes)),
             str(row.n_recomputed),
-            *seconds,
+            *map(format_time, (row.recompute_s, row.forward_s)),
         )
-        found.append(cells)
-    return rows.Table((*heads, *times), tuple(found), n_text=2)
+        for row in blocks
+    )
+    return rows.Table(heads, tuple(cells), n_text=2)
 
 
 def _section(title: str, *parts: str) -> str:

@@ -232,7 +232,7 @@ class ExpandableAllocator(CachingAllocator):
 
     def _taken(self, pool: Pool, size_bytes: int) -> Block | None:
         """At the lowest addresses with room for it, after the free block that stands before."""
-        starts = map(_from_free_before, pool.unmapped)
+        starts = (b.before if b.before and b.before.is_free else b for b in pool.unmapped)
         found = (start for start in starts if _free_stretch_bytes(start) >= size_bytes)
         block = next(found, None) or self._new_range(pool)
         if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
@@ -304,11 +304,6 @@ def _room_bytes(block: Block) -> int:
     after = block.after
     grows = after is not None and not after.mapped
     return block.size_bytes + (after.size_bytes if grows and after is not None else 0)
-
-
-def _from_free_before(block: Block) -> Block:
-    before = block.before
-    return before if before is not None and before.is_free else block
 
 
 def _free_stretch_bytes(block: Block | None) -> int:

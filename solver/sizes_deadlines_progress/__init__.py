@@ -21,12 +21,7 @@ from solver.sizes_deadlines_progress.format import (
 )
 from solver.sizes_deadlines_progress.misspelt_arguments import check_names, names_checked
 from solver.sizes_deadlines_progress.progress_in_logs import Say, now_and_then
-from solver.sizes_deadlines_progress.progress_in_python import (
-    tell,
-    telling,
-    telling_in_lines,
-    untold,
-)
+from solver.sizes_deadlines_progress.progress_in_python import tell, telling, untold
 from solver.sizes_deadlines_progress.sizes import (
     CUDA_RESERVE_BYTES,
     BudgetError,

@@ -23,7 +23,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TextIO
 
@@ -54,27 +53,13 @@ def tell(line: str) -> None:
 
 
 @contextlib.contextmanager
-def telling(what: str) -> Iterator[Say]:
+def telling(what: str, *, in_lines: bool = False) -> Iterator[Say]:
     """Tell `what` runs; the yielded function tells how far it is, in a line that replaces `what`.
 
     Parts that tell something themselves say with it how far this is, while they run.
+    in_lines: with lines alone on a terminal too: for inside of a training step, as the training may
+    show a progress bar there, and two live displays would write over each other.
     """
-    on_terminal = not logger.hasHandlers() and _shown() and _stream().isatty()
-    with _telling(what, _spinner(what) if on_terminal else now_and_then(what, _write)) as say:
-        yield say
-
-
-@contextlib.contextmanager
-def telling_in_lines(what: str) -> Iterator[Say]:
-    """`telling` inside a training step, with lines alone on a terminal too: the training may show a
-    progress bar there, and two live displays would write over each other."""
-    with _telling(what, now_and_then(what, _write)) as say:
-        yield say
-
-
-@contextlib.contextmanager
-def _telling(what: str, display: AbstractContextManager[Say]) -> Iterator[Say]:
-    """display: shows how far it is, unless this is a part of something that is told."""
     outer = _outer.get()
     if outer is not None:
         before = outer.what
@@ -83,7 +68,8 @@ def _telling(what: str, display: AbstractContextManager[Say]) -> Iterator[Say]:
         outer.say(before)
         return
     _write(what)
-    with display as show:
+    is_live = not in_lines and not logger.hasHandlers() and _shown() and _stream().isatty()
+    with _spinner(what) if is_live else now_and_then(what, _write) as show:
         stage = _Stage(what, show)
         token = _outer.set(stage)
         try:

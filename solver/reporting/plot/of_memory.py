@@ -99,7 +99,9 @@ def memory(
     if node is not None and shown.peak_bytes in layers.total_bytes:
         index = layers.total_bytes.index(shown.peak_bytes)
         middle_s = (layers.edges_s[index] + layers.edges_s[index + 1]) / 2
-        text = f"peak {format_size(shown.peak_bytes)} at {_drawable(node.name, axes)}"
+        name, most = style.printable(node.name), int(5.5 * style.width_in(axes))
+        name = name if len(name) <= most else name[: most - 1] + "…"
+        text = f"peak {format_size(shown.peak_bytes)} at {name}"
         at = middle_s / s_per_unit, shown.peak_bytes / bytes_per_unit
         _mark_peak(axes, at, text, height=PEAK_LABEL * highest)
     title = words if ax is not None else f"{step_name(solution.plain)}; {words}"
@@ -218,10 +220,8 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) 
     if turn is None:
         return
     at = turn / s_per_unit
-    for low, high in (
-        (0, PEAK_LABEL - 0.01),
-        (HEADROOM - 0.1, HEADROOM),
-    ):  # the peak's name between
+    # the peak's name is between
+    for low, high in ((0, PEAK_LABEL - 0.01), (HEADROOM - 0.1, HEADROOM)):
         line: dict[str, Any] = {"color": style.INK, "lw": 0.8, "ls": ":", "zorder": 4}
         axes.axvline(at, low / HEADROOM, high / HEADROOM, **line)
     _write(axes, at, "backward")
@@ -244,19 +244,16 @@ def _name_blocks(
         at = time_s / s_per_unit
         if not places or at - places[-1] >= room:
             places.append(at)
-            labels.append(f"{block} {_short(names[block - 1])}".strip())
+            name = style.printable(names[block - 1])
+            if len(name) > LONGEST_BLOCK:  # its end tells modules apart
+                name = "…" + name[1 - LONGEST_BLOCK :]
+            labels.append(f"{block} {name}".strip())
     top = axes.secondary_xaxis("top")
     top.set_xticks(places, labels, rotation=50, ha="left", rotation_mode="anchor", fontsize=6)
     for label in top.get_xticklabels():
         label.set_parse_math(False)
     top.tick_params(length=2, pad=1, colors=style.INK)
     top.spines["top"].set_visible(False)
-
-
-def _short(name: str) -> str:
-    """The end of a long name, which tells modules apart."""
-    shown = style.printable(name)
-    return shown if len(shown) <= LONGEST_BLOCK else "…" + shown[1 - LONGEST_BLOCK :]
 
 
 def _write(axes: Axes, x: float, text: str) -> None:
@@ -341,9 +338,3 @@ def _mark_peak(axes: Axes, at: tuple[float, float], text: str, *, height: float)
 def _width_points(axes: Axes) -> float:
     """Points of the axes, about: the layout is not known before the figure is drawn."""
     return (0.8 if style.is_wide(axes) else 0.72) * 72 * style.width_in(axes)
-
-
-def _drawable(name: str, axes: Axes) -> str:
-    """A name as long as the figure has room for."""
-    shown, most = style.printable(name), int(5.5 * style.width_in(axes))
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
