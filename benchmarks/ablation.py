@@ -22,7 +22,7 @@ from examples import lstm
 from graphs.graph import Graph
 from graphs.trace import CapturedStep
 from solver.methods import find_obstacle
-from solver.methods.auto import recombine, stages
+from solver.methods.auto import recombine, search, stages
 from solver.schedule import baseline, simulate
 
 Replacements = dict[tuple[Any, str], Any]
@@ -46,7 +46,7 @@ VARIANTS: dict[str, Replacements] = {
     "other methods": _without("other_methods"),
     "eviction": _without("eviction"),
     "several cuts": _without("several_cuts"),
-    "local optimum": {(stages, "drop_recomputation"): lambda _, schedule, **_options: schedule},
+    "local optimum": {(search, "drop_recomputation"): lambda _, schedule, **_options: schedule},
     "recombination": _without("recombination"),
 }
 """By the name of what is left out: attributes that are replaced."""

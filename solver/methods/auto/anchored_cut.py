@@ -22,8 +22,6 @@ from collections.abc import Iterator
 
 from solver.bound import CutMilp
 from solver.chain import Blocks, split_into_blocks
-from solver.methods.auto.from_cuts import schedule_from_cuts
-from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.search import Search
 
 SEGMENT_BLOCKS = (None, 64, 32, 16, 8, 4, 2, 1)
@@ -57,12 +55,12 @@ def _anchors(search: Search, blocks: Blocks, n_blocks: int | None) -> frozenset[
 
 def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]:
     """The peaks of replays with less and less room for the cut; each is offered."""
-    folded, less_bytes = search.folded, 0
+    less_bytes = 0
     for _ in range(MAX_ROUNDS):
         if search.done:
             return
         program = CutMilp(
-            folded,
+            search.folded,
             positions=[base],
             budget_bytes=search.budget_bytes,
             allowance_bytes={base: less_bytes},
@@ -72,20 +70,11 @@ def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]
         cuts = program.rounded()
         if cuts.kept is None:
             return
-        played = search.offer(
-            schedule_from_cuts(folded, {base: cuts.kept[0]}, deadline=search.deadline)
-        )
+        played = search.offer_cuts({base: cuts.kept[0]})
         if played is None:
             return
         over_bytes = played.simulation.peak_bytes - search.budget_bytes
         if over_bytes <= 0 and not search.close:
-            search.offer(
-                drop_recomputation(
-                    folded,
-                    played.schedule,
-                    budget_bytes=search.budget_bytes,
-                    deadline=search.deadline,
-                )
-            )
+            search.offer_improved(played.schedule)
         less_bytes += max(0, over_bytes)
         yield played.simulation.peak_bytes

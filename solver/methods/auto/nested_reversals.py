@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from solver.bound import relaxed_bound
 from solver.chain import reversal_bound, split_into_blocks
-from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.replay import replay_within
 from solver.methods.auto.search import Search
 from solver.methods.revolve import is_long, reversal_to_schedule
@@ -78,7 +77,4 @@ def _replay(search: Search, order: Sequence[str]) -> None:
     )
     if schedule is not None:
         search.offer(schedule)
-        improved = drop_recomputation(
-            search.folded, schedule, budget_bytes=search.budget_bytes, deadline=search.deadline
-        )
-        search.offer(improved)
+        search.offer_improved(schedule)

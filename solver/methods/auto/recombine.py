@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from solver.bound import CutMilp, StorageGraph
-from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation, schedule_from_cuts
+from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation
 from solver.methods.auto.search import Search
 
 GAP = 2e-4
@@ -101,7 +101,7 @@ def _offer_best(search: Search, menu: Menu, base: int) -> None:
         guide = program.solve(below=search.best_share)
         if guide is None:
             return
-        found = search.offer(schedule_from_cuts(folded, guide, deadline=search.deadline))
+        found = search.offer_cuts(guide)
         if found is None or found.simulation.peak_bytes <= budget_bytes:
             return
         if before is not None and found.stage_bytes == before.stage_bytes:

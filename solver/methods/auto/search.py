@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from solver.bound import Binding, StorageGraph, least_time_s
-from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation
+from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation, schedule_from_cuts
+from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import OPTIMAL_GAP, IllegalScheduleError, Schedule
@@ -52,6 +53,17 @@ class Search(BestSoFar):
         if on_menu or (self.best is not None and self.best[0] is schedule):
             self.menus[found.recomputed] = None
         return found
+
+    def offer_cuts(self, kept: Mapping[int, Collection[int]]) -> FoldedSimulation | None:
+        """Offer the schedule that holds these units at these positions. Raises OutOfTimeError."""
+        return self.offer(schedule_from_cuts(self.folded, kept, deadline=self.deadline))
+
+    def offer_improved(self, schedule: Schedule) -> None:
+        """Offer what is left of it when recomputation for which there is room is taken out."""
+        improved = drop_recomputation(
+            self.folded, schedule, budget_bytes=self.budget_bytes, deadline=self.deadline
+        )
+        self.offer(improved)
 
     def prove(self, lost_share: float) -> None:
         self.lost_share = max(self.lost_share, lost_share)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from solver.bound import CutMilp, Cuts
-from solver.methods.auto.from_cuts import FoldedSimulation, schedule_from_cuts
+from solver.methods.auto.from_cuts import FoldedSimulation
 from solver.methods.auto.search import Search
 
 MAX_ROUNDS = 6
@@ -45,7 +45,7 @@ def offer_several_cuts(
         guide = dict(zip(cuts.positions, cuts.kept, strict=True))
         if not any(allowance_bytes.values()):
             proven_guide = guide
-        played = search.offer(schedule_from_cuts(search.folded, guide, deadline=search.deadline))
+        played = search.offer_cuts(guide)
         if played is None or search.close:
             break
         over = _overflowing(played, search.budget_bytes)

@@ -52,8 +52,6 @@ from solver.bound import (
     windows_share,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
-from solver.methods.auto.from_cuts import schedule_from_cuts
-from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.nested_reversals import offer_nested_reversals
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
@@ -105,7 +103,9 @@ def recompute_only(
     with search:
         search.offer(baseline(graph))
         for schedule in starts:
-            _offer_improved(search, schedule)
+            found = search.offer(schedule)
+            if found is not None and found.simulation.peak_bytes <= budget_bytes:
+                search.offer_improved(schedule)
         # What schedules of other budgets recompute makes the menu too long to solve: on U-Net at
         # 10 %, 32.5 % overhead in place of 29.6.
         search.menus.clear()
@@ -116,18 +116,18 @@ def recompute_only(
                 break
             stage(search)
         if search.best is not None:  # the stages end once it is near the bound
-            search.offer(_improved(search, search.best[0]))
+            search.offer_improved(search.best[0])
     return search.proposal()
 
 
 def single_cut(search: Search) -> None:
-    folded = search.folded
-    search.binding = binding_cut(folded, budget_bytes=search.budget_bytes, deadline=search.deadline)
+    search.binding = binding_cut(
+        search.folded, budget_bytes=search.budget_bytes, deadline=search.deadline
+    )
     search.prove(search.binding.lost_share)
     cuts = search.binding.cuts
     if not search.done and cuts is not None and cuts.kept is not None:
-        kept = dict(zip(cuts.positions, cuts.kept, strict=True))
-        search.offer(schedule_from_cuts(folded, kept, deadline=search.deadline))
+        search.offer_cuts(dict(zip(cuts.positions, cuts.kept, strict=True)))
 
 
 def nested_reversals(search: Search) -> None:
@@ -197,19 +197,6 @@ def last_eviction(search: Search) -> None:
         recombination(search)
 
 
-def _offer_improved(search: Search, schedule: Schedule) -> None:
-    """Offer it, and where it fits what is left of it when there is room for more."""
-    found = search.offer(schedule)
-    if found is not None and found.simulation.peak_bytes <= search.budget_bytes:
-        search.offer(_improved(search, schedule))
-
-
-def _improved(search: Search, schedule: Schedule) -> Schedule:
-    return drop_recomputation(
-        search.folded, schedule, budget_bytes=search.budget_bytes, deadline=search.deadline
-    )
-
-
 def _evict(search: Search) -> None:
     """Offer the schedule of each patience, taken to its local optimum, while there is work left.
 
@@ -240,7 +227,7 @@ def _evict_each(search: Search, patiences: Iterable[tuple[float, int]], *, max_w
         search.work += work
         if schedule is not None:
             search.work += 10 * len(schedule.order)
-            search.offer(_improved(search, schedule))
+            search.offer_improved(schedule)
 
 
 CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (
@@ -303,4 +290,4 @@ def _fill_menu(search: Search, base: int) -> None:
         )
         if cuts.kept is None:
             return
-        search.offer(schedule_from_cuts(folded, {base: cuts.kept[0]}, deadline=search.deadline))
+        search.offer_cuts({base: cuts.kept[0]})
