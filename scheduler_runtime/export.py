@@ -174,17 +174,8 @@ def to_torch_checkpoint(
 
 
 def _put_into(model: nn.Module, solution: Solution, on_excess: str) -> Export:
-    if not isinstance(solution, Solution):
-        raise TypeError(
-            f"to_torch_checkpoint() was given a {type(solution).__name__} as the plan; give the "
-            "Solution of solve(model, batch, ...): a file does not hold the graph that it needs"
-        )
-    if solution.schedule is None or solution.simulation is None:
-        raise ExportError(
-            f"the solution has no schedule to export: its status is {solution.status}"
-            f"{solution.obstacle_text}"
-        )
-    check_model(model, solution.graph)
+    check_exportable(model, solution, call="to_torch_checkpoint")
+    assert solution.simulation is not None
     own, budget_bytes = solution.simulation, solution.request.available_bytes
     plan_compared = "the plan itself"
     if solution.graph.host_state_bytes:  # no part of what is exported
@@ -251,8 +242,20 @@ def _nothing_fits(model: nn.Module, solution: Solution, error: NoModulesFitError
     )
 
 
-def check_model(model: nn.Module, graph: Graph) -> None:
-    """Raise ExportError for a model with a plan, and for one that is not the graph's."""
+def check_exportable(model: nn.Module, solution: Solution, *, call: str) -> None:
+    """Raise ExportError for a solution without a schedule, and for a model that has a plan or is
+    not the planned one; TypeError for a file. call: the function that exports."""
+    if not isinstance(solution, Solution):
+        raise TypeError(
+            f"{call}() was given a {type(solution).__name__} as the plan; give the Solution of "
+            "solve(model, batch, ...): a file does not hold the graph that it needs"
+        )
+    if solution.schedule is None or solution.simulation is None:
+        raise ExportError(
+            f"the solution has no schedule to export: its status is {solution.status}"
+            f"{solution.obstacle_text}"
+        )
+    graph = solution.graph
     modules = dict(model.named_modules())
     for path, module in modules.items():
         forward = module.__dict__.get("forward")

@@ -26,7 +26,7 @@ from torch import nn
 
 from graphs.graph import Graph, Node
 from scheduler_runtime.execute import CallsOnHost, ForwardWithHooks
-from scheduler_runtime.export import ExportedStep, ExportError, check_model
+from scheduler_runtime.export import ExportedStep, ExportError, check_exportable
 from scheduler_runtime.planned import check_order
 from scheduler_runtime.selective_calls import eager_calls, operator_named
 from solver.schedule import (
@@ -82,12 +82,9 @@ def to_saved_tensors_hooks(
     if on_excess not in ("error", "least"):
         raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
     check_order(model, solution, call="to_saved_tensors_hooks")
-    if solution.schedule is None or solution.simulation is None:
-        raise ExportError(
-            f"the solution has no schedule to export: its status is {solution.status}"
-            f"{solution.obstacle_text}"
-        )
-    check_model(model, solution.graph)
+    check_exportable(model, solution, call="to_saved_tensors_hooks")
+    assert solution.schedule is not None
+    assert solution.simulation is not None
     graph = solution.plain
     if graph.meta.rewrites:
         raise ExportError(

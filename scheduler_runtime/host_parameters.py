@@ -24,6 +24,7 @@ from scheduler_runtime.execute import (
     CopyStreams,
     Done,
     forget,
+    host_memory,
     is_stand_in,
     stand_in_for,
     streams_for,
@@ -61,7 +62,7 @@ class HostParameters:
         self._title = {known[name]: name for name in names}
         for parameter, name in self._title.items():
             _check_memory(parameter, name)
-        self._host = {parameter: _host_copy(parameter) for parameter in self._title}
+        self._host = {parameter: host_memory(parameter.data) for parameter in self._title}
         self._stand_in = {p: stand_in_for(p, value) for p, value in self._host.items()}
         self._away: set[nn.Parameter] = set()
         self._n_held = 0
@@ -180,16 +181,6 @@ class _BringBack:
             "a model whose plan has parameters in host memory cannot be copied or pickled: save "
             "its state_dict(), or remove(model) the plan first"
         )
-
-
-def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
-    """Memory for its value; pinned where the device is CUDA."""
-    return torch.empty(
-        parameter.shape,
-        dtype=parameter.dtype,
-        device="cpu",
-        pin_memory=parameter.device.type == "cuda",
-    )
 
 
 def _check_memory(parameter: torch.Tensor, name: str) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.capture import at_each_checkpoint
-from graphs.costs import CostModel
+from graphs.costs import CostModel, free_bytes
 from graphs.model_calls import Call, TraceError, device_of
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from solver.device_and_costs import find_hardware, host_beside
@@ -96,20 +96,13 @@ def free_budget_bytes(
         refuse_auto_budget(device)
     step_bytes = bucket_bytes + bytes_of(resident_tensors(model, call.tensors, optimizers), device)
     other_bytes = max(0, torch.cuda.memory_allocated(device) - step_bytes)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return free_bytes + torch.cuda.memory_reserved(device) - other_bytes
+    driver_bytes, _ = torch.cuda.mem_get_info(device)
+    return driver_bytes + torch.cuda.memory_reserved(device) - other_bytes
 
 
 def room_bytes(device: torch.device) -> int | None:
-    """What can be allocated on a CUDA device now; None for others, where nobody knows.
-
-    That is what the driver reports as free, and what PyTorch's allocator holds without a tensor.
-    """
-    if device.type != "cuda":
-        return None
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_bytes + unused
+    """What can be allocated on a CUDA device now; None for others, where nobody knows."""
+    return int(free_bytes(device)) if device.type == "cuda" else None
 
 
 def n_out_of_memory(device: torch.device) -> int:

@@ -7,7 +7,6 @@ from graphs.capture.captured_step import Capture, Source
 from graphs.capture.extraction import (
     CPU_RANDOM_STATE_BYTES,
     Layout,
-    NodeCost,
     Overwrite,
     extract,
 )
@@ -29,7 +28,6 @@ from graphs.capture.opaque import (
 )
 from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.own_failure import FailsOnBatchError
-from graphs.capture.random_calls import is_random
 from graphs.capture.refuse import (
     HOOKS,
     TORCHS_OWN,
@@ -42,3 +40,4 @@ from graphs.capture.refuse import (
 )
 from graphs.capture.shell import leaves_of
 from graphs.capture.tensor_parallel import MeshError, has_distributed, has_parallel_style
+from graphs.capture.traced_calls import is_backward, is_random

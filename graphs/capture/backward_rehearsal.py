@@ -15,7 +15,7 @@ of columns), so the rehearsal notes what each function has saved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -48,10 +48,6 @@ class Rehearsed:
     in_place: tuple[str, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def holding(self, held: Mapping[str, tuple[str, ...]]) -> Rehearsed:
-        """With what forward nodes hold."""
-        return replace(self, saved={**self.saved, **held})
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphs.capture.captured_step import Capture
+from graphs.capture.traced_calls import is_backward
 
 aten = torch.ops.aten
 
@@ -87,7 +88,7 @@ def part_writes(captured: Capture) -> PartWrites:
     found = PartWrites()
     changed = {_storage(buffer) for buffer in captured.mutations}
     position = {node: at for at, node in enumerate(captured.graph.nodes)}
-    late = (at for node, at in position.items() if _is_late(node))
+    late = (at for n, at in position.items() if n.op == "call_function" and is_backward(n))
     backward = min(late, default=len(position))
     for buffer, new_value in captured.mutations.items():
         versions = _versions(buffer, new_value)
@@ -212,9 +213,3 @@ def _are_unread(versions: Sequence[fx.Node], within: set[fx.Node]) -> bool:
 
 def _storage(node: fx.Node) -> int:
     return int(node.meta["val"].untyped_storage()._cdata)
-
-
-def _is_late(node: fx.Node) -> bool:
-    """Whether it is called in the backward pass."""
-    tag = node.meta.get("partitioner_tag")
-    return node.op == "call_function" and tag == "is_backward"

@@ -13,7 +13,7 @@ import dataclasses
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,21 +22,13 @@ from graphs.capture.as_eager import own_generator
 from graphs.capture.buffer_writes import Write, part_writes
 from graphs.capture.captured_step import Capture
 from graphs.capture.opaque import OpaqueForward
-from graphs.capture.random_calls import is_random
+from graphs.capture.traced_calls import is_backward, is_random
+from graphs.costs import Cost
 from graphs.graph import Kind, Node, Phase, Tensor
 from graphs.model_calls import TraceError
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of torch.get_rng_state() on the CPU; on CUDA it is 16 bytes, on the host."""
-
-
-class NodeCost(Protocol):
-    """Seconds and workspace bytes of one call, as `graphs.costs.Cost` has them."""
-
-    @property
-    def time_s(self) -> float: ...
-    @property
-    def workspace_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -86,8 +78,19 @@ class Layout:
     sums: list[str] = field(default_factory=list)
     overwriting: dict[str, Overwrite] = field(default_factory=dict)
 
+    def storage_of(self, node: torch.fx.Node) -> str:
+        """Where the value of a node lives: a view with several outputs (split) on the storage that
+        it is derived from. Its own name where that is none."""
+        stack = [node]
+        while stack:
+            each = stack.pop()
+            if each in self.storage:
+                return self.storage[each]
+            stack.extend(each.all_input_nodes)
+        return node.name
 
-def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], NodeCost]) -> Layout:
+
+def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], Cost]) -> Layout:
     """Fold views into storages and list what remains.
 
     Raises TraceError for tensors of unknown size.
@@ -96,7 +99,7 @@ def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], NodeCost]) -> 
 
 
 class _Extraction:
-    def __init__(self, captured: Capture, cost: Callable[[torch.fx.Node], NodeCost]) -> None:
+    def __init__(self, captured: Capture, cost: Callable[[torch.fx.Node], Cost]) -> None:
         self.captured = captured
         self.cost = cost
         self.layout = Layout()
@@ -113,14 +116,17 @@ class _Extraction:
             if node.op in ("placeholder", "get_attr"):
                 self._resident(node)
         calls = [node for node in self.captured.graph.nodes if node.op == "call_function"]
-        n_forward = next((i for i, node in enumerate(calls) if _is_backward(node)), len(calls))
+        n_forward = next((i for i, node in enumerate(calls) if is_backward(node)), len(calls))
         for node in calls[:n_forward]:
             if (write := self._part_writes.writes.get(node)) is not None:
                 self._alias(node.meta["val"], self.layout.storage[write.buffer])
                 self._update(node.name, write)
             elif node not in self._part_writes.within:
                 self._call(node)
-        self._updates()
+        # mutated buffers are written once, at the end of the forward pass
+        for placeholder, new_value in self.captured.mutations.items():
+            if placeholder not in self._part_writes.buffers:
+                self._update(f"copy_to_{placeholder.name}", Write(placeholder, (new_value,)))
         for node in calls[n_forward:]:
             self._call(node)
         self._gradients()
@@ -188,7 +194,7 @@ class _Extraction:
         if self._has_own_generator(node):
             raise own_generator(node.target)
         cost = self.cost(node)
-        phase: Phase = "backward" if _is_backward(node) else "forward"
+        phase: Phase = "backward" if is_backward(node) else "forward"
         self.layout.calls[node.name] = node
         self._note_eager(node, phase)
         self.layout.nodes.append(
@@ -279,12 +285,6 @@ class _Extraction:
         )
         return any(isinstance(item, torch.Generator) for item in (*leaves, *constants))
 
-    def _updates(self) -> None:
-        """Mutated buffers are written once, at the end of the forward pass."""
-        for placeholder, new_value in self.captured.mutations.items():
-            if placeholder not in self._part_writes.buffers:
-                self._update(f"copy_to_{placeholder.name}", Write(placeholder, (new_value,)))
-
     def _update(self, name: str, write: Write) -> None:
         old = self.layout.storage[write.buffer]
         new = [self.layout.storage[value] for value in write.values]
@@ -366,10 +366,6 @@ def _dense_bytes(tensor: torch.Tensor) -> int:
         return 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int(last + 1) * tensor.element_size()
-
-
-def _is_backward(node: torch.fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def _custom(node: torch.fx.Node) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _captured(
         bind(joint.graph_module.graph, standing)
         shell.mode.read.refuse_hidden(call.rest)
         captured = read_joint(joint, shell)
-        shell.mode.forget_leaves()  # the program's fake tensors refer to the mode
+        shell.mode.leaves = {}  # the program's fake tensors refer to the mode
         return captured
 
 
@@ -223,7 +223,8 @@ def rehearse(
                 torch.autograd.backward(outputs, gradients)
     except TraceError:
         return Rehearsed()
-    return compared(layout, calls, saved).holding(held_by_variables(layout, forward))
+    found = compared(layout, calls, saved)
+    return replace(found, saved={**found.saved, **held_by_variables(layout, forward)})
 
 
 def _with_filled(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphs.capture.refuse import attributes_unchanged
-from graphs.model_calls import Call, TraceError
+from graphs.model_calls import Call, TraceError, named_state, strided_like
 
 
 class FailsOnBatchError(TraceError):
@@ -39,13 +39,11 @@ def refuse_same_failure(model: nn.Module, error: TraceError, alone: Exception | 
 
 def _failure(model: nn.Module, call: Call) -> Exception | None:
     """What the forward pass raises on the meta device; None: nothing."""
-    own = {
-        f"{path}.{name}" if path else name: tensor
-        for path, module in model.named_modules()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
+    own = dict(named_state(model))
+    meta = {
+        id(tensor): strided_like(tensor, "meta").requires_grad_(tensor.requires_grad)
+        for tensor in (*own.values(), *call.tensors)
     }
-    meta = {id(tensor): _on_meta(tensor) for tensor in (*own.values(), *call.tensors)}
     args, kwargs = call.arguments([meta[id(tensor)] for tensor in call.tensors])
     state = {name: meta[id(tensor)] for name, tensor in own.items()}
     try:
@@ -54,11 +52,6 @@ def _failure(model: nn.Module, call: Call) -> Exception | None:
     except Exception as error:  # noqa: BLE001 - the model's code may raise anything
         return error
     return None
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return form.requires_grad_(tensor.requires_grad)
 
 
 def _is_plain(model: nn.Module, call: Call) -> bool:

@@ -35,6 +35,7 @@ from graphs.model_calls import (
     device_of,
     is_distributed,
     local_part,
+    named_state,
     nested,
     strided_like,
 )
@@ -161,12 +162,7 @@ class Shell(_WithoutHooks):
             each.begin()
         # Each attribute of each module once. `tie_weights=True` lists an attribute once per name of
         # its module (shared modules have several), and would finally restore a fake tensor there.
-        state = {
-            f"inner.{path}.{name}" if path else f"inner.{name}": own[tensor]
-            for path, module in model.named_modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        }
+        state = {f"inner.{name}": own[tensor] for name, tensor in named_state(model)}
         args, kwargs = call.arguments(tensors)
         forward = _Forward(model)
         return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)

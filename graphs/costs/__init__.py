@@ -7,8 +7,8 @@ from graphs.costs.defaults import default_costs, finish_measuring, measured
 from graphs.costs.free_memory import free_bytes
 from graphs.costs.loops import RowLoop
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
-from graphs.costs.models import Cost, CostModel, Measured, Roofline, from_description
+from graphs.costs.models import CostModel, Measured, Roofline, from_description
 from graphs.costs.node_costs import NodeCosts
 from graphs.costs.observed import ObservedRun, OperatorCalls
-from graphs.costs.operators import OpCall, bytes_moved, flops_of
+from graphs.costs.operators import Cost, OpCall, bytes_moved, flops_of
 from graphs.costs.tracker import Tracker

@@ -8,7 +8,10 @@ import torch
 
 
 def free_bytes(device: torch.device) -> float:
-    """Of the device; infinite where unknown. On Linux, a process that exceeds it is killed."""
+    """Of the device; infinite where unknown. On Linux, a process that exceeds it is killed.
+
+    On CUDA what the driver reports as free, and what PyTorch's allocator holds without a tensor.
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

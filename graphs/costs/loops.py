@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.costs.operators import OpCall
-from graphs.costs.tracker import CallCost, Tracker
+from graphs.costs.operators import Cost, OpCall
+from graphs.costs.tracker import Tracker
 
 _CHUNK_ROWS_AT = {
     "torch_nn::_linear_cross_entropy_batch_chunked": 8,
@@ -63,20 +63,22 @@ def row_loop(call: OpCall) -> RowLoop | None:
     return _TorchsLoop(call.args[_CHUNK_ROWS_AT[name]], (0, 2), body)
 
 
-def loop_cost(loop: RowLoop, call: OpCall, cost: CallCost) -> tuple[float, int]:
-    """Seconds and workspace bytes of the whole loop. cost: of a single operator."""
+def loop_cost(loop: RowLoop, call: OpCall, cost: Callable[[OpCall], Cost]) -> Cost:
+    """Of the whole loop. cost: of a single operator."""
     n_rows, chunk_rows = call.args[loop.row_inputs[0]].shape[0], loop.rows_per_chunk
     few = 3 * chunk_rows + n_rows % chunk_rows  # the first chunk may allocate what others add to
     if n_rows <= few:
-        return _on_rows(loop, call, n_rows, cost)
+        return Cost(*_on_rows(loop, call, n_rows, cost))
     less, more = (_on_rows(loop, call, n, cost) for n in (few - chunk_rows, few))
     n_left = (n_rows - few) // chunk_rows
     time_s, workspace_bytes = (b + n_left * (b - a) for a, b in zip(less, more, strict=True))
-    return time_s, int(workspace_bytes)
+    return Cost(time_s, int(workspace_bytes))
 
 
-def _on_rows(loop: RowLoop, call: OpCall, n_rows: int, cost: CallCost) -> tuple[float, int]:
-    """Run the loop on fake tensors with so many rows."""
+def _on_rows(
+    loop: RowLoop, call: OpCall, n_rows: int, cost: Callable[[OpCall], Cost]
+) -> tuple[float, int]:
+    """Seconds and workspace bytes of the loop on fake tensors with so many rows."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         shape, strides = tensor.shape, tensor.stride()

@@ -10,7 +10,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from graphs.costs.host_copies import measured_host_copies
 from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.costs.observed import observed_run
-from graphs.costs.operators import OpCall, aten, bytes_moved, dtype_of, flops_of
+from graphs.costs.operators import Cost, OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.workspace import cpu_workspace_bytes
 from graphs.hardware import Hardware, HostCopies, card_called, named
 from graphs.links import Link, link_between
@@ -46,14 +45,6 @@ between two events around a single run the device would wait for the host to dis
 
 _CALL_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AssertionError, MemoryError)
 """A call that raises one of these cannot be run by itself."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of one run, and bytes allocated besides inputs and outputs while it runs."""
-
-    time_s: float
-    workspace_bytes: int = 0
 
 
 class CostModel(Protocol):
@@ -102,7 +93,7 @@ class Roofline:
         if call.is_view() or is_wait(call.target):
             return Cost(time_s=0.0)
         if (loop := row_loop(call)) is not None:
-            return Cost(*loop_cost(loop, call, self.cost))
+            return loop_cost(loop, call, self.cost)
         if (run := observed_run(call)) is not None:
             return Cost(sum(self.cost(each).time_s for each in run.calls), run.workspace_bytes)
         compute_s = flops_of(call) / self.hardware.rate(_rate_name(call))

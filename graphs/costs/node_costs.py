@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from graphs.costs.models import Cost, CostModel, Measured, hardware_of
-from graphs.costs.operators import OpCall
+from graphs.costs.models import CostModel, Measured, hardware_of
+from graphs.costs.operators import Cost, OpCall
 from graphs.hardware import Hardware
 
 

@@ -73,6 +73,14 @@ class OpCall:
         return (self.target, _described(self.args), _described(self.kwargs))
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one run, and bytes allocated besides inputs and outputs while it runs."""
+
+    time_s: float
+    workspace_bytes: int = 0
+
+
 def _tensors(items: Any) -> list[torch.Tensor]:
     return [item for item in pytree.tree_leaves(items) if isinstance(item, torch.Tensor)]
 

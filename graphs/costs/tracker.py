@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.costs.operators import OpCall
-
-
-class _Cost(Protocol):
-    @property
-    def time_s(self) -> float: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-
-
-CallCost = Callable[[OpCall], _Cost]
-"""A function that gives the cost of one operator."""
+from graphs.costs.operators import Cost, OpCall
 
 
 class Tracker(TorchDispatchMode):
@@ -28,7 +17,7 @@ class Tracker(TorchDispatchMode):
     peak_bytes: the most that was allocated at once, workspace of operators included.
     """
 
-    def __init__(self, cost: CallCost) -> None:
+    def __init__(self, cost: Callable[[OpCall], Cost]) -> None:
         super().__init__()
         self.peak_bytes = 0
         self.time_s = 0.0

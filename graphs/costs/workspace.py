@@ -147,11 +147,6 @@ def _of_bias(out: torch.Tensor) -> int:
     return out.shape[1] * out.element_size()
 
 
-def _batch_norm_backward(call: OpCall) -> int:
-    """A contiguous copy of the gradient."""
-    return 0 if _keeps_channels_last(call.args[1]) else _plain(call.args[1])
-
-
 def _attention(call: OpCall) -> int:
     """Per thread, a tile of scores, the maxima and sums of its rows, and a tile of the output."""
     query: torch.Tensor = call.args[0]
@@ -190,16 +185,6 @@ def _loss_with_logits(call: OpCall) -> int:
     return _plain(call.args[0]) * (1 if reduction == _NOT_REDUCED else 2)
 
 
-def _soft_margin_backward(call: OpCall) -> int:
-    """Two intermediate results of the gradient's size."""
-    return 2 * _plain(call.args[1])
-
-
-def _log_sum_exp(call: OpCall) -> int:
-    """The exponentials of the differences to the maxima."""
-    return _plain(call.args[0]) + _plain(call.outputs()[0])
-
-
 _INDEX_BYTES = 8
 
 
@@ -221,12 +206,6 @@ def _sort(call: OpCall) -> int:
     return min(torch.get_num_threads(), n_rows) * n_columns * _INDEX_BYTES
 
 
-def _kth_value(call: OpCall) -> int:
-    """A copy of the values, and their positions (ATen/native/Sorting.cpp)."""
-    x: torch.Tensor = call.args[0]
-    return _plain(x) + x.numel() * _INDEX_BYTES
-
-
 def _median(call: OpCall) -> int:
     """A copy that is partitioned: of all values, or where they do not lie side by side."""
     x: torch.Tensor = call.args[0]
@@ -246,21 +225,6 @@ def _upsample(call: OpCall) -> int:
     return _plain(x) + _plain(out) if is_small and not _keeps_channels_last(x) else 0
 
 
-def _affine_grid(call: OpCall) -> int:
-    """The grid of each image in homogeneous coordinates: three numbers for two."""
-    return _plain(call.outputs()[0]) // 2 * 3
-
-
-def _ctc_loss_backward(call: OpCall) -> int:
-    """Backward probabilities, as large as the forward ones."""
-    return _plain(call.args[6])
-
-
-def _masked_scatter_backward(call: OpCall) -> int:
-    """The gradient's elements that the mask selects, at most all of them."""
-    return _plain(call.args[0])
-
-
 def _scatter_reduce(call: OpCall) -> int:
     """For means, the number of elements at each place, and what is added up to it."""
     x, source = call.inputs()[0], call.inputs()[-1]
@@ -273,22 +237,31 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.smooth_l1_loss: _reduced_loss,
     aten.huber_loss: _reduced_loss,
     aten.binary_cross_entropy_with_logits: _loss_with_logits,
-    aten.soft_margin_loss_backward: _soft_margin_backward,
-    aten.logsumexp: _log_sum_exp,
+    # two intermediate results of the gradient's size
+    aten.soft_margin_loss_backward: lambda call: 2 * _plain(call.args[1]),
+    # the exponentials of the differences to the maxima
+    aten.logsumexp: lambda call: _plain(call.args[0]) + _plain(call.outputs()[0]),
     aten._safe_softmax: masked_rows_bytes,
     aten.sort: _sort,
-    aten.kthvalue: _kth_value,
+    # a copy of the values, and their positions (ATen/native/Sorting.cpp)
+    aten.kthvalue: lambda call: _plain(call.args[0]) + call.args[0].numel() * _INDEX_BYTES,
     aten.median: _median,
     aten.nanmedian: _median,
     aten.upsample_nearest2d: _upsample,
     aten._upsample_nearest_exact2d: _upsample,
     aten.upsample_bilinear2d: _upsample,
-    aten.affine_grid_generator: _affine_grid,
-    aten._ctc_loss_backward: _ctc_loss_backward,
-    aten.masked_scatter_backward: _masked_scatter_backward,
+    # the grid of each image in homogeneous coordinates: three numbers for two
+    aten.affine_grid_generator: lambda call: _plain(call.outputs()[0]) // 2 * 3,
+    # backward probabilities, as large as the forward ones
+    aten._ctc_loss_backward: lambda call: _plain(call.args[6]),
+    # the gradient's elements that the mask selects, at most all of them
+    aten.masked_scatter_backward: lambda call: _plain(call.args[0]),
     aten.scatter_reduce: _scatter_reduce,
     aten.convolution_backward: _convolution_backward,
-    aten.native_batch_norm_backward: _batch_norm_backward,
+    # a contiguous copy of the gradient
+    aten.native_batch_norm_backward: lambda call: (
+        0 if _keeps_channels_last(call.args[1]) else _plain(call.args[1])
+    ),
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -299,15 +272,6 @@ def _product_gradient(call: OpCall) -> int:
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     return 5 * _plain(x) + x.numel() + 4 * _plain(gradient)
-
-
-def _selection_gradient(call: OpCall) -> int:
-    x: torch.Tensor = call.args[1]
-    return 2 * _plain(x) + x.numel()
-
-
-def _cumprod_gradient(call: OpCall) -> int:
-    return 8 * _plain(call.args[1])
 
 
 def _sum_of_selected(call: OpCall) -> int:
@@ -322,10 +286,12 @@ def _sum_of_selected(call: OpCall) -> int:
 _GRADIENTS: Mapping[str, Callable[[OpCall], int]] = {
     "checkpoint_solver.prod_gradient": _product_gradient,
     "checkpoint_solver.prod_dim_gradient": _product_gradient,
-    "checkpoint_solver.cumprod_gradient": _cumprod_gradient,
+    "checkpoint_solver.cumprod_gradient": lambda call: 8 * _plain(call.args[1]),
     "checkpoint_solver.sum_of_selected": _sum_of_selected,
     **{
-        f"checkpoint_solver.{name}_gradient": _selection_gradient
+        f"checkpoint_solver.{name}_gradient": lambda call: (
+            2 * _plain(call.args[1]) + call.args[1].numel()
+        )
         for name in ("max", "min", "median", "nanmedian")
     },
 }

@@ -67,8 +67,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Of the same form; itself where it is not a plain one."""
     if tensor.layout != torch.strided:
         return tensor
-    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return form.requires_grad_(tensor.requires_grad)
+    return strided_like(tensor, "meta").requires_grad_(tensor.requires_grad)
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:

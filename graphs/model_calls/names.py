@@ -1,4 +1,7 @@
-"""The arguments of a call by their names in forward's signature: "x", "batch['labels']"."""
+"""Names of what a model is called with, and of its state.
+
+Arguments have their names in forward's signature: "x", "batch['labels']".
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,15 @@ from graphs.model_calls.call import HOLE, Call, signature_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, those that are tied under each of their names, but each attribute of
+    a module once: a module that is shared has its first name alone."""
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, tensor
 
 
 def tensor_names(call: Call, model: nn.Module) -> list[str]:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphs.capture import Capture, Layout, NodeCost, capture, extract, fake_output, rehearse
+from graphs.capture import Capture, Layout, capture, extract, fake_output, rehearse
+from graphs.costs import Cost
 from graphs.eager_memory import held_by_functions
 from graphs.graph import Graph, Node
 from graphs.model_calls import Call, TraceError, find_loss, nested, same_strides, strided_like
@@ -85,12 +86,16 @@ class OutsideLoss:
 
     def gradient_outputs(self) -> tuple[int, ...]:
         """Indices of the model's flat outputs that get a gradient from the loss."""
-        reached = {
-            self.captured.sources[node].index
-            for node in self.captured.gradients
+        handed = self._handed()
+        return tuple(p for i, p in enumerate(self._positions) if i in handed)
+
+    def _handed(self) -> dict[int, fx.Node]:
+        """Index of an input of the loss -> fx node of its gradient."""
+        return {
+            self.captured.sources[node].index: gradient
+            for node, gradient in self.captured.gradients.items()
             if self.captured.sources[node].kind == "input"
         }
-        return tuple(p for i, p in enumerate(self._positions) if i in reached)
 
     def gradient_strides(self) -> dict[int, tuple[int, ...]]:
         """By index of the model's flat output, where they are not the output's own.
@@ -107,7 +112,7 @@ class OutsideLoss:
             found[self._positions[source.index]] = tuple(made.stride())
         return found
 
-    def extracted(self, *, cost: Callable[[fx.Node], NodeCost]) -> LossLayout:
+    def extracted(self, *, cost: Callable[[fx.Node], Cost]) -> LossLayout:
         """The nodes of the loss as the caller runs them: in eager mode, with a plan as well."""
         plain = extract(self.captured, cost=cost)
         found = rehearse(self._function, self._call, self.captured, plain, device=self._device)
@@ -179,11 +184,7 @@ class OutsideLoss:
 
         A gradient that is expanded or shared, or whose strides are not the output's, is copied.
         """
-        handed = {
-            self.captured.sources[node].index: gradient
-            for node, gradient in self.captured.gradients.items()
-            if self.captured.sources[node].kind == "input"
-        }
+        handed = self._handed()
         sizes = {names[t.name]: t.size_bytes for t in loss_layout.tensors}
         positions = {p: i for i, p in enumerate(self._positions)}
         renamed: dict[str, str] = {}

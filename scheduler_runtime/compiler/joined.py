@@ -52,10 +52,6 @@ class Joined:
         return sum(self.graph.tensor_by_name[name].size_bytes for name in storages if name)
 
 
-def is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
-
-
 def join(
     forward: fx.GraphModule,
     backward: fx.GraphModule,

@@ -22,7 +22,8 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
-from scheduler_runtime.compiler.joined import Joined, is_backward
+from graphs.capture import is_backward
+from scheduler_runtime.compiler.joined import Joined
 from solver.schedule import Compute, Free, Schedule
 
 
@@ -81,7 +82,7 @@ class _Writer:
         self._unwritten = iter([n for n in nodes if n.op == "call_function" and not is_backward(n)])
         self._on_storage: dict[str, list[fx.Node]] = {}
         for node in nodes:
-            self._on_storage.setdefault(self._storage(node), []).append(node)
+            self._on_storage.setdefault(joined.layout.storage_of(node), []).append(node)
 
     def write(self, schedule: Schedule) -> None:
         if schedule.has_copies:
@@ -134,16 +135,6 @@ class _Writer:
             for node in nodes[: self._n_forward]
             if node not in tangents and (node in returned or not late.isdisjoint(node.users))
         ]
-
-    def _storage(self, old: fx.Node) -> str:
-        """A view with several outputs (split) lives on the storage that it is derived from."""
-        stack = [old]
-        while stack:
-            node = stack.pop()
-            if node in self._joined.layout.storage:
-                return self._joined.layout.storage[node]
-            stack.extend(node.all_input_nodes)
-        return old.name
 
     def _write_up_to(self, node: fx.Node | None) -> None:
         """The forward pass in its old order, views and effects included, up to this call."""

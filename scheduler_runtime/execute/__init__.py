@@ -3,7 +3,13 @@
 from scheduler_runtime.execute.autograd import maker_of
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.copies import Pools
-from scheduler_runtime.execute.copy_streams import CopyStreams, Done, storage_bytes, streams_for
+from scheduler_runtime.execute.copy_streams import (
+    CopyStreams,
+    Done,
+    host_memory,
+    storage_bytes,
+    streams_for,
+)
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
 from scheduler_runtime.execute.host_values import forget, is_stand_in, stand_in_for
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory

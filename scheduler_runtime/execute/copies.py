@@ -11,7 +11,13 @@ from pathlib import Path
 
 import torch
 
-from scheduler_runtime.execute.copy_streams import CopyStreams, Done, storage_bytes, streams_for
+from scheduler_runtime.execute.copy_streams import (
+    CopyStreams,
+    Done,
+    host_memory,
+    storage_bytes,
+    streams_for,
+)
 from scheduler_runtime.execute.spill_file import CopyError, Job, SpillFile
 from solver.schedule import CopyLayout
 from solver.sizes_deadlines_progress import format_both
@@ -141,7 +147,7 @@ class Copies:
         """Copy to these bytes of the host. tensors: on the storage, to be brought back."""
         source, aside = storage_bytes(tensors[0]), None
         if source.numel() > stop - start:
-            aside = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+            aside = host_memory(source)
             start = 0
         stop = start if aside is not None else start + source.numel()
         target = self._host(start, stop) if aside is None else aside

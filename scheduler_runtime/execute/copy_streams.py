@@ -132,6 +132,11 @@ def streams_for(device: torch.device) -> CopyStreams:
     return OnCuda(device) if device.type == "cuda" else AtOnce()
 
 
+def host_memory(like: torch.Tensor) -> torch.Tensor:
+    """For a copy of this tensor; pinned where it is on CUDA."""
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+
+
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of its storage, as a tensor on it."""
     storage = tensor.untyped_storage()

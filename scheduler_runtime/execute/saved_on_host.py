@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scheduler_runtime.execute.copies import Form
-from scheduler_runtime.execute.copy_streams import storage_bytes
+from scheduler_runtime.execute.copy_streams import host_memory, storage_bytes
 from scheduler_runtime.execute.torch_checkpoint import (
-    CountMismatchError,
     ExportedForward,
+    check_counts,
     functional_name,
 )
 
@@ -88,11 +88,6 @@ class _Marking(TorchDispatchMode):
         return Form.of(tensor), self._away[key]
 
 
-def host_memory(source: torch.Tensor) -> torch.Tensor:
-    """For a copy of these bytes."""
-    return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-
-
 def _unpack(saved: torch.Tensor | tuple[Form, _Away]) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
@@ -113,11 +108,5 @@ class ForwardWithHooks(ExportedForward):
         marking = _Marking(self.planned)
         with marking, torch.autograd.graph.saved_tensors_hooks(marking.pack, _unpack):
             found = self.own_forward(*args, **kwargs)
-        for name, n_planned in self.planned.n_calls.items():
-            if marking.seen[name] != n_planned:
-                raise CountMismatchError(
-                    f"{type(self._model).__name__} called {name} {marking.seen[name]} times, but "
-                    f"the plan expects {n_planned}: this call runs a different program; remove() "
-                    "the export and solve again with this batch"
-                )
+        check_counts(type(self._model).__name__, marking.seen, self.planned.n_calls)
         return found

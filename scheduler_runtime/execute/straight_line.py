@@ -161,14 +161,7 @@ class StraightLine:
 
     def _define(self, node: fx.Node, value: Value) -> None:
         self._current[node] = value
-        stack, storage = [node], node.name
-        while stack:  # a view with several outputs (split) is in the storage that it derives from
-            traced = stack.pop()
-            if traced in self.layout.storage:
-                storage = self.layout.storage[traced]
-                break
-            stack.extend(traced.all_input_nodes)
-        self._of_storage.setdefault(storage, []).append(node)
+        self._of_storage.setdefault(self.layout.storage_of(node), []).append(node)
 
     def _call(self, name: str, *, again: bool, repeats: bool) -> None:
         """Run an operator. again: it is a recomputation; repeats: there is one in the schedule."""

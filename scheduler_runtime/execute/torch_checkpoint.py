@@ -36,6 +36,16 @@ class CountMismatchError(RuntimeError):
     """A module ran other operators than those that its plan was made for; says which."""
 
 
+def check_counts(title: str, seen: Mapping[str, int], planned: Mapping[str, int]) -> None:
+    """Raise CountMismatchError where a module has called an operator more or less often."""
+    for name, n_planned in planned.items():
+        if seen[name] != n_planned:
+            raise CountMismatchError(
+                f"{title} called {name} {seen[name]} times, but the plan expects {n_planned}: this "
+                "call runs a different program; remove() the export and solve again with this batch"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class SavedCalls:
     """Which operator calls of the module at `path` keep their results.
@@ -105,14 +115,7 @@ class SavedCalls:
     def _checked(self, context: Any, noting: Any, seen: Counter[str]) -> Iterator[None]:
         with context, noting:
             yield
-        for name in self.saved:
-            n_planned = self.n_calls[name]
-            if seen[name] != n_planned:
-                raise CountMismatchError(
-                    f"{self.path} called {name} {seen[name]} times, but the plan expects "
-                    f"{n_planned}: this call runs a different program; remove() the export and "
-                    "solve again with this batch"
-                )
+        check_counts(self.path, seen, {name: self.n_calls[name] for name in self.saved})
 
 
 @contextlib.contextmanager

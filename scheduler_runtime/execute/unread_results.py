@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from graphs.model_calls import is_distributed_class
+from scheduler_runtime.execute.copies import Form
 from scheduler_runtime.execute.random_state import get_state, set_state
 
 Asked = Callable[[Any], bool]
@@ -43,38 +44,20 @@ class UnreadResultError(RuntimeError):
     """A result was read that the plan says nobody reads: the module runs another program."""
 
 
-@dataclass(frozen=True)
-class _Layout:
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Layout:
-        offset = tensor.storage_offset()
-        return cls(tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.device)
-
-    def made(self) -> torch.Tensor:
-        """An empty tensor of a storage of its own."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-
-
 class Unread(torch.Tensor):
     """A tensor without memory. value: what an operator in place has put into it, if one has."""
 
     value: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, layout: _Layout) -> Unread:
+    def __new__(cls, form: Form) -> Unread:
         made: Unread = torch.Tensor._make_wrapper_subclass(
             cls,
-            layout.size,
-            strides=layout.stride,
-            storage_offset=layout.offset,
-            dtype=layout.dtype,
-            device=layout.device,
+            form.shape,
+            strides=form.strides,
+            storage_offset=form.offset,
+            dtype=form.dtype,
+            device=form.device,
         )
         made.value = None
         return made
@@ -88,7 +71,7 @@ class Unread(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # when autograd packs it
             (tensor,) = args
-            return cls(_Layout.of(tensor)) if tensor.value is None else tensor.value.detach()
+            return cls(Form.of(tensor)) if tensor.value is None else tensor.value.detach()
         args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs or {}))
         if not any(isinstance(each, Unread) for each in tree_iter((args, kwargs))):
             return func(*args, **kwargs)
@@ -102,8 +85,10 @@ class Unread(torch.Tensor):
         if written is not None:
             return written
         if func is torch.ops.aten.empty_like.default and not _running.is_skipped:
-            return call.results.made()  # it reads no numbers, and what is put into it may be read
-        return tree_map_only(_Layout, cls, call.results)
+            # it reads no numbers, and what is put into it may be read
+            f = call.results
+            return torch.empty_strided(f.shape, f.strides, dtype=f.dtype, device=f.device)
+        return tree_map_only(Form, cls, call.results)
 
 
 @dataclass(frozen=True)
@@ -129,7 +114,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Call:
-    """results: of the operator, with a _Layout in the place of each tensor.
+    """results: of the operator, with a Form in the place of each tensor.
     state: of its generator, where it is random.
     kept: in place: what it has written; else all of its results but the first. () for others.
     whole: all results, with a _Kept in the place of each tensor, where all are kept, until they
@@ -145,11 +130,8 @@ _running = threading.local()
 """call: the one whose results may be unread. is_skipped: whether nobody reads them."""
 
 
-@dataclass
-class _Calls:
-    """Of one run of the forward pass, by operator."""
-
-    noted: defaultdict[Any, list[_Call]] = field(default_factory=lambda: defaultdict(list))
+_Calls: TypeAlias = defaultdict[Any, list[_Call]]
+"""Of one run of the forward pass, by operator."""
 
 
 def skipping_contexts(
@@ -161,7 +143,7 @@ def skipping_contexts(
     keep: asked in the forward pass, of each call.
     skip: asked in the recomputation: whether nobody reads the results.
     """
-    calls = _Calls()
+    calls: _Calls = defaultdict(list)
     return _Noting(calls, keep), _Skipping(calls, skip)
 
 
@@ -200,11 +182,11 @@ class _Noting(TorchDispatchMode):
             in_place = _is_in_place(func)
             tensors = (results,) if in_place else results[1:]
             kept = tuple(_Kept.of(tensor, in_place=in_place) for tensor in tensors)
-        layouts = tree_map_only(torch.Tensor, _Layout.of, results)
+        forms = tree_map_only(torch.Tensor, Form.of, results)
         whole = None
         if which == "all":
             whole = tree_map_only(torch.Tensor, lambda t: _Kept.of(t, in_place=False), results)
-        self._calls.noted[func].append(_Call(layouts, state, kept, whole))
+        self._calls[func].append(_Call(forms, state, kept, whole))
         return results
 
 
@@ -223,17 +205,17 @@ class _Skipping(TorchDispatchMode):
             return func(*args, **kwargs)
         index = self._seen[func]
         self._seen[func] += 1
-        call = self._calls.noted[func][index]
+        call = self._calls[func][index]
         skip = self._skip(func) or bool(call.kept)  # asked of each call: it counts them
         if call.whole is not None:
-            self._calls.noted[func][index] = replace(call, whole=None)
+            self._calls[func][index] = replace(call, whole=None)
             return tree_map_only(_Kept, _Kept.read, call.whole)
         given = args
         args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs))
         place = given[0] if _is_in_place(func) else None
         # in place it runs where its argument is there: what is read later is the argument
         if place is None and skip:
-            args = tree_map_only(torch.Tensor, lambda tensor: Unread(_Layout.of(tensor)), args)
+            args = tree_map_only(torch.Tensor, lambda tensor: Unread(Form.of(tensor)), args)
         elif call.state is not None:
             set_state(call.state, _device_of((args, kwargs)))
         _running.call, _running.is_skipped = call, skip

@@ -150,10 +150,6 @@ class KnowingMode(FakeTensorMode):
             tensor.__dict__[_ATTRIBUTE] = leaf
         return tensor
 
-    def forget_leaves(self) -> None:
-        """Let go of the real tensors, when nothing is traced any more."""
-        self.leaves = {}
-
     def value_of(self, tensor: torch.Tensor) -> Value | None:
         """The recipe of the tensor's value; None: the step computes it."""
         if not isinstance(tensor, FakeTensor):

@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from graphs.capture.as_eager import outside_of_functions
 from graphs.capture.refuse import SideEffectError, buffers_of, refuse_replaced_buffers
-from graphs.model_calls import HOLE, Call, nested, same_strides
+from graphs.model_calls import HOLE, Call, named_state, nested, same_strides
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,7 @@ def state_of(module: nn.Module) -> tuple[list[torch.Tensor], dict[str, int]]:
     for each in (*module.parameters(), *module.buffers()):
         tensors.setdefault(id(each), each)
     positions = {key: index for index, key in enumerate(tensors)}
-    names = {
-        f"inner.{path}.{name}" if path else f"inner.{name}": positions[id(tensor)]
-        for path, each in module.named_modules()
-        for name, tensor in (*each._parameters.items(), *each._buffers.items())
-        if tensor is not None
-    }
+    names = {f"inner.{name}": positions[id(tensor)] for name, tensor in named_state(module)}
     return list(tensors.values()), names
 
 

@@ -23,6 +23,7 @@ from torch.fx.traceback import annotate
 
 from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.island import Asked, Saved, laid_out, state_of
+from graphs.capture.traced_calls import is_backward
 from graphs.costs import ObservedRun
 from graphs.model_calls import Call, TraceError, nested
 
@@ -327,19 +328,15 @@ def saved_bytes(graph: fx.Graph) -> int:
     inputs = {_storage(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")}
     for node in graph.nodes:
         value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, torch.Tensor) or _is_backward(node):
+        if node.op != "call_function" or not isinstance(value, torch.Tensor) or is_backward(node):
             continue
-        if any(map(_is_backward, node.users)):
+        if any(map(is_backward, node.users)):
             storages[_storage(value)] = value.untyped_storage().nbytes()
     return sum(n_bytes for storage, n_bytes in storages.items() if storage not in inputs)
 
 
 def _storage(value: object) -> int:
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -> fx.Node | None:

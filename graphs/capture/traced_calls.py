@@ -1,0 +1,31 @@
+"""What a call of a traced program is."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    """Whether it is called in the backward pass, by the mark of PyTorch's partitioners."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+_CUDA_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether the call draws from a random generator.
+
+    Fused attention on CUDA without dropout does not, although the operator is tagged so.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target not in _CUDA_ATTENTION:
+        return True
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("dropout_p", 0.0) != 0.0)
