@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import torch
-
 from benchmarks import harness
-from benchmarks.zoo.graphs import GRAPHS, captured
-from examples import lstm
+from benchmarks.zoo.graphs import GRAPHS, example
 from graphs.graph import Graph
-from graphs.trace import CapturedStep
 from solver.methods import find_obstacle
 from solver.methods.auto import recombine, search, stages
 from solver.schedule import baseline, simulate
@@ -52,12 +47,7 @@ VARIANTS: dict[str, Replacements] = {
 """By the name of what is left out: attributes that are replaced."""
 
 
-def _short_lstm() -> CapturedStep:
-    with torch.device("meta"):
-        return captured(lstm.get_model(), lstm.get_batch(seq_length=20))
-
-
-SOURCES: dict[str, Callable[[], Graph | CapturedStep]] = GRAPHS | {"lstm-20": _short_lstm}
+SOURCES = GRAPHS | {"lstm-20": example("lstm", batch={"seq_length": 20})}
 
 
 def cell(graph: Graph, budget_bytes: int, without: Replacements) -> str:

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
-
-import torch
 
 from benchmarks import harness
 from benchmarks.harness import Row, percent, table
 from benchmarks.plan_quality import least_budget, searched
-from benchmarks.zoo.graphs import captured
-from examples import gpt2, llama
+from benchmarks.zoo.graphs import example
 from graphs.rewrites import Variants, offered, variants_of
 from graphs.trace import CapturedStep
 from solver.schedule import baseline, simulate
@@ -34,22 +30,17 @@ SETS = {
 SHARES = (0.3, 0.1, 0.0)
 
 
-def _llama(n_layers: int, n_tokens: int) -> CapturedStep:
-    with torch.device("meta"):
-        return captured(llama.get_model(n_layers=n_layers), llama.get_batch(2, n_tokens))
-
-
-def _gpt2() -> CapturedStep:
-    with torch.device("meta"):
-        return captured(gpt2.get_model(), gpt2.get_batch())
+def _llama(n_layers: int, n_tokens: int) -> Callable[[], CapturedStep]:
+    batch = {"batch_size": 2, "seq_length": n_tokens}
+    return example("llama", batch=batch, n_layers=n_layers)
 
 
 STEPS: Mapping[str, Callable[[], CapturedStep]] = {
-    "GPT-2 small, 8 x 1024, fp32": _gpt2,
-    "Llama 8B, 4 layers, 2 x 8192, bf16": partial(_llama, 4, 8192),
-    "Llama 8B, 4 layers, 2 x 2048, bf16": partial(_llama, 4, 2048),
-    "Llama 8B, 32 layers, 2 x 2048, bf16": partial(_llama, 32, 2048),
-    "Llama 8B, 32 layers, 2 x 8192, bf16": partial(_llama, 32, 8192),
+    "GPT-2 small, 8 x 1024, fp32": example("gpt2"),
+    "Llama 8B, 4 layers, 2 x 8192, bf16": _llama(4, 8192),
+    "Llama 8B, 4 layers, 2 x 2048, bf16": _llama(4, 2048),
+    "Llama 8B, 32 layers, 2 x 2048, bf16": _llama(32, 2048),
+    "Llama 8B, 32 layers, 2 x 8192, bf16": _llama(32, 8192),
 }
 BUDGETS_GB: Mapping[str, tuple[float, ...]] = {
     "GPT-2 small, 8 x 1024, fp32": (4, 3, 2.4),

@@ -22,7 +22,7 @@ from scheduler_runtime.measuring import (
     seconds_of,
 )
 
-N_WARM, N_TIMED = 3, 5
+N_WARM_UP = 3
 PREDICTED = ("predicted_bytes", "overhead", "bound", "predicted_s")
 """What a row says of a plan beside the figures."""
 
@@ -72,8 +72,7 @@ def measured(
     batch: tuple[torch.Tensor, ...],
     optimizer: torch.optim.Optimizer,
     *,
-    n_warm: int = N_WARM,
-    n_timed: int = N_TIMED,
+    n_timed: int = 5,
     replays: bool = False,
 ) -> Figures:
     """Peak of a step and the median of some; gradients are set to None before each.
@@ -81,7 +80,7 @@ def measured(
     replays: the step is a recorded one.
     """
     device = batch[0].device
-    for _ in range(n_warm):
+    for _ in range(N_WARM_UP):
         step()
     time_s = statistics.median(seconds_of(step, device) for _ in range(n_timed))
     optimizer.zero_grad(set_to_none=True)

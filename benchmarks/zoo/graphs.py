@@ -7,7 +7,7 @@ from numbers. The traced step has no optimizer state: it is the same bytes at ev
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,16 @@ def variants(step: CapturedStep) -> Variants:
     return offered(traced, planned)
 
 
-def _example(name: str, **sizes: Any) -> Callable[[], CapturedStep]:
+def example(
+    name: str, *, batch: Mapping[str, int] | None = None, **sizes: Any
+) -> Callable[[], CapturedStep]:
+    """batch: sizes for the example's `get_batch`; the other sizes are its `get_model`'s."""
+
     def capture() -> CapturedStep:
         # Imported only now: the Llama example needs transformers.
         module = importlib.import_module(f"examples.{name}")
         with torch.device("meta"):
-            return captured(module.get_model(**sizes), module.get_batch())
+            return captured(module.get_model(**sizes), module.get_batch(**batch or {}))
 
     return capture
 
@@ -62,18 +66,18 @@ def _densenet() -> CapturedStep:
 
 GRAPHS: dict[str, Callable[[], Graph | CapturedStep]] = {
     "gpt2-instance": lambda: Graph.load(INSTANCE),
-    "gpt2": _example("gpt2"),
-    "llama-4": _example("llama", n_layers=4),
-    "llama-16": _example("llama", n_layers=16),
-    "llama-32": _example("llama", n_layers=32),
-    "llama-80": _example("llama", n_layers=80),
-    "resnet50": _example("resnet50"),
-    "resnet101": _example("resnet50", depths=(3, 4, 23, 3)),
-    "unet": _example("unet"),
+    "gpt2": example("gpt2"),
+    "llama-4": example("llama", n_layers=4),
+    "llama-16": example("llama", n_layers=16),
+    "llama-32": example("llama", n_layers=32),
+    "llama-80": example("llama", n_layers=80),
+    "resnet50": example("resnet50"),
+    "resnet101": example("resnet50", depths=(3, 4, 23, 3)),
+    "unet": example("unet"),
     "densenet121": _densenet,
-    "vit-base": _example("vit"),
-    "vit-large": _example("vit", n_layers=24, width=1024, n_heads=16),
-    "lstm-200": _example("lstm"),
+    "vit-base": example("vit"),
+    "vit-large": example("vit", n_layers=24, width=1024, n_heads=16),
+    "lstm-200": example("lstm"),
     "lstm-2000": lambda: nets.recurrent(n_steps=2000),
     "residual-1000": lambda: nets.residual(n_blocks=1000),
 }

@@ -16,82 +16,24 @@ from torch import nn
 from torch.nn import functional
 
 from graphs.graph import Graph
-from graphs.model_calls.call import as_call, find_loss
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, ReplanError, apply, remove
 from scheduler_runtime.measuring import measure
 from solver.methods.registry import METHODS
-from solver.schedule.ops import Schedule, free_after_last_use
+from solver.schedule.ops import free_after_last_use
 from solver.schedule.recompute import baseline, keep, keep_order, missing_computes
 from solver.schedule.simulator import IllegalScheduleError, simulate
 from solver.schedule.solution import Request, Solution
 from solver.solving import answer, solve
-from tests.support.models import (
-    Classifier,
-    ConvNet,
-    Encoder,
-    NormAndDropout,
-    Recurrent,
-    SharedGradients,
-    TiedLanguageModel,
+from tests.support.models import Classifier, TiedLanguageModel
+from tests.support.same_bits import (
+    MODELS,
+    assert_equal,
+    assert_same_bits,
+    one_step,
+    solution_of,
+    traced,
 )
-
-MODELS: list[type] = [
-    NormAndDropout,
-    TiedLanguageModel,
-    ConvNet,
-    Classifier,
-    SharedGradients,
-    Encoder,
-    Recurrent,
-]
-LARGE = 10**12
-
-
-def solution_of(graph: Graph, schedule: Schedule) -> Solution:
-    plain = simulate(graph, baseline(graph))
-    judged = simulate(graph, schedule)
-    return Solution(
-        "feasible", graph, schedule, judged, Request(LARGE), plain, plain.time_s, "test", 0.0
-    )
-
-
-def traced(make: Any, **options: Any) -> tuple[nn.Module, Any, Graph]:
-    torch.manual_seed(0)
-    model = make()
-    graph = trace(model, make.batch(), loss=getattr(make, "loss", None), **options)
-    return model, make.batch(), graph
-
-
-def one_step(model: nn.Module, batch: Any, seed: int, loss: Any = None) -> list[Any]:
-    """Loss, gradients, buffers and the random state after a step."""
-    torch.manual_seed(seed)
-    args, kwargs = as_call(batch)
-    output = model(*args, **kwargs)
-    value = find_loss(output) if loss is None else loss(output, batch)
-    value.backward()
-    return [
-        value.detach().clone(),
-        *(None if p.grad is None else p.grad.clone() for p in model.parameters()),
-        *(b.clone() for b in model.buffers()),
-        torch.get_rng_state(),
-    ]
-
-
-def assert_same_bits(plain: nn.Module, planned: nn.Module, batch: Any, loss: Any = None) -> None:
-    """Three optimizer steps agree in every bit."""
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, planned)]
-    for seed in range(3):
-        results = []
-        for model, optimizer in zip((plain, planned), optimizers, strict=True):
-            optimizer.zero_grad()
-            results.append(one_step(model, batch, seed, loss))
-            optimizer.step()
-        for expected, got in zip(*results, strict=True):
-            assert (expected is None) == (got is None)
-            assert expected is None or torch.equal(expected, got)
-    for expected, got in zip(plain.parameters(), planned.parameters(), strict=True):
-        assert torch.equal(expected, got)
 
 
 @pytest.mark.slow(sample=3)
@@ -346,8 +288,7 @@ def test_frozen_parameters_that_forward_updates() -> None:
     for seed in range(3):
         expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
         assert all(a is b or torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-        for a, b in zip(model.parameters(), planned.parameters(), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(model.parameters(), planned.parameters())
 
 
 def test_replan_makes_a_plan_for_the_new_shape() -> None:

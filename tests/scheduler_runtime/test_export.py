@@ -35,12 +35,12 @@ from solver import solve
 from solver.methods.least_budget import find_obstacle
 from solver.module_checkpointing.region_plan import plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by, nodes_of
-from solver.schedule.ops import Compute, Schedule
+from solver.schedule.ops import Compute
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
-from solver.schedule.solution import Request, Solution
-from tests.scheduler_runtime.test_applying import assert_same_bits, one_step
+from solver.schedule.solution import Solution
 from tests.support.models import ConvNet, NormAndDropout
+from tests.support.same_bits import assert_equal, assert_same_bits, one_step, solution_of
 
 
 def small_gpt2(dropout: float = 0.1, n_layers: int = 3) -> nn.Module:
@@ -105,17 +105,7 @@ def planned(graph: Graph, share: float) -> Solution:
     made = [name for node in graph.forward_nodes for name in node.outputs]
     choices = (keep(graph, set(made[first:])) for first in range(0, len(made), 2))
     fitting = (each for each in choices if simulate(graph, each).peak_bytes <= budget_bytes)
-    return solution_of(graph, next(fitting, least.schedule), budget_bytes)
-
-
-def solution_of(graph: Graph, schedule: Schedule | None, budget_bytes: int) -> Solution:
-    assert schedule is not None
-    plain = simulate(graph, baseline(graph))
-    request = Request(budget_bytes, time_limit_s=600)
-    simulation = simulate(graph, schedule)
-    return Solution(
-        "feasible", graph, schedule, simulation, request, plain, plain.time_s, "test", 0.0
-    )
+    return solution_of(graph, next(fitting, least.schedule), budget_bytes=budget_bytes)
 
 
 def exported(name: str, share: float) -> tuple[nn.Module, nn.Module, Any, Export]:
@@ -198,8 +188,7 @@ def test_statistics_of_a_batch_norm_are_kept_though_its_result_is_overwritten() 
     plain, batch = small_resnet(), labelled_images()
     measured = measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes
     assert measured <= plan.peak_bytes
-    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(one_step(plain, batch, 3), one_step(model, batch, 3))
 
 
 class _Count(TorchDispatchMode):
@@ -286,8 +275,7 @@ def test_any_choice_of_regions_is_bitwise_identical_within_the_simulated_peak(
     torch.manual_seed(0)
     measured = measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes
     assert measured <= simulated_bytes
-    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(one_step(plain, batch, 3), one_step(model, batch, 3))
 
 
 def test_running_statistics_change_once() -> None:
@@ -338,8 +326,7 @@ def test_copies_are_checkpointed_too_and_by_themselves(again: Any) -> None:
         ],
     )
     copied = again(model)
-    for expected, got in zip(one_step(plain, batch, 3), one_step(copied, batch, 3), strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(one_step(plain, batch, 3), one_step(copied, batch, 3))
     for block in (0, 1):
         assert copied.blocks[block].forward.n_runs == 2
         assert model.blocks[block].forward.n_runs == 0
@@ -379,7 +366,7 @@ def test_nothing_fits_is_an_error_or_the_least_is_exported() -> None:
     assert "ABOVE THE BUDGET" in str(plan)
     assert measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes <= plan.peak_bytes
     # what the error says would be right is right
-    wider = solution_of(solution.graph, solution.schedule, plan.peak_bytes)
+    wider = solution_of(solution.graph, solution.schedule, budget_bytes=plan.peak_bytes)
     plan.remove()
     assert to_torch_checkpoint(model, wider).fits
 
@@ -435,8 +422,7 @@ def test_modules_around_the_blocks_nest() -> None:
     inner = [module for module in plan.modules if module.inside]
     assert {module.inside for module in inner} == {("low",), ("middle",), ("high",)}
     assert measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes <= plan.peak_bytes
-    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(one_step(plain, batch, 3), one_step(model, batch, 3))
     for module in plan.modules:
         assert model.get_submodule(module.path).forward.n_runs == 1 + module.n_recomputations
 
@@ -511,7 +497,7 @@ def test_an_exported_model_is_not_traced_and_removing_twice_does_nothing() -> No
     assert trace(model, tokens()).graph_id == solution.graph.graph_id
     part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     apply_to = trace(part[1], torch.ones(2, 4), loss=lambda output, _: output.mean())
-    apply(part[1], solution_of(apply_to, baseline(apply_to), 10**9))
+    apply(part[1], solution_of(apply_to, baseline(apply_to)))
     with pytest.raises(TraceError, match=r"its submodule 1 has a plan already"):
         trace(part, torch.ones(2, 4), loss=lambda output, _: output.mean())
 

@@ -33,6 +33,7 @@ from tests.support.opaque_models import (
     WithTable,
     network,
 )
+from tests.support.same_bits import assert_equal
 
 ADAMW = torch.optim.AdamW
 
@@ -79,13 +80,6 @@ def train(
     return found + [buffer.clone() for buffer in model.buffers()]
 
 
-def same_bits(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    return len(one) == len(other) and all(
-        (a is None) == (b is None) and (a is None or torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def peak_bytes(model: nn.Module, batch: Tensor) -> int:
     model.zero_grad()
     gc.collect()
@@ -103,7 +97,7 @@ def test_half_of_the_activations(name: str) -> None:
     assert "planned as one piece" in " ".join(solution.graph.meta.notes)
     apply(model, solution)
     assert peak_bytes(copy.deepcopy(model), batch) <= solution.request.available_bytes
-    assert same_bits(train(plain, batch), train(model, batch))
+    assert_equal(train(plain, batch), train(model, batch))
 
 
 @pytest.mark.slow
@@ -114,7 +108,7 @@ def test_a_part_is_recomputed_whole_with_the_same_random_numbers() -> None:
     order = solution.schedule.order
     assert any(order.count(name) > 1 for name in opaque_nodes(solution))
     apply(model, solution)
-    assert same_bits(train(plain, batch), train(model, batch))
+    assert_equal(train(plain, batch), train(model, batch))
 
 
 @pytest.mark.slow
@@ -146,7 +140,7 @@ def test_mixtral_with_a_loop_over_its_experts() -> None:
     assert len(opaque_nodes(solution)) == 3
     apply(model, solution)
     assert peak_bytes(copy.deepcopy(model), batch) <= solution.request.available_bytes
-    assert same_bits(train(plain, batch), train(model, batch))
+    assert_equal(train(plain, batch), train(model, batch))
 
 
 @pytest.mark.slow
@@ -165,7 +159,7 @@ def test_a_call_that_keeps_more_than_planned_is_planned_anew(
     most, _ = masked(1.0)
     plain = copy.deepcopy(most)
     apply(most, solution)
-    assert same_bits(train(plain, batch, n_steps=1), train(most, batch, n_steps=1))
+    assert_equal(train(plain, batch, n_steps=1), train(most, batch, n_steps=1))
     assert "'parts.0', which is planned as one piece, keeps other memory here" in caplog.text
 
 
@@ -184,7 +178,7 @@ def test_gradients_that_accumulate(name: str) -> None:
     plain, batch = network(name, n_blocks=2)
     model = copy.deepcopy(plain)
     apply(model, half_of_activations(model, batch, gradients="accumulate"))
-    assert same_bits(train(plain, batch, n_micro=2), train(model, batch, n_micro=2))
+    assert_equal(train(plain, batch, n_micro=2), train(model, batch, n_micro=2))
 
 
 @pytest.mark.slow
@@ -199,7 +193,7 @@ def test_under_autocast(name: str) -> None:
         solution = half_of_activations(model, batch)
     assert opaque_nodes(solution)
     apply(model, solution)
-    assert same_bits(train(plain, batch, around=autocast), train(model, batch, around=autocast))
+    assert_equal(train(plain, batch, around=autocast), train(model, batch, around=autocast))
 
 
 @pytest.mark.slow
@@ -210,7 +204,7 @@ def test_a_module_that_is_called_several_times(name: str) -> None:
     solution = half_of_activations(model, batch)
     assert len(opaque_nodes(solution)) == 3
     apply(model, solution)
-    assert same_bits(train(plain, batch), train(model, batch))
+    assert_equal(train(plain, batch), train(model, batch))
 
 
 @pytest.mark.slow
@@ -221,10 +215,10 @@ def test_fit_and_schedule_files(tmp_path: Any) -> None:
     solution = half_of_activations(fresh, batch)
     solution.save(tmp_path / "schedule.json")
     apply(fresh, tmp_path / "schedule.json")
-    assert same_bits(expected, train(fresh, batch))
+    assert_equal(expected, train(fresh, batch))
     fitted, _ = network("experts", n_blocks=2)
     fit(fitted, optimizer=ADAMW(fitted.parameters()), budget="1GB")
-    assert same_bits(expected, train(fitted, batch))
+    assert_equal(expected, train(fitted, batch))
 
 
 @pytest.mark.slow
@@ -239,7 +233,7 @@ def test_inputs_without_gradients_and_frozen_parameters() -> None:
     saved = solution.graph.tensor_by_name
     assert saved[first.outputs[-1]].size_bytes <= saved[again.outputs[-1]].size_bytes
     apply(model, solution)
-    assert same_bits(train(plain, batch, n_steps=1), train(model, batch, n_steps=1))
+    assert_equal(train(plain, batch, n_steps=1), train(model, batch, n_steps=1))
 
 
 @pytest.mark.slow
@@ -364,7 +358,7 @@ def test_a_part_that_reads_its_input_several_times_adds_gradients_as_eager_does(
     batch = torch.randint(0, 50, (64,))
     model = copy.deepcopy(plain)
     apply(model, solve(model, batch, budget="1GB"))
-    assert same_bits(train(plain, batch, n_steps=1), train(model, batch, n_steps=1))
+    assert_equal(train(plain, batch, n_steps=1), train(model, batch, n_steps=1))
 
 
 def test_an_output_in_another_layout_than_planned() -> None:
@@ -391,7 +385,7 @@ def test_a_part_that_is_called_without_gradients() -> None:
     *_, saved = solution.graph.node_by_name[node].outputs
     assert solution.graph.tensor_by_name[saved].size_bytes == 0
     apply(model, solution)
-    assert same_bits(train(plain, batch, n_steps=2), train(model, batch, n_steps=2))
+    assert_equal(train(plain, batch, n_steps=2), train(model, batch, n_steps=2))
 
 
 def test_a_warning_where_a_later_batch_keeps_more(caplog: pytest.LogCaptureFixture) -> None:

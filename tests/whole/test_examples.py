@@ -16,7 +16,7 @@ from graphs.costs.models import Cost, Measured, OpCall, Roofline, flops_of
 from graphs.costs.operators import FLOPS
 from graphs.graph import Graph
 from graphs.hardware import named
-from graphs.model_calls.call import Call, as_call, find_loss
+from graphs.model_calls.call import Call, as_call
 from graphs.trace import loss_index, trace, trace_module
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure
@@ -25,6 +25,7 @@ from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
 from solver.solving import answer
 from tests.support.example_models import SIZES, load, optimizer_of, small
+from tests.support.same_bits import assert_equal, one_step
 
 MIB = 2**20
 SHARES = (0.7, 0.85, 1.0)
@@ -74,19 +75,6 @@ def test_the_plain_step_takes_what_the_baseline_says(name: str) -> None:
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
 
 
-def run_step(model: nn.Module, batch: Any, seed: int) -> list[torch.Tensor | None]:
-    torch.manual_seed(seed)
-    args, kwargs = as_call(batch)
-    loss = find_loss(model(*args, **kwargs))
-    loss.backward()
-    return [
-        loss.detach(),
-        *(p.grad for p in model.parameters()),
-        *model.buffers(),
-        torch.get_rng_state(),
-    ]
-
-
 @pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SIZES)
@@ -97,12 +85,8 @@ def test_gradients_are_the_same_bits_within_the_budget(name: str, share: float) 
     for seed in range(2):
         plain.zero_grad()
         planned.zero_grad()
-        expected, got = run_step(plain, batch, seed), run_step(planned, batch, seed)
-        for a, b in zip(expected, got, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or b is None or torch.equal(a, b)
+        assert_equal(one_step(plain, batch, seed), one_step(planned, batch, seed))
     planned.zero_grad()
-    del expected, got
     taken = measure(planned, batch, optimizer=optimizer_of(name, planned), n_steps=1)
     assert found.simulation is not None
     assert taken.peak_bytes <= found.request.budget_bytes
@@ -133,9 +117,9 @@ def test_exactly_the_planned_operators_run_again(name: str) -> None:
     assert found.simulation.n_recomputed == len(order) - len(set(order)) > 0
 
     def counted(model: nn.Module) -> int:
-        run_step(model, batch, 0)  # traces, so that the count below is of the step alone
+        one_step(model, batch, 0)  # traces, so that the count below is of the step alone
         with FlopCounterMode(display=False, custom_mapping=dict(FLOPS)) as counter:
-            run_step(model, batch, 0)
+            one_step(model, batch, 0)
         return counter.get_total_flops()
 
     planned = apply(copy.deepcopy(plain), found)

@@ -15,7 +15,7 @@ from benchmarks.same_bits import keeping_nothing
 from graphs.capture.as_eager.known_values import KnowingMode
 from graphs.trace import trace
 from scheduler_runtime import apply
-from tests.scheduler_runtime.test_applying import one_step
+from tests.support.same_bits import assert_equal, one_step
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -122,8 +122,7 @@ def test_a_step_with_such_operators_runs_and_has_eagers_bits() -> None:
     plain, x = NormOverTokens(), torch.randn(4, 8, 16)
     model = copy.deepcopy(plain)
     apply(model, keeping_nothing(trace(model, x)))
-    for expected, got in zip(one_step(plain, (x,), 3), one_step(model, (x,), 3), strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(one_step(plain, (x,), 3), one_step(model, (x,), 3))
 
 
 TAKEN_APART: dict[str, Callable[[Tensor], Tensor]] = {
@@ -156,8 +155,7 @@ def test_what_pytorch_would_take_apart_while_tracing_has_eagers_bits(name: str) 
     plain, x = Scaled(TAKEN_APART[name]), torch.randn(4, 7, 10)
     model = copy.deepcopy(plain)
     apply(model, keeping_nothing(trace(model, x)))
-    for expected, got in zip(one_step(plain, (x,), 3), one_step(model, (x,), 3), strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(one_step(plain, (x,), 3), one_step(model, (x,), 3))
 
 
 def test_half_precision_batch_norm_in_channels_last_is_planned() -> None:
@@ -174,8 +172,7 @@ def test_half_precision_batch_norm_in_channels_last_is_planned() -> None:
             loss = each(x).float().sum()
         loss.backward()
         gradients.append([parameter.grad for parameter in each.parameters()])
-    for expected, got in zip(*gradients, strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(*gradients)
 
 
 class Transcribed(nn.Module):
@@ -206,8 +203,7 @@ def test_the_longest_target_decides_how_much_ctc_keeps() -> None:
         )
         if step == 0:
             apply(model, keeping_nothing(trace(model, batch)), on_mismatch="replan")
-        for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
-            assert torch.equal(expected, got)
+        assert_equal(one_step(plain, batch, 3), one_step(model, batch, 3))
 
 
 def test_targets_in_bytes() -> None:

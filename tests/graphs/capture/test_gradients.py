@@ -11,6 +11,7 @@ from benchmarks.same_bits import keeping_nothing
 from checkpoint_solver import apply
 from graphs.model_calls import TraceError
 from graphs.trace import trace
+from tests.support.same_bits import assert_equal
 
 MASK = torch.rand(40, 8, generator=torch.Generator().manual_seed(1)) < 0.5
 
@@ -64,10 +65,9 @@ def test_gradients_have_the_bits_of_eager_mode(name: str) -> None:
         batch.grad = None
         model(batch).backward()
         grads = (batch.grad, *(p.grad for p in model.parameters()))
+        # byte by byte: -0 is not 0
         found.append([None if g is None else g.view(torch.int32).clone() for g in grads])
-    for expected, gradient in zip(*found, strict=True):
-        assert (expected is None) == (gradient is None)
-        assert expected is None or torch.equal(expected, gradient)  # byte by byte: -0 is not 0
+    assert_equal(*found)
 
 
 def test_the_workspace_of_such_a_function_is_counted() -> None:

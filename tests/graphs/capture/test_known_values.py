@@ -20,7 +20,7 @@ from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned.forward import ProgramCache
 from solver import solve
 from solver.schedule.recompute import keep
-from tests.scheduler_runtime.test_applying import one_step, solution_of
+from tests.support.same_bits import one_step, solution_of
 
 WIDTH = 16
 

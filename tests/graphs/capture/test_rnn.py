@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from benchmarks.same_bits import keeping_nothing
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
-from tests.scheduler_runtime.test_applying import one_step
+from tests.support.same_bits import assert_equal, one_step
 
 
 class Squared(nn.Module):
@@ -59,8 +59,7 @@ def test_same_bits(name: str, width: int) -> None:
     plain = Squared(LAYERS[name](width)).train()
     model, x = copy.deepcopy(plain), torch.randn(5, 8, width)
     apply(model, keeping_nothing(trace(model, x)))
-    for expected, got in zip(one_step(plain, (x,), 3), one_step(model, (x,), 3), strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(one_step(plain, (x,), 3), one_step(model, (x,), 3))
 
 
 def test_a_packed_sequence_is_refused_with_the_remedy() -> None:

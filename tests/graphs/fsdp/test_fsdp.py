@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +31,8 @@ from solver.cli.command import main
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.scheduler_runtime.test_export import small_gpt2, tokens
-from tests.support.paths import GPT2, ROOT
+from tests.support.paths import GPT2
+from tests.support.ranks import ranks_of
 
 N = 2
 
@@ -495,16 +494,7 @@ def test_the_command(tmp_path, capsys):
     ],
 )
 def test_what_each_rank_holds_is_what_was_predicted(n_ranks, cases):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.fsdp_ranks", str(n_ranks), *cases],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = ranks_of("fsdp_ranks", str(n_ranks), *cases)
     assert {each["case"] for each in found} == set(cases)
     assert {each["rank"] for each in found} == set(range(n_ranks))
     for each in found:

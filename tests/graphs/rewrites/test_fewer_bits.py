@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,20 @@ from solver.schedule import (
     Link,
     Place,
     Places,
-    Request,
     Schedule,
-    Solution,
     Store,
     baseline,
     keep,
     simulate,
 )
+from tests.support import same_bits
 from tests.support.copying import away, gaps
 from tests.support.judges import agree
+from tests.support.same_bits import assert_equal
 
 WIDTH, N_ROWS = 64, 512
 PLACES = Places(host=Place(10**9, Link(1e9, 1e9)))
+solution_of = partial(same_bits.solution_of, places=PLACES)
 EVERYTHING = ("packed_masks", "waiting_in_int8", "in_place")
 
 
@@ -116,12 +118,6 @@ def results(model: nn.Module, hooks: Any = None) -> list[torch.Tensor]:
         loss = model(batch())
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def solution_of(graph: Graph, schedule: Schedule) -> Solution:
-    plain, found = simulate(graph, baseline(graph)), simulate(graph, schedule, places=PLACES)
-    request = Request(10**9, places=PLACES)
-    return Solution("feasible", graph, schedule, found, request, plain, plain.time_s, "auto", 0.0)
 
 
 def with_plan(model: nn.Module, graph: Graph, schedule: Schedule) -> list[torch.Tensor]:
@@ -213,8 +209,7 @@ def test_packed_masks_keep_every_bit(model: nn.Module) -> None:
     assert peaks[1] < peaks[0]
     expected = results(model)
     for schedule in (baseline(graph), keep(graph, set()), all_away(graph, baseline(graph))):
-        for one, other in zip(with_plan(model, graph, schedule), expected, strict=True):
-            assert torch.equal(one, other)
+        assert_equal(with_plan(model, graph, schedule), expected)
 
 
 @pytest.mark.parametrize("code", ["bf16", "fp8", "int8"])

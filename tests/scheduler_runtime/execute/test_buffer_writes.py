@@ -15,10 +15,8 @@ from graphs.trace import trace
 from scheduler_runtime import FitError, apply, fit
 from scheduler_runtime.measuring import measure
 from solver import report, solve
-from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline, keep
-from solver.schedule.simulator import simulate
-from solver.schedule.solution import Request, Solution
+from tests.support.same_bits import solution_of
 
 N = 16
 
@@ -140,13 +138,6 @@ def batch() -> torch.Tensor:
 
 def traced(model: Queue) -> Graph:
     return trace(model, batch())
-
-
-def solution_of(graph: Graph, schedule: Schedule) -> Solution:
-    plain = simulate(graph, baseline(graph))
-    judged = simulate(graph, schedule)
-    asked = Request(10**12)
-    return Solution("feasible", graph, schedule, judged, asked, plain, plain.time_s, "test", 0.0)
 
 
 def same_training(

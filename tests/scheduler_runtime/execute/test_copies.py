@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import nn
 from torch.nn import functional
 
 from graphs.graph import Graph
-from graphs.model_calls.call import as_call, find_loss
 from graphs.trace import trace
 from scheduler_runtime import apply
 from scheduler_runtime.execute import copies as copies_module
@@ -39,7 +39,6 @@ from solver.schedule import (
     Link,
     Place,
     Places,
-    Request,
     Schedule,
     Solution,
     Store,
@@ -49,36 +48,20 @@ from solver.schedule import (
     simulate,
 )
 from solver.schedule.simulator import IllegalScheduleError
+from tests.support import same_bits
 from tests.support.builders import make as make_graph
 from tests.support.builders import op, plan
 from tests.support.copying import away, gaps, random_copies
 from tests.support.example_models import small
-from tests.support.models import (
-    Classifier,
-    ConvNet,
-    Encoder,
-    NormAndDropout,
-    Recurrent,
-    SharedGradients,
-    TiedLanguageModel,
-)
 from tests.support.paths import ROOT
 from tests.support.pools import made_pools
+from tests.support.same_bits import LARGE, MODELS, assert_same_bits, one_step
 
 __all__ = ["made_pools"]
 
-LARGE = 10**12
 LINK = Link(5e10, 5e10)
 PLACES = Places(host=Place(LARGE, LINK), disk=Place(LARGE, LINK))
-MODELS: list[Any] = [
-    NormAndDropout,
-    TiedLanguageModel,
-    ConvNet,
-    Classifier,
-    SharedGradients,
-    Encoder,
-    Recurrent,
-]
+solution_of = partial(same_bits.solution_of, places=PLACES)
 
 
 class Tower(nn.Module):
@@ -100,13 +83,6 @@ class Tower(nn.Module):
         return torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
 
 
-def solution_of(graph: Graph, schedule: Schedule, places: Places = PLACES) -> Solution:
-    plain = simulate(graph, baseline(graph))
-    found = simulate(graph, schedule, places=places)
-    request = Request(LARGE, places=places)
-    return Solution("feasible", graph, schedule, found, request, plain, plain.time_s, "auto", 0.0)
-
-
 def all_away(graph: Graph, schedule: Schedule) -> Schedule:
     """Whatever lies idle for long is on the host meanwhile."""
     chosen = [gap for gap in gaps(graph, schedule) if gap.stop - gap.start > 6]
@@ -125,30 +101,6 @@ def by_disk(graph: Graph, schedule: Schedule, seed: int = 0) -> Schedule:
             continue
         if {"spill", "load"} <= words:
             return found
-
-
-def step(model: nn.Module, batch: Any, seed: int, loss: Any = None) -> list[torch.Tensor | None]:
-    torch.manual_seed(seed)
-    args, kwargs = as_call(batch)
-    output = model(*args, **kwargs)
-    value = find_loss(output) if loss is None else loss(output, batch)
-    value.backward()
-    gradients = (None if p.grad is None else p.grad.clone() for p in model.parameters())
-    return [value.detach().clone(), *gradients, *model.buffers(), torch.get_rng_state()]
-
-
-def assert_same_bits(plain: nn.Module, planned: nn.Module, batch: Any, loss: Any = None) -> None:
-    """Two optimizer steps."""
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, planned)]
-    for seed in range(2):
-        results = []
-        for model, optimizer in zip((plain, planned), optimizers, strict=True):
-            optimizer.zero_grad()
-            results.append(step(model, batch, seed, loss))
-            optimizer.step()
-        for expected, got in zip(*results, strict=True):
-            assert (expected is None) == (got is None)
-            assert expected is None or torch.equal(expected, got)
 
 
 def layout_of(model: nn.Module) -> CopyLayout:
@@ -231,7 +183,7 @@ def test_what_is_away_takes_no_device_memory(made_pools: list[copies_module.Pool
     assert solution.simulation is not None
     assert solution.simulation.peak_bytes < 0.8 * solution.baseline.peak_bytes
     planned = apply(copy.deepcopy(model), solution)
-    step(planned, batch, 0)
+    one_step(planned, batch, 0)
     planned.zero_grad()
     gc.collect()
     share = measure(planned, batch).peak_bytes / solution.simulation.peak_bytes
@@ -524,7 +476,7 @@ def test_a_disk_that_fails_in_the_step(
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fails)
         with pytest.raises(CopyError, match=r"a copy of a tensor could not be .* the disk in '"):
-            step(planned, batch, 0)
+            one_step(planned, batch, 0)
     for name, parameter in planned.named_parameters():
         assert torch.equal(parameter, state[name])
     planned.load_state_dict(state)  # the running statistics
@@ -538,7 +490,8 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from scheduler_runtime import apply
-from tests.scheduler_runtime.execute.test_copies import Tower, spilling, step
+from tests.scheduler_runtime.execute.test_copies import Tower, spilling
+from tests.support.same_bits import one_step
 directory, seed, killed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "killed"
 model, planned, batch, solution = spilling(directory)
 apply(planned, solution, disk_directory=directory)
@@ -546,7 +499,7 @@ if killed:
     loss = planned(batch)
     print(len(os.listdir(directory)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-plain, found = step(model, batch + seed, seed), step(planned, batch + seed, seed)
+plain, found = one_step(model, batch + seed, seed), one_step(planned, batch + seed, seed)
 assert all(map(torch.equal, plain, found))
 print("same")
 """

@@ -11,6 +11,7 @@ from torch import nn
 
 from checkpoint_solver import apply, fit, solve
 from scheduler_runtime import plans_of
+from tests.support.same_bits import assert_equal
 
 WEIGHTS = torch.randn(16, 8, 64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 16, (8, 64), generator=torch.Generator().manual_seed(1))
@@ -40,17 +41,12 @@ def trained(model: nn.Module, losses: list[Callable[[torch.Tensor], torch.Tensor
     return [*found, *model.buffers()]
 
 
-def assert_same(one: list, other: list) -> None:
-    for expected, given in zip(one, other, strict=True):
-        assert torch.equal(expected, given)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_fit_plans_for_the_layout_that_arrives(name: str) -> None:
     plain, planned = models()
     fit(planned, budget="100MB", optimizer=torch.optim.SGD(planned.parameters(), lr=0.1))
     steps = [LOSSES[name]] * 2
-    assert_same(trained(plain, steps), trained(planned, steps))
+    assert_equal(trained(plain, steps), trained(planned, steps))
     n_plans = len(plans_of(planned))
     trained(planned, steps)
     assert len(plans_of(planned)) == n_plans
@@ -61,7 +57,7 @@ def test_fit_follows_from_one_layout_to_another_and_back() -> None:
     fit(planned, budget="100MB", optimizer=torch.optim.SGD(planned.parameters(), lr=0.1))
     other = lambda output: (output * WEIGHTS.permute(1, 2, 0)).square().sum()  # noqa: E731
     steps = [LOSSES["permuted"], other, LOSSES["permuted"], other, other]
-    assert_same(trained(plain, steps), trained(planned, steps))
+    assert_equal(trained(plain, steps), trained(planned, steps))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -70,7 +66,7 @@ def test_a_plan_with_this_loss_is_for_its_layout(name: str) -> None:
     batch = torch.randn(8, 64, 32)
     solution = solve(planned, batch, loss=lambda out, _: LOSSES[name](out), budget="100MB")
     apply(planned, solution)
-    assert_same(trained(plain, [LOSSES[name]]), trained(planned, [LOSSES[name]]))
+    assert_equal(trained(plain, [LOSSES[name]]), trained(planned, [LOSSES[name]]))
 
 
 def test_apply_tells_of_a_layout_that_was_not_planned() -> None:
@@ -85,5 +81,5 @@ def test_an_expanded_gradient_has_the_same_bits_and_is_not_told() -> None:
     plain, planned = models()
     fit(planned, budget="100MB", optimizer=torch.optim.SGD(planned.parameters(), lr=0.1))
     steps = [lambda output: output.mean() * 0.3]
-    assert_same(trained(plain, steps), trained(planned, steps))
+    assert_equal(trained(plain, steps), trained(planned, steps))
     assert len(plans_of(planned)) == 1

@@ -13,6 +13,7 @@ from torch import nn
 from scheduler_runtime import fit
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import absolute_peak_bytes, resident_tensors
+from tests.support.same_bits import assert_equal
 from tests.support.word_language import (
     CellLanguageModel,
     RecurrentLanguageModel,
@@ -92,9 +93,7 @@ def test_every_set_of_outputs_gives_the_bits_of_eager_mode(autocast: bool) -> No
             torch.manual_seed(seed)
             x = torch.randn(64, 8, requires_grad=True)
             got.append(step(model, x, names, autocast))
-        for a, b in zip(*got, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or torch.equal(a, b)
+        assert_equal(*got)
 
 
 def test_the_step_that_runs_again_takes_what_its_plan_says() -> None:
@@ -151,10 +150,8 @@ def test_two_forward_passes_before_the_backward_passes_of_both() -> None:
         outputs = [model(x)["other"] for x in batches]
         for output in outputs[::-1]:
             output.square().sum().backward()
-    for a, b in zip(plain.parameters(), fitted.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        assert a.grad is None or torch.equal(a.grad, b.grad)
-    assert all(map(torch.equal, plain.buffers(), fitted.buffers()))
+    assert_equal(*([p.grad for p in model.parameters()] for model in (plain, fitted)))
+    assert_equal(plain.buffers(), fitted.buffers())
 
 
 def test_a_parameter_changed_before_the_step_runs_again_is_refused() -> None:

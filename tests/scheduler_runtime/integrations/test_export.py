@@ -21,9 +21,9 @@ from scheduler_runtime.execute.torch_checkpoint import CountMismatchError
 from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from scheduler_runtime.measuring import measure
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
-from tests.scheduler_runtime.test_applying import one_step
 from tests.scheduler_runtime.test_export import planned, put, small_gpt2, tokens
 from tests.support.paths import INSTALLED, ROOT
+from tests.support.same_bits import assert_equal, one_step
 
 
 @pytest.mark.slow
@@ -44,8 +44,7 @@ def test_torch_compile_takes_whole_and_selective_checkpoints(dropout: float) -> 
         ],
     )
     compiled = [torch.compile(m, backend="aot_eager", fullgraph=True) for m in (plain, model)]
-    for expected, got in zip(*(one_step(each, batch, 3) for each in compiled), strict=True):
-        assert torch.equal(expected, got)
+    assert_equal(*(one_step(each, batch, 3) for each in compiled))
     peaks = [cpu_peak_bytes(lambda m=m: m(*batch).backward()).peak_bytes for m in compiled]
     assert peaks[1] < peaks[0]
 
@@ -75,9 +74,7 @@ def sentences() -> dict[str, torch.Tensor]:
 def assert_same_bits_in_less_memory(plain: nn.Module, model: nn.Module) -> int:
     """Returns the measured peak."""
     batch = sentences()
-    for expected, got in zip(one_step(plain, batch, 3), one_step(model, batch, 3), strict=True):
-        assert (expected is None) == (got is None)
-        assert expected is None or torch.equal(expected, got)
+    assert_equal(one_step(plain, batch, 3), one_step(model, batch, 3))
     peaks = [measure(copy.deepcopy(m), batch, n_steps=1).peak_bytes for m in (plain, model)]
     assert peaks[1] < peaks[0]
     return peaks[1]

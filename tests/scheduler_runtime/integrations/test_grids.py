@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler_runtime.integrations.test_tensor_parallel import ranks_of
+from tests.support.ranks import ranks_of
 
 
 @pytest.mark.distributed

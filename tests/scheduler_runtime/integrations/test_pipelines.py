@@ -6,28 +6,15 @@ input, the last one has the loss.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.ranks import ranks_of
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(schedule: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.pipeline_ranks", schedule, "2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = ranks_of("pipeline_ranks", schedule, "2")
     first, last = sorted(found, key=lambda each: each["stage"])
     in_flight = {"1f1b": (2, 1), "gpipe": (4, 4), "interleaved": (5, 3)}[schedule]
     assert (first["n_in_flight"], last["n_in_flight"]) == in_flight

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.ranks import ranks_of
 
 DIFFER = "RanksDisagreeError: the plans of ranks 0 and 1 differ in"
 NO_PARAMETERS = "GELU has no parameters: it cannot be a stage (stage 1 of 2)"
@@ -34,16 +30,7 @@ EXPECTED = {
 
 @pytest.mark.distributed
 def test_each_rank_says_why_the_ranks_cannot_go_on() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.disagreeing_ranks"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    found = dict(ranks_of("disagreeing_ranks"))
     assert set(found) == {0, 1}
     for name, words in EXPECTED.items():
         for rank, expected in enumerate(words):

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.support.paths import ROOT
-
-
-def ranks_of(program: str, *arguments: str) -> list[dict[str, Any]]:
-    """What the ranks of a program in tests.support print, line by line."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.support.{program}", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+from tests.support.ranks import ranks_of
 
 
 @pytest.mark.distributed

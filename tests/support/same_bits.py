@@ -1,0 +1,88 @@
+"""Training steps with and without a plan, and whether they agree in every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.graph import Graph
+from graphs.model_calls.call import as_call, find_loss
+from graphs.trace import trace
+from solver.schedule import Places, Request, Schedule, Solution, baseline, simulate
+from tests.support.models import (
+    Classifier,
+    ConvNet,
+    Encoder,
+    NormAndDropout,
+    Recurrent,
+    SharedGradients,
+    TiedLanguageModel,
+)
+
+MODELS: list[type] = [
+    NormAndDropout,
+    TiedLanguageModel,
+    ConvNet,
+    Classifier,
+    SharedGradients,
+    Encoder,
+    Recurrent,
+]
+LARGE = 10**12
+
+
+def solution_of(
+    graph: Graph, schedule: Schedule, *, budget_bytes: int = LARGE, places: Places | None = None
+) -> Solution:
+    """A schedule as the answer to a request."""
+    places = places or Places()
+    plain = simulate(graph, baseline(graph))
+    judged = simulate(graph, schedule, places=places)
+    request = Request(budget_bytes, places=places)
+    return Solution("feasible", graph, schedule, judged, request, plain, plain.time_s, "test", 0.0)
+
+
+def traced(make: Any, **options: Any) -> tuple[nn.Module, Any, Graph]:
+    torch.manual_seed(0)
+    model = make()
+    graph = trace(model, make.batch(), loss=getattr(make, "loss", None), **options)
+    return model, make.batch(), graph
+
+
+def one_step(model: nn.Module, batch: Any, seed: int, loss: Any = None) -> list[Any]:
+    """Loss, gradients, buffers and the random state after a step."""
+    torch.manual_seed(seed)
+    args, kwargs = as_call(batch)
+    output = model(*args, **kwargs)
+    value = find_loss(output) if loss is None else loss(output, batch)
+    value.backward()
+    return [
+        value.detach().clone(),
+        *(None if p.grad is None else p.grad.clone() for p in model.parameters()),
+        *(b.clone() for b in model.buffers()),
+        torch.get_rng_state(),
+    ]
+
+
+def assert_equal(
+    expected: Iterable[torch.Tensor | None], got: Iterable[torch.Tensor | None]
+) -> None:
+    for one, other in zip(expected, got, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def assert_same_bits(plain: nn.Module, planned: nn.Module, batch: Any, loss: Any = None) -> None:
+    """Three optimizer steps agree in every bit."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, planned)]
+    for seed in range(3):
+        results = []
+        for model, optimizer in zip((plain, planned), optimizers, strict=True):
+            optimizer.zero_grad()
+            results.append(one_step(model, batch, seed, loss))
+            optimizer.step()
+        assert_equal(*results)
+    assert_equal(plain.parameters(), planned.parameters())
