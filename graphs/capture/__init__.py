@@ -13,7 +13,6 @@ from graphs.capture.extraction import (
 from graphs.capture.generation_cache import caching_configs
 from graphs.capture.joint_graph import (
     capture,
-    described_step,
     fake_output,
     one_at_a_time,
     rehearse,
@@ -39,5 +38,5 @@ from graphs.capture.refuse import (
     sharing,
 )
 from graphs.capture.shell import leaves_of
-from graphs.capture.tensor_parallel import MeshError, has_distributed, has_parallel_style
+from graphs.capture.tensor_parallel import MeshError, has_parallel_style
 from graphs.capture.traced_calls import is_backward, is_random

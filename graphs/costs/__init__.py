@@ -1,7 +1,7 @@
 """Seconds and workspace bytes of an operator: roofline, measured, cached on disk."""
 
 from graphs.costs.cache import CostCache, circumstances
-from graphs.costs.collectives import is_collective, is_wait
+from graphs.costs.collectives import is_collective
 from graphs.costs.cuda_peaks import CudaPeaks
 from graphs.costs.defaults import default_costs, finish_measuring, measured
 from graphs.costs.free_memory import free_bytes

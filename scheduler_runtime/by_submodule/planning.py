@@ -104,65 +104,37 @@ def plan_chain(
         )
     budget_bytes, reserve_bytes = budget_for(model, budget, reserve)
     started_s = now_s()
-    with telling(f"measuring steps of {type(model).__name__}..."):
-        found = _observed_and_planned(
-            model,
-            batch,
-            loss=loss,
-            inputs=inputs,
-            optimizer=optimizer,
-            request=Request(budget_bytes, reserve_bytes, time_limit_s=time_limit_s),
+    request = Request(budget_bytes, reserve_bytes, time_limit_s=time_limit_s)
+    with telling(f"measuring steps of {type(model).__name__}..."), nothing_watches():
+        try:
+            step = ObservedStep(model, batch, loss=loss, inputs=inputs)
+            rows = find_rows(model, step.forward)
+            if not rows:
+                raise FallbackError(
+                    f"{type(model).__name__} has no two submodules that the same module calls once "
+                    "each in a step, so there is nothing to checkpoint; split it into submodules, "
+                    "or make it traceable"
+                )
+            resident = nested.tensors(batch)
+            seen = [
+                observe(model, step.forward, blocks, resident=resident, release=step.release)
+                for blocks in rows
+            ]
+        except TraceError as error:
+            raise FallbackError(str(error)) from error
+        changed_buffers = step.changed_buffers()
+        figures = None
+        if optimizer is not None:
+            costs = Roofline(named("cpu"))
+            figures = optimizer_costs(optimizer, model, device=device, costs=costs)
+        # of several rows the first alone, of which a loop can be planned together, or all
+        plans = (
+            _planned_blocks(model, step, find_loop(model, each), changed_buffers, figures, request)
+            for each in seen
         )
+        found = min(plans, key=_rank)
     tell(plan_line(found, how="planned by submodules", took_s=now_s() - started_s))
     return found
-
-
-@nothing_watches()
-def _observed_and_planned(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Callable[[Any, Any], torch.Tensor] | None,
-    inputs: Callable[[Any], Any] | None,
-    optimizer: GivenOptimizer | None,
-    request: Request,
-) -> SubmoduleSolution:
-    """`plan_chain` once the options are checked.
-
-    Of several rows: the first alone, of which a loop can be planned together, or all.
-    """
-    device = device_of(model)
-    try:
-        step = ObservedStep(model, batch, loss=loss, inputs=inputs)
-        rows = find_rows(model, step.forward)
-        if not rows:
-            raise FallbackError(
-                f"{type(model).__name__} has no two submodules that the same module calls once "
-                "each in a step, so there is nothing to checkpoint; split it into submodules, or "
-                "make it traceable"
-            )
-        seen = [
-            observe(
-                model,
-                step.forward,
-                blocks,
-                resident=nested.tensors(batch),
-                release=step.release,
-            )
-            for blocks in rows
-        ]
-    except TraceError as error:
-        raise FallbackError(str(error)) from error
-    changed_buffers = step.changed_buffers()
-    figures = None
-    if optimizer is not None:
-        costs = Roofline(named("cpu"))
-        figures = optimizer_costs(optimizer, model, device=device, costs=costs)
-    found = [
-        _planned_blocks(model, step, find_loop(model, each), changed_buffers, figures, request)
-        for each in seen
-    ]
-    return min(found, key=_rank)
 
 
 def _rank(solution: SubmoduleSolution) -> tuple[bool, float]:

@@ -36,13 +36,11 @@ class Partition:
 
     solution: the plan; its peaks count every operator's output, which a compiler partly keeps in
         registers.
-    saved_bytes, baseline_saved_bytes: saved for backward by the plan and by PyTorch's partition,
-        without the step's inputs.
+    saved_bytes: saved for backward, without the step's inputs.
     """
 
     solution: Solution
     saved_bytes: int
-    baseline_saved_bytes: int
 
     @property
     def predicted_bytes(self) -> int:
@@ -129,11 +127,11 @@ class BudgetPartitioner(CustomPartitionerFn):
         )
         finish_measuring(costs.products)
         solution = self._solve(joined)
-        saved_bytes = baseline_saved_bytes = joined.bytes_of(joined.saved)
+        saved_bytes = joined.bytes_of(joined.saved)
         assert solution.schedule is not None
         if solution.simulation is not None and solution.simulation.n_recomputed:
             forward, backward, saved_bytes = split(joined, solution.schedule)
-        self.partitions.append(Partition(solution, saved_bytes, baseline_saved_bytes))
+        self.partitions.append(Partition(solution, saved_bytes))
         return forward, backward
 
     def uuid(self) -> Any:

@@ -45,6 +45,5 @@ from scheduler_runtime.execute.torch_checkpoint import (
 from scheduler_runtime.execute.unread_results import is_random
 from scheduler_runtime.execute.without_dispatch_modes import (
     Watching,
-    leave_modes,
     nothing_watches,
 )

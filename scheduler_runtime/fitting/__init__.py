@@ -2,5 +2,5 @@
 
 from scheduler_runtime.fitting.fit_entry import fit, plan_ahead, plans_of
 from scheduler_runtime.fitting.forward import FittedForward
-from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers, Options
+from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers
 from scheduler_runtime.fitting.retry_loss import attempt
