@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.capture.as_eager import KnowingMode, Recipe, evaluate
-from graphs.capture.refuse import SideEffectError, attributes_unchanged
+from graphs.capture.refuse import TORCHS_OWN, SideEffectError, attributes_unchanged
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -54,7 +54,8 @@ def filled_once(
         for path, module in model.named_modules():
             for attribute, value in vars(module).items():
                 old = before[module].get(attribute, ...)
-                if isinstance(value, _PLAIN) and (type(value), value) != (type(old), old):
+                is_other = (type(value), value) != (type(old), old)
+                if isinstance(value, _PLAIN) and is_other and attribute not in TORCHS_OWN:
                     found.append(Filled(path, attribute, value))
                 if value is old or not isinstance(value, FakeTensor):
                     continue

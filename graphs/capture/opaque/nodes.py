@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.fx.traceback import annotate
 
 from graphs.capture.opaque.forms import Form, OpaqueCall
+from graphs.capture.opaque.functions import CalledFunction, is_function, piece_at
 from graphs.capture.opaque.island import Asked, Saved, laid_out, state_of
 from graphs.capture.traced_calls import is_backward
 from graphs.costs import ObservedRun
@@ -135,7 +136,11 @@ class StandIn:
         state, _ = state_of(self.module)
         tensors = [*given.tensors, *state]
         self.asked.append(Asked.now(tensors, first=call.island.first))
-        with annotate({"module_path": self.path}):
+        with (
+            contextlib.nullcontext()
+            if is_function(self.path)
+            else annotate({"module_path": self.path})
+        ):
             for i in call.island.changed:  # its old value, which the call may be run with again
                 tensors[i] = tensors[i].clone()
             made = _traced(self.numbers[index], *tensors)
@@ -154,7 +159,7 @@ def stand_ins(
     found = []
     with contextlib.ExitStack() as stack:
         for path, calls in observed.items():
-            module = model.get_submodule(path)
+            module = piece_at(model, path)
             numbers = [next(_numbers) for _ in calls]
             found.append(StandIn(path, module, calls, numbers))
             for number, call in zip(numbers, calls, strict=True):
@@ -170,7 +175,11 @@ def called_instead(module: nn.Module, function: Any) -> Iterator[None]:
     """A call of the module, its hooks included, calls the function while inside."""
     vars(module)["_compiled_call_impl"] = function
     try:
-        yield
+        if isinstance(module, CalledFunction):
+            with module.called_instead():
+                yield
+        else:
+            yield
     finally:
         vars(module).pop("_compiled_call_impl", None)
 

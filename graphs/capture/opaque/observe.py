@@ -23,6 +23,7 @@ from torch import nn
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque.bench import Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
+from graphs.capture.opaque.functions import holds_tensors, is_function, piece_at
 from graphs.capture.opaque.island import Asked, Autocast, Island, Ran, first_places, state_of
 from graphs.capture.opaque.nodes import called_instead
 from graphs.capture.refuse import (
@@ -59,8 +60,7 @@ def observe(
     Buffers and random states are restored. Raises NotOpaqueError; what the model raises.
     """
     watches = [
-        _Watch(model, path, model.get_submodule(path), device, asked.get(path, ()))
-        for path in paths
+        _Watch(model, path, piece_at(model, path), device, asked.get(path, ())) for path in paths
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quick_collection())
@@ -131,7 +131,9 @@ class _Watch:
             random = RandomSources.of(self.module, self._device)
             with no_unseen_changes(self.module):
                 Bench(island, tensors, random).forward()  # fills what a first call fills
-                with attributes_unchanged(self.module), objects_unchanged(self.module):
+                # a function may change what it is given of the model
+                where = self.model if is_function(self.path) else self.module
+                with attributes_unchanged(where), objects_unchanged(where):
                     call, outs = self._observed(island, tensors, random)
         except SideEffectError as error:
             raise self._refuse(str(error)) from error
@@ -165,8 +167,8 @@ class _Watch:
         bench = Bench(island, tensors, random)
         benches = [bench]
         for _ in range(N_SHUFFLED if varies else 0):
-            with contextlib.suppress(RuntimeError, IndexError):  # not all values are allowed
-                benches.append(self._shuffled(benches[-1], ran))
+            if (other := self._shuffled(benches[-1], ran)) is not None:
+                benches.append(other)
         island = benches[-1].island
         taken = [dataclasses.replace(each, island=island).bytes_taken() for each in benches]
         takes = functools.reduce(Bytes.at_least, taken)
@@ -205,7 +207,8 @@ class _Watch:
     def _island(self, call: Call) -> tuple[Island, list[torch.Tensor]]:
         """The call before anything is known of it, and its tensors."""
         for item in call.rest:
-            if item is not HOLE and not isinstance(item, _CONSTANTS):
+            is_object = item is not HOLE and not isinstance(item, _CONSTANTS)
+            if is_object and (not is_function(self.path) or holds_tensors(item)):
                 raise self._refuse(f"an argument is an object of type {type(item).__name__}")
         state, names = state_of(self.module)
         tensors = [t.detach() for t in (*call.tensors, *state)]
@@ -272,9 +275,15 @@ class _Watch:
                 state[i - island.n_inputs].copy_(new)
         return written
 
-    def _shuffled(self, bench: Bench, ran: Ran) -> Bench:
-        other = bench.shuffled()
-        again = other.forward()
+    def _shuffled(self, bench: Bench, ran: Ran) -> Bench | None:
+        """None: the call does not allow these values."""
+        try:
+            other = bench.shuffled()
+            again = other.forward()
+        except SideEffectError:
+            raise
+        except (RuntimeError, IndexError, ValueError, AssertionError):
+            return None
         if [t.shape for t in again.outs] != [t.shape for t in ran.outs]:
             raise self._refuse("the size of what it returns depends on values")
         given = (bench.island.given or frozenset()) | again.read

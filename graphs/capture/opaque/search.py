@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from graphs.capture.opaque.forms import OpaqueCall, RandomSources
+from graphs.capture.opaque.functions import is_function, outermost_function
 from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
 from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, observe
 from graphs.capture.own_failure import refuse_own_failure, refuse_same_failure
@@ -171,6 +172,8 @@ def _failing(model: nn.Module, error: TraceError, whys: Mapping[str, str]) -> di
         hooked = [p for p, m in model.named_modules() if p and has_refused_hook(m)]
         return _outermost({**whys, **dict.fromkeys(hooked, "it has hooks")})
     path = _place(model, error)
+    if path is None and (function := outermost_function(model, error)) is not None:
+        return {} if function in whys else {**whys, function: error.short}
     if path is None:
         return {}
     if path in whys:
@@ -195,19 +198,20 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 def _enclosing(model: nn.Module, path: str, whys: Mapping[str, str]) -> dict[str, str]:
     """With the module that contains this one instead; none: that is the model."""
     why = whys[path]
-    while True:
+    while not is_function(path):
         path = path.rpartition(".")[0]
         if not path:
             return {}
         if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
             return _outermost({**whys, path: why})
+    return {}
 
 
 def _outermost(whys: Mapping[str, str]) -> dict[str, str]:
     return {
         path: why
         for path, why in whys.items()
-        if not any(path.startswith(f"{other}.") for other in whys)
+        if is_function(path) or not any(path.startswith(f"{other}.") for other in whys)
     }
 
 

@@ -48,8 +48,10 @@ class DrawError(SideEffectError):
 
     def __init__(self, generator: str, module: nn.Module) -> None:
         super().__init__(
-            f"forward draws numbers with {generator}; a planned step would use those of the first "
-            "call in every step. Draw them with torch, or pass them in with the batch"
+            f"forward draws numbers with {generator}, in {type(module).__name__}; a planned step "
+            "would use those of the first call in every step. Draw them with torch, pass them in "
+            "with the batch, or draw them in a submodule that holds little else: that is planned "
+            "as one piece"
         )
         self.module = module
 
