@@ -118,6 +118,16 @@ class Record:
             )
         raise self._wrong("format", value, " or ".join(map(repr, formats)))
 
+    def expect_none_of(self, field: str, *, newer: str) -> None:
+        """For a file of an older format: raises FormatError where it has a field (neither null nor
+        empty) that came with the newer one."""
+        value = self._value.get(field)
+        if value not in (None, []):
+            raise FormatError(
+                f"{self._where}: field {field!r} is {_shown(value)}, which a file of an older "
+                f"format does not have; expected 'format' {newer!r}, as it is saved today"
+            )
+
     @overload
     def string(self, field: str) -> str: ...
     @overload

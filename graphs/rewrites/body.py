@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from graphs.rewrites.cross_entropy import CrossEntropy, without_views
+from graphs.rewrites.cross_entropy import without_views
 from graphs.rewrites.row_chunks import Out, RowChunks, rows_per_chunk
 
 aten = torch.ops.aten
@@ -24,23 +24,51 @@ _OUT = {**_INTO, aten.gather.default: aten.gather.out}
 """Operators that may write into an output of the new node."""
 
 
+_OVER_ZEROS: dict[Any, Any] = {
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+}
+"""Operators whose zeros are made for them, and how they write there."""
+
 _DIM_AT: dict[Any, int] = {
     aten._log_softmax.default: 1,
     aten._log_softmax_backward_data.default: 2,
     aten.gather.default: 1,
     aten.scatter_add.default: 1,
     aten.sum.dim_IntList: 1,
+    aten.logsumexp.default: 1,
 }
 """Operator -> the position of its dimension, which is that of the classes."""
 
 
+_REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default}
+
+_EXPONENTIALS = {aten.exp.default, aten.logsumexp.default}
+
+
+class WideRows(Protocol):
+    """Row-wise operators of a step, which are to run by chunks."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows and classes."""
+
+    @property
+    def wide(self) -> fx.Node:
+        """A tensor of rows and classes."""
+
+    @property
+    def backward(self) -> tuple[fx.Node, ...]:
+        """Those of the backward pass, in order; the last makes the gradient."""
+
+
 class Body:
-    """Collects operators around one cross-entropy, and becomes a node that runs them by chunks.
+    """Collects operators around one wide tensor, and becomes a node that runs them by chunks.
 
     n_outs: how many outputs the node will have.
     """
 
-    def __init__(self, region: CrossEntropy, *, n_outs: int = 1) -> None:
+    def __init__(self, region: WideRows, *, n_outs: int = 1) -> None:
         self._region = region
         self._graph = fx.Graph()
         self._destinations = [self._graph.placeholder(f"out_{n}") for n in range(n_outs)]
@@ -68,9 +96,7 @@ class Body:
         kwargs: dict[str, Any] = {}
         if node.target is aten._to_copy.default:
             kwargs = {"dtype": node.meta["val"].dtype}
-        target: Any = node.target
-        if target is aten.scatter_add.default:
-            target = aten.scatter_add_.default  # its zeros are made for it
+        target: Any = _OVER_ZEROS.get(node.target, node.target)
         value = self.call(target, *args, **kwargs)
         value.meta["dtype"] = node.meta["val"].dtype
         if node.target in _INTO and args[0].meta.get("dtype") == node.meta["val"].dtype:
@@ -79,15 +105,28 @@ class Body:
 
     def _args(self, node: fx.Node) -> tuple[Any, ...]:
         """The arguments of the operator on rows by classes."""
-        if node.target is aten.scatter_add.default:
-            zeros = self.call(aten.zeros_like.default, self.read(self._region.softmax))
-            _, _, index, source = node.args
-            return zeros, 1, self.read(index), self.read(source)  # type: ignore[arg-type]
+        given: Any = node.args
+        if node.target in _OVER_ZEROS:
+            zeros = self.call(aten.zeros_like.default, self.read(self._region.wide))
+            if node.target is aten.index_put.default:
+                _, (_, classes), *rest = given
+                return zeros, self._one_of_each_row(classes), *fx.map_arg(rest, self.read)
+            _, _, index, source = given
+            return zeros, 1, self.read(index), self.read(source)
+        if node.target is aten.index.Tensor:
+            wide, (_, classes) = given
+            return self.read(wide), self._one_of_each_row(classes)
         args: list[Any] = list(fx.map_arg(node.args, self.read))
         if node.target in _DIM_AT:
             at = _DIM_AT[node.target]
             args[at] = 1 if isinstance(args[at], int) else [1]
         return tuple(args)
+
+    def _one_of_each_row(self, classes: fx.Node) -> list[fx.Node]:
+        """[0, 1, ..., classes], with the number of each row in the chunk."""
+        ones = self.call(aten.ones_like.default, self.read(classes))
+        count = self.call(aten.cumsum.default, ones, 0)
+        return [self.call(aten.sub.Tensor, count, 1), self.read(classes)]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Call an operator in the body."""
@@ -117,9 +156,11 @@ class Body:
     def write_for(self, node: fx.Node) -> None:
         """Make the value of an operator of the step the next output."""
         made = node.meta["val"]
-        is_sum = node.target is aten.sum.dim_IntList
+        is_reduced = node.target in _REDUCED
         keeps_dimension = node.args[2:3] == (True,)
-        shape = self._region.shape[:1] if is_sum and not keeps_dimension else self._rows_of(made)
+        shape = (
+            self._region.shape[:1] if is_reduced and not keeps_dimension else self._rows_of(made)
+        )
         self.write(self._values[node], made.view(shape))
 
     def nodes_before(self, place: fx.Node, *, like: fx.Node) -> tuple[fx.Node, ...]:
@@ -151,6 +192,7 @@ class Body:
             title=", ".join(node.target._schema.name.removeprefix("aten::") for node in calls),
             outs=tuple(Out(made.shape[1:], made.dtype) for made in self._made),
             overwritable=tuple(inputs.index(node) for node in self._overwritable),
+            has_exponentials=any(node.target in _EXPONENTIALS for node in calls),
             source=body.code,
             body=body.forward,
         )

@@ -19,6 +19,7 @@ from graphs.rewrites.cross_entropy import (
     erase_unread,
     without_views,
 )
+from graphs.rewrites.log_sum_exp import rewrite_sums
 
 aten = torch.ops.aten
 
@@ -32,8 +33,8 @@ def rewrite(captured: Capture) -> bool:
     for region in regions:
         _results(region)
         _gradient(region)
-        erase_unread(region)
-    return bool(regions)
+        erase_unread(region.own)
+    return rewrite_sums(captured.graph) or bool(regions)
 
 
 def _can_run_again(region: CrossEntropy) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from graphs.capture import Capture
 from graphs.rewrites.body import Body, take_place
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, erase_unread
+from graphs.rewrites.log_sum_exp import rewrite_sums
 
 
 def rewrite(captured: Capture) -> bool:
@@ -20,8 +21,8 @@ def rewrite(captured: Capture) -> bool:
         body.replace_gradient()
         if region.before:
             _cast_and_softmax(region)
-        erase_unread(region)
-    return bool(regions)
+        erase_unread(region.own)
+    return rewrite_sums(captured.graph) or bool(regions)
 
 
 def _cast_and_softmax(region: CrossEntropy) -> None:

@@ -12,7 +12,7 @@ Rows are all axes but the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,13 @@ aten = torch.ops.aten
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default}
 _SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default}
-_ARITHMETIC = {*_SCALED, aten.add.Tensor, aten.sub.Tensor, aten.sub.Scalar, aten.add.Scalar}
+_ARITHMETIC = {
+    *_SCALED,
+    *(aten.add.Tensor, aten.sub.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.exp.default),
+}
 _ZEROS = {aten.new_zeros.default, aten.zeros.default}
+_REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default}
+_SPREAD = {aten.scatter_add.default, aten.index_put.default}
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,19 @@ class CrossEntropy:
     others_read: bool
 
     @property
+    def own(self) -> tuple[fx.Node, ...]:
+        """The operators whose results the chunks make instead."""
+        return (*self.before, self.softmax, *self.after, *self.backward)
+
+    @property
+    def wide(self) -> fx.Node:
+        """A tensor of rows and classes."""
+        return self.softmax
+
+    @property
     def shape(self) -> torch.Size:
         """Rows and classes."""
-        return _rows_and_classes(self.softmax.meta["val"])
+        return rows_and_classes(self.softmax.meta["val"])
 
     def has_form_of_gradient(self, node: fx.Node) -> bool:
         """Whether the gradient has the dtype of this wide node."""
@@ -90,20 +105,20 @@ def readers(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def erase_unread(region: CrossEntropy) -> None:
-    """Erase operators of the region, and views of them, that nothing reads any more."""
-    own: set[Any] = {*region.before, region.softmax, *region.after, *region.backward}
-    own |= {node.args[0] for node in own if node.target is aten.scatter_add.default}  # zeros
-    for node in reversed(list(region.softmax.graph.nodes)):
-        if not node.users and without_views(node) in own:
-            node.graph.erase_node(node)
+def erase_unread(own: Collection[fx.Node]) -> None:
+    """Erase those of these operators, and views of them, that nothing reads any more."""
+    (graph,) = {node.graph for node in own}
+    erased: set[Any] = {*own, *(node.args[0] for node in own if node.target in _SPREAD)}  # zeros
+    for node in reversed(list(graph.nodes)):
+        if not node.users and without_views(node) in erased:
+            graph.erase_node(node)
 
 
 def _read(softmax: fx.Node) -> CrossEntropy | None:
     value = softmax.meta["val"]
     if value.dim() < 2 or softmax.args[1] not in (value.dim() - 1, -1):
         return None
-    if not value.is_contiguous() or not is_worthwhile(*_rows_and_classes(value)):
+    if not value.is_contiguous() or not is_worthwhile(*rows_and_classes(value)):
         return None
     users = readers(softmax)
     losses = [user for user in users if user.target is aten.nll_loss_forward.default]
@@ -115,7 +130,7 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
     ]
     if len(losses) > 1 or len(backwards) != 1 or not all(map(_is_of_classes, losses)):
         return None
-    region = _Region(softmax)
+    region = Region(softmax)
     backward = region.backward_of(backwards[0])
     made = [n for n in backward if n.target is aten.nll_loss_backward.default]
     if len(made) != len(losses) or any(node.args[3] is not None for node in made):
@@ -123,7 +138,7 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
     after, row_results = region.after(set(backward))
     if not (losses or row_results) or backward[0] is backwards[0]:
         return None
-    logits, before = region.before()
+    logits, before = region.before(without_views(softmax.args[0]), {softmax})  # type: ignore[arg-type]
     if not logits.meta["val"].is_contiguous():
         return None
     if not all(map(region.come_as_rows, (*before, softmax, *after, *backward))):
@@ -150,8 +165,15 @@ def _is_of_classes(loss: fx.Node) -> bool:
     return weight is None and target.meta["val"].dtype == torch.int64  # type: ignore[union-attr]
 
 
-def _rows_and_classes(value: torch.Tensor) -> torch.Size:
+def rows_and_classes(value: torch.Tensor) -> torch.Size:
     return torch.Size((value.shape[:-1].numel(), value.shape[-1]))
+
+
+def _is_count(node: fx.Node, n: int) -> bool:
+    """Whether it is 0, 1, ..., n - 1."""
+    return (node.target is aten.arange.default and node.args == (n,)) or (
+        node.target is aten.arange.start and node.args == (0, n)
+    )
 
 
 def _has_view(value: torch.Tensor, *shape: int) -> bool:
@@ -162,28 +184,28 @@ def _has_view(value: torch.Tensor, *shape: int) -> bool:
     return True
 
 
-class _Region:
-    """The row-wise operators around a log-softmax."""
+class Region:
+    """The row-wise operators around a wide tensor, such as a log-softmax."""
 
-    def __init__(self, softmax: fx.Node) -> None:
-        self.softmax = softmax
-        self.shape = _rows_and_classes(softmax.meta["val"])
+    def __init__(self, wide: fx.Node) -> None:
+        self.wide = wide
+        self.shape = rows_and_classes(wide.meta["val"])
 
-    def before(self) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """The logits, and what is done to them before log-softmax only."""
+    def before(self, node: fx.Node, only_for: set[fx.Node]) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        """The logits, and what is done to them to make `node` of them, where no others read it."""
         steps: list[fx.Node] = []
-        node, reader = without_views(self.softmax.args[0]), self.softmax  # type: ignore[arg-type]
-        while self.is_cast_or_scaled(node) and readers(node) == [reader]:
+        while self.is_cast_or_scaled(node) and only_for.issuperset(readers(node)):
             steps.insert(0, node)
-            node, reader = without_views(node.args[0]), node  # type: ignore[arg-type]
+            only_for = {node}
+            node = without_views(node.args[0])  # type: ignore[arg-type]
         return node, tuple(steps)
 
     def after(self, backward: set[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-        """Readers of log-softmax whose wide results are read by each other alone, and those of them
+        """Readers of the tensor whose wide results are read by each other alone, and those of them
         that have a result by row.
         """
         members: set[fx.Node] = set()
-        found = readers(self.softmax)
+        found = readers(self.wide)
         for node in found:  # it grows
             if node in backward or node in members:
                 continue
@@ -199,16 +221,16 @@ class _Region:
         }:
             members -= wide
         after: list[fx.Node] = []
-        for node in self.softmax.graph.nodes:
+        for node in self.wide.graph.nodes:
             sources = {without_views(source) for source in node.all_input_nodes}
-            if node in members and not sources.isdisjoint((self.softmax, *after)):
+            if node in members and not sources.isdisjoint((self.wide, *after)):
                 after.append(node)
         return tuple(after), tuple(filter(self.is_row_result, after))
 
     def backward_of(self, softmax_backward: fx.Node) -> tuple[fx.Node, ...]:
         """Wide operators of the backward pass that are read by each other alone."""
         members = {softmax_backward}
-        self._add_made_for(softmax_backward, members)
+        self.add_made_for(softmax_backward, members)
         node = softmax_backward
         while True:
             users = readers(node)
@@ -218,7 +240,7 @@ class _Region:
             members.add(node)
         return tuple(each for each in softmax_backward.graph.nodes if each in members)
 
-    def _add_made_for(self, node: fx.Node, members: set[fx.Node]) -> None:
+    def add_made_for(self, node: fx.Node, members: set[fx.Node]) -> None:
         """Add the operators that make the wide arguments of a member, if for members only."""
         for argument in node.all_input_nodes:
             maker = without_views(argument)
@@ -230,7 +252,7 @@ class _Region:
             is_copy = maker.target is aten._to_copy.default and self.is_cast_or_scaled(maker)
             if is_nll or is_copy or self.is_arithmetic(maker) or self.is_spread(maker):
                 members.add(maker)
-                self._add_made_for(maker, members)
+                self.add_made_for(maker, members)
 
     def is_wide(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
@@ -277,31 +299,51 @@ class _Region:
         return all(v.numel() != self.shape.numel() or _has_view(v, *self.shape) for v in made)
 
     def is_row_result(self, node: fx.Node) -> bool:
-        """Whether it sums a wide tensor over the classes, or gathers some of them."""
-        if node.target not in (aten.sum.dim_IntList, aten.gather.default) or node.kwargs:
+        """Whether it sums a wide tensor over the classes, or picks some of them."""
+        if node.target not in (*_REDUCED, aten.gather.default, aten.index.Tensor) or node.kwargs:
             return False
         wide, dim, *rest = node.args
         if not isinstance(wide, fx.Node) or not self.is_wide(wide):
             return False
+        if node.target is aten.index.Tensor:
+            return self._is_one_of_each_row(dim, wide.meta["val"])
         last = (wide.meta["val"].dim() - 1, -1)
-        if node.target is aten.sum.dim_IntList:
+        if node.target in _REDUCED:
             return len(dim) == 1 and dim[0] in last and len(rest) <= 1  # type: ignore[arg-type, index]
         return dim in last and self._indexes(rest[0], wide.meta["val"])
 
     def is_spread(self, node: fx.Node) -> bool:
-        """Whether it is the gradient of what was gathered: zeros but for some classes."""
-        if node.target is not aten.scatter_add.default or not self.is_wide(node):
+        """Whether it is the gradient of what was picked: zeros but for some classes."""
+        if node.target not in _SPREAD or not self.is_wide(node):
             return False
         args: Any = node.args
-        zeros, dim, index, source = args
+        zeros, *rest = args
         made = node.meta["val"]
+        if (
+            zeros.target not in _ZEROS
+            or list(zeros.users) != [node]
+            or made.dtype != self.wide.meta["val"].dtype
+        ):
+            return False
+        if node.target is aten.index_put.default:
+            index, source, *_ = rest
+            return self._is_one_of_each_row(index, made) and source.meta["val"].dim() == 1
+        dim, index, source = rest
         return (
-            zeros.target in _ZEROS
-            and list(zeros.users) == [node]
-            and made.dtype == self.softmax.meta["val"].dtype
-            and dim in (made.dim() - 1, -1)
+            dim in (made.dim() - 1, -1)
             and self._indexes(index, made)
             and self._indexes(source, made)
+        )
+
+    def _is_one_of_each_row(self, index: Any, wide: torch.Tensor) -> bool:
+        """Whether it is [arange(rows), classes], for a tensor of rows by classes."""
+        if len(index) != 2 or wide.dim() != 2 or None in index:
+            return False
+        rows, classes = index
+        return (
+            _is_count(rows, self.shape[0])
+            and classes.meta["val"].dtype == torch.int64
+            and classes.meta["val"].shape == (self.shape[0],)
         )
 
     def _indexes(self, index: Any, wide: torch.Tensor) -> bool:

@@ -70,6 +70,7 @@ class RowChunks(RowLoop):
     title: the operators in it, for the node's `op`.
     outs: a single one is returned as a tensor, several as a tuple.
     overwritable: positions of inputs that a single output may be written into.
+    has_exponentials: whether there are some in it, which must not depend on where a chunk ends.
     body: (outputs of one chunk..., its inputs...) -> None; writes the outputs.
     source: what the body computes, constants included: nodes that differ in a temperature or an
         ignored target are different.
@@ -80,6 +81,7 @@ class RowChunks(RowLoop):
     overwritable: tuple[int, ...]
     source: str
     body: Callable[..., None] = field(compare=False)
+    has_exponentials: bool = False
 
     def __post_init__(self) -> None:
         # fx's generated code calls it by this name

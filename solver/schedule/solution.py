@@ -330,6 +330,8 @@ class SavedSchedule:
         """Read and check the file; raises FormatError naming the field, OSError."""
         record = Record(read_json(path), where=str(path))
         record.expect_format(FORMAT, *OLDER_FORMATS)
+        if record.string("format") in OLDER_FORMATS:
+            record.expect_none_of("rewrites", newer=FORMAT)
         budget_bytes = record.integer("budget_bytes")
         method = record.string("method")
         request = Request.from_json(

@@ -92,6 +92,14 @@ HOSTILE_GRAPHS = {
         changed("format", value="schedule/1"),
         "this is a schedule file; a graph file is expected here",
     ),
+    "a node overwrites, before any could": (
+        changed("nodes", 3, "overwrites", value="a"),
+        "'overwrites' is 'a', which a file of an older .*expected 'format' 'graph/2'",
+    ),
+    "rewrites before there were any": (
+        changed("meta", value={"rewrites": ["in_place"]}),
+        r"meta: field 'rewrites' is \['in_place'\].*expected 'format' 'graph/2'",
+    ),
     "format is a list": (changed("format", value=[[]]), "expected 'graph/2' or 'graph/1'"),
     "no nodes": (without("nodes"), "'nodes' is missing"),
     "no tensors": (without("tensors"), "'tensors' is missing"),
@@ -238,6 +246,10 @@ HOSTILE_SCHEDULES = {
     "seed is a string": ({"request": {"seed": "x"}}, "request.*'seed'"),
     "an unknown word": ({"request": {"rewrites": "bits"}}, "request.*'rewrites' is 'bits'"),
     "environment is a string": ({"environment": "x"}, "'environment' is 'x'"),
+    "rewrites before there were any": (
+        {"rewrites": ["in_place"]},
+        r"'rewrites' is \['in_place'\], which a file of an older .*expected 'format' 'schedule/2'",
+    ),
 }
 
 

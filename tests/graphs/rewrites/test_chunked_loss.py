@@ -85,6 +85,21 @@ def with_entropy(logits: torch.Tensor, y: torch.Tensor) -> Any:
     return -(logs.gather(-1, y.clamp(0).unsqueeze(-1)).squeeze(-1) + 0.01 * entropy).mean()
 
 
+def negative_log_likelihoods(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """By row, without a log-softmax."""
+    return torch.logsumexp(logits, -1) - logits.gather(-1, y.clamp(0).unsqueeze(-1)).squeeze(-1)
+
+
+def mean_of_those_that_count(logits: torch.Tensor, y: torch.Tensor) -> Any:
+    counts = y != IGNORED
+    return (negative_log_likelihoods(logits.float() / 2, y) * counts).sum() / counts.sum()
+
+
+def indexed(logs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One of each row. The ignored target is a class too: -100 counts from the last."""
+    return logs[torch.arange(len(logs)), y]
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
     "mean": lambda x, y: F.cross_entropy(*rows(x, y)),
     "sum": lambda x, y: F.cross_entropy(*rows(x, y), reduction="sum"),
@@ -126,6 +141,17 @@ LOSSES: dict[str, Callable[..., Any]] = {
         -(F.log_softmax(x.view(-1, 1, 131), -1) * probabilities(y).unsqueeze(1)).sum(-1).mean()
     ),
     "a mask of classes": masked_by_hand,
+    "the log of the sum, by hand": lambda x, y: negative_log_likelihoods(x, y).mean(),
+    "the log of the sum, masked": mean_of_those_that_count,
+    "the log of the sum, indexed": lambda x, y: (
+        torch.logsumexp(rows(x, y)[0], -1) - indexed(*rows(x, y))
+    ).mean(),
+    "two sums of the same logits": lambda x, y: (
+        negative_log_likelihoods(x, y).mean() + 1e-3 * torch.logsumexp(x, -1).square().sum()
+    ),
+    "log-probabilities by index": lambda x, y: (
+        -(indexed(F.log_softmax(rows(x, y)[0], -1), y.view(-1)) * (y.view(-1) != IGNORED)).mean()
+    ),
     "entropy": with_entropy,
     "log-softmax is returned": lambda x, y: (
         F.nll_loss(p := F.log_softmax(rows(x, y)[0], -1), y.view(-1)),
@@ -167,9 +193,10 @@ def test_every_bit_is_that_of_the_plain_step(dtype, autocast, loss) -> None:
 @pytest.mark.parametrize("rewrite", BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n_classes", [1000, 1013, 4099])
-def test_odd_widths_and_several_threads_change_no_bit(n_classes, dtype, rewrite) -> None:
+@pytest.mark.parametrize("loss", ["Hugging Face", "the log of the sum, by hand", "z-loss"])
+def test_odd_widths_and_several_threads_change_no_bit(loss, n_classes, dtype, rewrite) -> None:
     x, y = batch(n_classes)
-    model, x = Head(LOSSES["Hugging Face"], n_classes).to(dtype), x.to(dtype)
+    model, x = Head(LOSSES[loss], n_classes).to(dtype), x.to(dtype)
     step, call = captured(model, x, y, (rewrite,))
     program = BoundProgram(step, build_program(step, baseline(step.graph)))
     n_threads = torch.get_num_threads()
@@ -262,6 +289,8 @@ def test_a_row_that_is_left_over_is_added_up_as_among_others() -> None:
             .sum(-1)
             .mean()
         ),
+        lambda x, y: torch.logsumexp(rows(x, y)[0], 0).mean(),
+        lambda x, y: F.log_softmax(rows(x, y)[0], -1)[torch.arange(300).flip(0), y.view(-1)].mean(),
         lambda x, y: F.ctc_loss(
             F.log_softmax(rows(x, y)[0], -1).view(100, 3, 131),
             torch.ones(3, 2, dtype=torch.long),
@@ -280,6 +309,8 @@ def test_a_row_that_is_left_over_is_added_up_as_among_others() -> None:
         "sums over rows",
         "sums over rows and classes",
         "a transposed teacher",
+        "log of sums over rows",
+        "rows by index, in another order",
         "alignments",
     ],
 )
@@ -430,8 +461,23 @@ def test_logits_whose_gradient_is_that_of_a_parameter_are_not_overwritten(rewrit
     assert logits not in {node.overwrites for node in graph.nodes}
 
 
-@pytest.mark.parametrize("loss", ["mean", "preferences"])
-def test_the_gradient_is_written_over_the_logits(loss) -> None:
+def test_exponentials_are_offered_only_where_their_place_changes_no_bit(monkeypatch) -> None:
+    model, (x, y) = Head(LOSSES["the log of the sum, by hand"]), batch()
+    assert len(trace_variants(model, (x, y)).planned) == 3
+    monkeypatch.setattr(probe, "_same_exponentials", lambda *form: False)
+    assert [g.meta.rewrites for g in trace_variants(model, (x, y)).planned] == [[], ["in_place"]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "n_chunks"),  # of workspace
+    [
+        ("mean", 2),
+        ("preferences", 2),
+        ("log-probabilities by index", 2),
+        ("the log of the sum, indexed", 3),
+    ],
+)
+def test_the_gradient_is_written_over_the_logits(loss, n_chunks) -> None:
     """One wide tensor at a time, and the workspace of a chunk; what touches it runs once."""
     model, (x, y) = Head(LOSSES[loss], 4096), batch(4096)
     wide, chunk = 4 * N_ROWS * 4096, 4 * 64 * 4096
@@ -448,7 +494,7 @@ def test_the_gradient_is_written_over_the_logits(loss) -> None:
         assert len(touching) >= 4
         assert not any(node.recomputable for node in touching)
         simulation = simulate(graph, baseline(graph))
-        assert wide < simulation.peak_bytes - graph.resident_bytes < 1.1 * wide + 2 * chunk
+        assert wide < simulation.peak_bytes - graph.resident_bytes < 1.1 * wide + n_chunks * chunk
         expected = results(model, lambda: model(x, y))
         program = BoundProgram(step, build_program(step, baseline(graph)))
         run = lambda: results(model, lambda: program.run(model, call))  # noqa: B023, E731

@@ -1,0 +1,125 @@
+"""Losses written with `logsumexp`, and z-losses, in row chunks.
+
+`logsumexp(logits) - logits.gather(...)` has no log-softmax. The sum is computed by chunks, as it
+takes a tensor of the logits' size while it runs, and so is the gradient: the backward pass computes
+softmax as `(logits - sum).exp()`, and multiplies and adds up a few tensors of that size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphs.rewrites.body import Body, take_place
+from graphs.rewrites.cross_entropy import (
+    Region,
+    erase_unread,
+    readers,
+    rows_and_classes,
+    without_views,
+)
+from graphs.rewrites.row_chunks import is_worthwhile
+
+aten = torch.ops.aten
+
+
+def rewrite_sums(graph: fx.Graph) -> bool:
+    """Change the program; returns whether there was anything to change."""
+    found = False
+    sums = graph.find_nodes(op="call_function", target=aten.logsumexp.default)
+    for wide in dict.fromkeys(without_views(node.args[0]) for node in sums):
+        region = _read(wide)
+        if region is None:
+            continue
+        for node in region.row_results:
+            if region.before or node.target is aten.logsumexp.default:
+                _in_chunks(region, node)
+        body = Body(region)
+        body.read(region.logits, overwritable=region.has_form_of_gradient)
+        for node in region.before:
+            body.run(node)
+        body.replace_gradient()
+        erase_unread((*region.before, *region.row_results, *region.backward))
+        found = True
+    return found
+
+
+def _in_chunks(region: _Sums, node: fx.Node) -> None:
+    body = Body(region)
+    for each in (*region.before, node):
+        body.run(each)
+    body.write_for(node)
+    (new,) = body.nodes_before(node, like=node)
+    take_place(node, new)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What reads a wide tensor of which the log of the sum of exponentials is taken, by its nodes.
+
+    before: casts and scalings of `logits` that make `wide` of them, in order.
+    row_results: what the forward pass reads of it by row.
+    backward: wide operators of the backward pass, in order; the last makes the gradient.
+    """
+
+    logits: fx.Node
+    before: tuple[fx.Node, ...]
+    wide: fx.Node
+    row_results: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return rows_and_classes(self.wide.meta["val"])
+
+    @property
+    def has_form_of_gradient(self) -> bool:
+        """Whether the gradient has the dtype of the logits."""
+        return bool(self.logits.meta["val"].dtype == self.backward[-1].meta["val"].dtype)
+
+
+def _read(wide: fx.Node) -> _Sums | None:
+    value = wide.meta["val"]
+    if value.dim() < 2 or not is_worthwhile(*rows_and_classes(value)):
+        return None
+    region = Region(wide)
+    if not region.is_wide(wide):
+        return None
+    users = readers(wide)
+    row_results = tuple(each for each in users if region.is_row_result(each))
+    seeds = [each for each in users if each.target is aten.sub.Tensor and _is_backward(each)]
+    if not seeds or not any(each.target is aten.logsumexp.default for each in row_results):
+        return None
+    members = {(last := _gradient(region, seeds[0]))}
+    region.add_made_for(last, members)
+    backward = tuple(each for each in wide.graph.nodes if each in members)
+    if seeds[0] not in members or any(map(_is_forward, backward)):
+        return None
+    logits, before = region.before(wide, {*row_results, *backward})
+    if not logits.meta["val"].is_contiguous():
+        return None
+    if not all(map(region.come_as_rows, (*before, *row_results, *backward))):
+        return None
+    if any(user.op == "output" for each in (*row_results, last) for user in each.users):
+        return None  # the step knows it by its node
+    return _Sums(logits, before, wide, row_results, backward)
+
+
+def _gradient(region: Region, node: fx.Node) -> fx.Node:
+    """Where row-wise operators of the backward pass lead from this one."""
+    while len(users := readers(node)) == 1:
+        (user,) = users
+        if not region.is_arithmetic(user) and not region.is_cast_or_scaled(user):
+            break
+        node = user
+    return node
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return not _is_backward(node)
