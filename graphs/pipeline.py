@@ -35,6 +35,9 @@ RANDOM_STATE = "random_state"
 
 _BESIDE = "pipeline."
 """What the names of tensors begin with that stand beside the step of one micro-batch."""
+_OF_OTHERS = "other_stages."
+OF_EACH_STAGE: tuple[Kind, ...] = ("parameter", "buffer", "gradient", "optimizer_state")
+"""Kinds of which every stage of a rank has its own all the time."""
 
 
 class PipelineError(ValueError):
@@ -108,12 +111,36 @@ class Pipeline:
         """Forward passes on this rank, of all its stages, whose backward has not ended, at most."""
         if self.schedule == "gpipe":
             return self.n_microbatches
-        rank = self.stage % self.n_ranks
+        return min(self._n_warm_up + 1, self.n_microbatches * self.stages_per_rank)
+
+    @property
+    def _n_warm_up(self) -> int:
+        """Forward passes of the rank before it begins to alternate with backward passes."""
+        from_last = self.n_ranks - 1 - self.stage % self.n_ranks
         if self.schedule == "1f1b":
-            return min(self.n_ranks - rank, self.n_microbatches)
+            return from_last
         before_last_rank = (self.stages_per_rank - 1) * (self.n_microbatches // self._n_rounds)
-        warm_up = before_last_rank + 2 * (self.n_ranks - 1 - rank)
-        return min(warm_up + 1, self.n_microbatches * self.stages_per_rank)
+        return before_last_rank + 2 * from_last
+
+    @property
+    def passes(self) -> frozenset[tuple[int, tuple[int, ...]]]:
+        """What the rank runs, forward and backward: of each pass, which of the rank's stages it is
+        of, counted from 0, and how many other micro-batches of each of them are in flight then.
+        """
+        n_local, n_passes = self.stages_per_rank, self.n_microbatches * self.stages_per_rank
+        n_warm_up = n_passes if self.schedule == "gpipe" else min(self._n_warm_up, n_passes)
+        per_round = self.n_microbatches // self._n_rounds
+        now, found = [0] * n_local, set()
+        for step in range(n_warm_up + n_passes):
+            if step < n_passes:
+                local = step // per_round % n_local
+                found.add((local, tuple(now)))
+                now[local] += 1
+            if step >= n_warm_up:
+                local = n_local - 1 - (step - n_warm_up) // per_round % n_local
+                now[local] -= 1
+                found.add((local, tuple(now)))
+        return frozenset(found)
 
     @property
     def words(self) -> str:
@@ -181,6 +208,11 @@ def _dtypes_beside(graph: Graph, beside: Iterable[Tensor]) -> dict[str, list[str
     return dtypes
 
 
+def is_of_other_stages(name: str) -> bool:
+    """Whether this is the name of what the rank's other stages have."""
+    return name.startswith(f"{_BESIDE}{_OF_OTHERS}")
+
+
 def at_place(graph: Graph, pipeline: Pipeline) -> Graph:
     """The step of a stage (`with_pipeline`) at another place of the pipeline, without tracing anew.
 
@@ -218,6 +250,6 @@ def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]
         done = {"1f1b": min(1, others), "gpipe": 0, "interleaved": n_runs - 1 - others}
         yield "sent_outputs", done[pipeline.schedule] * made["forward", "output"], "output"
     if pipeline.schedule == "interleaved":
-        for kind in ("parameter", "buffer", "gradient", "optimizer_state"):
+        for kind in OF_EACH_STAGE:
             others_bytes = (pipeline.stages_per_rank - 1) * resident[kind]
-            yield f"other_stages.{kind}", others_bytes, kind
+            yield f"{_OF_OTHERS}{kind}", others_bytes, kind

@@ -13,7 +13,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from solver.plan_analysis import Curve, PipelineSplit, rank_peak_bytes, split_pipeline
+    from solver.plan_analysis import (
+        Curve,
+        PipelineSplit,
+        rank_peak_bytes,
+        share_rank_budget,
+        split_pipeline,
+    )
     from solver.python_api import draw, report, sweep, verify
     from solver.schedule import (
         Compute,
@@ -43,6 +49,7 @@ __all__ = [
     "draw",
     "rank_peak_bytes",
     "report",
+    "share_rank_budget",
     "simulate",
     "solve",
     "split_pipeline",
@@ -51,7 +58,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "plan_analysis": ("Curve", "PipelineSplit", "rank_peak_bytes", "split_pipeline"),
+    "plan_analysis": (
+        *("Curve", "PipelineSplit", "rank_peak_bytes", "share_rank_budget", "split_pipeline"),
+    ),
     "python_api": ("draw", "report", "sweep", "verify"),
     "schedule": (
         *("Compute", "Free", "IllegalScheduleError", "Request", "Schedule", "Simulation"),

@@ -40,6 +40,19 @@ def most_in_flight(actions: Iterable[Any]) -> int:
     return most
 
 
+def passes_of(actions: Iterable[Any], n_ranks: int, n_local: int) -> set[Any]:
+    """Of torch's actions of one rank: `Pipeline.passes`."""
+    now, found = [0] * n_local, set()
+    for action in actions:
+        if action is None or action.computation_type.name not in ("FORWARD", "FULL_BACKWARD"):
+            continue
+        local = action.stage_index // n_ranks
+        now[local] -= action.computation_type.name == "FULL_BACKWARD"
+        found.add((local, tuple(now)))
+        now[local] += action.computation_type.name == "FORWARD"
+    return found
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_micro_batches_in_flight_are_those_of_the_schedules_of_torch(schedule: str) -> None:
     kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
@@ -52,6 +65,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedules_of_torch(schedule: s
             for i in range(n_stages):
                 pipeline = Pipeline(i, n_stages, n_microbatches, schedule)
                 assert pipeline.n_in_flight == most_in_flight(order[i])
+                assert pipeline.passes == passes_of(order[i], n_stages, 1)
 
 
 def test_interleaved_micro_batches_in_flight_are_those_of_the_schedule_of_torch() -> None:
@@ -71,7 +85,9 @@ def test_interleaved_micro_batches_in_flight_are_those_of_the_schedule_of_torch(
                     continue
                 for i in range(n_ranks * n_local):
                     order = torchs._calculate_single_rank_operations(i % n_ranks)
-                    assert Pipeline(i, *options).n_in_flight == most_in_flight(order)
+                    place = Pipeline(i, *options)
+                    assert place.n_in_flight == most_in_flight(order)
+                    assert place.passes == passes_of(order, n_ranks, n_local)
                     n_tried += 1
     assert n_tried > 500
 

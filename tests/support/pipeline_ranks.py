@@ -31,7 +31,7 @@ from examples.integrations.two_processes import run
 from graphs import Pipeline
 from graphs.costs import cpu_peak_bytes
 from scheduler_runtime import apply
-from solver import Solution, rank_peak_bytes, solve
+from solver import Solution, rank_peak_bytes, share_rank_budget, solve
 
 SCHEDULES = {
     "1f1b": Schedule1F1B,
@@ -65,8 +65,19 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target)
 
 
-def planned_solution(stage: nn.Module, pipeline: Pipeline) -> Solution:
-    """A plan for SHARE of the memory; made from meta tensors alone."""
+def planned_solutions(
+    stages: Sequence[nn.Module], pipelines: Sequence[Pipeline]
+) -> Sequence[Solution]:
+    """Plans for SHARE of the memory; made from meta tensors alone."""
+    places = list(zip(stages, pipelines, strict=True))
+    plain = [solved(*each, budget=10**9) for each in places]
+    resident_bytes = max(each.graph.resident_bytes for each in plain)
+    most_bytes = rank_peak_bytes(plain)
+    budget = resident_bytes + int(SHARE * (most_bytes - resident_bytes))
+    return share_rank_budget([solved(*each, budget=budget) for each in places], n_budgets=4)
+
+
+def solved(stage: nn.Module, pipeline: Pipeline, *, budget: int) -> Solution:
     stage = copy.deepcopy(stage).to("meta")
     x = torch.empty(ROWS, WIDTH, device="meta", requires_grad=not pipeline.is_first)
     options: dict[str, object] = {"pipeline": pipeline, "optimizer": torch.optim.AdamW}
@@ -74,9 +85,6 @@ def planned_solution(stage: nn.Module, pipeline: Pipeline) -> Solution:
     if pipeline.is_last:
         batch = (x, torch.empty(ROWS, WIDTH, device="meta"))
         options |= {"inputs": lambda b: b[0], "loss": lambda output, b: loss_of(output, b[1])}
-    plain = solve(stage, batch, budget="1GB", **options)
-    resident_bytes = plain.graph.resident_bytes
-    budget = resident_bytes + int(SHARE * (plain.baseline.peak_bytes - resident_bytes))
     return solve(stage, batch, budget=budget, **options)
 
 
@@ -147,7 +155,7 @@ def work(rank: int, *, schedule: str, n_ranks: int) -> None:
         for index in range(rank, n_ranks * n_each, n_ranks)
     ]
     stages = [stage_of(pipeline.stage) for pipeline in pipelines]
-    solutions = [planned_solution(*each) for each in zip(stages, pipelines, strict=True)]
+    solutions = planned_solutions(stages, pipelines)
     simulations = [found.simulation for found in solutions if found.simulation is not None]
     plain, plain_bytes = trained(copy.deepcopy(stages), pipelines)
     planned = [apply(*each) for each in zip(stages, solutions, strict=True)]

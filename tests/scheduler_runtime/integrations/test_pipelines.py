@@ -25,6 +25,6 @@ def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(schedule: str
         assert each["measured_bytes"] < each["plain_measured_bytes"], each
         assert each["plain_measured_bytes"] <= each["plain_predicted_bytes"], each
         # GPipe holds most in the first backward pass, when no gradient is there yet; of stages that
-        # differ, the prediction adds up the most of each
+        # differ, the prediction takes the buffers of the one that has most
         least = 0.95 if schedule == "1f1b" else 0.85
         assert each["measured_bytes"] >= least * each["predicted_bytes"], each
