@@ -21,6 +21,7 @@ from graphs.parts import (
     KINDS,
     MAX_BYTES,
     PHASES,
+    RANDOM_STATE,
     GraphError,
     Kind,
     Node,
@@ -31,7 +32,7 @@ from graphs.parts import (
     check_tensor,
 )
 
-__all__ = ["Graph", "GraphError", "Kind", "Node", "Phase", "Tensor", "is_under"]
+__all__ = ["RANDOM_STATE", "Graph", "GraphError", "Kind", "Node", "Phase", "Tensor", "is_under"]
 
 FORMAT, OLDER_FORMATS = "graph/2", ("graph/1",)
 MAX_TOTAL_BYTES = 2**61

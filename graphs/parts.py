@@ -24,6 +24,10 @@ class GraphError(ValueError):
     """Not a legal graph; the message names the field and what would be right."""
 
 
+RANDOM_STATE = "random_state"
+"""The tensor that counts the states of random numbers which a step keeps on the CPU."""
+
+
 @dataclass(frozen=True)
 class Tensor:
     """What a node reads or writes.

@@ -26,13 +26,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.graph import Graph, Kind, Tensor
+from graphs.graph import RANDOM_STATE, Graph, Kind, Tensor
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
-RANDOM_STATE = "random_state"
-"""The tensor that counts the states of random numbers which a step keeps on the CPU."""
-
-
 _BESIDE = "pipeline."
 """What the names of tensors begin with that stand beside the step of one micro-batch."""
 _OF_OTHERS = "other_stages."

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -52,10 +52,11 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class _Saved:
-    """By an autograd function called `function` ("MulBackward0"), under these argument names."""
+    """By an autograd function called `function` ("MulBackward0"), under these names of arguments
+    and results."""
 
     function: str
-    arguments: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 class BackwardCalls(EagerCalls):  # type: ignore[no-untyped-call]
@@ -101,8 +102,9 @@ def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _Saved]:
         seen.add(node)
         names = [name for name in dir(node) if name.startswith(_SAVED)]
         tensors = [name for name in names if isinstance(getattr(node, name), torch.Tensor)]
-        arguments = tuple(name.removeprefix(_SAVED) for name in tensors)
-        found[node._sequence_nr()] = _Saved(node.name(), arguments)
+        found[node._sequence_nr()] = _Saved(
+            node.name(), tuple(name.removeprefix(_SAVED) for name in tensors)
+        )
         ahead += [each for each, _ in node.next_functions]
     return found
 
@@ -122,7 +124,8 @@ def compared(layout: Layout, calls: BackwardCalls, saved: Mapping[int, _Saved]) 
     numbers, traced = list(layout.functions), list(layout.functions.values())
     number_of: dict[int, int] = {}  # of a function in eager mode -> in the trace
     for which, at in _matched(traced, calls.functions, op):
-        function = calls.functions[at]
+        function = _own_calls(traced[which], calls.functions[at], op)
+        assert function is not None  # they match
         number_of[calls.numbers[at]] = numbers[which]
         members = _without_scatters(traced[which], op, len(function))
         in_place += [name for name in traced[which] if name not in members]
@@ -153,11 +156,14 @@ def _held(
     for number in sorted(saved, reverse=True):
         if number in number_of:
             offset = number_of[number] - number
-        if offset is None or not saved[number].arguments:
+        if offset is None or not saved[number].names:
             continue
         in_trace = number + offset
         calls = [call for call in forward.get(in_trace, []) if _is_of(call, saved[number])]
-        arguments = _saved_arguments(layout, calls[0], saved[number]) if len(calls) == 1 else ()
+        arguments: tuple[str, ...] = ()
+        if len(calls) == 1:
+            made = node_by_name[calls[0].name].outputs
+            arguments = _saved_tensors(layout, calls[0], made, saved[number])
         function = layout.functions.get(in_trace, ())
         read = {name for member in function for name in node_by_name[member].inputs}
         if unread := [name for name in arguments if name not in read]:
@@ -187,10 +193,29 @@ def _matched(
     start = 0
     for which, members in enumerate(traced):
         for at, function in enumerate(islice(eager, start, start + N_AHEAD), start):
-            if _is_same(members, function, op):
+            if _own_calls(members, function, op) is not None:
                 yield which, at
                 start = at + 1
                 break
+
+
+def _own_calls(
+    members: Sequence[str], function: Sequence[EagerCall], op: Mapping[str, str]
+) -> Sequence[EagerCall] | None:
+    """The calls of a function, if they run the same operators, where a scatter follows each call
+    that overwrites.
+
+    What the engine adds up after a function has returned, its gradients and those that are there
+    already, counts as its last calls in eager mode; in the trace it is of no function.
+    """
+    n_sums = sum(1 for _ in takewhile(lambda call: call.name == _SUM, reversed(function)))
+    for n_calls in range(len(function), len(function) - n_sums - 1, -1):
+        if _is_same(members, function[:n_calls], op):
+            return function[:n_calls]
+    return None
+
+
+_SUM = "aten.add"
 
 
 def _is_same(members: Sequence[str], function: Sequence[EagerCall], op: Mapping[str, str]) -> bool:
@@ -221,8 +246,10 @@ def _is_of(call: torch.fx.Node, saved: _Saved) -> bool:
     return saved.function.lower().startswith(operator + "backward")
 
 
-def _saved_arguments(layout: Layout, call: torch.fx.Node, saved: _Saved) -> tuple[str, ...]:
-    """The tensors that are saved of an operator's arguments.
+def _saved_tensors(
+    layout: Layout, call: torch.fx.Node, made: Sequence[str], saved: _Saved
+) -> tuple[str, ...]:
+    """The tensors that are saved of an operator's arguments and results. made: its results.
 
     What it overwrites is left out: autograd saves a copy of that, which the trace reads.
     """
@@ -233,6 +260,14 @@ def _saved_arguments(layout: Layout, call: torch.fx.Node, saved: _Saved) -> tupl
     given |= {a.name: value for a, value in zip(schema.arguments, call.args, strict=False)}
     if call.name in layout.in_place:
         given.pop(schema.arguments[0].name, None)
-    values = (given.get(name) for name in saved.arguments)
-    held = (layout.storage.get(value) for value in values if isinstance(value, torch.fx.Node))
-    return tuple(dict.fromkeys(name for name in held if name is not None))
+    values = {name: each for name, each in given.items() if isinstance(each, torch.fx.Node)}
+    held = {name: layout.storage.get(value) for name, value in values.items()}
+    held |= {f"{_RESULT}{at}": name for at, name in enumerate(made)}
+    if len(made) == 1:
+        held[_RESULT] = made[0]
+    found = (held.get(name) for name in saved.names)
+    return tuple(dict.fromkeys(name for name in found if name is not None))
+
+
+_RESULT = "result"
+"""What autograd calls the results of an operator: this, or with a number where it has several."""

@@ -24,7 +24,7 @@ from graphs.capture.captured_step import Capture
 from graphs.capture.opaque import OpaqueForward
 from graphs.capture.traced_calls import is_backward, is_random
 from graphs.costs import Cost
-from graphs.graph import Kind, Node, Phase, Tensor
+from graphs.graph import RANDOM_STATE, Kind, Node, Phase, Tensor
 from graphs.model_calls import TraceError
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -345,8 +345,8 @@ class _Extraction:
         layout.outputs.extend(n for n in layout.gradients.values() if n not in layout.outputs)
         device = next((_device_of(node) for node in layout.calls.values()), "cpu")
         if self._n_random and device == "cpu":
-            self.sizes["random_state"] = CPU_RANDOM_STATE_BYTES * self._n_random
-            self.kinds["random_state"] = "buffer"
+            self.sizes[RANDOM_STATE] = CPU_RANDOM_STATE_BYTES * self._n_random
+            self.kinds[RANDOM_STATE] = "buffer"
 
 
 def _ignores_running_statistics(node: torch.fx.Node) -> bool:

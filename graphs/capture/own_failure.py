@@ -1,6 +1,7 @@
 """Whether a model that cannot be traced fails by itself: a batch of a wrong shape, say.
 
-It is called once more on tensors of the meta device, outside of the trace. What only a trace cannot
+It is called once more on tensors of the meta device, outside of the trace, where products and norms
+refuse mixtures of dtypes as kernels do. What only a trace cannot
 do fails there in another way, or not at all; so does what reads values.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from graphs.capture.refuse import attributes_unchanged
+from graphs.capture.refuse import RefusingMixedDtypes, attributes_unchanged
 from graphs.model_calls import Call, TraceError, named_state, strided_like
 
 
@@ -47,7 +48,7 @@ def _failure(model: nn.Module, call: Call) -> Exception | None:
     args, kwargs = call.arguments([meta[id(tensor)] for tensor in call.tensors])
     state = {name: meta[id(tensor)] for name, tensor in own.items()}
     try:
-        with attributes_unchanged(model), torch.device("meta"):
+        with attributes_unchanged(model), torch.device("meta"), RefusingMixedDtypes():
             torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     except Exception as error:  # noqa: BLE001 - the model's code may raise anything
         return error

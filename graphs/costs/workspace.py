@@ -147,6 +147,40 @@ def _of_bias(out: torch.Tensor) -> int:
     return out.shape[1] * out.element_size()
 
 
+def _batch_norm_backward(call: OpCall) -> int:
+    """As much as the gradient, where the kernel for contiguous tensors runs."""
+    gradient, x = call.args[:2]
+    if _keeps_channels_last(x):
+        return 0
+    is_contiguous = gradient.is_contiguous() and x.is_contiguous()
+    return _plain(x) if is_contiguous else int(x.shape[1]) * x.element_size()
+
+
+def _group_norm_backward(call: OpCall) -> int:
+    """Two sums for each channel of each image (native/cpu/group_norm_kernel.cpp)."""
+    x, n_images, n_channels = call.args[1], call.args[5], call.args[6]
+    return 2 * int(n_images) * int(n_channels) * max(4, x.element_size())
+
+
+def _matrix_product(call: OpCall) -> int:
+    """A copy of each matrix whose rows or columns do not lie side by side, such as an expanded
+    gradient; of a batch one at a time (native/LinearAlgebra.cpp, addmm_impl_cpu_)."""
+    matrices = [each for each in call.args if isinstance(each, torch.Tensor)][-2:]
+    return sum(
+        0 if _is_for_blas(*each.shape[-2:], *each.stride()[-2:]) else _plain_matrix(each)
+        for each in matrices
+    )
+
+
+def _is_for_blas(n_rows: int, n_columns: int, row_stride: int, column_stride: int) -> bool:
+    by_columns = row_stride == 1 and column_stride >= max(1, n_rows)
+    return by_columns or (column_stride == 1 and row_stride >= max(1, n_columns))
+
+
+def _plain_matrix(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[-2:]) * tensor.element_size()
+
+
 def _attention(call: OpCall) -> int:
     """Per thread, a tile of scores, the maxima and sums of its rows, and a tile of the output."""
     query: torch.Tensor = call.args[0]
@@ -258,10 +292,9 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.masked_scatter_backward: lambda call: _plain(call.args[0]),
     aten.scatter_reduce: _scatter_reduce,
     aten.convolution_backward: _convolution_backward,
-    # a contiguous copy of the gradient
-    aten.native_batch_norm_backward: lambda call: (
-        0 if _keeps_channels_last(call.args[1]) else _plain(call.args[1])
-    ),
+    aten.native_batch_norm_backward: _batch_norm_backward,
+    aten.native_group_norm_backward: _group_norm_backward,
+    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _matrix_product),
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture import Capture, Layout, Source, extract, is_random
 from graphs.costs import CostModel, OpCall
-from graphs.graph import Graph
+from graphs.graph import RANDOM_STATE, Graph
 from graphs.meta import GraphMeta
 from graphs.model_calls import strided_like
 
@@ -89,7 +89,7 @@ def join(
             for node in layout.nodes
         ),
         # nothing random is recomputed, so no random state is kept
-        tensors=tuple(tensor for tensor in layout.tensors if tensor.name != "random_state"),
+        tensors=tuple(tensor for tensor in layout.tensors if tensor.name != RANDOM_STATE),
         outputs=tuple(layout.outputs),
         meta=GraphMeta(model="compiled", costs=dict(costs.description)),
     )

@@ -9,7 +9,7 @@ from typing import Any
 from graphs.pipeline import PipelineError, pipeline_of
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError, ModelFile
-from solver.cli.traced_step import in_autocast, on_meta, quiet_logs, with_values
+from solver.cli.traced_step import in_autocast, on_meta, with_values
 from solver.device_and_costs import Target
 from solver.plan_analysis import PipelineSplit, split_pipeline
 from solver.schedule import Request, Solution
@@ -54,7 +54,7 @@ def split_stages(
         return file.optimizer(module)
 
     try:
-        with in_autocast(arguments.autocast, target.local_device), quiet_logs():
+        with in_autocast(arguments.autocast, target.local_device):
             return split_pipeline(
                 model,
                 batch if file.inputs is None else file.inputs(batch),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -71,7 +69,7 @@ def traced_step(
 
     def variants(model: nn.Module, target: Target) -> Variants:
         optimizer = file.optimizer(model) if optimizer_costs is None else None
-        with in_autocast(arguments.autocast, target.local_device), quiet_logs():
+        with in_autocast(arguments.autocast, target.local_device):
             return trace_variants(
                 model,
                 batch,
@@ -172,18 +170,6 @@ def in_autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[name]
     return torch.autocast(device, dtype=dtype, enabled=name is not None)
-
-
-@contextlib.contextmanager
-def quiet_logs() -> Iterator[None]:
-    """Suppress the tracebacks that fake tensors log; the command prints one line instead."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> TraceError:

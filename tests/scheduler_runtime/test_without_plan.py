@@ -284,6 +284,20 @@ def _held_by_a_variable(x: torch.Tensor) -> torch.Tensor:
     return whole + 0.5
 
 
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(N_ROWS - 1, -1, -1)[:, None].expand(-1, x.shape[1])
+
+
+def _products(x: torch.Tensor) -> torch.Tensor:
+    square = 0.1 * x.view(-1, WIDTH, WIDTH)
+    return torch.baddbmm(square, square, square).view_as(x)
+
+
+OF_SUMS: dict[str, Callable[..., torch.Tensor]] = {
+    "products": _products,
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+}
+"""Their gradient is one number, expanded."""
 OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "a variable": _held_by_a_variable,
     "index_select": lambda x: x.index_select(0, torch.arange(N_ROWS - 1, -1, -1)),
@@ -293,6 +307,14 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "sort": lambda x: x.sort(-1)[0],
     "cummax": lambda x: x.cummax(-1)[0],
     "gather": lambda x: x.gather(-1, (x.detach() > 0).long()),
+    "dist": lambda x: x * torch.dist(x, x + 1),
+    "ldexp": lambda x: torch.ldexp(x, torch.ones(WIDTH, dtype=torch.int32)),
+    "largest norm": lambda x: x / torch.linalg.vector_norm(x, float("inf"), -1, keepdim=True),
+    "group norm": lambda x: F.group_norm(x, 4),
+    "quotient added": lambda x: torch.addcdiv(x, x, 1 + x.abs()),
+    "exponential": lambda x: 2.0**x * x,
+    "mean of the scattered": lambda x: x.scatter_reduce(0, _turned(x), x, "mean"),
+    "dropout": lambda x: F.dropout(x, 0.2),
 }
 """Differences before: 5 to 29 %."""
 TERMS: dict[str, tuple[Loss, Callable[[], torch.Tensor]]] = {
@@ -314,6 +336,10 @@ UNPLANNED: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]]
     **{
         name: ((lambda act=act: Chain(lambda _, x, _t: x.mean(), act)), numbers)
         for name, act in OPERATORS.items()
+    },
+    **{
+        f"{name}, summed up": ((lambda act=act: Chain(lambda _, x, _t: x.sum(), act)), numbers)
+        for name, act in OF_SUMS.items()
     },
     **{
         name: ((lambda loss=loss: Chain(loss, torch.tanh)), made)

@@ -4,7 +4,7 @@ from graphs.capture.refuse.aliasing import refuse_overlapping, sharing
 from graphs.capture.refuse.constants import HeldTensor, ReadTensors
 from graphs.capture.refuse.generators import generators_of, put_back
 from graphs.capture.refuse.generators import state_of as state_of_generator
-from graphs.capture.refuse.mixed_dtypes import refuse_mixed_dtypes
+from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed_dtypes
 from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
 from graphs.capture.refuse.side_effects import (
     HOOKS,

@@ -10,39 +10,56 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-aten = torch.ops.aten
-
-_ALL_ALIKE = "mm bmm addmm baddbmm mv addmv dot convolution _cdist_forward"
-_NORMS = """
-    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit
-    _native_batch_norm_legit_functional
-"""
-_OPERATORS = {
-    getattr(aten, name).default: names for names in (_ALL_ALIKE, _NORMS) for name in names.split()
+_PRODUCTS = "mm bmm addmm baddbmm mv addmv dot convolution _cdist_forward"
+_NORMS = {
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "_native_batch_norm_legit_functional": "batch_norm",
 }
+_TITLES = {
+    getattr(torch.ops.aten, name).default: title
+    for name, title in ({name: name.strip("_") for name in _PRODUCTS.split()} | _NORMS).items()
+}
+"""A trace may have another operator than the step outside of it: both have one title."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+class MixedDtypesError(RuntimeError):
+    """Of the type that eager mode raises: operators of Python (`@`) would replace a TypeError."""
+
+
+class RefusingMixedDtypes(TorchDispatchMode):
+    """Outside of a trace."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        refuse_mixed_dtypes(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 def refuse_mixed_dtypes(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError for a call whose kernel would reject its mixture of dtypes.
+    """Raise MixedDtypesError for a call whose kernel would reject its mixture of dtypes.
 
     Norms take half-precision inputs with float32 weights and statistics.
     """
-    kind = _OPERATORS.get(operator)
-    if kind is None:
+    if (title := _TITLES.get(operator)) is None:
         return
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
     if len(dtypes) < 2:
         return
-    if kind is _NORMS:
-        if tensors[0].device.type != "cpu":
+    if title in _NORMS.values():
+        if tensors[0].device.type == "cuda":
             return
         if tensors[0].dtype in _HALVES and set(dtypes) == {tensors[0].dtype, torch.float32}:
             return
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    raise TypeError(
-        f"{operator.overloadpacket.__name__} takes tensors of one dtype, and got {names}: convert "
+    raise MixedDtypesError(
+        f"{title} takes tensors of one dtype, and got {names}: convert "
         "the batch or the model (.to(dtype)), or run the step under autocast"
     )

@@ -76,6 +76,30 @@ def test_a_model_that_fails_by_itself(
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
+class Product(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.linear.weight).sum()
+
+
+class Norm(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "operator"),
+    [(nn.Linear(4, 4), "addmm"), (Product(), "mm"), (Norm(), "batch_norm")],
+)
+def test_a_model_that_fails_on_another_dtype(model: nn.Module, operator: str) -> None:
+    batch = X.double()
+    with pytest.raises(RuntimeError):
+        model(batch)
+    reason = f"fails on this batch: MixedDtypesError: {operator} takes tensors of one dtype"
+    with pytest.raises(FailsOnBatchError, match=reason) as caught:
+        solve(model, (batch,), budget="6MB", loss=lambda output, _: output.sum())
+    assert "submodules" not in str(caught.value)
+
+
 @pytest.mark.parametrize("model", [UsesNumpy(), Branches()])
 def test_a_model_that_only_a_trace_cannot_run(model: nn.Module) -> None:
     model(X)

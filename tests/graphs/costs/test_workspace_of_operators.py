@@ -30,6 +30,9 @@ one_way = ([1], [1], [1], False, [0])
 both_ways = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 taps, kernel = torch.randn(32, 32, 3), torch.randn(16, 16, 3, 3)
 turned = image.transpose(2, 3).contiguous().transpose(2, 3)
+one = torch.ones(())
+square, batched = torch.randn(64, 64), torch.randn(8, 64, 64)
+of_channels, of_groups = torch.ones(16), torch.ones(2, 4)
 channels_last = image.contiguous(memory_format=torch.channels_last)
 
 Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -39,7 +42,29 @@ def _case(target: Any, *args: Any, **kwargs: Any) -> Case:
     return target, args, kwargs
 
 
+def _batch_norm_gradient(gradient: torch.Tensor) -> Case:
+    moments = torch.zeros(16), of_channels
+    rest = (None, None, None, *moments, True, 1e-5, [True, False, False])
+    return _case(aten.native_batch_norm_backward.default, gradient, image, *rest)
+
+
 CASES: dict[str, Case] = {
+    "product with an expanded gradient": _case(aten.mm.default, one.expand(64, 64), square),
+    "product with an expanded column": _case(aten.mm.default, square, square[:, :1].expand(-1, 64)),
+    "product with a transposed matrix": _case(aten.mm.default, square.t(), square),
+    "product of a part": _case(aten.mm.default, square[:, :32], square[:32]),
+    "products with an expanded gradient": _case(aten.bmm.default, one.expand(8, 64, 64), batched),
+    "sum of products": _case(aten.baddbmm.default, batched, batched, one.expand(8, 64, 64)),
+    "gradient of batch norm": _batch_norm_gradient(image),
+    "expanded gradient of batch norm": _batch_norm_gradient(one.expand(2, 16, 20, 20)),
+    "gradient of group norm": _case(
+        aten.native_group_norm_backward.default,
+        *(image, image, of_groups, of_groups, of_channels, 2, 16, 400, 4, [True, True, True]),
+    ),
+    "gradient of group norm of rows": _case(
+        aten.native_group_norm_backward.default,
+        *(x, x, torch.ones(300, 4), torch.ones(300, 4), None, 300, 200, 1, 4, [True, False, False]),
+    ),
     "sort of one row": _case(aten.sort.default, flat),
     "stable sort": _case(aten.sort.stable, flat, stable=True, dim=0),
     "sort of rows": _case(aten.sort.default, x, 1),
