@@ -14,9 +14,11 @@ from graphs.capture.eager_calls import packet
 from graphs.capture.extraction import Layout
 
 _ZEROS = frozenset({"aten.zeros", "aten.new_zeros", "aten.zeros_like"})
-_SCATTERS = frozenset({"aten.scatter", "aten.scatter_add", "aten.index_add", "aten.index_put"})
+_SCATTERS = frozenset(
+    f"aten.{name}" for name in ("scatter", "scatter_add", "index_add", "index_put", "put")
+)
 """Of gradients, into zeros that the same function has made: of `gather`, `index_select`, `sort`,
-`max` and `median` over a dimension, `cummax`."""
+`max` and `median` over a dimension, `cummax`, `take`."""
 
 _BINARY_CROSS_ENTROPY = "aten.binary_cross_entropy_with_logits"
 _IN_PLACE_THERE = frozenset({"aten.sub", "aten.mul", "aten.div"})

@@ -12,7 +12,7 @@ workspace depends on the algorithm it picks on the card.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -265,8 +265,32 @@ def _scatter_reduce(call: OpCall) -> int:
     return _plain(x) + _plain(source) + source.numel() if call.args[4] == "mean" else 0
 
 
+def _trilinear(call: OpCall) -> int:
+    """One slice after the other: the product of two factors, summed up where the third has no such
+    dimension, and its product with the third (native/Linear.cpp)."""
+    *factors, first, second, third, summed = call.args[:7]
+    unrolled = call.args[7] if len(call.args) > 7 else call.kwargs.get("unroll_dim", 1)
+    missing = first, second, third
+    shapes = [_with_ones(x.shape, each) for x, each in zip(factors, missing, strict=True)]
+    of_two = of_all = 1
+    for dim, sizes in enumerate(zip(*shapes, strict=True)):
+        if dim == unrolled:
+            continue
+        of_two *= 1 if dim in summed and dim in third else max(sizes[:2])
+        of_all *= 1 if dim in summed else max(sizes)
+    return (of_two + of_all) * factors[0].element_size()
+
+
+def _with_ones(shape: Sequence[int], missing: Sequence[int]) -> Iterator[int]:
+    """The sizes, and one where a dimension is missing."""
+    sizes = iter(shape)
+    for dim in range(len(shape) + len(missing)):
+        yield 1 if dim in missing else next(sizes)
+
+
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.convolution: _convolution,
+    aten._trilinear: _trilinear,
     aten.mse_loss: _reduced_loss,
     aten.smooth_l1_loss: _reduced_loss,
     aten.huber_loss: _reduced_loss,

@@ -30,7 +30,7 @@ one_way = ([1], [1], [1], False, [0])
 both_ways = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 taps, kernel = torch.randn(32, 32, 3), torch.randn(16, 16, 3, 3)
 turned = image.transpose(2, 3).contiguous().transpose(2, 3)
-one = torch.ones(())
+one, cube = torch.ones(()), torch.randn(64, 64, 64)
 square, batched = torch.randn(64, 64), torch.randn(8, 64, 64)
 of_channels, of_groups = torch.ones(16), torch.ones(2, 4)
 channels_last = image.contiguous(memory_format=torch.channels_last)
@@ -55,6 +55,12 @@ CASES: dict[str, Case] = {
     "product of a part": _case(aten.mm.default, square[:, :32], square[:32]),
     "products with an expanded gradient": _case(aten.bmm.default, one.expand(8, 64, 64), batched),
     "sum of products": _case(aten.baddbmm.default, batched, batched, one.expand(8, 64, 64)),
+    "bilinear form": _case(
+        aten._trilinear.default, square, cube, square, [1, 3], [0], [1, 2], [2, 3]
+    ),
+    "its gradient": _case(
+        aten._trilinear.default, square, cube, square, [2, 3], [0], [1, 2], [1, 3]
+    ),
     "gradient of batch norm": _batch_norm_gradient(image),
     "expanded gradient of batch norm": _batch_norm_gradient(one.expand(2, 16, 20, 20)),
     "gradient of group norm": _case(
