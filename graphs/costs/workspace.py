@@ -159,7 +159,7 @@ def _batch_norm_backward(call: OpCall) -> int:
 def _group_norm_backward(call: OpCall) -> int:
     """Two sums for each channel of each image (native/cpu/group_norm_kernel.cpp)."""
     x, n_images, n_channels = call.args[1], call.args[5], call.args[6]
-    return 2 * int(n_images) * int(n_channels) * max(4, x.element_size())
+    return int(2 * n_images * n_channels * max(4, x.element_size()))
 
 
 def _matrix_product(call: OpCall) -> int:
@@ -278,7 +278,7 @@ def _trilinear(call: OpCall) -> int:
             continue
         of_two *= 1 if dim in summed and dim in third else max(sizes[:2])
         of_all *= 1 if dim in summed else max(sizes)
-    return (of_two + of_all) * factors[0].element_size()
+    return int((of_two + of_all) * factors[0].element_size())
 
 
 def _with_ones(shape: Sequence[int], missing: Sequence[int]) -> Iterator[int]:

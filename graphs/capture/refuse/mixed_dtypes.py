@@ -32,8 +32,11 @@ class MixedDtypesError(RuntimeError):
     """Of the type that eager mode raises: operators of Python (`@`) would replace a TypeError."""
 
 
-class RefusingMixedDtypes(TorchDispatchMode):
+class RefusingMixedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Outside of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
