@@ -120,6 +120,9 @@ class Reading(nn.Module):
         lambda x: (torch.poisson(x.abs() * 20), torch.rand([]))[1] < 0.5,  # how many it draws
         lambda x: torch.bernoulli(x.sigmoid().mean()) == 1.0,
         lambda x: nn.functional.dropout(x).sum() > 0,
+        lambda _: torch.empty(()).bernoulli_(torch.tensor(0.6)) == 1.0,
+        lambda _: torch.normal(torch.tensor(1.0), torch.tensor(1.0)) > 0.0,
+        lambda _: torch.randint_like(torch.empty(()), torch.tensor(3)) == 0,
         lambda _: torch.rand([]).item() < 0.5,  # another number in each step
         lambda _: len(torch.rand(9).lt(0.5).nonzero()) > 4,
     ],

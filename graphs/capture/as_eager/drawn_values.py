@@ -29,7 +29,7 @@ _OF_FORM_ALONE = {f"checkpoint_solver::{name}" for name in _OWN} | {
         *("normal", "normal_", "normal_functional", "exponential", "exponential_"),
     )
 }
-"""Operators that draw as many numbers whatever the values of their arguments are."""
+"""Operators that draw as many numbers whatever the values of their arguments are, but for one."""
 
 
 _OF_VALUES = (
@@ -37,9 +37,27 @@ _OF_VALUES = (
     torch.ops.aten.native_dropout.default,
     torch.ops.aten.normal.Tensor_float,
     torch.ops.aten.normal.float_Tensor,
-    torch.ops.aten.normal.Tensor_Tensor,
 )
-"""Among these, what they return depends on those values as well."""
+"""Among these, what they return depends on the values of their only tensor as well."""
+
+
+def _draws_by_form(func: Any) -> bool:
+    """Whether it draws as many numbers whatever the values of its arguments are."""
+    # With a tensor for `high`, the range decides between 32 and 64 bits for each number.
+    is_of_range = func._schema.name == "aten::randint_like" and _n_tensors(func) > 1
+    return func._schema.name in _OF_FORM_ALONE and not is_of_range
+
+
+def _returns_by_form(func: Any) -> bool:
+    """Whether what it returns follows from the generator's state and the form of its arguments.
+
+    The values of a second tensor (the probabilities of `bernoulli_`, a deviation) are always read.
+    """
+    return func not in _OF_VALUES and _n_tensors(func) <= 1
+
+
+def _n_tensors(func: Any) -> int:
+    return sum(isinstance(each.type, torch.TensorType) for each in func._schema.arguments)
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ class Draws:
         """A call is made; its position, or None where what it returns cannot be known."""
         if _drops_nothing(func, args, kwargs):
             return None
-        self.known &= func._schema.name in _OF_FORM_ALONE
+        self.known &= _draws_by_form(func)
         if not self.known:
             return None
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -83,7 +101,7 @@ class Draws:
             for t in flat
         ]
         self._calls.append((func, formed, spec))
-        return None if func in _OF_VALUES else len(self._calls) - 1
+        return len(self._calls) - 1 if _returns_by_form(func) else None
 
     def result(self, position: int, state: torch.Tensor) -> torch.Tensor:
         """What the call at this position returns where the generator starts in this state."""
