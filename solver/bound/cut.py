@@ -259,8 +259,8 @@ class CutMilp:
         self.program.row(columns, values, lower=0.0 if readers else 1.0)
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        folded, room = self.folded, self._room(p)
-        counted = self._counted(keep, p)
+        folded, room = self.folded, self.room(p)
+        counted = self.counted(keep, p)
         for u in counted:
             # Said outright: the solver's tolerance on a row of gigabytes lets some bytes pass.
             if folded.unit_bytes[u] > room and not self.program.least[keep[u]]:
@@ -271,15 +271,15 @@ class CutMilp:
             upper=room / self._scale,
         )
 
-    def _counted(self, units: Iterable[int], p: int) -> list[int]:
+    def counted(self, units: Iterable[int], p: int) -> list[int]:
         """Those of the units that the row of bytes at p counts."""
         folded = self.folded
         return [u for u in units if not folded.is_pinned(u, p) and folded.unit_bytes[u]]
 
     def _within_room(self, units: frozenset[int], p: int) -> frozenset[int]:
         """Without the smallest units that make up for what the solver's tolerance let pass."""
-        counted = sorted(self._counted(units, p), key=lambda u: (self.folded.unit_bytes[u], u))
-        over = sum(self.folded.unit_bytes[u] for u in counted) - self._room(p)
+        counted = sorted(self.counted(units, p), key=lambda u: (self.folded.unit_bytes[u], u))
+        over = sum(self.folded.unit_bytes[u] for u in counted) - self.room(p)
         dropped: set[int] = set()
         for u in counted:
             if over <= 0:
@@ -289,7 +289,7 @@ class CutMilp:
                 over -= self.folded.unit_bytes[u]
         return units - dropped
 
-    def _room(self, p: int) -> int:
+    def room(self, p: int) -> int:
         """Bytes left for the units at this position that are not pinned."""
         room = self.budget_bytes - self._allowance_bytes.get(p, 0)
         return room - int(self.folded.held_bytes[p]) - int(self.folded.own_bytes[p])
@@ -325,7 +325,7 @@ class CutMilp:
         if answer.values is None:
             return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
         folded, shares = self.folded, answer.values
-        room = self._room(p)
+        room = self.room(p)
         kept: set[int] = set()
         for u in sorted(keep, key=lambda u: (-shares[keep[u]], u)):
             size_bytes = 0 if folded.is_pinned(u, p) else folded.unit_bytes[u]

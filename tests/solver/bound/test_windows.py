@@ -8,6 +8,7 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic.tape import Tape
 from solver.bound.cut import solve_cuts
+from solver.bound.rounded_bytes import round_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import WindowCuts, windows_share, without_small
 from solver.methods.least_budget import find_obstacle
@@ -69,6 +70,9 @@ def test_windows_are_below_the_truth(seed: int) -> None:
                 program = WindowCuts(
                     coarse, positions=positions, marks=marks, budget_bytes=budget_bytes
                 )
+                answer = program.program.solve(whole=whole)
+                assert program.read(answer).lost_share <= truth + 1e-9
+                round_bytes(program)
                 answer = program.program.solve(whole=whole)
                 assert program.read(answer).lost_share <= truth + 1e-9
 
