@@ -250,7 +250,11 @@ FAMILIES: Mapping[str, Family] = {
         "conv_kernel_sizes": (3, 3), "num_conv_layers": 2, "max_source_positions": 40,
         "max_target_positions": 40}),
     "wav2vec2": Family("Wav2Vec2ForCTC", speech(), _WAVES),
+    "wav2vec2, no time masks": Family("Wav2Vec2ForCTC", speech(), _WAVES
+        | {"apply_spec_augment": False}),
     "hubert": Family("HubertForCTC", speech(), _WAVES),
+    "hubert, no time masks": Family("HubertForCTC", speech(), _WAVES
+        | {"apply_spec_augment": False}),
     "wavlm": Family("WavLMForCTC", speech(), _WAVES),
     "sew": Family("SEWForCTC", speech(), _WAVES | {"squeeze_factor": 2}),
     "audio-spectrogram-transformer": Family("ASTForAudioClassification", one_batch(lambda:

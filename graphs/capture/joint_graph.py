@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -326,6 +327,24 @@ _READS_VALUES_ADVICE = (
     "decide by values of the batch or of buffers, which may be read"
 )
 
+_CHECKS_ARGUMENTS = f"{_READS_VALUES}: torch.distributions checks its arguments"
+_CHECKS_ARGUMENTS_ADVICE = (
+    ", and raises an error for wrong ones (NaN), so that steps could differ. Pass "
+    "validate_args=False, or call "
+    "torch.distributions.Distribution.set_default_validate_args(False) before planning"
+)
+
+
+def _in_check_of_distribution(error: Exception) -> bool:
+    """Whether it was raised while a distribution checked its arguments or a value."""
+    frames = traceback.walk_tb(error.__traceback__)
+    codes = (frame.f_code for frame, _ in frames)
+    return any(
+        code.co_filename == torch.distributions.distribution.__file__
+        and code.co_name in ("__init__", "_validate_sample")
+        for code in codes
+    )
+
 
 def _refused(model: nn.Module, error: Exception) -> TraceError:
     """In one line: what failed, and where in the user's code."""
@@ -337,6 +356,8 @@ def _refused(model: nn.Module, error: Exception) -> TraceError:
     what, advice = f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         what, advice = _READS_VALUES, _READS_VALUES_ADVICE
+        if _in_check_of_distribution(error):
+            what, advice = _CHECKS_ARGUMENTS, _CHECKS_ARGUMENTS_ADVICE
     why = f"{name} cannot be traced{place}: {what}{advice}"
     return TraceError(why, runs_in_eager=True, short=f"{what}{place}")
 

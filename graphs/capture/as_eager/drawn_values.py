@@ -8,6 +8,7 @@ branch is known before a step without the step: these operators run, on argument
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphs.model_calls import strided_like
-
-FEW = 4096
-"""Numbers; larger results are masks of dropout, which nothing branches on."""
 
 _OWN = ("dropout_noise", "bernoulli_fill", "normal_fill", "random_fill")
 _OF_FORM_ALONE = {f"checkpoint_solver::{name}" for name in _OWN} | {
@@ -81,10 +79,9 @@ class Draws:
         self.device = device
         self.known = True
         self._calls: list[tuple[Any, list[Any], pytree.TreeSpec]] = []
-        self._state: torch.Tensor | None = None  # that the results are for
-        self._state_after: torch.Tensor | None = None
+        self._wanted: set[int] = set()  # positions of the results that are read
         self._results: dict[int, torch.Tensor] = {}
-        self._n_run = 0
+        self._key = b""  # of the state that they are for
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
         """A call is made; its position, or None where what it returns cannot be known."""
@@ -105,29 +102,27 @@ class Draws:
 
     def result(self, position: int, state: torch.Tensor) -> torch.Tensor:
         """What the call at this position returns where the generator starts in this state."""
-        is_same = self._state is not None and torch.equal(self._state, state)
-        if not is_same or (position < self._n_run and position not in self._results):
-            self._state, self._state_after, self._n_run = state.clone(), state, 0
-            self._results.clear()
-        if position >= self._n_run:
-            self._run(position + 1)
+        key = hashlib.sha256(state.numpy().tobytes()).digest()
+        if position not in self._wanted or key != self._key:
+            self._wanted.add(position)
+            self._run(state)
+            self._key = key
         return self._results[position]
 
-    def _run(self, end: int) -> None:
+    def _run(self, state: torch.Tensor) -> None:
+        """Up to the last result that is wanted. Nothing else is held, for it would take memory."""
         generator = _generator(self.device)
         now = generator.get_state()
+        self._results.clear()
         try:
-            assert self._state_after is not None
-            generator.set_state(self._state_after)
-            for position in range(self._n_run, end):
+            generator.set_state(state)
+            for position in range(max(self._wanted) + 1):
                 func, formed, spec = self._calls[position]
                 flat = [each.made() if isinstance(each, _Form) else each for each in formed]
                 args, kwargs = pytree.tree_unflatten(flat, spec)
                 result = func(*args, **kwargs)
-                is_wanted = position == end - 1
-                if isinstance(result, torch.Tensor) and (is_wanted or result.numel() <= FEW):
+                if position in self._wanted:
                     self._results[position] = result
-            self._state_after, self._n_run = generator.get_state(), end
         finally:
             generator.set_state(now)
 

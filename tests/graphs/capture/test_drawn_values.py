@@ -1,0 +1,67 @@
+"""Random numbers known from the generator's state: the same ones, and nothing else is held."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.capture.as_eager.drawn_values import Draws
+
+ATEN = torch.ops.aten
+
+
+class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refers to what operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refs: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.refs.append(weakref.ref(made.untyped_storage()))
+        return made
+
+
+def noted() -> Draws:
+    """A number after the mask of a dropout, and one after a draw in place."""
+    draws, x = Draws(torch.device("cpu")), torch.randn(20, 30)
+    assert draws.note(ATEN.bernoulli.p, (x, 0.5), {}) == 0
+    assert draws.note(ATEN.rand.default, ([],), {}) == 1
+    assert draws.note(ATEN.uniform_.default, (x,), {}) == 2
+    assert draws.note(ATEN.rand.default, ([],), {}) == 3
+    return draws
+
+
+def test_the_numbers_are_those_of_the_step() -> None:
+    draws = noted()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        found = [draws.result(position, state) for position in (1, 3)]
+        assert torch.equal(state, torch.get_rng_state())
+        x = torch.empty(20, 30)
+        x.bernoulli(0.5)
+        first = torch.rand([])
+        x.uniform_()
+        assert found == [first, torch.rand([])]
+
+
+def test_masks_are_not_held() -> None:
+    draws = noted()
+    with Made() as made:
+        draws.result(1, torch.get_rng_state())
+        draws.result(3, torch.get_rng_state())
+    alive = [ref().nbytes() for ref in made.refs if ref() is not None]
+    assert alive == [4, 4]
+
+
+def test_nothing_is_known_after_a_draw_that_depends_on_values() -> None:
+    draws = noted()
+    assert draws.note(ATEN.poisson.default, (torch.ones(3),), {}) is None
+    assert draws.note(ATEN.rand.default, ([],), {}) is None
