@@ -9,9 +9,12 @@
    What overflows at other positions is copied too.
 3. **What overflows is copied.** The plain step, and the schedule that recomputation alone has for
    more bytes than there are, with what overflows on the host.
-4. **Step by step** (`copies_local_optimum`): from the best of these, a recomputation is taken out
-   or put in the place of a copy, while that makes the step faster.
-5. **Recomputation alone** (`stages`): its schedule is a candidate like the others. It
+4. **Recomputation around the copies** (`around_copies`): the whole search for the device alone, on
+   a step in which what the cut fetches comes back by nodes that cost next to nothing.
+5. **Step by step** (`copies_local_optimum`): from the best of these, and of the plans for more
+   bytes, a recomputation is taken out or put in the place of a copy, while that makes the step
+   faster.
+6. **Recomputation alone** (`stages`): its schedule is a candidate like the others. It
    is not searched for where its own bound is no better than what has been found. Where it is the
    best, single steps put copies in the place of its recomputations.
 
@@ -29,42 +32,32 @@ deadlines, and a gap is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 
 from graphs.graph import Graph
 from solver.bound import (
-    CopyBinding,
-    CopyProgram,
-    StorageGraph,
     binding_copies,
     binding_cut,
     least_time_s,
 )
+from solver.methods.auto.around_copies import recompute_around
 from solver.methods.auto.copies_local_optimum import Attempt, climb
 from solver.methods.auto.copy_placement import (
     Gap,
-    Placed,
-    find_gaps,
-    longest_to_disk,
     never_copied,
-    place_side_by_side,
 )
-from solver.methods.auto.from_cuts import schedule_from_cuts
+from solver.methods.auto.copy_search import CopySearch
 from solver.methods.auto.overflow import overflowing
-from solver.methods.auto.search import DONE_GAP
-from solver.methods.auto.stages import recompute_only
-from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import (
     OPTIMAL_GAP,
     IllegalScheduleError,
     Places,
     Schedule,
-    Simulation,
     Spill,
     baseline,
-    simulate,
 )
 
 GAP = 3e-4
@@ -75,89 +68,17 @@ MAX_ROUNDS = 6
 """Times that the cut of one position is solved again."""
 ROUND_NODES, PROOF_NODES = 20, 50
 """Branch-and-bound nodes of one program."""
-COLUMNS = 4_000
-"""Of a program with so many nodes; a larger one gets fewer."""
+STEPS_GAP = 3e-3
+"""Of the baseline's time: below it plans for more bytes and single steps have gained nothing on the
+graphs of `benchmarks.offload`, in seconds.
+"""
 MAX_STEPS_WORK = 60_000
 """Nodes in all orders that single steps try."""
 MORE_SHARES = (1.0, 0.7, 0.4)
 """Of the bytes that the cut has on the host: so many more bytes for recomputation alone."""
 
 
-Stage = Callable[["CopySearch"], None]
-
-
-class CopySearch(BestSoFar):
-    """The best schedule and the best bound so far.
-
-    folded: of the step on the device alone. free: where storages may leave.
-    starts: schedules known for this graph.
-    quick: without the last two stages, if the others have found a schedule.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        *,
-        budget_bytes: int,
-        time_limit_s: float,
-        places: Places,
-        starts: Sequence[Schedule],
-        quick: bool,
-    ) -> None:
-        super().__init__(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places)
-        self.to: Places = places
-        self.starts, self.quick = starts, quick
-        self.folded = StorageGraph.of(graph)
-        self.free = StorageGraph.of(graph, may_leave=True)
-        self.binding = CopyBinding(0.0, ())
-        self.lost_share = 0.0
-        self.climbed: Schedule | None = None  # where single steps have ended
-
-    def offer(self, schedule: Schedule) -> Simulation | None:
-        """Simulate it, keep it if it is the best; None: it is illegal."""
-        try:
-            simulation = simulate(self.graph, schedule, places=self.to)
-        except IllegalScheduleError:
-            return None
-        self.keep(schedule, simulation)
-        return simulation
-
-    @property
-    def done(self) -> bool:
-        return self.time_is_up() or self.gap <= DONE_GAP
-
-    @property
-    def gap(self) -> float:
-        """Between the best schedule and the bound, as a share of the baseline; inf without one."""
-        if self.best is None:
-            return math.inf
-        baseline_s = self.graph.baseline_time_s or 1.0
-        return self.best[1].time_s / baseline_s - 1 - self.lost_share
-
-    def recompute_only(self, budget_bytes: int, *, quick: bool) -> Proposal:
-        return recompute_only(
-            self.graph,
-            budget_bytes=budget_bytes,
-            time_limit_s=self.deadline.left_s,
-            starts=[schedule for schedule in self.starts if not schedule.has_copies],
-            quick=quick,
-        )
-
-    @property
-    def disk_may_help(self) -> bool:
-        """Whether there is a disk, and the host has no room for all."""
-        has_room = sum(self.free.unit_bytes) <= self.to.host_bytes
-        return self.to.disk is not None and not has_room
-
-    def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyProgram:
-        return CopyProgram(
-            self.free,
-            position=position,
-            budget_bytes=self.budget_bytes,
-            places=self.to,
-            just_in_time=allowance_bytes is not None,
-            allowance_bytes=allowance_bytes or 0,
-        )
+Stage = Callable[[CopySearch], None]
 
 
 def with_copies(
@@ -240,12 +161,12 @@ def _rounds(search: CopySearch, position: int) -> None:
         program = search.program(position, allowance_bytes=less_bytes)
         program.forbid(barred)
         cut = program.solve_near_lp(
-            gap=GAP, node_limit=_nodes(program, ROUND_NODES), deadline=search.deadline
+            gap=GAP, node_limit=search.nodes_of(program, ROUND_NODES), deadline=search.deadline
         )
         if cut.kept is None or cut.away is None:
             return
-        order, gaps = _written_out(search, cut.position, kept=cut.kept, away=cut.away)
-        placed = _place(search, order, gaps)
+        order, gaps = search.written_out(cut.position, kept=cut.kept, away=cut.away)
+        placed = search.place(order, gaps)
         found = search.offer(placed.schedule)
         if found is None:
             return
@@ -260,37 +181,6 @@ def _rounds(search: CopySearch, position: int) -> None:
             barred.add(late)
 
 
-def _nodes(program: CopyProgram, n_nodes: int) -> int:
-    return max(1, min(n_nodes, n_nodes * COLUMNS // len(program.program.cost)))
-
-
-def _written_out(
-    search: CopySearch, position: int, *, kept: frozenset[int], away: frozenset[int]
-) -> tuple[Sequence[str], list[Gap]]:
-    """The order with the cut's recomputation, and the gaps around the position that are copied."""
-    schedule = schedule_from_cuts(search.folded, {position: kept | away}, deadline=search.deadline)
-    order = schedule.order
-    here = order.index(search.graph.nodes[position].name)
-    gaps = [
-        gap
-        for gap in find_gaps(search.folded, order)
-        if gap.unit in away and gap.first < here < gap.last
-    ]
-    return order, gaps
-
-
-def _place(search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
-    gaps = tuple(gaps)
-    return place_side_by_side(
-        search.folded,
-        order,
-        gaps,
-        budget_bytes=search.budget_bytes,
-        places=search.to,
-        to_disk=lambda places: longest_to_disk(search.folded, gaps, places),
-    )
-
-
 def _prove(search: CopySearch) -> None:
     """The strongest cut as an integer program."""
     for cut in search.binding.ranked[:1]:
@@ -298,7 +188,7 @@ def _prove(search: CopySearch) -> None:
         found = program.solve(
             whole=True,
             gap=GAP,
-            node_limit=_nodes(program, PROOF_NODES),
+            node_limit=search.nodes_of(program, PROOF_NODES),
             deadline=search.deadline,
         )
         search.lost_share = max(search.lost_share, found.lost_share)
@@ -315,6 +205,7 @@ def _without_copies(search: CopySearch) -> None:
     search.timed_out = search.timed_out or proposal.timed_out
     if proposal.schedule is not None:
         search.offer(proposal.schedule)
+        search.unclimbed.append(proposal.schedule)
 
 
 def _copy_overflow_of_plain_step(search: CopySearch) -> None:
@@ -323,7 +214,7 @@ def _copy_overflow_of_plain_step(search: CopySearch) -> None:
 
 def _copy_what_overflows(search: CopySearch) -> None:
     """Of plans for more bytes, where the gap is worth it."""
-    if search.gap <= OPTIMAL_GAP:
+    if search.gap <= STEPS_GAP:
         return
     orders = []
     strongest = search.binding.ranked[:1]
@@ -333,20 +224,29 @@ def _copy_what_overflows(search: CopySearch) -> None:
             budget_bytes = search.budget_bytes + int(share * away_bytes)
             schedule = search.recompute_only(budget_bytes, quick=True).schedule
             orders += [] if schedule is None else [schedule.order]
+    fitting: list[tuple[float, Schedule]] = []
     for order in dict.fromkeys(orders):
         if search.done:
             return
-        search.offer(_overflow_copied(search, order))
+        schedule = _overflow_copied(search, order)
+        found = search.offer(schedule)
+        if found is not None and found.peak_bytes <= search.budget_bytes:
+            fitting.append((found.time_s, schedule))
+    search.unclimbed += [min(fitting, key=itemgetter(0))[1]] if fitting else []
 
 
 def _step_by_step(search: CopySearch) -> None:
-    """From the best schedule, where the gap is worth it and that was not done."""
-    if search.best is None or search.gap <= OPTIMAL_GAP or search.best[0] is search.climbed:
-        return
-    start = _attempt(search, search.best[0].order)
-    if start is not None:
-        climb(search.folded, partial(_attempt, search), start, max_work=MAX_STEPS_WORK)
-        search.climbed = search.best[0]
+    """From the best schedule of all, and of the stage before, where that was not done."""
+    starts, search.unclimbed = search.unclimbed, []
+    if search.best is not None and search.best[0] is not search.climbed:
+        starts.insert(0, search.best[0])
+    for order in dict.fromkeys(schedule.order for schedule in starts):
+        if search.done or search.gap <= STEPS_GAP:
+            return
+        start = _attempt(search, order)
+        if start is not None:
+            climb(search.folded, partial(_attempt, search), start, max_work=MAX_STEPS_WORK)
+    search.climbed = search.best[0] if search.best else None
 
 
 def _attempt(search: CopySearch, order: Sequence[str]) -> Attempt | None:
@@ -359,7 +259,7 @@ def _attempt(search: CopySearch, order: Sequence[str]) -> Attempt | None:
         gaps = overflowing(search.folded, order, search.budget_bytes)
     except IllegalScheduleError:
         return None
-    placed = _place(search, order, gaps)
+    placed = search.place(order, gaps)
     found = search.offer(placed.schedule)
     if found is None or found.peak_bytes > search.budget_bytes:
         return None
@@ -371,16 +271,17 @@ def _overflow_copied(
 ) -> Schedule:
     """The order with these copies, and others of what overflows all the same."""
     more = overflowing(search.folded, order, search.budget_bytes, away=gaps)
-    return _place(search, order, [*gaps, *more]).schedule
+    return search.place(order, [*gaps, *more]).schedule
 
 
 COPYING: tuple[Stage, ...] = (
     _copy_overflow_of_plain_step,
     _choose,
     _prove,
+    recompute_around,
     _choose_elsewhere,
     _copy_what_overflows,
     _step_by_step,
 )
 STAGES = (*COPYING, _without_copies, _step_by_step)
-SLOW_STAGES = (_copy_what_overflows, _step_by_step)
+SLOW_STAGES = (recompute_around, _copy_what_overflows, _step_by_step)

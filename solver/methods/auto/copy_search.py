@@ -1,0 +1,129 @@
+"""What the search with copies has found so far for one graph and one budget, and its tools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from graphs.graph import Graph
+from solver.bound import CopyBinding, CopyProgram, StorageGraph
+from solver.methods.auto.copy_placement import (
+    Gap,
+    Placed,
+    find_gaps,
+    longest_to_disk,
+    place_side_by_side,
+)
+from solver.methods.auto.from_cuts import schedule_from_cuts
+from solver.methods.auto.search import DONE_GAP
+from solver.methods.auto.stages import recompute_only
+from solver.methods.best_so_far import BestSoFar
+from solver.methods.proposal import Proposal
+from solver.schedule import IllegalScheduleError, Places, Schedule, Simulation, simulate
+
+COLUMNS = 4_000
+"""Of a program that gets all branch-and-bound nodes that are asked for; a larger one gets fewer."""
+
+
+class CopySearch(BestSoFar):
+    """The best schedule and the best bound so far.
+
+    folded: of the step on the device alone. free: where storages may leave.
+    starts: schedules known for this graph.
+    quick: without the last two stages, if the others have found a schedule.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        budget_bytes: int,
+        time_limit_s: float,
+        places: Places,
+        starts: Sequence[Schedule],
+        quick: bool,
+    ) -> None:
+        super().__init__(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places)
+        self.to: Places = places
+        self.starts, self.quick = starts, quick
+        self.folded = StorageGraph.of(graph)
+        self.free = StorageGraph.of(graph, may_leave=True)
+        self.binding = CopyBinding(0.0, ())
+        self.lost_share = 0.0
+        self.unclimbed: list[Schedule] = []  # where single steps begin, beside the best
+        self.climbed: Schedule | None = None  # where they have ended
+
+    def offer(self, schedule: Schedule) -> Simulation | None:
+        """Simulate it, keep it if it is the best; None: it is illegal."""
+        try:
+            simulation = simulate(self.graph, schedule, places=self.to)
+        except IllegalScheduleError:
+            return None
+        self.keep(schedule, simulation)
+        return simulation
+
+    @property
+    def done(self) -> bool:
+        return self.time_is_up() or self.gap <= DONE_GAP
+
+    @property
+    def gap(self) -> float:
+        """Between the best schedule and the bound, as a share of the baseline; inf without one."""
+        if self.best is None:
+            return math.inf
+        baseline_s = self.graph.baseline_time_s or 1.0
+        return self.best[1].time_s / baseline_s - 1 - self.lost_share
+
+    def recompute_only(self, budget_bytes: int, *, quick: bool) -> Proposal:
+        return recompute_only(
+            self.graph,
+            budget_bytes=budget_bytes,
+            time_limit_s=self.deadline.left_s,
+            starts=[schedule for schedule in self.starts if not schedule.has_copies],
+            quick=quick,
+        )
+
+    @property
+    def disk_may_help(self) -> bool:
+        """Whether there is a disk, and the host has no room for all."""
+        has_room = sum(self.free.unit_bytes) <= self.to.host_bytes
+        return self.to.disk is not None and not has_room
+
+    def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyProgram:
+        return CopyProgram(
+            self.free,
+            position=position,
+            budget_bytes=self.budget_bytes,
+            places=self.to,
+            just_in_time=allowance_bytes is not None,
+            allowance_bytes=allowance_bytes or 0,
+        )
+
+    def nodes_of(self, program: CopyProgram, n_nodes: int) -> int:
+        """Branch-and-bound nodes for this program: fewer where it is large."""
+        return max(1, min(n_nodes, n_nodes * COLUMNS // len(program.program.cost)))
+
+    def written_out(
+        self, position: int, *, kept: frozenset[int], away: frozenset[int]
+    ) -> tuple[Sequence[str], list[Gap]]:
+        """The order with the cut's recomputation, and the gaps around it that are copied."""
+        schedule = schedule_from_cuts(self.folded, {position: kept | away}, deadline=self.deadline)
+        order = schedule.order
+        here = order.index(self.graph.nodes[position].name)
+        gaps = [
+            gap
+            for gap in find_gaps(self.folded, order)
+            if gap.unit in away and gap.first < here < gap.last
+        ]
+        return order, gaps
+
+    def place(self, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
+        gaps = tuple(gaps)
+        return place_side_by_side(
+            self.folded,
+            order,
+            gaps,
+            budget_bytes=self.budget_bytes,
+            places=self.to,
+            to_disk=lambda places: longest_to_disk(self.folded, gaps, places),
+        )
