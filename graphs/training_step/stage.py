@@ -17,7 +17,12 @@ def check_stage(
     """Raise PipelineError for what cannot be this stage of a pipeline."""
     name, where = type(model).__name__, f"stage {pipeline.stage} of {pipeline.n_stages}"
     if is_sharded:
-        raise PipelineError("fsdp and pipeline cannot be combined: plan the stage without fsdp")
+        raise PipelineError(
+            "fsdp and pipeline cannot be combined: torch.distributed.pipelining keeps a stage's "
+            "gathered parameters and whole gradients from one micro-batch to the next, and the "
+            "plan's step gathers and reduces in each. Plan the stage without fsdp, which counts "
+            "both whole"
+        )
     if not any(True for _ in model.parameters()):
         raise PipelineError(f"{name} has no parameters: it cannot be a stage ({where})")
     if has_loss and not pipeline.is_last:
