@@ -1,8 +1,8 @@
 """Whether a model that cannot be traced fails by itself: a batch of a wrong shape, say.
 
 It is called once more on tensors of the meta device, outside of the trace, where products and norms
-refuse mixtures of dtypes as kernels do. What only a trace cannot
-do fails there in another way, or not at all; so does what reads values.
+refuse mixtures of dtypes as kernels do. What only a trace cannot do fails there in another way, or
+not at all; so does what reads values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from graphs.capture.refuse import RefusingMixedDtypes, attributes_unchanged
+from graphs.capture.refuse import RefusingMixedDtypes, SideEffectError, attributes_unchanged
 from graphs.model_calls import Call, TraceError, named_state, strided_like
 
 
@@ -33,6 +33,8 @@ def refuse_own_failure(model: nn.Module, call: Call, error: TraceError) -> None:
 def refuse_same_failure(model: nn.Module, error: TraceError, alone: Exception | None) -> None:
     """Raise FailsOnBatchError where the model alone has raised what ended the trace."""
     traced = error.__cause__
+    if isinstance(traced, SideEffectError):  # ours: the model alone runs
+        return
     if alone is not None and (type(alone), str(alone)) == (type(traced), str(traced)):
         why = f"{type(model).__name__} fails on this batch: {error.short}"
         raise FailsOnBatchError(why, short=error.short) from traced

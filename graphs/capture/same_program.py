@@ -10,7 +10,7 @@ tensors that the module is given, and the settings that autograd and AOTAutograd
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,14 +141,15 @@ def described(shell: Shell, call: Call) -> Described:
     with shell.mode, watched, torch.enable_grad():
         outputs = shell(*shell.batch)
         watched.note(outputs, shell.flat_outputs, str(shell.spec), shell.differentiable)
-        watched.note(_gradients([item for item in outputs if item.requires_grad], leaves))
+        watched.note(gradients(outputs, leaves))
     return Described(watched.digest.hexdigest(), tuple(watched.by_identity.values()))
 
 
-def _gradients(
-    outputs: list[torch.Tensor], leaves: list[torch.Tensor]
+def gradients(
+    returned: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
     """Of each leaf; the backward pass runs in this thread, where its operators are seen."""
+    outputs = [item for item in returned if item.requires_grad]
     if not outputs or not leaves:
         return ()
     with torch._C._DisableAutocast(), torch.autograd.set_multithreading_enabled(False):

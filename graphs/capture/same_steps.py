@@ -1,7 +1,9 @@
 """Whether the call that fills attributes computes what later calls compute.
 
 `if self.mask is None: self.mask = ...` may also choose another branch for the first call. Its
-operators on the batch, parameters and buffers are recorded, and those of a second call.
+operators on the batch, parameters and buffers are recorded, and those of a second call, of both
+passes: what a call sets may decide about gradients alone (a `torch.no_grad` block, a number that a
+custom `autograd.Function` keeps for its backward pass).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture.as_eager import Recipe, evaluate
+from graphs.capture.same_program import gradients
 from graphs.capture.shell import Shell
 
 Step = tuple[Any, pytree.TreeSpec, tuple[Any, ...]]
@@ -22,8 +25,8 @@ Step = tuple[Any, pytree.TreeSpec, tuple[Any, ...]]
 class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The operators of a call on fake tensors, but for those that compute constants.
 
-    steps: operator, structure and arguments: plain ones, recipes of constants, and for what another
-        operator returned which one that was.
+    steps: operator, structure and arguments: whether gradients are recorded, plain ones, recipes of
+        constants, and for what another operator returned which one that was. At last the gradients.
     """
 
     def __init__(self, shell: Shell) -> None:
@@ -31,27 +34,37 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shell = shell
         own = (*shell.parameters(), *shell.buffers(), *shell.batch)
         self._made: dict[int, tuple[Any, Any]] = {}  # with the tensor, which keeps its id taken
+        # A saved tensor comes back as another object on the same storage.
+        self._storages: dict[int, Any] = {}
         for index, tensor in enumerate(own):
-            self._made[id(tensor)] = tensor, ("own", index)
+            self._name(tensor, ("own", index))
         self.steps: list[Step] = []
 
     def run(self) -> None:
-        """Call the module, under the shell's mode."""
-        with self:
-            self.shell.call(self.shell.batch)
+        """Call the module, and compute gradients of all that it returns, under the shell's mode."""
+        leaves = [t for t in (*self.shell.parameters(), *self.shell.batch) if t.requires_grad]
+        with self, torch.enable_grad():
+            output = self.shell.call(self.shell.batch)
+            made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+            found, spec = pytree.tree_flatten(gradients(made, leaves))
+            self.steps.append(("gradients", spec, tuple(map(self._described, found))))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        flat, spec = pytree.tree_flatten((args, kwargs or {}))
+        flat, spec = pytree.tree_flatten((torch.is_grad_enabled(), args, kwargs or {}))
         described = tuple(map(self._described, flat))
         result = func(*args, **(kwargs or {}))
         made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
         if func._schema.is_mutable or not all(self._constant(item) for item in made):
             for index, item in enumerate(made):
-                self._made[id(item)] = item, (len(self.steps), index)
+                self._name(item, (len(self.steps), index))
             self.steps.append((func, spec, described))
         return result
+
+    def _name(self, tensor: torch.Tensor, name: Any) -> None:
+        self._made[id(tensor)] = tensor, name
+        self._storages.setdefault(tensor.untyped_storage()._cdata, name)
 
     def _constant(self, tensor: torch.Tensor) -> Recipe | None:
         value = self.shell.mode.value_of(tensor)
@@ -61,7 +74,10 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(item, torch.Tensor):
             return item
         known = self._made.get(id(item))
-        return known[1] if known is not None else self._constant(item)
+        if known is not None:
+            return known[1]
+        constant = self._constant(item)
+        return constant or self._storages.get(item.untyped_storage()._cdata)
 
 
 def same_steps(one: Sequence[Step], other: Sequence[Step]) -> bool:

@@ -128,6 +128,41 @@ def test_a_first_call_that_computes_something_else_is_refused(first: Any) -> Non
     trace(Branching(times_kept, times_kept), torch.ones(2, 4))
 
 
+class _Scaled(torch.autograd.Function):
+    """The identity; its gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def without_gradient(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        other = x * module.other
+    return other * module.weight * module.kept
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (without_gradient, lambda module, x: x * module.other * module.weight * module.kept),
+        (
+            lambda module, x: _Scaled.apply(times_kept(module, x), 1.0),
+            lambda module, x: _Scaled.apply(times_kept(module, x), 2.0),
+        ),
+    ],
+)
+def test_a_first_call_of_other_gradients_is_refused(first: Any, later: Any) -> None:
+    with pytest.raises(TraceError, match="computes something else"):
+        trace(Branching(first, later), torch.ones(2, 4))
+    trace(Branching(later, later), torch.ones(2, 4))
+
+
 class Numbering(nn.Module):
     """Sets a number in each call, which a method of a part then changes, as Funnel does."""
 
@@ -165,6 +200,6 @@ def test_a_number_that_each_call_leaves_is_left_by_planned_steps() -> None:
 
 def test_a_number_that_changes_in_each_call_is_refused() -> None:
     model = Numbering(lambda n: n + 1)
-    with pytest.raises(TraceError, match="changes the attribute 'pooled' of 'part'"):
+    with pytest.raises(TraceError, match=r"cannot be planned.*'pooled' of 'part'"):
         trace(model, torch.ones(2, 4))
     assert model.part.pooled == 1
