@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Sequence
 
-from graphs.graph import Graph
+from graphs.graph import RANDOM_STATE, Graph
 from graphs.rewrites import Variants
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.methods import METHODS, find_obstacle, transferred
@@ -114,7 +114,7 @@ def _attempt(
     ranked = _ranked(variants.planned, request, deadline)
     answers: list[Solution] = []
     for index, (graph, bound_s) in enumerate(ranked, 1):
-        if answers and bound_s >= _time_s(_fastest(answers)):
+        if answers and not _may_improve(bound_s, _fastest(answers)):
             continue
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:
@@ -170,9 +170,26 @@ def _time_s(answer: Solution) -> float:
     return math.inf if answer.simulation is None else answer.simulation.time_s
 
 
+def _may_improve(bound_s: float, best: Solution) -> bool:
+    """Whether a variant with this bound may be better. One that is as fast is, where the best takes
+    more than no plan at all."""
+    return bound_s < _time_s(best) or (bound_s == _time_s(best) and _excess_bytes(best) > 0)
+
+
+def _excess_bytes(answer: Solution) -> int:
+    """What a plan takes above the step without a plan, which writes into memory that a plan of
+    single operators does not; states of random numbers left out, which every plan counts."""
+    if answer.simulation is None:
+        return 0
+    states = answer.graph.tensor_by_name.get(RANDOM_STATE)
+    own_bytes = 0 if states is None else states.size_bytes
+    return max(0, answer.simulation.peak_bytes - own_bytes - answer.baseline.peak_bytes)
+
+
 def _fastest(answers: Sequence[Solution]) -> Solution:
-    """Of equally fast ones, or with no schedule in any, the first."""
-    return min(answers, key=_time_s)
+    """Of equally fast ones, or with no schedule in any, the one that takes least above the step
+    without a plan; else the first."""
+    return min(answers, key=lambda answer: (_time_s(answer), _excess_bytes(answer)))
 
 
 def _best(answers: Sequence[Solution]) -> Solution:

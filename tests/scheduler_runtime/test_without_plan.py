@@ -359,6 +359,22 @@ def test_the_peak_without_a_plan_is_what_eager_mode_takes(name: str) -> None:
     assert plain.baseline.peak_bytes == pytest.approx(measured, rel=0.002)
 
 
+def test_a_plan_that_recomputes_nothing_takes_no_more_than_the_step_without_a_plan() -> None:
+    """Eager mode adds gradients up in place: so does a plan with outputs in place of inputs, which
+    is as fast as the plain one."""
+    torch.manual_seed(0)
+    ones = torch.ones(N_ROWS)
+    model = Chain(
+        lambda _, x, _t: (x**2).mean(), lambda x: x * F.cosine_embedding_loss(x, x + 1, ones)
+    )
+    batch = numbers(), numbers()
+    solution = solve(model, batch, budget="1GB")
+    assert solution.simulation is not None
+    assert solution.simulation.n_recomputed == 0
+    assert solution.simulation.peak_bytes <= solution.baseline.peak_bytes
+    assert _measured(model, solution, batch) <= _measured(model, None, batch)
+
+
 def test_verify_tells_a_baseline_that_is_not_the_predicted_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
