@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from graphs.graph import RANDOM_STATE, Graph, Node
+from graphs.graph import Graph, Node
 
 
 def as_eager(graph: Graph) -> Graph:
@@ -42,13 +42,8 @@ def as_eager(graph: Graph) -> Graph:
         tensors=tuple(
             replace(t, alias_of=None if root[t.name] == t.name else root[t.name])
             for t in graph.tensors
-            if t.name not in _OF_PLANS
         ),
     )
-
-
-_OF_PLANS = (RANDOM_STATE,)
-"""Resident tensors that only a step with a plan has: it draws the same random numbers again."""
 
 
 def with_saved(nodes: Sequence[Node], saved: Mapping[str, Sequence[str]]) -> tuple[Node, ...]:

@@ -84,7 +84,7 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
     """
     parts, in_loop = observed.parts, observed.steps is not None
     resident = step.resident_bytes()
-    beside = {"random_states": CPU_RANDOM_STATE_BYTES * (len(parts) + 1), "unseen": unseen_bytes}
+    beside = {"random_state": CPU_RANDOM_STATE_BYTES * (len(parts) + 1), "unseen": unseen_bytes}
     tensors = [Tensor(kind, n, kind) for kind, n in resident.items()]  # type: ignore[arg-type]
     tensors += [Tensor(name, n, "buffer") for name, n in beside.items()]
     tensors += [Tensor(f"t{i}", n, "activation") for i, n in enumerate(observed.storage_bytes)]

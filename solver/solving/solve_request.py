@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Sequence
 
-from graphs.graph import RANDOM_STATE, Graph
+from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.methods import METHODS, find_obstacle, transferred
@@ -178,12 +178,10 @@ def _may_improve(bound_s: float, best: Solution) -> bool:
 
 def _excess_bytes(answer: Solution) -> int:
     """What a plan takes above the step without a plan, which writes into memory that a plan of
-    single operators does not; states of random numbers left out, which every plan counts."""
+    single operators does not."""
     if answer.simulation is None:
         return 0
-    states = answer.graph.tensor_by_name.get(RANDOM_STATE)
-    own_bytes = 0 if states is None else states.size_bytes
-    return max(0, answer.simulation.peak_bytes - own_bytes - answer.baseline.peak_bytes)
+    return max(0, answer.simulation.peak_bytes - answer.baseline.peak_bytes)
 
 
 def _fastest(answers: Sequence[Solution]) -> Solution:
