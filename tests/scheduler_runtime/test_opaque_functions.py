@@ -17,7 +17,8 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit
 from scheduler_runtime.measuring import measure
 from solver.solving import solve
-from tests.scheduler_runtime.test_opaque import half_of_activations, opaque_nodes, same_bits, train
+from tests.scheduler_runtime.test_opaque import half_of_activations, opaque_nodes, train
+from tests.support.same_bits import assert_equal
 
 N_CLASSES, WIDTH = 12, 32
 
@@ -90,13 +91,13 @@ def test_half_of_the_activations(tmp_path: Path) -> None:
     apply(model, tmp_path / "schedule.json")
     taken = measure(copy.deepcopy(model), batch, optimizer=None)
     assert taken.peak_bytes <= solution.request.available_bytes
-    assert same_bits(train(plain, batch), train(model, batch))
+    assert_equal(train(plain, batch), train(model, batch))
 
 
 def test_fit_has_the_bits_of_plain_training() -> None:
     plain, batch = made()
     fitted = fit(copy.deepcopy(plain), budget="20MB", optimizer=[])
-    assert same_bits(train(plain, batch, n_steps=2), train(fitted, batch, n_steps=2))
+    assert_equal(train(plain, batch, n_steps=2), train(fitted, batch, n_steps=2))
 
 
 @pytest.mark.parametrize(
@@ -120,4 +121,4 @@ def test_planning_needs_no_function_that_is_gone() -> None:
     solution = solve(plain, batch, budget="20MB")
     solution.graph.meta.environment["opaque"][0]["module"] = "no.such.package:function"
     planned = apply(copy.deepcopy(plain), solution)
-    assert same_bits(train(plain, batch, n_steps=1), train(planned, batch, n_steps=1))
+    assert_equal(train(plain, batch, n_steps=1), train(planned, batch, n_steps=1))
