@@ -228,11 +228,6 @@ class Graph:
         """
         record = Record(value, where=source)
         record.expect_format(FORMAT, *OLDER_FORMATS)
-        if record.string("format") in OLDER_FORMATS:
-            meta = Record(record.mapping("meta", default={}), where=f"{source}: meta")
-            meta.expect_none_of("rewrites", newer=FORMAT)
-            for item in record.records("nodes"):
-                item.expect_none_of("overwrites", newer=FORMAT)
         tensors = tuple(
             Tensor(
                 name=item.string("name"),
@@ -242,6 +237,11 @@ class Graph:
             )
             for item in record.records("tensors")
         )
+        if record.string("format") in OLDER_FORMATS:
+            meta = Record(record.mapping("meta", default={}), where=f"{source}: meta")
+            meta.expect_none_of("rewrites", newer=FORMAT)
+            for item in record.records("nodes"):
+                item.expect_none_of("overwrites", newer=FORMAT)
         nodes = tuple(
             Node(
                 name=item.string("name"),
