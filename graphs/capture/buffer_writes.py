@@ -1,15 +1,14 @@
-"""Writes into a buffer, or parts of it, as eager mode does them.
+"""Writes into parts of a buffer, as eager mode does them.
 
 A functional trace has `queue[:, a:b] = keys` as a copy of the whole buffer with that part replaced
 (`slice_scatter`), which is copied over the buffer when the forward pass has ended. Where nothing
 reads the buffer from that write on, the part is written in place where the trace has the copy: the
-same bits, without the two copies of the buffer. The same goes for operators that eager mode runs
-in place on the whole buffer (`center.mul_(0.9).add_(mean, alpha=0.1)`, `table[rows] = new`).
+same bits, without the two copies of the buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +46,10 @@ class View:
 
 @dataclass(frozen=True)
 class Write:
-    """A call `operator(part, *arguments, **options)` that changes a buffer, or a part of it.
+    """A call `operator(part, *arguments)` that changes a buffer, or a part of it.
 
-    buffer: its placeholder. arguments, options: fx nodes and constants.
-    part: views of views, outermost first; () is the whole buffer.
+    buffer: its placeholder. arguments: fx nodes and constants. part: views of views, outermost
+    first; () is the whole buffer.
     call: fx node of the same operator in the functional trace (None: it has none).
     """
 
@@ -59,13 +58,11 @@ class Write:
     part: tuple[View, ...] = ()
     operator: Callable[..., Any] = aten.copy_.default
     call: fx.Node | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def values(self) -> list[fx.Node]:
         """The arguments that are tensors."""
-        leaves = pytree.tree_leaves((self.arguments, dict(self.options)))
-        return [item for item in leaves if isinstance(item, fx.Node)]
+        return [item for item in self.arguments if isinstance(item, fx.Node)]
 
 
 @dataclass
@@ -111,11 +108,11 @@ def part_writes(captured: Capture) -> PartWrites:
 
 
 def _versions(buffer: fx.Node, new_value: fx.Node) -> list[fx.Node]:
-    """The values that the buffer takes one after the other; [] if not all are written in place."""
+    """The values that the buffer takes one after the other; [] if not all are written in parts."""
     versions: list[fx.Node] = []
     version = new_value
     while version is not buffer:
-        if not _replaces_part(version) and _in_place(version) is None:
+        if not _replaces_part(version):
             return []
         versions.insert(0, version)
         version = version.args[0]  # type: ignore[assignment]
@@ -132,27 +129,6 @@ def _replaces_part(node: fx.Node) -> bool:
     )
 
 
-def _in_place(node: fx.Node) -> Callable[..., Any] | None:
-    """What eager mode has called, if it has overwritten the first argument with this result."""
-    target, custom = node.target, node.meta.get("custom") or {}
-    if not custom.get("in_place") or not isinstance(target, torch._ops.OpOverload):
-        return None
-    given = node.args[0].meta["val"] if node.args and isinstance(node.args[0], fx.Node) else None
-    if torch.Tag.nondeterministic_seeded in target.tags or not _have_one_form(given, node):
-        return None
-    packet = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)
-    return getattr(packet, target._overloadname, None)
-
-
-def _have_one_form(given: Any, node: fx.Node) -> bool:
-    made = node.meta.get("val")
-    return (
-        isinstance(given, torch.Tensor)
-        and isinstance(made, torch.Tensor)
-        and (given.shape, given.dtype, given.device) == (made.shape, made.dtype, made.device)
-    )
-
-
 def _write(buffer: fx.Node, version: fx.Node, within: set[fx.Node]) -> Write:
     """The write that this replacement of a part is; adds the nodes that need not run to within.
 
@@ -160,9 +136,6 @@ def _write(buffer: fx.Node, version: fx.Node, within: set[fx.Node]) -> Write:
     """
     part: list[View] = []
     node, before = version, version.args[0]
-    whole = None if _replaces_part(version) else _in_place(version)
-    if whole is not None:
-        return Write(buffer, version.args[1:], (), whole, version, version.kwargs)
     while True:
         part.append(View(_VIEW_OF[node.target], tuple(node.args[2:])))
         value = node.args[1]
@@ -228,8 +201,7 @@ def _are_unread(versions: Sequence[fx.Node], within: set[fx.Node]) -> bool:
     for version, after in zip(versions, [*versions[1:], None], strict=True):
         for user in version.users:
             if user is after:
-                others = pytree.tree_leaves((user.args[1:], user.kwargs))
-                allowed = all(item is not version for item in others)
+                allowed = user.args[1] is not version
             elif user.op == "output":
                 allowed = after is None and pytree.tree_leaves(user.args).count(version) == 1
             else:

@@ -119,8 +119,8 @@ class StraightLine:
         part = self.value(write.buffer)
         for view in write.part:
             part = self.graph.call_function(view.operator, (part, *view.arguments))
-        arguments, options = fx.map_arg((write.arguments, dict(write.options)), self.value)
-        self.graph.call_function(write.operator, (part, *arguments), options)
+        arguments = fx.map_arg(write.arguments, self.value)
+        self.graph.call_function(write.operator, (part, *arguments))
 
     def _load(self, tensor: str) -> None:
         """The value of a parameter, from the host."""
