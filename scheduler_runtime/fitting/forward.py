@@ -35,6 +35,7 @@ from scheduler_runtime.fitting.loss_reserve import LossReserve
 from scheduler_runtime.fitting.loss_watch import not_watched
 from scheduler_runtime.fitting.memory_beside_module import Beside
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
+from scheduler_runtime.fitting.passes_in_flight import PassesInFlight
 from scheduler_runtime.fitting.plan_notes import notes_on
 from scheduler_runtime.fitting.pressure import Pressure
 from scheduler_runtime.fitting.shared_budget import SharedBudget, where_state_may_be
@@ -103,6 +104,7 @@ class FittedForward(CalledPart):
         self._loss = LossReserve(options.loss_reserve)
         self._ahead, self._unseen, self._outdated = MadePlans(), MadePlans(), MadePlans()
         self._first = MadePlans()
+        self._passes: PassesInFlight | None = PassesInFlight()
         self.attempt: Attempted | None = None
 
     @property
@@ -122,6 +124,7 @@ class FittedForward(CalledPart):
             "_ahead": MadePlans(),
             "_unseen": MadePlans(),
             "_first": MadePlans(),
+            "_passes": PassesInFlight(),
             "_outdated": MadePlans(),
         }
 
@@ -149,7 +152,21 @@ class FittedForward(CalledPart):
                 device=device_of(self._model),
                 then=functools.partial(self._loss_seen, made),
             )
+        if self._passes is not None and (n_passes := self._passes.with_one_more(output)) > 1:
+            self._passes = None  # told once
+            warnings.warn(self._of_several(n_passes), stacklevel=2)
         return output
+
+    def _of_several(self, n_passes: int) -> str:
+        name = type(self._model).__name__
+        judged = [each.solution.simulation for each in self._own_plans]
+        saved_bytes = max((each.saved_bytes for each in judged if each is not None), default=0)
+        return (
+            f"fit: {n_passes} forward passes of {name} wait for a backward pass together, and the "
+            f"budget is for one: each of the others holds up to {format_both(saved_bytes)} more. "
+            "Take that off the budget, call the model once on the batches concatenated, or run "
+            "each pass backward before the next one"
+        )
 
     def begin(self) -> None:
         if self._is_copy and self.options.optimizer_state == "host":
@@ -203,8 +220,9 @@ class FittedForward(CalledPart):
 
     def _outputs_seen(self, made: Made, gone: Sequence[int]) -> None:
         """The backward pass of a plan's first step begins; these flat outputs are not held."""
-        if made in self._first:
-            self._first.remove(made)
+        if made not in self._first:  # one for several forward passes, which begins in the last
+            return
+        self._first.remove(made)
         if (fitted := made.without(gone)) is not None:
             self._show(made, fitted, "the training drops outputs before its backward pass")
 
