@@ -29,6 +29,8 @@ def round_bytes(cuts: CutMilp) -> None:
         size_bytes = {keep[u]: cuts.folded.unit_bytes[u] for u in cuts.counted(keep, p)}
         undecided = {x: b for x, b in size_bytes.items() if not program.least[x]}
         room = cuts.room(p) - (sum(size_bytes.values()) - sum(undecided.values()))
+        if room < 0:  # the program has no solution, as its own row of bytes says
+            continue
         fitting = {x: b for x, b in undecided.items() if b <= room}
         for x in undecided.keys() - fitting.keys():
             program.most[x] = 0.0

@@ -62,14 +62,14 @@ class Detecting(nn.Module):
         self.head = nn.Linear(WIDTH, N_CLASSES)
         self.loss, self.options = loss, options or Options()
 
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = x + self.drop(layer(x))
-        scores = self.head(x)
+    def forward(module, x: Tensor) -> Any:  # noqa: N805 - by any name
+        for layer in module.layers:
+            x = x + module.drop(layer(x))
+        scores = module.head(x)
         targets = [{"classes": torch.arange(64) % N_CLASSES}]
-        if self.loss == "of module":
-            return of_module(self, scores)[0]
-        loss, more = LOSSES[self.loss](scores, targets, self.options)
+        if module.loss == "of module":
+            return of_module(module, scores)[0]
+        loss, more = LOSSES[module.loss](scores, targets, module.options)
         return loss + sum(more.values()) + 0.0 * scores.sum()
 
 

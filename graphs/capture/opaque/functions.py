@@ -82,7 +82,8 @@ def outermost_function(model: nn.Module, error: BaseException) -> str | None:
         while trace is not None:
             frame, trace = trace.tb_frame, trace.tb_next
             code, package = frame.f_code, str(frame.f_globals.get("__name__"))
-            if code.co_name == "forward" and frame.f_locals.get("self") is model:
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if code.co_name == "forward" and first is model:
                 inside = True
             elif inside and package.partition(".")[0] not in ("torch", "contextlib", "graphs"):
                 function = getattr(sys.modules.get(package), code.co_name, None)

@@ -3,16 +3,19 @@
 torch's generators are seen operator by operator. Numbers from these would be constants of a traced
 step. Besides the two global generators, they are searched for where a forward pass finds them: in
 attributes of modules and of their classes, in containers there, in attributes of plain objects
-there, and among the globals and closures that a forward names.
+there, and among the globals and closures that a forward names, or a function or method that it
+names, and so on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import pickle
 import random
 import sys
-from collections.abc import Iterator
-from types import FunctionType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -28,8 +31,9 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpys = numpy_random.mtrand._rand
         found[id(numpys)] = ("numpy.random", numpys)
+    followed: set[FunctionType] = set()
     for path, module in model.named_modules():
-        for name, value in _named(module):
+        for name, value in _named(module, followed):
             for each in _inside(value):
                 if _is_generator(each):
                     kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
@@ -70,24 +74,71 @@ def _is_generator(value: Any) -> bool:
     return isinstance(value, kinds)
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a forward pass of the module may refer to; PyTorch's own classes are skipped."""
-    own = [k for k in type(module).__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
+def _named(module: nn.Module, followed: set[FunctionType]) -> Iterator[tuple[str, Any]]:
+    """What a forward pass of the module may refer to; the classes of libraries are skipped."""
+    objects = [value for value in vars(module).values() if not isinstance(value, nn.Module)]
+    kinds = [*type(module).__mro__, *map(type, objects)]
+    kinds = [kind for kind in kinds if not _is_of_library(kind)]
     yield from vars(module).items()
-    for kind in own:
+    for kind in kinds:
         yield from vars(kind).items()
-        forward = vars(kind).get("forward")
-        if not isinstance(forward, FunctionType):
+    forwards = [vars(kind).get("forward") for kind in kinds]
+    yield from _reached([*forwards, *objects], kinds, followed)
+
+
+def _reached(
+    values: Iterable[Any], kinds: Iterable[type], followed: set[FunctionType]
+) -> Iterator[tuple[str, Any]]:
+    """What the functions among the values name in their globals, closures and, as methods, in these
+    classes; what the functions found there name, and so on.
+
+    followed: functions that have been asked; added to.
+    """
+    stack = [function for value in values for function in _functions_in(value)]
+    while stack:
+        function = stack.pop()
+        if function in followed or _is_of_library(function):
             continue
-        code = forward.__code__
-        for name in code.co_names:
-            if name in forward.__globals__:
-                yield name, forward.__globals__[name]
-        for name, cell in zip(code.co_freevars, forward.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # the cell is still empty
-                continue
+        followed.add(function)
+        names = _names_in(function.__code__)
+        found = [(name, function.__globals__[name]) for name in names & {*function.__globals__}]
+        for module in [value for _, value in found if isinstance(value, ModuleType)]:
+            if not _is_library(module.__name__):
+                found += [(name, vars(module)[name]) for name in names & {*vars(module)}]
+        for kind in kinds:
+            found += [(name, vars(kind)[name]) for name in names & {*vars(kind)}]
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            with contextlib.suppress(ValueError):  # the cell is still empty
+                found.append((name, cell.cell_contents))
+        yield from found
+        stack += [each for _, value in found for each in _functions_in(value)]
+
+
+def _functions_in(value: Any) -> list[FunctionType]:
+    """The Python function that a call of the value, or a look at a property, runs."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod | MethodType):
+        value = value.__func__
+    elif isinstance(value, functools.partial):
+        value = value.func
+    return [value] if isinstance(value, FunctionType) else []
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names of globals, attributes and methods, in functions inside as well."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _is_of_library(value: type | FunctionType) -> bool:
+    return _is_library(value.__module__ or "")
+
+
+def _is_library(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in ("torch", "numpy") or package in sys.stdlib_module_names
 
 
 def _inside(value: Any) -> Iterator[Any]:

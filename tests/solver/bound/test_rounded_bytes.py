@@ -75,3 +75,13 @@ def test_the_linear_program_of_equal_units_is_whole() -> None:
         after = solved(program, whole=False)
         closed += before < whole - 1e-4 and after > whole - 1e-4
     assert closed
+
+
+def test_where_what_must_be_there_exceeds_the_budget_nothing_is_added() -> None:
+    folded = StorageGraph.of(chain(n_blocks=3))
+    p = int(folded.least_bytes.argmax())
+    budget_bytes = int(folded.least_bytes[p]) - 1
+    program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
+    most = [*program.program.most]
+    round_bytes(program)
+    assert [*program.program.most] == most

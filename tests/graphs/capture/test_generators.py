@@ -1,0 +1,135 @@
+"""Random generators of NumPy and Python are found where a forward pass reaches them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from graphs.capture.refuse import generators_of
+from scheduler_runtime import fit
+
+NUMPYS = np.random.default_rng(0)
+
+
+def drawn() -> float:
+    return float(NUMPYS.random())
+
+
+def through_another() -> float:
+    return next(drawn() for _ in range(1))
+
+
+def logged(function: Callable[..., float]) -> Callable[..., float]:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> float:
+        return function(*args)
+
+    return wrapper
+
+
+wrapped = logged(drawn)
+
+
+class Scaling(nn.Module):
+    """Scales by a number. None of them draws in forward itself."""
+
+    def draw(self) -> float:
+        return drawn()
+
+    @property
+    def drawn_property(self) -> float:
+        return drawn()
+
+    @staticmethod
+    def drawn_alone() -> float:
+        return drawn()
+
+
+class ByFunction(Scaling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * through_another()
+
+
+class ByDecorated(Scaling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * wrapped()
+
+
+class ByMethod(Scaling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.draw()
+
+
+class ByProperty(Scaling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.drawn_property
+
+
+class ByStaticMethod(Scaling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.drawn_alone()
+
+
+class ByAttribute(Scaling):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = functools.partial(through_another)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.number()
+
+
+class ByObject(Scaling):
+    class Sampler:
+        def sample(self) -> float:
+            return drawn()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampler = self.Sampler()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.sampler.sample()
+
+
+KINDS = (
+    *(ByFunction, ByDecorated, ByMethod, ByProperty, ByStaticMethod),
+    *(ByAttribute, ByObject),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_behind_calls_is_found(kind: type[Scaling]) -> None:
+    assert NUMPYS in generators_of(nn.Sequential(kind())).values()
+
+
+def test_of_a_module_without_draws_only_the_global_ones_are_found() -> None:
+    found = generators_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout())).values()
+    assert all(each is not NUMPYS for each in found)
+    assert any(isinstance(each, random.Random) for each in found)
+
+
+@pytest.mark.parametrize("kind", [ByFunction, ByObject])
+def test_planned_steps_draw_what_plain_training_draws(kind: type[Scaling]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 32), kind(), nn.Linear(32, 8))
+    fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
+    batch = torch.randn(16, 8)
+    fitted(batch).sum().backward()
+    seen = []
+    for model in (plain, fitted):
+        NUMPYS.bit_generator.state = np.random.default_rng(1).bit_generator.state
+        for _ in range(2):
+            model.zero_grad()
+            model(batch).sum().backward()
+            seen.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, seen[0] + seen[1], seen[2] + seen[3]))
+    assert not torch.equal(seen[0][0], seen[1][0])
