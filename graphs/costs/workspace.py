@@ -147,13 +147,30 @@ def _of_bias(out: torch.Tensor) -> int:
     return out.shape[1] * out.element_size()
 
 
+def _is_dense(*tensors: torch.Tensor) -> bool:
+    """Whether all are contiguous, or all in the channels-last layout."""
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    return any(all(t.is_contiguous(memory_format=each) for t in tensors) for each in formats)
+
+
+def _batch_norm(call: OpCall) -> int:
+    """In 16 bits, an input that is in neither layout is computed in 32 bits first."""
+    x: torch.Tensor = call.args[0]
+    return 0 if _is_dense(x) else _in_32_bits(x)
+
+
 def _batch_norm_backward(call: OpCall) -> int:
-    """As much as the gradient, where the kernel for contiguous tensors runs."""
+    """As much as the input's gradient where gradient and input have the same layout; else a number
+    for each channel, and in 16 bits the gradient in 32 bits, of which kernels for some pairs of
+    layouts take none (native/Normalization.cpp)."""
     gradient, x = call.args[:2]
-    if _keeps_channels_last(x):
-        return 0
-    is_contiguous = gradient.is_contiguous() and x.is_contiguous()
-    return _plain(x) if is_contiguous else int(x.shape[1]) * x.element_size()
+    if _is_dense(gradient, x):
+        return _plain(x) if call.args[-1][0] else 0
+    return int(x.shape[1]) * x.element_size() + _in_32_bits(x)
+
+
+def _in_32_bits(x: torch.Tensor) -> int:
+    return x.numel() * 4 if x.element_size() < 4 else 0
 
 
 def _group_norm_backward(call: OpCall) -> int:
@@ -316,6 +333,9 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.masked_scatter_backward: lambda call: _plain(call.args[0]),
     aten.scatter_reduce: _scatter_reduce,
     aten.convolution_backward: _convolution_backward,
+    **dict.fromkeys(
+        (aten.native_batch_norm, aten._native_batch_norm_legit_functional), _batch_norm
+    ),
     aten.native_batch_norm_backward: _batch_norm_backward,
     aten.native_group_norm_backward: _group_norm_backward,
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _matrix_product),

@@ -34,6 +34,7 @@ one, cube = torch.ones(()), torch.randn(64, 64, 64)
 square, batched = torch.randn(64, 64), torch.randn(8, 64, 64)
 of_channels, of_groups = torch.ones(16), torch.ones(2, 4)
 channels_last = image.contiguous(memory_format=torch.channels_last)
+volume = torch.randn(2, 16, 6, 6, 6).contiguous(memory_format=torch.channels_last_3d)
 
 Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -42,10 +43,20 @@ def _case(target: Any, *args: Any, **kwargs: Any) -> Case:
     return target, args, kwargs
 
 
-def _batch_norm_gradient(gradient: torch.Tensor) -> Case:
+def _batch_norm(x: torch.Tensor) -> Case:
+    rest = (of_channels, of_channels, torch.zeros(16), torch.ones(16), True, 0.1, 1e-5)
+    return _case(aten.native_batch_norm.default, x, *rest)
+
+
+def _batch_norm_gradient(
+    gradient: torch.Tensor,
+    x: torch.Tensor = image,
+    *,
+    mask: tuple[bool, ...] = (True, False, False),
+) -> Case:
     moments = torch.zeros(16), of_channels
-    rest = (None, None, None, *moments, True, 1e-5, [True, False, False])
-    return _case(aten.native_batch_norm_backward.default, gradient, image, *rest)
+    rest = (None, None, None, *moments, True, 1e-5, [*mask])
+    return _case(aten.native_batch_norm_backward.default, gradient, x, *rest)
 
 
 CASES: dict[str, Case] = {
@@ -63,6 +74,32 @@ CASES: dict[str, Case] = {
     ),
     "gradient of batch norm": _batch_norm_gradient(image),
     "expanded gradient of batch norm": _batch_norm_gradient(one.expand(2, 16, 20, 20)),
+    "gradient of batch norm in channels last": _batch_norm_gradient(channels_last, channels_last),
+    "gradient of batch norm, of parameters only": _batch_norm_gradient(
+        channels_last, channels_last, mask=(False, True, True)
+    ),
+    "channels-last gradient of batch norm": _batch_norm_gradient(channels_last, image),
+    "gradient of batch norm of channels last": _batch_norm_gradient(image, channels_last),
+    "gradient of batch norm of a part": _batch_norm_gradient(image, turned),
+    "gradient of 3d batch norm in channels last": _batch_norm_gradient(volume, volume),
+    "gradient of batch norm in 16 bits": _batch_norm_gradient(
+        channels_last.bfloat16(), channels_last.bfloat16()
+    ),
+    "gradient of batch norm of two layouts in 16 bits": _batch_norm_gradient(
+        image.half(), channels_last.half()
+    ),
+    "batch norm in channels last": _batch_norm(channels_last),
+    "batch norm in 16 bits": _batch_norm(channels_last.bfloat16()),
+    "batch norm of a part": _batch_norm(turned),
+    "batch norm of a part in 16 bits": _batch_norm(turned.bfloat16()),
+    "group norm in channels last": _case(
+        aten.native_group_norm.default, channels_last, of_channels, of_channels, 2, 16, 400, 4, 1e-5
+    ),
+    "gradient of group norm in channels last": _case(
+        aten.native_group_norm_backward.default,
+        *(channels_last, channels_last, of_groups, of_groups, of_channels, 2, 16, 400, 4),
+        [True, True, True],
+    ),
     "gradient of group norm": _case(
         aten.native_group_norm_backward.default,
         *(image, image, of_groups, of_groups, of_channels, 2, 16, 400, 4, [True, True, True]),
