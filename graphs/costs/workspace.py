@@ -163,10 +163,11 @@ def _batch_norm_backward(call: OpCall) -> int:
     """As much as the input's gradient where gradient and input have the same layout; else a number
     for each channel, and in 16 bits the gradient in 32 bits, of which kernels for some pairs of
     layouts take none (native/Normalization.cpp)."""
-    gradient, x = call.args[:2]
+    gradient: torch.Tensor = call.args[0]
+    x: torch.Tensor = call.args[1]
     if _is_dense(gradient, x):
         return _plain(x) if call.args[-1][0] else 0
-    return int(x.shape[1]) * x.element_size() + _in_32_bits(x)
+    return x.shape[1] * x.element_size() + _in_32_bits(x)
 
 
 def _in_32_bits(x: torch.Tensor) -> int:
