@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphs.capture.as_eager.drawn_values import Draws
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit, plans_of
 from solver.schedule import Solution
@@ -36,6 +37,8 @@ class Dropping(nn.Module):
         kept = torch.rand(len(self.layers)) > 0.4
         for index, layer in enumerate(self.layers):
             if self.how == "scalar" and torch.rand([]) < 0.4:
+                continue
+            if self.how == "large" and torch.rand(9, 99).mean() < 0.5:
                 continue
             if self.how == "vector" and not kept[index]:
                 continue
@@ -83,6 +86,21 @@ def test_each_choice_has_a_plan_and_the_bits_of_plain_training(how: str) -> None
     assert 1 < n_plans < 5  # several choices came, and one that came again was not planned again
     assert same(train(plain, batch), train(fitted, batch))
     assert len(plans_of(fitted)) == n_plans
+
+
+@pytest.mark.parametrize("how", ["scalar", "large"])
+def test_a_step_draws_once_more_however_many_plans_there_are(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, batch = made(how)
+    fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
+    train(fitted, batch)
+    assert len(plans_of(fitted)) > 2
+    own, drawn = Draws._made, []
+    monkeypatch.setattr(Draws, "_made", lambda *a: (drawn.append(a), own(*a))[1])
+    n_steps, n_in_forward = 6, 2 + 2 * len(plain.layers)
+    train(fitted, batch, n_steps=n_steps)
+    assert n_steps < len(drawn) <= n_steps * n_in_forward
 
 
 @pytest.mark.slow

@@ -11,12 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
-
-from graphs.model_calls import strided_like
 
 _OWN = ("dropout_noise", "bernoulli_fill", "normal_fill", "random_fill")
 _OF_FORM_ALONE = {f"checkpoint_solver::{name}" for name in _OWN} | {
@@ -58,15 +56,60 @@ def _n_tensors(func: Any) -> int:
     return sum(isinstance(each.type, torch.TensorType) for each in func._schema.arguments)
 
 
+FEW_BYTES = 512
+"""Of a value that is kept for other programs; no plan counts them."""
+
+
 @dataclass(frozen=True)
 class _Form:
-    """Stands for a tensor argument: a tensor of the meta device."""
+    """Stands for a tensor argument."""
 
-    tensor: torch.Tensor
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
     device: torch.device
 
     def made(self) -> torch.Tensor:
-        return strided_like(self.tensor, self.device).zero_()
+        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return made.zero_()
+
+
+class Replay:
+    """What follows from one state of a generator, for all programs that ask in this state.
+
+    Programs of one module begin with the same random calls, so each call is made once, and a step
+    draws again what its own program draws, however many programs there are.
+
+    values: by their keys, up to `FEW_BYTES` each.
+    reached: states of the generator, by the key of the calls that lead there: before and after the
+        last call whose result was asked for. A state takes kilobytes, so there are no more.
+    """
+
+    _last: ClassVar[dict[str, Replay]] = {}  # by the type of the device
+
+    def __init__(self, start: torch.Tensor) -> None:
+        self.start = start
+        self.values: dict[bytes, Any] = {}
+        self.reached: dict[bytes, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, device: str, state: torch.Tensor) -> Replay:
+        """The one of this state; it is forgotten when another state comes."""
+        last = cls._last.get(device)
+        if last is None or not torch.equal(last.start, state):
+            last = cls._last[device] = cls(state.clone())
+        return last
+
+    def keep(self, key: bytes, value: Any) -> None:
+        """Large results are handed out only, for a plan does not count them."""
+        tensors = [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+        if all(each.untyped_storage().nbytes() <= FEW_BYTES for each in tensors):
+            self.values[key] = value
+
+
+def key_of(*items: Any) -> bytes:
+    """Of plain values, dtypes, devices, operators and keys: the same for equal ones."""
+    return hashlib.sha256(repr(items).encode()).digest()
 
 
 class Draws:
@@ -79,9 +122,7 @@ class Draws:
         self.device = device
         self.known = True
         self._calls: list[tuple[Any, list[Any], pytree.TreeSpec]] = []
-        self._wanted: set[int] = set()  # positions of the results that are read
-        self._results: dict[int, torch.Tensor] = {}
-        self._key = b""  # of the state that they are for
+        self._keys = [key_of(device, torch.get_default_dtype())]  # of the first 0, 1, ... calls
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
         """A call is made; its position, or None where what it returns cannot be known."""
@@ -92,39 +133,50 @@ class Draws:
             return None
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         formed = [
-            _Form(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), t.device)
-            if isinstance(t, torch.Tensor)
-            else t
+            _Form(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, torch.Tensor) else t
             for t in flat
         ]
         self._calls.append((func, formed, spec))
+        self._keys.append(key_of(self._keys[-1], func, formed, spec))
         return len(self._calls) - 1 if _returns_by_form(func) else None
+
+    def key(self, position: int) -> bytes:
+        """Equal for calls that return the same in the same state."""
+        return self._keys[position + 1]
 
     def result(self, position: int, state: torch.Tensor) -> torch.Tensor:
         """What the call at this position returns where the generator starts in this state."""
-        key = hashlib.sha256(state.numpy().tobytes()).digest()
-        if position not in self._wanted or key != self._key:
-            self._wanted.add(position)
-            self._run(state)
-            self._key = key
-        return self._results[position]
+        replay, key = Replay.of(self.device.type, state), self.key(position)
+        if key in replay.values:
+            return replay.values[key]  # type: ignore[no-any-return]
+        result = self._drawn(position, replay)
+        replay.keep(key, result)
+        return result
 
-    def _run(self, state: torch.Tensor) -> None:
-        """Up to the last result that is wanted. Nothing else is held, for it would take memory."""
+    def _drawn(self, position: int, replay: Replay) -> torch.Tensor:
+        """Made anew, from the last state that is known on the way there."""
+        known = (n for n in range(position, 0, -1) if self._keys[n] in replay.reached)
+        first = next(known, 0)
         generator = _generator(self.device)
         now = generator.get_state()
-        self._results.clear()
         try:
-            generator.set_state(state)
-            for position in range(max(self._wanted) + 1):
-                func, formed, spec = self._calls[position]
-                flat = [each.made() if isinstance(each, _Form) else each for each in formed]
-                args, kwargs = pytree.tree_unflatten(flat, spec)
-                result = func(*args, **kwargs)
-                if position in self._wanted:
-                    self._results[position] = result
+            generator.set_state(replay.reached.get(self._keys[first], replay.start))
+            for each in range(first, position):
+                self._made(each)
+            before = generator.get_state()
+            result = self._made(position)
+            after = generator.get_state()
         finally:
             generator.set_state(now)
+        replay.reached = {self._keys[position]: before, self.key(position): after}
+        return result
+
+    def _made(self, position: int) -> torch.Tensor:
+        func, formed, spec = self._calls[position]
+        flat = [each.made() if isinstance(each, _Form) else each for each in formed]
+        args, kwargs = pytree.tree_unflatten(flat, spec)
+        result: torch.Tensor = func(*args, **kwargs)
+        return result
 
 
 @dataclass(frozen=True, eq=False)

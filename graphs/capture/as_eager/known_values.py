@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.capture.as_eager.drawn_values import Drawn, Draws
+from graphs.capture.as_eager.drawn_values import Drawn, Draws, Replay, key_of
 from graphs.capture.as_eager.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
 from graphs.costs import OpCall
@@ -49,6 +49,8 @@ class Recipe:
     inputs: the recipes among them.
     leaves: all inputs and buffers that it depends on.
     reads_constants: whether it depends on other tensors, which may be written between calls.
+    key: equal for recipes of the same value, where no more than states of generators decide about
+        it; None: an input, a buffer or another tensor does.
     """
 
     operator: Any
@@ -58,6 +60,12 @@ class Recipe:
     inputs: tuple[Value, ...]
     leaves: frozenset[Leaf]
     reads_constants: bool = False
+    key: bytes | None = None
+
+    def output(self, index: int) -> Recipe:
+        """The recipe of one of several outputs."""
+        key = None if self.key is None else key_of(self.key, index)
+        return dataclasses.replace(self, index=index, key=key)
 
     @property
     def is_chance(self) -> bool:
@@ -185,6 +193,7 @@ class KnowingMode(FakeTensorMode):
             tuple(inputs),
             frozenset().union(*leaves),
             any(isinstance(value, Recipe) and value.reads_constants for value in inputs),
+            _key(func, flat, spec),
         )
 
     def _note_drawn(
@@ -204,7 +213,8 @@ class KnowingMode(FakeTensorMode):
             return
         arguments, spec = pytree.tree_flatten(((leaf,), {}))
         drawn = Drawn(draws, position)
-        recipe = Recipe(drawn, tuple(arguments), spec, None, (leaf,), frozenset((leaf,)))
+        leaves, key = frozenset((leaf,)), draws.key(position)
+        recipe = Recipe(drawn, tuple(arguments), spec, None, (leaf,), leaves, key=key)
         _with_recipe(result, recipe)
 
     def _note_written(
@@ -254,7 +264,11 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
     here = None if torch.cuda.is_available() else torch.device("cpu")  # traced for an absent card
     device = next((tensor.device for tensor in values.values()), here)
     with _outside_of_tracing(), torch.no_grad(), torch._C._DisableAutocast():
-        for each in _in_order(recipe):
+        replay = _replay(recipe, leaves)
+        for each in _in_order(recipe, replay.values):
+            if each.key in replay.values:
+                values[each] = replay.values[each.key]
+                continue
             flat = [
                 values[item]
                 if isinstance(item, Leaf | Recipe)
@@ -266,16 +280,38 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
             args, kwargs = pytree.tree_unflatten(flat, each.spec)
             result = each.operator(*args, **kwargs)
             values[each] = result if each.index is None else result[each.index]
+            if each.key is not None and each.is_chance:
+                replay.keep(each.key, values[each])
     return values[recipe]
 
 
-def _in_order(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe and all that it depends on, in topological order, without recursion."""
+def _replay(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Replay:
+    """Keeps values where the recipe follows from the state of one generator, and nothing else."""
+    if recipe.key is None or len(recipe.leaves) != 1:
+        return Replay(torch.empty(0))  # not kept
+    (leaf,) = recipe.leaves
+    return Replay.of(str(leaf.key), leaves[leaf])
+
+
+def _key(operator: Any, arguments: Sequence[Any], spec: pytree.TreeSpec) -> bytes | None:
+    """As `Recipe.key`."""
+    if any(isinstance(i, Leaf) or (isinstance(i, Recipe) and i.key is None) for i in arguments):
+        return None
+    keys = [item.key if isinstance(item, Recipe) else item for item in arguments]
+    return key_of(operator, keys, spec)
+
+
+def _in_order(recipe: Recipe, known: Container[bytes | None]) -> Iterator[Recipe]:
+    """The recipe and all that it depends on, in topological order, without recursion.
+
+    known: keys of recipes whose values are there; what these depend on is left out.
+    """
     done: set[Recipe] = set()
     stack: list[Recipe] = [recipe]
     while stack:
         each = stack[-1]
-        missing = [i for i in each.inputs if isinstance(i, Recipe) and i not in done]
+        inputs = () if each.key in known else each.inputs
+        missing = [i for i in inputs if isinstance(i, Recipe) and i not in done]
         if missing:
             stack.extend(missing)
             continue
@@ -316,7 +352,7 @@ def _with_recipe(result: Any, recipe: Recipe) -> Any:
     elif isinstance(result, list | tuple):
         for index, item in enumerate(result):
             if isinstance(item, FakeTensor):
-                item.__dict__[_ATTRIBUTE] = dataclasses.replace(recipe, index=index)
+                item.__dict__[_ATTRIBUTE] = recipe.output(index)
     return result
 
 

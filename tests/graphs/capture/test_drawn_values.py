@@ -24,7 +24,8 @@ class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.refs.append(weakref.ref(made.untyped_storage()))
+        if isinstance(made, torch.Tensor):
+            self.refs.append(weakref.ref(made.untyped_storage()))
         return made
 
 
@@ -54,11 +55,43 @@ def test_the_numbers_are_those_of_the_step() -> None:
 
 def test_masks_are_not_held() -> None:
     draws = noted()
+    state = torch.get_rng_state()
     with Made() as made:
-        draws.result(1, torch.get_rng_state())
-        draws.result(3, torch.get_rng_state())
+        draws.result(1, state)
+        draws.result(3, state)
     alive = [ref().nbytes() for ref in made.refs if ref() is not None]
-    assert alive == [4, 4]
+    assert alive == [state.nbytes, 4, 4]
+
+
+def test_large_results_are_handed_out_and_not_held() -> None:
+    draws, state = Draws(torch.device("cpu")), torch.get_rng_state()
+    draws.note(ATEN.rand.default, ([20, 30],), {})
+    expected = torch.rand(20, 30)
+    with Made() as made:
+        assert torch.equal(draws.result(0, state), expected)
+        assert torch.equal(draws.result(0, state), expected)
+    alive = [ref() for ref in made.refs if ref() is not None]
+    assert all(each.nbytes() == state.nbytes for each in alive)
+
+
+def test_programs_that_begin_alike_draw_once() -> None:
+    programs, state = [noted() for _ in range(9)], torch.get_rng_state()
+    with Made() as made:
+        found = [program.result(at, state) for at in (1, 3, 1, 3) for program in programs]
+    assert len({float(number) for number in found}) == 2
+    n_for_arguments = 2 * 2  # zeros in place of the arguments of `bernoulli` and `uniform_`
+    n_states = 2  # copied: to start from, and to put back
+    assert len(made.refs) <= 4 + n_for_arguments + n_states
+
+
+def test_programs_that_do_not_begin_alike_draw_their_own() -> None:
+    one, other = noted(), Draws(torch.device("cpu"))
+    other.note(ATEN.rand.default, ([3],), {})
+    other.note(ATEN.rand.default, ([],), {})
+    state = torch.get_rng_state()
+    assert one.result(1, state) != other.result(1, state)
+    torch.rand(3)
+    assert torch.equal(other.result(1, state), torch.rand([]))
 
 
 def test_nothing_is_known_after_a_draw_that_depends_on_values() -> None:
