@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.capture import FailsOnBatchError
 from graphs.costs import finish_measuring, from_description
 from graphs.model_calls import Call, TraceError, device_of
 from graphs.parameter_loads import with_loads
@@ -235,6 +236,11 @@ class AppliedForward(PlannedForward):
         started_s = now_s()
         try:
             step = self._trace(call)
+        except FailsOnBatchError as error:
+            reason = difference(self.plan, call, model)
+            if reason is not None and error.__cause__ is not None:
+                error.__cause__.add_note(f"unlike the planned call: {reason}")
+            raise
         except TraceError:
             # a call that nobody planned for often cannot be traced at all: say what differs instead
             reason = difference(self.plan, call, model)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from graphs.capture import Capture, KeptCapture, Planned, refuse_plans
+from graphs.capture import Capture, FailsOnBatchError, KeptCapture, Planned, refuse_plans
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.model_calls import Call, TraceError, argument_order, device_of, input_forms
@@ -164,8 +164,7 @@ class PlannedForward(ReplacedForward):
         kind = self.kind(call)
         program = self._programs.find(kind, model, call)
         if program is None:
-            with self.values_there():
-                program = self._agreed(call)
+            program = self._program_or_own_failure(call)
             after = self.kind(call)  # tracing may have filled attributes
             sets = isinstance(program, BoundProgram) and program.sets_plain_attributes
             self._programs.add(after, program, also=kind if sets and kind != after else None)
@@ -177,6 +176,21 @@ class PlannedForward(ReplacedForward):
                     self._programs.remedy(),
                 )
         return program.run(model, call)
+
+    def _program_or_own_failure(self, call: Call) -> StepProgram:
+        """A new program. What the module's own forward raises on this batch comes as it is, so that
+        a loop that skips such batches does so with a plan, too."""
+        try:
+            with self.values_there():
+                return self._agreed(call)
+        except FailsOnBatchError as error:
+            own = error.__cause__
+        assert own is not None
+        own.add_note(
+            f"raised by the forward of {type(self._model).__name__} itself, while "
+            "checkpoint_solver planned its step for this batch"
+        )
+        raise own
 
     def _agreed(self, call: Call) -> StepProgram:
         """A new program; of a distributed module, the same on all ranks, or an error on all."""

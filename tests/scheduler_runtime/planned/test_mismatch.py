@@ -172,20 +172,12 @@ def as_doubles(model: Scaled) -> None:
     ("call", "words"),
     [
         (
-            lambda m, x, y: m(x[:, :4], y),
-            r"argument rows has shape \[4, 4\], planned for \[4, 8\]",
-        ),
-        (
             lambda m, x, y: m(torch.cat([x, x]), {"values": y["values"].repeat(2, 1)}),
             r"argument rows \(and 1 more\) has shape \[8, 8\], planned for \[4, 8\]",
         ),
         (
             lambda m, x, y: m(x, targets={"values": y["values"].double()}),
             r"argument targets\['values'\] has dtype float64, planned for float32",
-        ),
-        (
-            lambda m, x, y: m("x", y),
-            r"argument rows was a tensor when planned: this call passes targets\['values'\],",
         ),
         (
             lambda m, x, y: m(x, y, weight=x),
@@ -213,6 +205,32 @@ def test_what_is_wrong_with_a_call_has_its_name_in_the_code(call: Any, words: st
     with pytest.raises(PlanMismatchError, match=words) as raised:
         call(model, rows, targets)
     assert "primals" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda m, x, y: m(x[:, :4], y),
+            RuntimeError,
+            "argument rows has shape [4, 4], planned for [4, 8]",
+        ),
+        (
+            lambda m, x, y: m("x", y),
+            TypeError,
+            "argument rows was a tensor when planned: this call passes targets['values'],",
+        ),
+    ],
+)
+def test_what_the_module_refuses_itself_is_its_own_error_with_a_note(
+    call: Any, error: type[Exception], words: str
+) -> None:
+    model = Scaled()
+    rows, targets = scaled_batch()
+    apply(model, solve(model, (rows, targets), budget="1MB"))
+    with pytest.raises(error) as raised:
+        call(model, rows, targets)
+    assert words in raised.value.__notes__[0]
 
 
 class Switched(torch.nn.Module):
