@@ -187,6 +187,7 @@ class _CompiledStep:
 class CompiledForward(PlannedForward):
     """Compiles for each kind of call, in training mode or in evaluation mode."""
 
+    made_by = "compile"
     n_kept = 8  # compiled steps, for calls of different shapes or settings
 
     def __init__(

@@ -26,7 +26,7 @@ from scheduler_runtime.execute import ReplacedForward, has_checkpoints
 from scheduler_runtime.fitting.forward import FittedForward
 from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers, Options
 from scheduler_runtime.fitting.unplanned import Watch
-from scheduler_runtime.planned import refuse_second
+from scheduler_runtime.planned import check_module, refuse_second
 from scheduler_runtime.surroundings import (
     budget_for,
     host_for,
@@ -102,10 +102,12 @@ def fit(
         needs for that: the gradients of the outputs to its end, and copies of the buffers that it
         changes. `attempt` does the same for a loss outside.
 
-    Raises ValueError for invalid options and for a module that has a plan; FitError for one that is
-    compiled or wrapped; CheckpointedAlreadyError for one that uses activation checkpointing. The
-    first forward pass raises TraceError (it cannot be traced) and FitError (nothing fits).
+    Raises TypeError for what is no module; ValueError for invalid options and for a module that has
+    a plan; FitError for one that is compiled or wrapped; CheckpointedAlreadyError for one that uses
+    activation checkpointing. The first forward pass raises TraceError (it cannot be traced) and
+    FitError (nothing fits).
     """
+    check_module(model, "fit(model, budget=..., optimizer=optimizer)")
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
     if host_budget is not None and not METHODS[method].takes_places:

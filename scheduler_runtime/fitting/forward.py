@@ -80,6 +80,7 @@ _NOT_ALONE = (
 class FittedForward(CalledPart):
     """Makes a plan for each kind of call, in training mode. whole, parts: as of `CalledPart`."""
 
+    made_by = "fit"
     _parts: tuple[FittedForward, ...]
 
     def __init__(
@@ -328,7 +329,7 @@ class FittedForward(CalledPart):
             fitted, loss = self._solved(to_plan, costs, started_s, instead_of)
         solution = fitted.solution
         if solution.schedule is None:
-            raise nothing_fits(name, solution)
+            raise nothing_fits(name, solution, runs_again=held_bytes > 0)
         if instead_of is None:
             self._tell(reason)
         else:

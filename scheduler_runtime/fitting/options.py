@@ -18,12 +18,23 @@ class FitError(ValueError):
     """No schedule fits the budget, or the module cannot be fitted as it is; says why."""
 
 
-def nothing_fits(name: str, solution: Solution) -> FitError:
-    """For a solution without a schedule. name: of the model."""
+def nothing_fits(name: str, solution: Solution, *, runs_again: bool = False) -> FitError:
+    """For a solution without a schedule. name: of the model. runs_again: the step is one whose
+    forward pass runs twice, since gradients came to other outputs than were planned for."""
+    longer = ": raise time_limit_s=" if solution.status == "time_limit" else ""
+    again = _RUNS_AGAIN if runs_again else ""
     return FitError(
         f"no schedule of {name}'s step fits {format_both(solution.request.available_bytes)} "
-        f"({solution.status}){solution.obstacle_text}"
+        f"({solution.status}{longer}){solution.obstacle_text}{again}"
     )
+
+
+_RUNS_AGAIN = (
+    ". This step holds two forward passes, since the backward pass brings gradients to other "
+    "outputs than were planned for; that minimum is of this step alone. Name the outputs that the "
+    "loss is computed from, and one is enough: fit(..., loss_outputs=lambda output: (output.loss, "
+    "output.hidden))"
+)
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,12 @@ class ProgramCache:
 class PlannedForward(ReplacedForward):
     """Keeps one program for each kind of call; calls that are not planned run the module's own.
 
+    made_by: the function that users call for it.
     n_kept: programs at most.
     disk_directory: for plans that copy to a disk.
     """
 
+    made_by = "apply"
     n_kept = 32
 
     def __init__(self, model: nn.Module, *, disk_directory: str | Path | None = None) -> None:
@@ -318,7 +320,12 @@ def _refuse_saved_tensors_hooks() -> None:
 
 def refuse_second(model: nn.Module) -> None:
     """Raises ValueError where the module has a plan already."""
-    if isinstance(model.__dict__.get("forward"), PlannedForward) or has_checkpoints(model):
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, PlannedForward):
+        raise ValueError(
+            f"this module has a plan already, by {forward.made_by}; remove(model) it first"
+        )
+    if has_checkpoints(model):
         raise ValueError("a plan is applied to this module already; remove(model) it first")
 
 

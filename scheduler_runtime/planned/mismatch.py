@@ -307,7 +307,8 @@ def _operators_difference(planned: Sequence[str], here: Graph) -> str:
         )
     return (
         f"its {counted(len(planned), 'operator')} have the planned names and other kinds, sizes or "
-        "inputs, which a schedule file does not tell apart; plan in this process to see which"
+        "inputs, which a schedule file does not tell apart (or the file was edited: its rewrites, "
+        "say); plan in this process to see which"
     )
 
 

@@ -133,6 +133,7 @@ class Plan:
             graph, kept, environment = None, None, plan.environment
             saved = environment.get("loss_graph")
             loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
+            _refuse_cut(plan)
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
             saved_forms = Record(environment, where="environment")
             forms = (
@@ -180,6 +181,20 @@ class Plan:
             known=known,
             peak_bytes=peak_bytes,
             kept=kept,
+        )
+
+
+def _refuse_cut(plan: SavedSchedule) -> None:
+    """Raise FormatError where the file's ops are fewer than the module's operators."""
+    assert plan.schedule is not None
+    n_planned = Record(plan.environment, where="environment").integer(
+        "n_module_operators", default=0
+    )
+    n_computed = len({op.node for op in plan.schedule.ops if isinstance(op, Compute)})
+    if n_computed < n_planned:
+        raise FormatError(
+            f"ops: {n_computed} operators are computed, and the planned module has {n_planned}: "
+            "the file is damaged, or was edited; plan again"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from scheduler_runtime import (
     remove,
     surroundings,
 )
+from scheduler_runtime.fitting.options import nothing_fits
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.planned import forward, planning
 from solver import report, solve
@@ -273,6 +275,52 @@ def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
         FitError, match=r"minimum budget found: .*, proven: at least \d.*; bottleneck op: "
     ):
         model(numbers(512)[0])
+
+
+class _WithHidden(nn.Module):
+    """Returns its loss, and what a training loop may add terms of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            hidden = x = torch.tanh(layer(x))
+        return {"loss": x.square().mean(), "hidden": hidden}
+
+
+def test_a_step_that_holds_two_forward_passes_names_its_remedy() -> None:
+    def step(budget: int, **options: Any) -> None:
+        model = fit(_WithHidden(), budget=budget, rewrites="none", **options)
+        output = model(torch.randn(512, 32))
+        (output["loss"] + output["hidden"].norm()).backward()
+
+    x = torch.randn(512, 32)
+    model = _WithHidden()
+    found = solve(model, x, budget=1000, rewrites="none", loss=lambda output, _: output["loss"])
+    assert found.minimum_budget_bytes is not None
+    enough = found.minimum_budget_bytes * 6 // 5  # for one forward pass
+    with pytest.raises(
+        FitError, match=r"two forward passes, .* fit\(\.\.\., loss_outputs="
+    ) as caught:
+        step(enough)
+    assert "of this step alone" in str(caught.value)
+    step(enough, loss_reserve=0, loss_outputs=lambda output: (output["loss"], output["hidden"]))
+
+
+def test_too_little_time_names_the_option() -> None:
+    late = dataclasses.replace(
+        solve(_WithHidden(), torch.randn(512, 32), budget=1000), status="time_limit"
+    )
+    assert "(time_limit: raise time_limit_s=)" in str(nothing_fits("Model", late))
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"type function, not a torch\.nn\.Module: fit\(model"):
+        fit(lambda x: x, budget="1MB")
+    with pytest.raises(ValueError, match="has a plan already, by fit; remove"):
+        fit(fit(tower(), budget="1MB"), budget="1MB")
 
 
 def test_a_model_without_gradients_runs_as_it_is_and_is_planned_when_it_has_some() -> None:

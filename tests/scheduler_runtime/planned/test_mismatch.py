@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from graphs.files import FormatError
 from graphs.pipeline import Pipeline
 from scheduler_runtime import PlanMismatchError, apply, compile, remove
 from solver import solve
@@ -136,6 +137,17 @@ def test_a_file_whose_plan_is_above_its_budget_is_refused(tmp_path: Path) -> Non
     apply(model, tmp_path / "schedule.json")
     with pytest.raises(PlanMismatchError, match="its budget leaves"):
         one_step(model, batch, 0)
+
+
+def test_a_schedule_file_whose_ops_were_cut_is_damaged(tmp_path: Path) -> None:
+    model, batch = Scaled(), scaled_batch()
+    file = tmp_path / "schedule.json"
+    solve(model, batch, budget="1MB").save(file)
+    saved = json.loads(file.read_text())
+    saved["ops"] = saved["ops"][:-3]
+    file.write_text(json.dumps(saved))
+    with pytest.raises(FormatError, match=r"ops: \d+ operators are computed, .*damaged"):
+        apply(model, file)
 
 
 class Scaled(torch.nn.Module):
@@ -336,7 +348,7 @@ def test_swapped_and_wrong_arguments_of_apply_are_told() -> None:
     with pytest.raises(TypeError, match=r"the model is .*Solution, .*: remove\(model\)"):
         remove(solution)  # type: ignore[arg-type]
     apply(model, solution)
-    with pytest.raises(ValueError, match=r"a plan is applied .* remove\(model\) it first"):
+    with pytest.raises(ValueError, match=r"has a plan already, .* remove\(model\) it first"):
         compile(model, scaled_batch(), budget="1GB", backend="aot_eager")
 
 
