@@ -205,6 +205,14 @@ class AppliedForward(PlannedForward):
             self._host_parameters.bring_back()
         return super().unplanned(*args, **kwargs)
 
+    def exported(self, *args: Any, **kwargs: Any) -> Any:
+        if self._host_parameters is not None:
+            raise RuntimeError(
+                "the plan keeps parameters in host memory, where a tool that exports the model "
+                "does not find them: checkpoint_solver.remove(model) before exporting"
+            )
+        return super().exported(*args, **kwargs)
+
     @contextlib.contextmanager
     def values_there(self) -> Iterator[None]:
         if self._host_parameters is None:
@@ -218,8 +226,8 @@ class AppliedForward(PlannedForward):
         reason="the module has a plan, which runs operator by operator; "
         "checkpoint_solver.remove(model) undoes it"
     )
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return super().run(*args, **kwargs)
 
     @property
     def plan(self) -> Plan:

@@ -102,7 +102,7 @@ class ForwardWithHooks(ExportedForward):
         super().__init__(module)
         self.planned = planned
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
         marking = _Marking(self.planned)

@@ -54,7 +54,7 @@ class SegmentedForward(ExportedForward):
         self.changed_buffers = changed_buffers
         self.n_runs = [0] * len(module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
             return self.own_forward(*args, **kwargs)
         return self._run(0, len(self.n_runs) - 1, self.segments, args[0])

@@ -173,7 +173,7 @@ class CheckpointedForward(ExportedForward):
             {} if saved is None else {"context_fn": functools.partial(_unchecked_contexts, saved)}
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler functionalises buffers itself

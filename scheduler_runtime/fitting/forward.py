@@ -140,9 +140,9 @@ class FittedForward(CalledPart):
         reason="the module has a plan from fit, which runs operator by operator; "
         "checkpoint_solver.remove(model) undoes it"
     )
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         self._loss.take_off()
-        output = super().__call__(*args, **kwargs)
+        output = super().run(*args, **kwargs)
         if (made := self._first.of_output(output)) is not None:
             watch_outputs(output, functools.partial(self._outputs_seen, made))
         if (made := self._unseen.of_output(output)) is not None:

@@ -152,7 +152,7 @@ class PlannedForward(ReplacedForward):
         """The call with its named arguments in the forward's order."""
         return Call.of(args, kwargs, order=self._argument_order)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         if not torch.is_grad_enabled() or not self.covers() or _is_transformed():
             return self.unplanned(*args, **kwargs)
