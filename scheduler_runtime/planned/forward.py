@@ -326,7 +326,7 @@ def refuse_second(model: nn.Module) -> None:
             f"this module has a plan already, by {forward.made_by}; remove(model) it first"
         )
     if has_checkpoints(model):
-        raise ValueError("a plan is applied to this module already; remove(model) it first")
+        raise ValueError("this module has a plan already; remove(model) it first")
 
 
 def module_schedule(schedule: Schedule, part: Graph) -> Schedule:
