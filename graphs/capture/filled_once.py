@@ -8,8 +8,10 @@ them there is traced. `HeldTensor` then notices another tensor, `planned.guards`
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 from torch import nn
@@ -27,11 +29,14 @@ class Filled:
 
     module: its path.
     value: a tensor, or a plain value.
+    is_unread: whether forward is known to set it before it reads it, so that what the call before
+        left there decides about nothing.
     """
 
     module: str
     attribute: str
     value: object
+    is_unread: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -63,6 +68,90 @@ def filled_once(
                 if isinstance(recipe, Recipe) and not recipe.leaves and not recipe.reads_constants:
                     found.append(Filled(path, attribute, evaluate(recipe, {})))
     return tuple(found)
+
+
+class SetBeforeRead:
+    """A context in which plain attributes that forward sets are missing until it sets them.
+
+    A step that runs inside as it does outside, and reads none of them before it sets it, is the
+    same whatever the call before has left there. Each is watched by a descriptor of its class,
+    since `is None` or `isinstance` cannot be seen by what is in the attribute.
+    """
+
+    def __init__(self, model: nn.Module, filled: Sequence[Filled]) -> None:
+        self._filled = tuple(filled)
+        self._modules = {each.module: model.get_submodule(each.module) for each in filled}
+        self._watches: dict[tuple[type, str], _Watch] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for each in self._filled:
+            module, name = self._modules[each.module], each.attribute
+            default = inspect.getattr_static(type(module), name, _MISSING)
+            if each.is_plain and not hasattr(type(default), "__get__"):
+                place = type(module), name
+                watch = self._watches.setdefault(place, _Watch(name, default))
+                watch.waiting[id(module)] = each.value
+        for module in self._modules.values():
+            self._stack.callback(_put_back, module, dict(vars(module)))
+        for (kind, name), watch in self._watches.items():
+            for module in self._modules.values():
+                if id(module) in watch.waiting:
+                    del vars(module)[name]
+            self._stack.enter_context(mock.patch.object(kind, name, watch, create=True))
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def marked(self) -> tuple[Filled, ...]:
+        """The attributes, after a step inside that ran as it does outside."""
+        return tuple(replace(each, is_unread=self._is_unread(each)) for each in self._filled)
+
+    def _is_unread(self, each: Filled) -> bool:
+        module = self._modules[each.module]
+        watch = self._watches.get((type(module), each.attribute))
+        return watch is not None and id(module) in watch.set_first
+
+
+class _Watch:
+    """In place of an attribute of a class; other modules of the class see what they saw before.
+
+    waiting: by the module's id, what it reads where it has not set the attribute yet.
+    set_first: ids of modules that set it before they read it.
+    """
+
+    def __init__(self, name: str, default: object) -> None:
+        self._name, self._default = name, default
+        self.waiting: dict[int, object] = {}
+        self.set_first: set[int] = set()
+
+    def __get__(self, module: object, kind: type) -> Any:
+        if id(module) in self.waiting:
+            vars(module)[self._name] = self.waiting.pop(id(module))
+        own = {} if module is None else vars(module)
+        value = own.get(self._name, self._default)
+        if value is _MISSING:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}")
+        return value
+
+    def __set__(self, module: object, value: object) -> None:
+        if id(module) in self.waiting:
+            del self.waiting[id(module)]
+            self.set_first.add(id(module))
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: object) -> None:
+        self.__get__(module, type(module))
+        vars(module).pop(self._name, None)
+
+
+_MISSING = object()
+
+
+def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """In their order, which is a part of what calls are compared by."""
+    vars(module).clear()
+    vars(module).update(attributes)
 
 
 @contextlib.contextmanager

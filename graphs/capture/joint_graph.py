@@ -49,7 +49,7 @@ from graphs.capture.backward_rehearsal import (
 )
 from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.extraction import Layout
-from graphs.capture.filled_once import Filled, filled_once, put_meanwhile
+from graphs.capture.filled_once import Filled, SetBeforeRead, filled_once, put_meanwhile
 from graphs.capture.forward_rehearsal import ForwardCalls, held_by_variables
 from graphs.capture.generation_cache import no_cache
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
@@ -251,6 +251,16 @@ def _with_filled(
         later = Recorded(_shell(model, call, device, standing))
         with _tracing(model, standing), attributes_unchanged(model), later.shell.mode:
             later.run()
+        again = Recorded(_shell(model, call, device, standing))
+        unread = SetBeforeRead(model, filled)
+        with (
+            contextlib.suppress(TraceError),
+            _tracing(model, standing),
+            attributes_unchanged(model),
+            unread,
+            again.shell.mode,
+        ):
+            again.run()
     if not same_steps(first.steps, later.steps):
         where, attribute = filled[0].module or type(model).__name__, filled[0].attribute
         raise TraceError(
@@ -259,7 +269,9 @@ def _with_filled(
             "of operators. Call the model once before it is planned, or fill the attribute in "
             "__init__"
         )
-    return result, filled
+    # What a part that is not traced reads was not seen.
+    is_shown = not standing and same_steps(later.steps, again.steps)
+    return result, unread.marked() if is_shown else filled
 
 
 def _shell(

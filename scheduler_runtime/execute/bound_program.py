@@ -85,8 +85,19 @@ class BoundProgram:
 
     @property
     def sets_plain_attributes(self) -> bool:
-        """Whether it sets numbers or strings in the module, whatever they were, and no tensors."""
+        """Whether it sets numbers or strings in the module, and no tensors."""
         return bool(self._filled) and all(each.is_plain for each in self._filled)
+
+    @property
+    def sets_unread(self) -> frozenset[tuple[str, str]]:
+        """Module and name of the attributes that it sets, whatever they were."""
+        return frozenset((f.module, f.attribute) for f in self._filled if f.is_unread)
+
+    @property
+    def sets_after_reading(self) -> tuple[str, ...]:
+        """The other plain attributes that it sets, for messages."""
+        read = [each for each in self._filled if each.is_plain and not each.is_unread]
+        return tuple(f"{each.module}.{each.attribute}".lstrip(".") for each in read)
 
     def fits(self, model: nn.Module, call: Call) -> bool:
         """Whether the module would see in this call what it saw when it was traced."""

@@ -30,7 +30,7 @@ from scheduler_runtime.execute import (
     has_checkpoints,
     restore_forward,
 )
-from scheduler_runtime.planned.guards import kind_of
+from scheduler_runtime.planned.guards import kind_of, with_any
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
 from solver.schedule import Compute, Schedule, name_in
 from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
@@ -70,7 +70,8 @@ class ProgramCache:
         """
         self.n_added += 1
         self.programs += [(each, program) for each in (also, kind) if each is not None]
-        del self.programs[: -self._n_kept]
+        while len({id(program) for _, program in self.programs}) > self._n_kept:
+            del self.programs[0]
 
     def remedy(self) -> str:
         """How to need fewer programs: of the last one."""
@@ -86,6 +87,12 @@ class ProgramCache:
             return (
                 "forward skips layers at random (LayerDrop), and each choice of layers is another "
                 "program: layerdrop=0, or multiply by a random mask"
+            )
+        if isinstance(program, BoundProgram) and program.sets_after_reading:
+            names = ", ".join(map(repr, program.sets_after_reading))
+            return (
+                f"forward reads {names} as the call before has left it, and then sets it: each "
+                "pair of values needs a plan. Use a local variable, or set it before it is read"
             )
         return (
             "shapes, arguments or attributes that change with every step need a new plan every "
@@ -167,7 +174,7 @@ class PlannedForward(ReplacedForward):
         program = self._programs.find(kind, model, call)
         if program is None:
             program = self._program_or_own_failure(call)
-            after = self.kind(call)  # tracing may have filled attributes
+            after = self.kind_for(program, call)
             sets = isinstance(program, BoundProgram) and program.sets_plain_attributes
             self._programs.add(after, program, also=kind if sets and kind != after else None)
             if self._programs.n_added in N_WORTH_A_WARNING:
@@ -208,6 +215,12 @@ class PlannedForward(ReplacedForward):
     def kind(self, call: Call) -> Any:
         """Equal for calls that one program can be for."""
         return kind_of(self._model, call), self.situation()
+
+    def kind_for(self, program: StepProgram, call: Call) -> Any:
+        """Of this call and of all others that this program is for, after it has been traced."""
+        of_call, situation = self.kind(call)  # anew: tracing may have filled attributes
+        unread = program.sets_unread if isinstance(program, BoundProgram) else ()
+        return with_any(of_call, self._model, unread), situation
 
     def constants(self) -> Iterator[torch.Tensor]:
         for _, program in self._programs.programs:

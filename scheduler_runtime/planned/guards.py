@@ -25,7 +25,7 @@ import hashlib
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import PurePath
 from typing import Any
 
@@ -104,6 +104,30 @@ def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
         )
         for module in modules
     )
+
+
+def with_any(kind: Any, model: nn.Module, attributes: Collection[tuple[str, str]]) -> Any:
+    """A `kind_of` that calls have whatever is in these attributes (path of the module, name)."""
+    if not attributes:
+        return kind
+    *others, settings = kind
+    paths = (path for path, _ in model.named_modules())
+    return *others, tuple(
+        (*of_module, tuple((n, _ANY if (path, n) in attributes else v) for n, v in own))
+        for path, (*of_module, own) in zip(paths, settings, strict=True)
+    )
+
+
+class _Any:
+    """Equal to all that is compared with it."""
+
+    def __eq__(self, _other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_ANY = _Any()
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

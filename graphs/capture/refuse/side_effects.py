@@ -126,9 +126,10 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             if not _same(attributes.get(attribute, _MISSING), vars(module).get(attribute, _MISSING))
         ]
         for module, attribute in changed:
-            vars(module).pop(attribute, None)
-            if attribute in before[module]:
+            if attribute in before[module]:  # it keeps its place
                 vars(module)[attribute] = before[module][attribute]
+            else:
+                del vars(module)[attribute]
         changed += [(each.module, each.attribute) for each in contents if each.put_back()]
     changed = [
         (module, attribute)

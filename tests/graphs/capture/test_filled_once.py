@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from graphs.capture.joint_graph import capture
+from graphs.model_calls import Call
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit
 from scheduler_runtime.fitting import plans_of
@@ -203,3 +205,83 @@ def test_a_number_that_changes_in_each_call_is_refused() -> None:
     with pytest.raises(TraceError, match=r"cannot be planned.*'pooled' of 'part'"):
         trace(model, torch.ones(2, 4))
     assert model.part.pooled == 1
+
+
+class Storing(nn.Module):
+    """Sets attributes to the length of its batch. forward: what it does with them besides."""
+
+    def __init__(self, how: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.part, self.n, self.how = nn.Linear(4, 4), 0, how
+        self.part.m = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.how(self, x)
+        self.n, self.part.m = x.shape[0], -x.shape[0]
+        return (self.part(x) * self.n).sum() * (1.0 if y is None else y) + self.part.m
+
+
+def overwritten(module: Any, x: torch.Tensor) -> None:
+    module.n = x.shape[0]
+
+
+def unset(module: Any, _: torch.Tensor) -> None:
+    del module.n
+
+
+def unseen(read: Callable[[Any], Any]) -> Callable[[Any, torch.Tensor], None]:
+    """Reads, and does nothing with it."""
+
+    def how(module: Any, _: torch.Tensor) -> None:
+        read(module)
+
+    return how
+
+
+READS = [
+    unseen(lambda module: module.n is None),
+    unseen(lambda module: isinstance(module.n, int)),
+    unseen(lambda module: bool(module.part.m)),
+    unseen(lambda module: getattr(module, "n", 0)),
+    unseen(lambda module: hasattr(module, "n")),
+    unseen(lambda module: vars(module)["n"]),
+    unseen(lambda module: copy.copy(module).n),
+    lambda module, _: None if "n" in vars(module) else 2.0,
+    unset,
+]
+
+
+@pytest.mark.parametrize("how", [lambda *_: None, overwritten])
+def test_a_number_that_is_set_unread_needs_no_plan_of_its_own(how: Any) -> None:
+    batches = [torch.randn(n, 4) for n in (2, 3, 5)]
+    torch.manual_seed(0)
+    plain = Storing(how)
+    fitted = fit(copy.deepcopy(plain), budget="5MB", optimizer=[])
+    for index in (0, 1, 2, 0, 2, 1, 0, 1, 1, 2, 2, 0):
+        for model in (plain, fitted):
+            model.zero_grad()
+            model(batches[index]).backward()
+        assert torch.equal(plain.part.weight.grad, fitted.part.weight.grad)
+        assert (fitted.n, fitted.part.m) == (plain.n, plain.part.m)
+    assert len(plans_of(fitted)) == 3
+
+
+@pytest.mark.parametrize("how", READS)
+def test_what_forward_reads_before_it_sets_it_is_compared(how: Any) -> None:
+    model = Storing(how)
+    state = vars(model), vars(model.part), vars(type(model)), vars(nn.Linear)
+    before = [*map(dict, state)]
+    call, device = Call.of((torch.ones(2, 4),), {}), torch.device("cpu")
+    captured = capture(model, call, device=device, choose=lambda _output: (0,))
+    assert [*map(dict, state)] == before
+    assert {each.attribute for each in captured.filled} == {"n", "m"}
+    assert not all(each.is_unread for each in captured.filled)
+
+
+def test_the_remedy_names_an_attribute_that_is_read_before_it_is_set() -> None:
+    fitted = fit(Storing(READS[0]), budget="5MB", optimizer=[])
+    for n in (2, 3):
+        fitted(torch.ones(n, 4)).backward()
+    remedy = fitted.forward._programs.remedy()
+    assert "forward reads 'n' as the call before has left it" in remedy
+    assert "'part.m'" not in remedy
