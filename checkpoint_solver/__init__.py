@@ -9,6 +9,7 @@ this package imports neither torch nor Matplotlib.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
@@ -91,11 +92,13 @@ def _from_a_package(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _names() -> list[str]:
-    """Every public name. Imports torch."""
-    exported = (importlib.import_module(package).__all__ for package in _PACKAGES)
+def _names(packages: Sequence[str] = _PACKAGES) -> list[str]:
+    """Every public name. Of all packages: imports torch."""
+    exported = (importlib.import_module(package).__all__ for package in packages)
     return sorted({*_FROM_FOLDERS, *_MODULES, *(name for names in exported for name in names)})
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_names()})
+    """Without torch, what plans graph files."""
+    is_whole = find_spec("torch") is not None
+    return sorted({*globals(), *_names(_PACKAGES if is_whole else _PACKAGES[:-1])})

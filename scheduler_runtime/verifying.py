@@ -235,7 +235,8 @@ class _Bench:
     def planned(self, solution: Solution) -> Iterator[torch.optim.Optimizer]:
         """With the optimizer of its steps."""
         optimizer = self.optimizer(self.model)
-        apply(self.model, solution, optimizer=optimizer)
+        # another batch would be planned for, and that plan compared
+        apply(self.model, solution, optimizer=optimizer, on_mismatch="error")
         try:
             yield optimizer
         finally:

@@ -79,6 +79,14 @@ def test_a_star_and_dir_give_every_name():
     assert expected <= set(dir(checkpoint_solver))
 
 
+def test_dir_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; import checkpoint_solver; "
+        "names = dir(checkpoint_solver); assert {'solve', 'Graph', 'fit'} - {*names} == {'fit'}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_types_are_declared_for_every_name():
     tree = ast.parse((FOLDER / "__init__.py").read_text())
     (typed,) = (line for line in tree.body if isinstance(line, ast.If))

@@ -26,7 +26,7 @@ from graphs.capture.opaque import (
     RandomSources,
 )
 from graphs.capture.own_checkpointing import at_each_checkpoint
-from graphs.capture.own_failure import FailsOnBatchError
+from graphs.capture.own_failure import FailsOnBatchError, failures_not_logged
 from graphs.capture.refuse import (
     HOOKS,
     TORCHS_OWN,

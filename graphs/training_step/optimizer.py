@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from graphs import hardware
+from graphs.capture import failures_not_logged
 from graphs.costs import CostModel, Tracker
 from graphs.fsdp import shard_rows
 from graphs.model_calls import TraceError, local_part, strided_like
@@ -79,7 +80,11 @@ def optimizer_costs(
     check_parameters(optimizer, model)
     foreach = foreach or device.type == "cuda" or hardware.is_cuda(costs.description)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        with (
+            failures_not_logged(),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            torch.no_grad(),
+        ):
             twin = _twin(optimizer, mode, device, foreach=foreach, n_ranks=n_ranks)
             with _StepTracker(costs.cost):
                 _step(twin)  # makes the state
@@ -104,11 +109,34 @@ def optimizer_costs(
             figures = bucket_figures(twin, step, whole=whole, state_bytes=state_bytes)
             return found | figures | {"trains": trains}
     except Exception as error:
+        if words := _other_dtype(optimizer):
+            raise TraceError(words) from error
         raise TraceError(
             f"the optimizer {name} cannot step on fake tensors "
             f"({type(error).__name__}: {error}); plan without an optimizer and leave room for its "
             "state in the reserve"
         ) from error
+
+
+def _other_dtype(optimizer: torch.optim.Optimizer) -> str:
+    """That parameters have another dtype than when the optimizer made their state; "": they do not.
+
+    Some keep a state in 32 bits for parameters in 16; it is asked where they cannot step.
+    """
+    for parameter, state in optimizer.state.items():
+        for item in state.values() if isinstance(parameter, torch.Tensor) else ():
+            is_like = isinstance(item, torch.Tensor) and item.shape == parameter.shape
+            if is_like and item.is_floating_point() and item.dtype != parameter.dtype:
+                name, of_state, here = (
+                    str(each).removeprefix("torch.")
+                    for each in (type(optimizer).__name__, item.dtype, parameter.dtype)
+                )
+                return (
+                    f"the optimizer {name} has a state in {of_state} for parameters in {here}, and "
+                    "cannot step: has the model been cast since? Train on with a new optimizer; "
+                    "for a plan of fit, remove(model) first and fit(model, optimizer=...) again"
+                )
+    return ""
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -338,6 +338,17 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     step_for_real(optim.SGD(net.parameters(), lr=0.1))  # no fake mode is left behind
 
 
+def test_a_model_that_was_cast_in_training_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    model.double()
+    with pytest.raises(TraceError, match=r"state in float32 for parameters in float64, .*cast"):
+        costs_of(optimizer, model)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_an_optimizer_of_another_model_is_refused_and_one_of_more_parameters_warned_of() -> None:
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     call = {"loss": lambda output, _: output.mean()}

@@ -16,7 +16,7 @@ import solver
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
-from scheduler_runtime import apply, measure
+from scheduler_runtime import PlanMismatchError, apply, measure
 from solver import IllegalScheduleError, Solution, draw, report, solve, sweep, verify
 from solver.cli.command import main
 from solver.reporting import rows
@@ -121,6 +121,11 @@ def test_a_plan_is_verified(solution):
     assert found.n_gradients == 8
     with pytest.raises(TypeError, match=r"model=lambda: \.\.\."):
         verify(solution, model=make_model(), batch=make_batch)  # type: ignore[arg-type]
+
+
+def test_another_batch_than_the_planned_one_is_not_verified(solution) -> None:
+    with pytest.raises(PlanMismatchError, match="planned for"):
+        verify(solution, model=make_model, batch=lambda: make_batch()[:2], loss=mean)
 
 
 def test_a_batch_that_the_model_does_not_take_is_told(solution) -> None:
